@@ -11,7 +11,7 @@ from doctor_helpers import DOCTOR, Start, the_problem
 
 from unisono.tools.cli import main
 from unisono.tools.doctor import CHECKS, Target, runner
-from unisono.tools.doctor.finding import Finding, info, ok
+from unisono.tools.doctor.finding import Finding, info, ok, optional
 
 
 class Planted:
@@ -48,13 +48,14 @@ def test_hanging_check_is_a_cross(plant: Callable[..., None], monkeypatch: pytes
 
 
 def test_success_and_remarks_exit_with_status_0(plant: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    plant(lambda: [ok("good"), info("by the way", "look")])
+    plant(lambda: [ok("good"), info("by the way", "look"), optional("more", "buy")])
     assert main(["doctor", "planted"]) == 0
     said = capsys.readouterr().out
+    assert said.count("good") == said.count("by the way") == 1
     assert "✓ planted        good" in said
-    block = said.split("```text\n")[1].split("```")[0]
-    assert "ok planted        good" in block
-    assert "torch " in block
+    assert "○ planted        optional: more" in said
+    assert "  torch " in said
+    assert said.endswith("No problems found.\n")
     assert main(["doctor", "planted", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["ok"], told["findings"][1]["fix"]) == (True, "look")
@@ -76,8 +77,8 @@ def test_secrets_are_not_printed(
     [
         (["nonsense"], "unknown check 'nonsense'; known: all_reduce, between_hosts"),
         (["--hosts", "one"], "--hosts needs two or more"),
-        (["--hosts", "a,b", "--rank", "2"], "--rank must be from 0 to 1"),
-        (["--rank", "0"], "--rank is the index of this host in --hosts: pass --hosts too"),
+        (["--hosts", "a,b", "--host", "2"], "--host must be from 0 to 1"),
+        (["--host", "0"], "--host is the index of this host in --hosts: pass --hosts too"),
         (["--backend", "glue"], "unknown backend 'glue'; known: auto, gloo, mpi, nccl"),
         (["--backend", "shm+glue"], "unknown backend 'glue'"),
         (["--ranks", "0"], "--ranks must be at least 1"),

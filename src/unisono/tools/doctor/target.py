@@ -38,6 +38,10 @@ class Target:
         """Return whether to examine the requirements of these backends only."""
         return self.backend is None or not {"auto", *backends}.isdisjoint(self.backend.split("+"))
 
+    def requires(self, backend: str) -> bool:
+        """Return whether the program passes this very backend to `init`."""
+        return backend in (self.backend or "").split("+")
+
 
 class Check(Protocol):
     """A file of `unisono.tools.doctor.checks`: its docstring's first line names the subject of the check.

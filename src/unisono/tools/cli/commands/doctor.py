@@ -1,7 +1,12 @@
 """Examine this host: find working transports, obstacles for ranks, and their fixes.
 
-Exits with status 1 if anything is wrong (a problem), and prints a block to paste into an issue. With
+Fails if anything is wrong; what is optional is marked so. Paste the output into an issue. With
 --hosts, start it on each of the hosts, with the same list: they then reduce together.
+
+  unisono doctor
+  unisono doctor torch all_reduce --backend gloo
+  torchrun --nproc-per-node 4 -m unisono doctor
+  unisono doctor --hosts 10.1.1.20,10.1.1.21      (on each of them)
 """
 
 from __future__ import annotations
@@ -13,20 +18,21 @@ import sys
 from unisono.tools.cli import UsageError
 from unisono.tools.doctor import CHECKS, PORT, Finding, Target, examine
 from unisono.tools.doctor.checks.launcher import launched
-from unisono.tools.doctor.report import as_json, for_issue, lines, marks
+from unisono.tools.doctor.report import as_json, facts, lines, marks
 
 __all__ = ["add_arguments", "run"]
+
+_WIDTH = 14
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.doctor.Target`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("checks", nargs="*", metavar="CHECK", help=f"checks to run (all if left out):  {', '.join(CHECKS.names())}")
     add("--backend", help="backend that your program passes to un.init, such as mpi; only its needs are checked")
-    add("--ranks", type=int, metavar="N", help="number of ranks on this host (default: the launcher's)")
+    add("-n", "--ranks", type=int, metavar="N", help="number of ranks on this host (default: the launcher's)")
     add("--hosts", default="", metavar="A,B", help="host names or addresses; run the same command on each host")
-    add("--rank", type=int, metavar="I", help="index of this host in --hosts, from 0 (default: found by its addresses)")
+    add("--host", type=int, metavar="I", help="index of this host in --hosts, from 0 (default: found by its addresses)")
     add("--port", type=int, default=PORT, help="port of the first host for the rendezvous (%(default)s)")
     add("--timeout", type=float, default=60.0, metavar="S", help="timeout of all checks, in seconds (%(default)s)")
     add("--json", action="store_true", help="print the findings as JSON")
@@ -52,7 +58,8 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(as_json(found), indent=2))
     else:
-        print(f"\n{problems or 'No'} problems found. To paste into an issue:\n\n{for_issue(found)}")
+        known = "\n".join(f"  {name:{_WIDTH}} {text}" for name, text in facts().items())
+        print(f"\n{known}\n\n{problems or 'No'} {'problem' if problems == 1 else 'problems'} found.")
     return 1 if problems else 0
 
 
@@ -69,19 +76,19 @@ def _target(given: argparse.Namespace) -> Target:
         )
     if given.hosts and len(hosts) < 2:
         raise UsageError("--hosts needs two or more hosts, separated by commas: --hosts 10.1.1.20,10.1.1.21")
-    if given.rank is not None and not hosts:
+    if given.host is not None and not hosts:
         raise UsageError(
-            "--rank is the index of this host in --hosts: pass --hosts too (the number of ranks is --ranks)"
+            "--host is the index of this host in --hosts: pass --hosts too (the number of ranks is --ranks)"
         )
-    if given.rank is not None and not 0 <= given.rank < len(hosts):
-        raise UsageError(f"--rank must be from 0 to {len(hosts) - 1}, an index of --hosts, not {given.rank}")
+    if given.host is not None and not 0 <= given.host < len(hosts):
+        raise UsageError(f"--host must be from 0 to {len(hosts) - 1}, an index of --hosts, not {given.host}")
     if given.ranks is not None and given.ranks < 1:
         raise UsageError(f"--ranks must be at least 1, not {given.ranks}")
     if not 0 < given.port < 65536:
         raise UsageError(f"--port must be from 1 to 65535, not {given.port}")
     if not given.timeout > 0:
         raise UsageError(f"--timeout must be a positive number of seconds, not {given.timeout}")
-    return Target(given.backend, given.ranks, hosts, given.rank, given.port, given.timeout)
+    return Target(given.backend, given.ranks, hosts, given.host, given.port, given.timeout)
 
 
 def _backends() -> list[str]:

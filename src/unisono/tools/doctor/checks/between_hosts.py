@@ -53,7 +53,7 @@ def _own_number(target: Target, found: dict[str, list[str]]) -> int | Finding:
     own = [rank for rank, host in enumerate(target.hosts) if any(map(is_own, found[host]))]
     if len(own) == 1:
         return own[0]
-    command = f"unisono doctor --hosts {','.join(target.hosts)} --rank 0   # and 1, ... on the others"
+    command = f"unisono doctor --hosts {','.join(target.hosts)} --host 0   # and 1, ... on the others"
     if own:
         return problem(f"{' and '.join(target.hosts[rank] for rank in own)} are all addresses of this host", command)
     here = ", ".join(own_addresses())

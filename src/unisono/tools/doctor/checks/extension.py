@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from unisono.core.native import NO_EXTENSIONS, native
 from unisono.host.distribution import source
-from unisono.tools.doctor.finding import Finding, info, ok
+from unisono.tools.doctor.finding import Finding, info, ok, optional
 from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
@@ -28,7 +28,7 @@ def check(_target: Target) -> Iterator[Finding]:
             f"unset {NO_EXTENSIONS}",
         )
     else:
-        yield info(
+        yield optional(
             f"the native core of shared memory is missing: {_COST}",
             f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir {source() or _SOURCES}   "
             "# needs a C++ compiler and Python's headers",

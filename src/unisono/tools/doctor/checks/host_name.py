@@ -6,7 +6,8 @@ import socket
 from collections.abc import Iterator
 
 from unisono.host.network import address_outward, is_loopback
-from unisono.tools.doctor.finding import Finding, ok, problem
+from unisono.tools.doctor.checks.launcher import launched
+from unisono.tools.doctor.finding import Finding, ok, optional, problem
 from unisono.tools.doctor.network import addresses, is_own, own_addresses
 from unisono.tools.doctor.target import Target
 
@@ -19,7 +20,7 @@ _WHY = (
 )
 
 
-def check(_target: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Resolve the host name."""
     name = socket.gethostname()
     found = addresses(name)
@@ -27,7 +28,8 @@ def check(_target: Target) -> Iterator[Finding]:
     if not found:
         yield problem(f"the host name {name} has no address; mpirun and torchrun look it up", _entry(name, own))
     elif all(map(is_loopback, found)):
-        yield problem(f"the host name {name} resolves to the loopback, {', '.join(found)}: {_WHY}", _entry(name, own))
+        text = f"the host name {name} resolves to the loopback, {', '.join(found)}: {_WHY}"
+        yield optional(text, _entry(name, own), required=bool(target.hosts) or _on_several_hosts())
     elif not any(is_own(address) for address in found):
         yield problem(
             f"the host name {name} resolves to {', '.join(found)}, which is not an address of this host",
@@ -35,6 +37,11 @@ def check(_target: Target) -> Iterator[Finding]:
         )
     else:
         yield ok(f"{name} is {', '.join(found)}")
+
+
+def _on_several_hosts() -> bool:
+    launch = launched()
+    return launch.size is not None and launch.local_size is not None and launch.local_size < launch.size
 
 
 def _entry(name: str, own: str | None) -> str:

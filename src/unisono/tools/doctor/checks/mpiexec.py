@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from unisono.host import mpi_library
 from unisono.host.mpi_library import find_mpirun
-from unisono.tools.doctor.finding import Finding, info, ok, problem
+from unisono.tools.doctor.finding import Finding, info, ok, optional
 from unisono.tools.doctor.mpi import Library, find_library, mpi_environment
 from unisono.tools.doctor.subprocesses import run
 from unisono.tools.doctor.target import Target
@@ -34,6 +35,7 @@ def check(target: Target) -> Iterator[Finding]:
     """Start two ranks by each mpiexec, and query the number of ranks."""
     if not target.wants("mpi"):
         return
+    required = target.requires("mpi") or mpi_library.launched() is not None
     library, deadline = find_library(target.limit_s), time.monotonic() + target.limit_s
     found = [Path(path) for path in map(shutil.which, ("mpirun", "mpiexec")) if path is not None]
     on_path = {path.parent: path for path in found}
@@ -41,18 +43,19 @@ def check(target: Target) -> Iterator[Finding]:
     if not on_path and beside is not None:
         yield info(f"{beside} exists, but is not on the PATH", f"export PATH={Path(beside).parent}:$PATH")
     elif not on_path:
-        yield problem("there is neither mpiexec nor mpirun on the PATH", _install(library))
+        yield optional("there is neither mpiexec nor mpirun on the PATH", _install(library), required=required)
+    if isinstance(library, str):
+        # The check of the library reports that.
+        return
     for path in on_path.values():
-        if isinstance(library, str):
-            yield info(f"{path} cannot be used: {library}")
-            continue
         reason = _problem(path, library, deadline)
         if reason is None:
             yield ok(f"{path} starts ranks of {library}{_root(library)}")
             continue
         others = {Path(other).parent for other in (beside, *on_path.values()) if other is not None} - {path.parent}
         fitting = [other for other in others if _problem(other / "mpiexec", library, deadline) is None]
-        yield problem(f"{path} {reason}", f"export PATH={fitting[0]}:$PATH" if fitting else _install(library))
+        fix = f"export PATH={fitting[0]}:$PATH" if fitting else _install(library)
+        yield optional(f"{path} {reason}", fix, required=required)
 
 
 def _problem(path: Path, library: Library, deadline: float) -> str | None:

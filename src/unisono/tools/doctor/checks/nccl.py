@@ -23,7 +23,7 @@ def check(target: Target) -> Iterator[Finding]:
     count = torch.cuda.device_count()
     if not count:
         text = "torch sees no GPU here"
-        if target.backend == "nccl":
+        if target.requires("nccl"):
             yield problem(f"{text}, and nccl needs one for each rank", "unisono doctor --backend gloo")
         else:
             yield info(f"{text}, so it is not needed")

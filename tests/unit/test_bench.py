@@ -216,7 +216,7 @@ def test_verification_errors_exit_with_status_1(monkeypatch: pytest.MonkeyPatch)
         (["--against", "gloo,gloo"], "names a peer twice"),
         (["--against", "gloo", "--dtype", "int16"], "gloo does not reduce torch.int16"),
         (["--collective", "barrier", "--roofline"], "it has no roofline"),
-        (["--json", "nowhere/results.json"], "the directory nowhere does not exist"),
+        (["--plot", "nowhere/results.svg"], "the directory nowhere does not exist"),
     ],
 )
 def test_bad_input_is_a_short_error(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

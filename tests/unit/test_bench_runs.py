@@ -19,11 +19,10 @@ SHORT = ["--seconds", "0.01"]
 
 
 # -- a real run --------------------------------------------------------------------------------------------------------
-def test_table_json_and_columns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "results.json"
-    options = ["--sizes", "8,64K", "--backend", "shm", "--against", "gloo", "--roofline", "--json", str(path)]
-    assert main(["bench", *SHORT, *options]) == 0
-    title, names, _, first, second, last = capfd.readouterr().out.splitlines()
+def test_table_json_and_columns(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(sizes=(8, 65536), backend="shm", against=("gloo", "roofline"), seconds=0.01)
+    results = bench.run(settings, shown=True)
+    title, names, _, first, second = capfd.readouterr().out.splitlines()
     assert title.startswith("# all_reduce, 2 ranks, shm, ordinary memory, warm caches")
     assert names.split() == [
         *("#", "size", "count", "type", "op", "algorithm", "time", "algbw", "busbw", "#wrong"),
@@ -31,8 +30,8 @@ def test_table_json_and_columns(tmp_path: Path, capfd: pytest.CaptureFixture[str
     ]
     assert first.split()[:5] == ["8", "2", "float32", "sum", "native"]
     assert second.split()[:2] == ["65536", "16384"]
-    assert last == "# wrong elements: none"
-    held = json.loads(path.read_text())
+    assert bench.summary(results) == "# wrong elements: none"
+    held = json.loads(json.dumps(bench.as_json(settings, results)))
     assert held["machine"]["torch"] == torch.__version__
     assert held["settings"]["backend"] == "shm"
     assert [found["nbytes"] for found in held["results"]] == [8, 65536]
@@ -42,6 +41,16 @@ def test_table_json_and_columns(tmp_path: Path, capfd: pytest.CaptureFixture[str
         ratio = found["against"]["gloo"]["ratio"]
         assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
         assert f"{ratio['low']:.2f}..{ratio['high']:.2f}" in shown
+
+
+def test_command_prints_the_table_or_json(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["bench", *SHORT, "--sizes", "8", "--backend", "thread"]
+    assert main(options) == 0
+    said = capfd.readouterr().out.splitlines()
+    assert said[0].startswith("# all_reduce, 2 ranks, thread")
+    assert said[-1] == "# wrong elements: none"
+    assert main([*options, "--json"]) == 0
+    assert [found["nbytes"] for found in json.loads(capfd.readouterr().out)["results"]] == [8]
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 import unisono as un
 from unisono.errors import CommTimeoutError, UnavailableError
-from unisono.tools.cli import COMMANDS, UsageError, main
+from unisono.host.distribution import install_command
+from unisono.tools.cli import COMMANDS, UsageError, main, make_parser
 
 
 class Trial:
@@ -77,6 +81,48 @@ def test_command_does_not_import_the_others() -> None:
     program = "import sys; from unisono.tools.cli import main; main(['template']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split()[-1] == "False"
+
+
+def test_help_imports_no_command_and_no_torch() -> None:
+    program = "import sys; from unisono.tools.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "unisono.tools.cli.commands" in modules
+    assert not [name for name in modules if name.startswith(("torch", "numpy", "unisono.tools.cli.commands."))]
+
+
+@pytest.mark.parametrize("name", COMMANDS.names())
+def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = make_parser([name])
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse_args([name, "--help"])
+    said = capsys.readouterr().out
+    assert "exit status: 0 ok" in said
+    examples = [line.strip() for line in said.splitlines() if line.startswith("  unisono ")]
+    assert examples
+    assert COMMANDS.summary(name) == (COMMANDS[name].__doc__ or "").splitlines()[0]
+    for example in examples:
+        words = shlex.split(re.split(r" > | {3,}", example)[0])[1:]
+        assert parser.parse_args(words).command == name
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    said = capsys.readouterr().out
+    assert {"doctor", "autopsy", "hosts", "stacks"} <= set(re.findall(r"\w+", said))
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", shell]) == 2
+    assert f"completion needs shtab: {install_command('cli')}" in capsys.readouterr().err
+
+
+def test_completion_in_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "unisono").write_text(capsys.readouterr().out)
+    script = f"source {tmp_path}/unisono; COMP_WORDS=(unisono doctor --ba); COMP_CWORD=2; "
+    script += "_shtab_unisono unisono --ba doctor; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["--backend"]
 
 
 def test_exit_status_is_that_of_the_command(trial: Trial) -> None:

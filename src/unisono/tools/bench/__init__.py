@@ -10,7 +10,7 @@ from __future__ import annotations
 from unisono.tools.bench.peers import PEERS, Peer
 from unisono.tools.bench.plotting import check_plot, plot
 from unisono.tools.bench.ranks import on_ranks, run
-from unisono.tools.bench.report import machine, write_json
+from unisono.tools.bench.report import as_json, machine
 from unisono.tools.bench.result import Against, Result
 from unisono.tools.bench.settings import Settings
 from unisono.tools.bench.sizes import parse_sizes, shown_size
@@ -34,6 +34,7 @@ __all__ = [
     "Timings",
     "Traffic",
     "Workload",
+    "as_json",
     "bus_factor",
     "check_plot",
     "clock",
@@ -52,5 +53,4 @@ __all__ = [
     "shown_size",
     "summary",
     "timed",
-    "write_json",
 ]

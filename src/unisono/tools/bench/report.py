@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -15,7 +14,7 @@ from unisono.tools.bench.memory import cache_bytes
 from unisono.tools.bench.result import Result
 from unisono.tools.bench.settings import Settings
 
-__all__ = ["machine", "write_json"]
+__all__ = ["as_json", "machine"]
 
 
 def machine() -> dict[str, Any]:
@@ -40,7 +39,6 @@ def _processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def write_json(path: Path, settings: Settings, results: list[Result]) -> None:
-    """Write one object: `machine`, `settings`, and `results`, as their `plain()` return. Raises `OSError`."""
-    held = {"machine": machine(), "settings": settings.plain(), "results": [result.plain() for result in results]}
-    path.write_text(json.dumps(held, indent=1) + "\n")
+def as_json(settings: Settings, results: list[Result]) -> dict[str, Any]:
+    """Return `machine`, `settings`, and `results`, as their `plain()` return."""
+    return {"machine": machine(), "settings": settings.plain(), "results": [result.plain() for result in results]}

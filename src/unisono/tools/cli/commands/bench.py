@@ -2,12 +2,17 @@
 
 The columns are those of nccl-tests. Each peer adds its time, and how many times as fast unisono
 was: the median of neighbouring samples, and the quartiles.
+
+  unisono bench --sizes 8:128M:*4 --against gloo
+  unisono bench -n 4 --backend shm --sizes 1M,16M --registered --plot results.svg
+  unisono bench --json > results.json
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.bench.Settings`."""
     normal = Settings()
     peers = ", ".join(bench.PEERS.names())
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add(
         "--collective",
@@ -30,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"collective to measure: {', '.join(bench.COLLECTIVES)} (%(default)s)",
     )
     add("--backend", default=normal.backend, help="unisono's backend: shm, gloo, thread; auto is shm where it works")
-    add("--ranks", type=int, default=normal.ranks, help="number of ranks, one thread each (%(default)s)")
+    add("-n", "--ranks", type=int, default=normal.ranks, help="number of ranks, one thread each (%(default)s)")
     add(
         "--sizes",
         default=",".join(map(str, normal.sizes)),
@@ -50,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--roofline", action="store_true", help="the same as --against roofline: all ranks copy as many bytes")
     add("--seconds", type=float, default=normal.seconds, help="approximate time for each size (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write settings, machine and results to this file")
+    add(
+        "--json",
+        action="store_true",
+        help="print settings, machine and results as JSON instead of the table",
+    )
     add("--plot", type=Path, metavar="FILE", help="plot bandwidths and ratios to this file (.png, .svg, .pdf)")
 
 
@@ -61,15 +69,12 @@ def run(given: argparse.Namespace) -> int:
             bench.check_plot()
             if given.collective == "barrier":
                 raise ValueError("a barrier has no sizes to draw; leave out --plot")
-        for path in filter(None, (given.json, given.plot)):
-            if not path.parent.is_dir():
-                raise ValueError(f"the directory {path.parent} does not exist; create it first")
+            if not given.plot.parent.is_dir():
+                raise ValueError(f"the directory {given.plot.parent} does not exist; create it first")
         settings = _settings(given)
-    results = bench.run(settings, shown=True)
-    print(bench.summary(results))
+    results = bench.run(settings, shown=not given.json)
+    print(json.dumps(bench.as_json(settings, results), indent=1) if given.json else bench.summary(results))
     with _refusing():
-        if given.json:
-            bench.write_json(given.json, settings, results)
         if given.plot:
             bench.plot(results, given.plot)
     return 1 if any(result.wrong for result in results) else 0

@@ -1,17 +1,26 @@
-"""Inspect a checkpoint, verify every byte of it, compare two, or convert from and to other formats."""
+"""Inspect a checkpoint, verify every byte of it, compare two, or convert from and to other formats.
+
+unisono checkpoint show runs/7
+unisono checkpoint verify runs/7
+unisono checkpoint diff runs/7 runs/8 --json
+unisono checkpoint convert runs/7 model.safetensors
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from unisono import checkpoint
 from unisono.checkpoint.conversion import convert, differences
 from unisono.checkpoint.formats import FORMATS
+from unisono.checkpoint.manifest import Manifest
 from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]
@@ -29,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = actions.add_parser("diff", help="print the differences of two checkpoints; exit with 1 if there are any")
     diff.add_argument("path", metavar="PATH")
     diff.add_argument("other", metavar="OTHER")
+    for parser in (show, verify, diff):
+        parser.add_argument("--json", action="store_true", help="print the result as JSON")
     other = actions.add_parser("convert", help="read any known format, and write another")
     other.add_argument("path", metavar="PATH")
     other.add_argument("target", metavar="TARGET", type=Path)
@@ -44,6 +55,9 @@ def run(given: argparse.Namespace) -> int:
 def _show(given: argparse.Namespace) -> int:
     with checkpoint.open_archive(given.path) as archive:
         manifest = archive.manifest
+        if given.json:
+            print(json.dumps(_described(manifest), indent=2))
+            return 0
         for name, entry in manifest.tensors.items():
             kind = str(entry.dtype).removeprefix("torch.")
             print(f"{name:48} {kind:10} {'x'.join(map(str, entry.shape)) or '()':20} {_amount(entry.nbytes):>10}")
@@ -56,9 +70,22 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
+def _described(manifest: Manifest) -> dict[str, Any]:
+    """Return what `show` prints, as plain values."""
+    tensors = {
+        name: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape), "nbytes": one.nbytes}
+        for name, one in manifest.tensors.items()
+    }
+    files, ranks = len(manifest.files), manifest.ranks
+    return {"tensors": tensors, "nbytes": manifest.nbytes, "files": files, "ranks": ranks, "extra": manifest.extra}
+
+
 def _verify(given: argparse.Namespace) -> int:
     with _bar("verifying") as progress:
         manifest = checkpoint.verify(given.path, progress=progress)
+    if given.json:
+        print(json.dumps({"tensors": len(manifest.tensors), "nbytes": manifest.nbytes}))
+        return 0
     print(f"{given.path} is whole: {len(manifest.tensors)} tensors, {_amount(manifest.nbytes)}")
     return 0
 
@@ -66,7 +93,7 @@ def _verify(given: argparse.Namespace) -> int:
 def _diff(given: argparse.Namespace) -> int:
     with checkpoint.open_archive(given.path) as first, checkpoint.open_archive(given.other) as second:
         found = differences(first, second)
-    print("\n".join(found) if found else "they hold the same")
+    print(json.dumps(found, indent=2) if given.json else "\n".join(found) or "they hold the same")
     return 1 if found else 0
 
 

@@ -1,4 +1,8 @@
-"""Train a small network on real handwritten digits on several ranks, and prove that it equals one rank."""
+"""Train a small network on real handwritten digits on several ranks, and prove that it equals one rank.
+
+unisono demo
+unisono demo -n 4 --backend gloo --epochs 3
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.demo.Settings`."""
     normal = Settings()
     add = parser.add_argument
-    add("--ranks", type=int, default=normal.ranks, help="number of ranks (%(default)s)")
+    add("-n", "--ranks", type=int, default=normal.ranks, help="number of ranks (%(default)s)")
     add("--backend", default=normal.backend, help="shm, gloo, thread, ...; auto chooses the best available backend")
     add("--epochs", type=int, default=normal.epochs, help="passes over the pictures (%(default)s)")
     add(

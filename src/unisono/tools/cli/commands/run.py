@@ -25,7 +25,9 @@ _PORT = 29500
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options, the script, and its own arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        "exit status: 0 ok, 2 usage error, else that of the rank that failed first (128 + a signal's number)"
+    )
     add = parser.add_argument
     add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks to start on this host")
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")

@@ -1,6 +1,9 @@
 """Print a commented file to start from: for Slurm, torchrun, mpirun, Kubernetes, SkyPilot, Ray.
 
-Each starts an unchanged script train.py that calls un.init(): unisono template slurm > slurm.sh
+Each starts an unchanged script train.py that calls un.init().
+
+  unisono template
+  unisono template slurm > slurm.sh
 """
 
 from __future__ import annotations

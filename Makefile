@@ -15,7 +15,7 @@ STAMP := $(VENV)/installed-in-$(shell pwd -P | cksum | cut -d ' ' -f 1)
 # The tests start hundreds of interpreters, each of which would compile everything anew if nothing were kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test soak gpu bench lint format docs clean
+.PHONY: help install demo test soak gpu bench lint format docs package clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -50,6 +50,9 @@ format: $(STAMP) ## put the code into the one form that lint accepts
 
 docs: $(STAMP) ## run every example in the documents and docstrings
 	$(PY) -m pytest tests/house/test_examples.py $(ARGS)
+
+package: ## build the sdist and the wheel, and try the wheel in a fresh environment
+	.ci/package $(PYTHON)
 
 clean: ## remove all that was made here
 	rm -rf $(VENV) .gpu-packages build dist src/unisono/*.so src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -18,6 +18,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 def test_version_is_the_same_everywhere() -> None:
     assert unisono.__version__ == PROJECT["version"]
+    assert f"\nversion: {unisono.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_changelog_has_an_unreleased_section() -> None:

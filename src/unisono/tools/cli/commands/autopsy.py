@@ -50,7 +50,7 @@ class _Rank:
 
     @property
     def state(self) -> str:
-        """How it ended: "ended" normally, or one of `_ORDER`."""
+        """State at the end: "ended" normally, or one of `_ORDER`."""
         if self.error is not None:
             return "consequence" if self.error.text.startswith(_CONSEQUENCES) else "failed"
         ends = {"end": "ended", "exit": "left"}

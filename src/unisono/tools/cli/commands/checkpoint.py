@@ -1,9 +1,11 @@
 """Inspect a checkpoint, verify every byte of it, compare two, or convert from and to other formats.
 
-unisono checkpoint show runs/7
-unisono checkpoint verify runs/7
-unisono checkpoint diff runs/7 runs/8 --json
-unisono checkpoint convert runs/7 model.safetensors
+PATH is a directory, a file or a URL.
+
+  unisono checkpoint show runs/7
+  unisono checkpoint verify runs/7
+  unisono checkpoint diff runs/7 runs/8 --json
+  unisono checkpoint convert runs/7 model.safetensors
 """
 
 from __future__ import annotations

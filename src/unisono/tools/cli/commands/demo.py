@@ -1,7 +1,9 @@
 """Train a small network on real handwritten digits on several ranks, and prove that it equals one rank.
 
-unisono demo
-unisono demo -n 4 --backend gloo --epochs 3
+The digits come with scikit-learn; --data names pictures of your own.
+
+  unisono demo
+  unisono demo -n 4 --backend gloo --epochs 3
 """
 
 from __future__ import annotations

@@ -81,3 +81,19 @@ def test_top_level_names_are_few() -> None:
 
 def test_dir_lists_the_public_names() -> None:
     assert dir(unisono) == sorted(unisono.__all__)
+
+
+def test_public_names_and_a_launch_give_no_warning() -> None:
+    program = """
+        import torch, unisono as un
+        for name in un.__all__:
+            getattr(un, name)
+
+        def program(comm):
+            total = torch.tensor([comm.rank + 1.0])
+            comm.all_reduce(total)
+            return total.item()
+
+        print(un.launch(program, 2, "shm", threads=1))
+    """
+    assert run(program).split() == ["[3.0,", "3.0]"]

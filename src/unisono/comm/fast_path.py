@@ -105,9 +105,11 @@ class FastPathCalls:
         finally:
             self._inside.discard(here)
             activity.leave()
-        if status is Status.OK:
-            return None
-        return self.general_collective(what, output, input, op, root, algorithm, async_op, timeout)
+        return (
+            None
+            if status is Status.OK
+            else self.general_collective(what, output, input, op, root, None, False, timeout)
+        )
 
     def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: Timeout | None, /) -> bool:
         """Send or receive ("send", "recv") on the fast path; return False, with no effect, if it needs more."""

@@ -1,7 +1,9 @@
 """Read files of un.trace: exposed communication, overlap, and which ranks the others wait for.
 
-unisono trace summary run.json
-unisono trace merge run.json run.rank0.json run.rank1.json
+The files are those that un.trace wrote.
+
+  unisono trace summary run.json
+  unisono trace merge run.json run.rank0.json run.rank1.json
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the two actions: a summary of one file, and one file of several."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     actions = parser.add_subparsers(title="actions", dest="action", metavar="<action>", required=True)
     summary = actions.add_parser("summary", help="print exposed communication, overlap, skew and the last ranks")
     summary.add_argument("file", type=Path, help="file of un.trace")

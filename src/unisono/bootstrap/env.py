@@ -26,8 +26,8 @@ def find(request: Request) -> Rendezvous:
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where = f"torchrun's agent at {host}:{port}" if by_agent else f"MASTER_ADDR {host}:{port}"
     source = f"rank {rank} of {size} from the environment, rendezvous at {where}"
-    seat = Claim(rank, size, env_number("LOCAL_RANK"), request.deadline, source)
-    return (find_by_agent if by_agent else find_at)(seat, host, port, request.secret)
+    claim = Claim(rank, size, env_number("LOCAL_RANK"), request.deadline, source)
+    return (find_by_agent if by_agent else find_at)(claim, host, port, request.secret)
 
 
 def read(request: Request) -> tuple[str, int]:

@@ -44,17 +44,17 @@ def find(request: Request) -> Rendezvous:
     """Return the rendezvous that the file names. The file is created if missing, and taken over if empty or old."""
     path = _path(request.init_method or "")
     rank, size = request.numbers()
-    seat = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous through {path}")
-    return _host(path, seat) if rank == 0 else _follow(path, seat)
+    claim = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous through {path}")
+    return _host(path, claim) if rank == 0 else _follow(path, claim)
 
 
 def address_in(url: str) -> tuple[tuple[str, int], bytes]:
     """Return the address and secret of the control plane that a file names."""
     path = _path(url)
-    note = _read(path)
-    if note is None:
+    published = _read(path)
+    if published is None:
         raise CommError(f"{path} describes no job. Is a job running that uses this file?")
-    return (note.host, note.port), note.secret.encode()
+    return (published.host, published.port), published.secret.encode()
 
 
 def _path(url: str) -> Path:
@@ -96,18 +96,18 @@ def _is_address(host: str, port: str) -> bool:
 
 
 # -- rank 0 ----------------------------------------------------------------------------------------
-def _host(path: Path, seat: Claim) -> Rendezvous:
+def _host(path: Path, claim: Claim) -> Rendezvous:
     old = _read(path)
     held = _lease(path, made_by_user=path.exists() and old is None)
-    note = _RendezvousFile(*held.server.address, held.secret.decode(), socket.gethostname())
+    published = _RendezvousFile(*held.server.address, held.secret.decode(), socket.gethostname())
     try:
-        if note != old:
-            _write(path, note.text())
+        if published != old:
+            _write(path, published.text())
     except OSError as error:
         held.release()
         raise CommError(f"cannot write {path}: {error.strerror or error}; choose another file") from error
     try:
-        return meet(seat, held.server.address, held.secret, held)
+        return meet(claim, held.server.address, held.secret, held)
     except CommTimeoutError as error:
         if _read(path) is not None:
             error.message += f" (Another process has written {path} since. Do two processes claim to be rank 0?)"
@@ -117,8 +117,8 @@ def _host(path: Path, seat: Claim) -> Rendezvous:
 def _lease(path: Path, *, made_by_user: bool) -> Lease:
     def withdraw() -> None:
         with contextlib.suppress(OSError, ValueError, CommError):
-            note = _read(path)
-            if note is None or note.secret.encode() != held.secret:
+            published = _read(path)
+            if published is None or published.secret.encode() != held.secret:
                 # Another process has taken it over.
                 return
             if made_by_user:
@@ -143,16 +143,16 @@ def _write(path: Path, text: str) -> None:
 
 
 # -- the others ------------------------------------------------------------------------------------
-def _follow(path: Path, seat: Claim) -> Rendezvous:
+def _follow(path: Path, claim: Claim) -> Rendezvous:
     """Try the file's address repeatedly: a file of an earlier run has a stale address."""
     last = "no rank has written it"
-    while seat.left_s:
-        note = _read(path)
-        if note is not None and note.name != socket.gethostname():
-            last = f"it was written on {note.name}: for ranks of several hosts use tcp://host:port"
-        elif note is not None:
+    while claim.left_s:
+        published = _read(path)
+        if published is not None and published.name != socket.gethostname():
+            last = f"it was written on {published.name}: for ranks of several hosts use tcp://host:port"
+        elif published is not None:
             try:
-                return _try(path, note, seat)
+                return _try(path, published, claim)
             except (MovedError, ClosedError, _UnreachableError) as error:
                 last = f"the address in it does not work: {error}"
         time.sleep(_LOOK_EVERY_S)
@@ -165,12 +165,16 @@ class _UnreachableError(Exception):
     """No server, or another server, at the address in an old file."""
 
 
-def _try(path: Path, note: _RendezvousFile, seat: Claim) -> Rendezvous:
-    patience_s, reach_within_s = max(seat.left_s, 1.0), min(max(seat.left_s, 0.1), _REACH_WITHIN_S)
+def _try(path: Path, published: _RendezvousFile, claim: Claim) -> Rendezvous:
+    patience_s, reach_within_s = max(claim.left_s, 1.0), min(max(claim.left_s, 0.1), _REACH_WITHIN_S)
     try:
         control = SocketControl(
-            (note.host, note.port), note.secret.encode(), patience_s, reach_within_s=reach_within_s, host_rank=0
+            (published.host, published.port),
+            published.secret.encode(),
+            patience_s,
+            reach_within_s=reach_within_s,
+            host_rank=0,
         )
     except CommError as error:
         raise _UnreachableError(error.message) from error
-    return confirm(seat, control, moved=lambda: _read(path) != note)
+    return confirm(claim, control, moved=lambda: _read(path) != published)

@@ -25,7 +25,7 @@ from unisono.host.network import address_for_others, address_outward, host_ident
 __all__ = ["detected", "find", "find_on"]
 
 _TAG = 23041
-_CARD_BYTES = 4096
+_MAX_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 _GRACE_S = 2.0
 
@@ -54,14 +54,14 @@ def find(request: Request) -> Rendezvous:
     if size == 1:
         return replace(single.find(request), source=f"{source}: a world of one")
     end = job_end(mpi, rank, size)
-    place = find_on(world, source, request.deadline, request.secret)
-    place.network = "mpi"
-    end.await_closing(place)
+    rendezvous = find_on(world, source, request.deadline, request.secret)
+    rendezvous.network = "mpi"
+    end.await_closing(rendezvous)
     # All ranks have joined, so no rank waits for another here.
     node = world.Split_type(mpi.COMM_TYPE_SHARED, rank)
-    place.local_rank = node.Get_rank()
+    rendezvous.local_rank = node.Get_rank()
     node.Free()
-    return place
+    return rendezvous
 
 
 def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None = None) -> Rendezvous:
@@ -73,28 +73,28 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
         deadline: On the monotonic clock.
         secret: A random one if None.
     """
-    seat = Claim(comm.Get_rank(), comm.Get_size(), None, deadline, source)
+    claim = Claim(comm.Get_rank(), comm.Get_size(), None, deadline, source)
     # Looked at on every rank, for a bad one is to be refused on each.
     known = secrets.token_hex(32).encode() if secret is None else secret_bytes(secret)
-    exchange = _HelloExchange(comm, seat)
-    if seat.rank == 0:
+    exchange = _HelloExchange(comm, claim)
+    if claim.rank == 0:
         held = acquire(f"mpi/{secrets.token_hex(8)}", known, _address(exchange.collect()), 0)
-        exchange.tell((*held.server.address, known))
-        place = meet(seat, held.server.address, known, held)
+        exchange.publish((*held.server.address, known))
+        rendezvous = meet(claim, held.server.address, known, held)
     else:
-        host, port, known = exchange.hear()
-        place = meet(seat, (host, port), known)
-    place.source += f", rendezvous at {place.address}"
-    return place
+        host, port, known = exchange.receive()
+        rendezvous = meet(claim, (host, port), known)
+    rendezvous.source += f", rendezvous at {rendezvous.address}"
+    return rendezvous
 
 
-def _address(cards: list[tuple[str, str]]) -> str:
+def _address(hosts_by_rank: list[tuple[str, str]]) -> str:
     """Return an address of this host that all ranks can reach, given the identity and name of each rank's host."""
-    strangers = [name for host, name in cards if host != cards[0][0]]
-    if not strangers:
+    other_hosts = [name for host, name in hosts_by_rank if host != hosts_by_rank[0][0]]
+    if not other_hosts:
         return "127.0.0.1"
     try:
-        return address_for_others(strangers[0])
+        return address_for_others(other_hosts[0])
     except OSError:
         # No name server knows that host.
         outward = address_outward()
@@ -106,15 +106,15 @@ def _address(cards: list[tuple[str, str]]) -> str:
 class _HelloExchange:
     """Short messages from all ranks to rank 0, and from rank 0 to all, with a time limit. No pickle."""
 
-    def __init__(self, comm: Any, seat: Claim) -> None:
-        self._comm, self._seat = comm, seat
+    def __init__(self, comm: Any, claim: Claim) -> None:
+        self._comm, self._claim = comm, claim
 
     def collect(self) -> list[tuple[str, str]]:
         """Collect every rank's host, on rank 0. If ranks are missing, notify the others, and raise."""
         mine = (host_identity(), socket.gethostname())
-        memory = {rank: bytearray(_CARD_BYTES) for rank in range(1, self._seat.size)}
+        memory = {rank: bytearray(_MAX_BYTES) for rank in range(1, self._claim.size)}
         waiting = {rank: self._comm.Irecv([memory[rank], _byte()], rank, _TAG) for rank in memory}
-        if not poll_until(lambda: _all_done(waiting), self._seat.deadline, spins=1):
+        if not poll_until(lambda: _all_done(waiting), self._claim.deadline, spins=1):
             missing = sorted(waiting)
             for request in waiting.values():
                 request.Cancel()
@@ -123,37 +123,37 @@ class _HelloExchange:
             raise self._missing(missing)
         return [mine, *(_read(memory[rank]) for rank in memory)]
 
-    def tell(self, card: tuple[str, int, bytes]) -> None:
-        """Send rank 0's card to all other ranks."""
-        self._send(card, range(1, self._seat.size))
+    def publish(self, address: tuple[str, int, bytes]) -> None:
+        """Send rank 0's address to all other ranks."""
+        self._send(address, range(1, self._claim.size))
 
-    def hear(self) -> tuple[str, int, bytes]:
-        """Send this rank's host to rank 0, and return rank 0's card."""
+    def receive(self) -> tuple[str, int, bytes]:
+        """Send this rank's host to rank 0, and return rank 0's address."""
         self._send((host_identity(), socket.gethostname()), [0])
-        memory = bytearray(_CARD_BYTES)
+        memory = bytearray(_MAX_BYTES)
         waiting = {0: self._comm.Irecv([memory, _byte()], 0, _TAG)}
         # Rank 0 may need until its deadline to know which ranks are missing.
-        if not poll_until(lambda: _all_done(waiting), self._seat.deadline + _GRACE_S, spins=1):
+        if not poll_until(lambda: _all_done(waiting), self._claim.deadline + _GRACE_S, spins=1):
             waiting[0].Cancel()
             waiting[0].Free()
             raise self._missing([0])
-        card = _read(memory)
-        if card[0] == "missing":
-            raise self._missing(card[1])
-        host, port, secret = card
+        address = _read(memory)
+        if address[0] == "missing":
+            raise self._missing(address[1])
+        host, port, secret = address
         return host, port, secret
 
-    def _send(self, card: object, ranks: Any) -> None:
-        content = serialization.encode(card)
+    def _send(self, message: object, ranks: Any) -> None:
+        content = serialization.encode(message)
         data = _LENGTH.pack(len(content)) + content
         # So short that MPI keeps them until they are received: what it needs no longer is the caller's.
         sent = {rank: self._comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
-        poll_until(lambda: _all_done(sent), self._seat.deadline + _GRACE_S, spins=1)
+        poll_until(lambda: _all_done(sent), self._claim.deadline + _GRACE_S, spins=1)
 
     def _missing(self, ranks: list[int]) -> CommTimeoutError:
-        shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         return CommTimeoutError(
-            f"rank {shown} of the {self._seat.size} that the launcher started did not call init in time. "
+            f"rank {listed} of the {self._claim.size} that the launcher started did not call init in time. "
             "Is it alive, and does every rank call init?",
             peer=ranks[0],
         )

@@ -42,16 +42,16 @@ class MpiAbortGuard:
         self._process, self._open = os.getpid(), 0
         self._excepthook = sys.excepthook
 
-    def await_closing(self, place: Rendezvous) -> None:
-        """Record that other ranks may wait for this process until `place` is closed."""
-        release = place.release
+    def await_closing(self, rendezvous: Rendezvous) -> None:
+        """Record that other ranks may wait for this process until `rendezvous` is closed."""
+        release = rendezvous.release
         self._open += 1
 
         def close() -> None:
             self._open -= 1
             release()
 
-        place.release = close
+        rendezvous.release = close
 
     def fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report as `sys.excepthook` does; then end the job."""

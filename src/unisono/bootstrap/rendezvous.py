@@ -51,7 +51,7 @@ class Claim:
         return max(0.0, self.deadline - time.monotonic())
 
 
-def meet(seat: Claim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
+def meet(claim: Claim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
     """Return the rendezvous at the server of this address, when all ranks have joined.
 
     A server that closes meanwhile belonged to an earlier `init`; the call waits for the next one.
@@ -68,10 +68,10 @@ def meet(seat: Claim, address: tuple[str, int], secret: bytes, lease: Lease | No
     try:
         while True:
             try:
-                patience_s = max(seat.left_s, 0.1)
-                return confirm(seat, SocketControl(address, secret, patience_s, host_rank=0, rank=seat.rank), lease)
+                patience_s = max(claim.left_s, 0.1)
+                return confirm(claim, SocketControl(address, secret, patience_s, host_rank=0, rank=claim.rank), lease)
             except ClosedError:
-                if not seat.left_s:
+                if not claim.left_s:
                     raise
     except BaseException:
         if lease is not None:
@@ -79,7 +79,7 @@ def meet(seat: Claim, address: tuple[str, int], secret: bytes, lease: Lease | No
         raise
 
 
-def claim_rank(seat: Claim, address: tuple[str, int], secret: bytes) -> None:
+def claim_rank(claim: Claim, address: tuple[str, int], secret: bytes) -> None:
     """Claim rank 0 at a server that this process should host and cannot. Other errors are not reported.
 
     Raises:
@@ -91,8 +91,8 @@ def claim_rank(seat: Claim, address: tuple[str, int], secret: bytes) -> None:
         return
     try:
         # Do not take the rank from a process that is about to join.
-        control.get(f"{seat.job}1/{_OPEN}", _CLAIM_WITHIN_S)
-        control.register_rank(seat.job, seat.rank, seat.size, _process(os.getpid()))
+        control.get(f"{claim.job}1/{_OPEN}", _CLAIM_WITHIN_S)
+        control.register_rank(claim.job, claim.rank, claim.size, _process(os.getpid()))
     except MismatchError:
         raise
     except CommError:
@@ -102,7 +102,7 @@ def claim_rank(seat: Claim, address: tuple[str, int], secret: bytes) -> None:
 
 
 def confirm(
-    seat: Claim, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
+    claim: Claim, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
 ) -> Rendezvous:
     """Return the rendezvous at the server of `control`, when all ranks have joined; close `control` on failure.
 
@@ -118,36 +118,36 @@ def confirm(
         CommError: As for `find`.
     """
     try:
-        name = _gather(seat, control, moved)
+        name = _gather(claim, control, moved)
     except BaseException:
         control.close()
         raise
     server, release = (None, nothing) if lease is None else (lease.server, lease.release)
     return Rendezvous(
-        seat.rank, seat.size, seat.local_rank, control, server, control.local_host, name, seat.source, release
+        claim.rank, claim.size, claim.local_rank, control, server, control.local_host, name, claim.source, release
     )
 
 
-def _gather(seat: Claim, control: SocketControl, moved: Callable[[], bool] | None) -> str:
+def _gather(claim: Claim, control: SocketControl, moved: Callable[[], bool] | None) -> str:
     try:
-        name = control.register_rank(seat.job, seat.rank, seat.size, _process(os.getpid()))
+        name = control.register_rank(claim.job, claim.rank, claim.size, _process(os.getpid()))
     except MismatchError:
         if moved is not None and moved():
             raise MovedError from None
         raise
-    group = Group.world(seat.rank, seat.size, name)
+    group = Group.world(claim.rank, claim.size, name)
     control.join(group)
-    if seat.rank == 0:
+    if claim.rank == 0:
         control.set(_open(group), b"")
     elif moved is not None:
-        _await_rank_0(seat, control, group, moved)
-    control.exchange(group, "init", None, seat.left_s)
+        _await_rank_0(claim, control, group, moved)
+    control.exchange(group, "init", None, claim.left_s)
     return name
 
 
-def _await_rank_0(seat: Claim, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
+def _await_rank_0(claim: Claim, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
     """Poll until rank 0 has joined here, or has turned out to be elsewhere."""
-    while not control.check([_open(group)]) and seat.left_s:
+    while not control.check([_open(group)]) and claim.left_s:
         cause = control.first_cause(group)
         if cause is not None:
             raise error_of(cause, group)

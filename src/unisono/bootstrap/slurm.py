@@ -80,10 +80,10 @@ def find(request: Request) -> Rendezvous:
     task = step()
     job = os.environ.get("SLURM_JOB_ID", "?")
     if task is None:
-        asked = env_number("SLURM_NTASKS")
+        tasks = env_number("SLURM_NTASKS")
         source = f"Slurm job {job} runs no step here: a world of one; start the ranks with srun"
-        if asked is not None and asked > 1:
-            _log.warning("unisono: %s (the job has %d tasks)", source, asked)
+        if tasks is not None and tasks > 1:
+            _log.warning("unisono: %s (the job has %d tasks)", source, tasks)
         return replace(single.find(request), source=source)
     if task.size == 1:
         return replace(single.find(request), source=f"step {job}.{task.number} of Slurm has one task: a world of one")
@@ -124,9 +124,9 @@ def _meet(task: Step, request: Request) -> Rendezvous:
     host = os.environ.get("MASTER_ADDR") or _first_node(task)
     name = f"{task.job}.{task.number}"
     source = f"rank {task.rank} of {task.size} from Slurm's step {name}, rendezvous at {host}:{port}"
-    seat = Claim(task.rank, task.size, task.local_rank, request.deadline, source, job=f"slurm{name}-world")
+    claim = Claim(task.rank, task.size, task.local_rank, request.deadline, source, job=f"slurm{name}-world")
     try:
-        return find_at(seat, host, port, request.secret)
+        return find_at(claim, host, port, request.secret)
     except CommTimeoutError as error:
         error.message += (
             f" (In Slurm, step {name} has {task.size} tasks on {len(task.nodes) or 1} node(s), of which "

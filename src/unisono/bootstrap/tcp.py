@@ -19,11 +19,11 @@ def find(request: Request) -> Rendezvous:
     url = request.init_method or ""
     host, port = address_of(url)
     rank, size = request.numbers()
-    seat = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous at {url}")
-    return find_at(seat, host, port, request.secret)
+    claim = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous at {url}")
+    return find_at(claim, host, port, request.secret)
 
 
-def find_at(seat: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
+def find_at(claim: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
     """The place at this address, of which rank 0 is the host."""
     if host in ("0.0.0.0", "::", ""):
         raise ValueError(
@@ -33,12 +33,12 @@ def find_at(seat: Claim, host: str, port: int, secret: str | bytes | None) -> Re
     host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
     known = find_secret(secret)
     try:
-        hosted = acquire(f"tcp://{host}:{port}", known, host, port) if seat.rank == 0 else None
+        hosted = acquire(f"tcp://{host}:{port}", known, host, port) if claim.rank == 0 else None
     except CommError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
-            claim_rank(seat, (host, port), known)
+            claim_rank(claim, (host, port), known)
         raise
-    return meet(seat, (host, port) if hosted is None else hosted.server.address, known, hosted)
+    return meet(claim, (host, port) if hosted is None else hosted.server.address, known, hosted)
 
 
 def address_of(url: str) -> tuple[str, int]:

@@ -28,7 +28,7 @@ _REACH_WITHIN_S = 1.0
 _MOVES_WITHIN_S = 3.0
 
 
-def find_by_agent(seat: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
+def find_by_agent(claim: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
     """Return the rendezvous that rank 0 publishes in the agent's store at this address.
 
     After a restart, the store still holds rank 0's earlier address; each agent counts restarts by itself, so these
@@ -39,9 +39,9 @@ def find_by_agent(seat: Claim, host: str, port: int, secret: str | bytes | None)
     known = find_secret(secret)
     key = f"unisono/{os.environ.get('TORCHELASTIC_RUN_ID')}/rank 0"
     try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=max(1.0, seat.left_s)))
-        if seat.rank:
-            return _follow(store, key, seat, known, f"{host}:{port}")
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=max(1.0, claim.left_s)))
+        if claim.rank:
+            return _follow(store, key, claim, known, f"{host}:{port}")
         # torchrun sets the number of agents; on one host no other host needs to reach this rank.
         alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         own = address_towards(host, port) if alone else address_for_others(host, port)
@@ -51,26 +51,26 @@ def find_by_agent(seat: Claim, host: str, port: int, secret: str | bytes | None)
         except BaseException:
             hosted.release()
             raise
-        return meet(seat, hosted.server.address, known, hosted)
+        return meet(claim, hosted.server.address, known, hosted)
     except dist.DistError as error:
         raise CommTimeoutError(
             f"torchrun's agent at {host}:{port} does not answer ({error}). Is it running?"
         ) from error
 
 
-def _follow(store: TCPStore, key: str, seat: Claim, secret: bytes, where: str) -> Rendezvous:
+def _follow(store: TCPStore, key: str, claim: Claim, secret: bytes, where: str) -> Rendezvous:
     """Try the address that rank 0 has published, repeatedly."""
     last = "it has published nothing yet"
-    while seat.left_s:
-        told = _read(store, key)
-        if told:
+    while claim.left_s:
+        published = _read(store, key)
+        if published:
             try:
-                return _try(store, key, told, seat, secret)
+                return _try(store, key, published, claim, secret)
             except MovedError:
                 continue
             except MismatchError as error:
                 # An earlier run's ranks may be there still, but not for long.
-                if not _moves(store, key, told, seat):
+                if not _moves(store, key, published, claim):
                     raise
                 last = error.message
             except CommError as error:
@@ -87,24 +87,24 @@ def _read(store: TCPStore, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _try(store: TCPStore, key: str, told: str, seat: Claim, secret: bytes) -> Rendezvous:
-    host, port = told.rsplit(" ", 1)
+def _try(store: TCPStore, key: str, published: str, claim: Claim, secret: bytes) -> Rendezvous:
+    host, port = published.rsplit(" ", 1)
     control = SocketControl(
         (host, int(port)),
         secret,
-        max(seat.left_s, 1.0),
-        reach_within_s=min(max(seat.left_s, 0.1), _REACH_WITHIN_S),
+        max(claim.left_s, 1.0),
+        reach_within_s=min(max(claim.left_s, 0.1), _REACH_WITHIN_S),
         host_rank=0,
-        rank=seat.rank,
+        rank=claim.rank,
     )
-    return confirm(seat, control, moved=lambda: _read(store, key) != told)
+    return confirm(claim, control, moved=lambda: _read(store, key) != published)
 
 
-def _moves(store: TCPStore, key: str, told: str, seat: Claim) -> bool:
+def _moves(store: TCPStore, key: str, published: str, claim: Claim) -> bool:
     """Return whether rank 0 publishes another address soon."""
-    deadline = time.monotonic() + min(_MOVES_WITHIN_S, seat.left_s)
+    deadline = time.monotonic() + min(_MOVES_WITHIN_S, claim.left_s)
     while time.monotonic() < deadline:
-        if _read(store, key) != told:
+        if _read(store, key) != published:
             return True
         time.sleep(_LOOK_EVERY_S)
     return False

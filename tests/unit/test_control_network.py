@@ -86,12 +86,12 @@ def test_excess_unauthenticated_connections_are_closed(
 @pytest.mark.parametrize("how", ["repeated", "changed", "no value", "no request", "too long"])
 def test_bad_frame_closes_only_its_connection(server: Server, client: SocketControl, how: str) -> None:
     line, news = connect(server.address, SECRET, SOON)
-    good = line._channel.seal(serialization.encode((1, ("num_keys",))))
+    good = line._channel.encode(serialization.encode((1, ("num_keys",))))
     frames = {
         "repeated": good + good,
         "changed": good[:-1] + bytes([good[-1] ^ 1]),
-        "no value": good + line._channel.seal(b"\xff\xff"),
-        "no request": good + line._channel.seal(serialization.encode(("who", 3, 4))),
+        "no value": good + line._channel.encode(b"\xff\xff"),
+        "no request": good + line._channel.encode(serialization.encode(("who", 3, 4))),
         "too long": b"\xff" * 40,
     }
     line._peer.sendall(frames[how])

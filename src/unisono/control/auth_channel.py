@@ -39,28 +39,28 @@ _NUMBER = struct.Struct("<Q")
 
 
 class InvalidFrameError(ValueError):
-    """Bytes that the peer did not seal, or not at this position in the stream."""
+    """Bytes that the peer did not encode, or not at this position in the stream."""
 
 
 class Channel:
     """Encoder of outgoing and verifier of incoming frames, in order."""
 
-    def __init__(self, seal_key: bytes, open_key: bytes) -> None:
-        self._seal_key, self._open_key = seal_key, open_key
-        self._sealed = self._opened = 0
+    def __init__(self, send_key: bytes, receive_key: bytes) -> None:
+        self._send_key, self._receive_key = send_key, receive_key
+        self._encoded = self._decoded = 0
         self._arrived = bytearray()
 
-    def seal(self, content: bytes) -> bytes:
+    def encode(self, content: bytes) -> bytes:
         """Return the frame to send next."""
         if len(content) > MAX_FRAME_BYTES:
             raise ValueError(
                 f"{len(content)} bytes are too many for one message; at most {MAX_FRAME_BYTES} are allowed"
             )
-        mac = _mac(self._seal_key, self._sealed, content)
-        self._sealed += 1
+        mac = _mac(self._send_key, self._encoded, content)
+        self._encoded += 1
         return _HEAD.pack(len(content), mac) + content
 
-    def open(self, data: bytes) -> list[bytes]:
+    def decode(self, data: bytes) -> list[bytes]:
         """Return the contents of the frames that these bytes complete."""
         self._arrived += data
         contents = []
@@ -72,9 +72,9 @@ class Channel:
             if len(self._arrived) < end:
                 break
             content = bytes(memoryview(self._arrived)[_HEAD.size : end])
-            if not hmac.compare_digest(mac, _mac(self._open_key, self._opened, content)):
+            if not hmac.compare_digest(mac, _mac(self._receive_key, self._decoded, content)):
                 raise InvalidFrameError("a frame is not authentic")
-            self._opened += 1
+            self._decoded += 1
             del self._arrived[:end]
             contents.append(content)
         return contents

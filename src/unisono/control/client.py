@@ -28,7 +28,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _CLOSE_WITHIN_S = 5.0
-_MENTION_WITHIN_S = 1.0
+_NOTIFY_WITHIN_S = 1.0
 _CLOSED = Cause("ClosedError", None, "this control handle is closed")
 
 
@@ -72,8 +72,8 @@ class SocketControl(ControlClient):
         self._sharing = threading.RLock()
         self._objects: dict[str, Any] = {}
         self._line, self._news = connect(address, secret, timeout if reach_within_s is None else reach_within_s, rank)
-        self._door = InspectSocket(address, secret)
-        self._news.serve(self._door)
+        self._inspect_socket = InspectSocket(address, secret)
+        self._news.serve(self._inspect_socket)
         invalidate_after_fork(self)
         close_at_exit(self)
         self._reader = threading.Thread(target=self._read_news, name="unisono control client", daemon=True)
@@ -103,7 +103,7 @@ class SocketControl(ControlClient):
         Raises:
             MismatchError: Two processes claim the same rank, or ranks differ in the size.
         """
-        return str(self._ask("enrol", job, rank, size, process))
+        return str(self._request("enrol", job, rank, size, process))
 
     def share(self, key: str, make: Callable[[], T]) -> T:
         with self._sharing:
@@ -134,7 +134,7 @@ class SocketControl(ControlClient):
         """Close the descriptors, as a forked child does."""
         self._line.close()
         self._news.close()
-        self._door.close()
+        self._inspect_socket.close()
 
     # -- requests and answers ------------------------------------------------------------------
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
@@ -150,9 +150,9 @@ class SocketControl(ControlClient):
         except OSError:
             self._lose()
 
-    def _mention(self, words: tuple[Any, ...]) -> None:
+    def _notify(self, words: tuple[Any, ...]) -> None:
         with contextlib.suppress(OSError):
-            self._line.send(serialization.encode((0, words)), time.monotonic() + _MENTION_WITHIN_S)
+            self._line.send(serialization.encode((0, words)), time.monotonic() + _NOTIFY_WITHIN_S)
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         """Read replies for all threads until this thread's has arrived, or sleep while another thread reads."""

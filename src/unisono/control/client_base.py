@@ -43,7 +43,7 @@ class ControlClient(ControlPlane, ABC):
         self._ended: Cause | None = None
         self._silent = False
         self._ending = threading.Lock()
-        self._desk = ActivityRegistry()
+        self._activities = ActivityRegistry()
         self._record: EventLog | None = None
 
     @abstractmethod
@@ -51,7 +51,7 @@ class ControlClient(ControlPlane, ABC):
         """Start a request. `_receive` gets its reply, from any thread, possibly before this returns."""
 
     @abstractmethod
-    def _mention(self, words: tuple[Any, ...]) -> None:
+    def _notify(self, words: tuple[Any, ...]) -> None:
         """Send a message that has no reply, from any thread; it may get lost."""
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
@@ -100,14 +100,14 @@ class ControlClient(ControlPlane, ABC):
         """Seconds to wait for an answer: few once the server is silent, because a failing rank sends many requests."""
         return min(timeout, _AGAIN_S) if self._silent else timeout
 
-    def _ask(self, *words: Any, group: Group | None = None, within_s: float | None = None) -> Any:
+    def _request(self, *words: Any, group: Group | None = None, within_s: float | None = None) -> Any:
         return self._finish(self._begin(*words), self._patience_s if within_s is None else within_s, group)
 
     def _receive(self, reply: Reply) -> Callback | None:
         """Pass a reply to its waiter. Return the callback that it causes, to be called outside of any lock."""
         number, outcome, body = reply
         if outcome == "asked":
-            return lambda: self._mention(("answer", body, serialization.encode(self._desk.report())))
+            return lambda: self._notify(("answer", body, serialization.encode(self._activities.report())))
         if number:
             self._silent = False
             waiter = self._waiters.get(number)
@@ -148,14 +148,14 @@ class ControlClient(ControlPlane, ABC):
 
     # -- the store ---------------------------------------------------------------------------------
     def set(self, key: str, value: bytes) -> None:
-        self._ask("set", key, value)
+        self._request("set", key, value)
 
     def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
         waiter = self._begin("get", key, "" if group is None else group.name)
         try:
             if not self._wait(waiter, timeout):
                 # Answers arrive in order: after this one, the value is either here or will never arrive.
-                self._ask("forget", waiter.number, within_s=_GRACE_S)
+                self._request("forget", waiter.number, within_s=_GRACE_S)
             if waiter.reply is None:
                 message = f"waited {timeout:.1f} s for the key {key!r}, which no rank has set"
                 raise CommTimeoutError(message, waited_s=timeout)
@@ -165,27 +165,27 @@ class ControlClient(ControlPlane, ABC):
         return value
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", key, amount))
+        return int(self._request("add", key, amount))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        value: bytes = self._ask("compare_set", key, expected, desired)
+        value: bytes = self._request("compare_set", key, expected, desired)
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask("check", list(keys)))
+        return bool(self._request("check", list(keys)))
 
     def delete(self, key: str) -> bool:
-        return bool(self._ask("delete", key))
+        return bool(self._request("delete", key))
 
     def num_keys(self) -> int:
-        return int(self._ask("num_keys"))
+        return int(self._request("num_keys"))
 
     # -- groups ------------------------------------------------------------------------------------
     def join(self, group: Group, on_failure: Callable[[Cause], None] | None = None) -> None:
         before = self._members.get(group.name)
         self._members[group.name] = Membership(group, on_failure)
         try:
-            self._ask("join", group.name, group.rank, group.size, list(group.members), group=group)
+            self._request("join", group.name, group.rank, group.size, list(group.members), group=group)
         except BaseException:
             if before is None:
                 self._members.pop(group.name, None)
@@ -200,7 +200,7 @@ class ControlClient(ControlPlane, ABC):
         with contextlib.suppress(PeerLostError, ClosedError, CommTimeoutError):
             waiter = self._begin("leave", group.name, patience > 0)
             if not self._wait(waiter, self._within(patience or self._patience_s)) and not self._silent:
-                self._ask("forget", waiter.number, within_s=_GRACE_S)
+                self._request("forget", waiter.number, within_s=_GRACE_S)
             self._waiters.pop(waiter.number, None)
 
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
@@ -221,7 +221,7 @@ class ControlClient(ControlPlane, ABC):
                 # The others are notified and raise the same; the answer to the exchange holds the outcome.
                 report, deadlock, *_ = hang_report(self, group)
                 words = (group.name, topic, timeout, report, deadlock)
-                self._ask("withdraw", *words, group=group, within_s=_GRACE_S)
+                self._request("withdraw", *words, group=group, within_s=_GRACE_S)
         except BaseException:
             self._waiters.pop(waiter.number, None)
             raise
@@ -235,7 +235,7 @@ class ControlClient(ControlPlane, ABC):
             with contextlib.suppress(CommTimeoutError):
                 # If there is no answer, the others have to find out for themselves.
                 words = (group.name, cause.kind, cause.rank, cause.message)
-                return Cause(*self._ask("fail", *words, group=group, within_s=min(self._patience_s, _GRACE_S)))
+                return Cause(*self._request("fail", *words, group=group, within_s=min(self._patience_s, _GRACE_S)))
         callback = membership.fail(cause) if membership is not None else None
         if callback is not None:
             callback()
@@ -244,24 +244,24 @@ class ControlClient(ControlPlane, ABC):
     def first_cause(self, group: Group, patience: float = 0.0) -> Cause | None:
         membership = self._members.get(group.name)
         if membership is not None:
-            membership.told.wait(max(0.0, patience))
+            membership.failed.wait(max(0.0, patience))
             return membership.cause
-        told = None if self._ended is not None else self._ask("cause", group.name)
-        return None if told is None else Cause(*told)
+        found = None if self._ended is not None else self._request("cause", group.name)
+        return None if found is None else Cause(*found)
 
     def rebuild(
         self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b""
     ) -> NewMembership:
         waiter = self._begin("rebuild", group.name, attempt, grow, list(group.members), terms)
         if not self._wait(waiter, timeout):
-            self._ask("without", group.name, attempt, timeout, group=group, within_s=_GRACE_S)
+            self._request("without", group.name, attempt, timeout, group=group, within_s=_GRACE_S)
         name, members = self._finish(waiter, _GRACE_S, group)
         return NewMembership(name, tuple(members))
 
     def request_admission(self, timeout: float) -> tuple[NewMembership, int, bytes]:
         waiter = self._begin("apply")
         if not self._wait(waiter, timeout):
-            self._ask("forget", waiter.number, within_s=_GRACE_S)
+            self._request("forget", waiter.number, within_s=_GRACE_S)
             if waiter.reply is None:
                 self._waiters.pop(waiter.number, None)
                 raise CommTimeoutError(
@@ -273,7 +273,7 @@ class ControlClient(ControlPlane, ABC):
 
     # -- what the ranks are doing ------------------------------------------------------------------
     def watch(self, activity: Activity) -> None:
-        self._desk.add(activity)
+        self._activities.add(activity)
         if self._record is None:
             self._record = record_of(activity.group.rank)
         activity.record = self._record
@@ -281,7 +281,7 @@ class ControlClient(ControlPlane, ABC):
     def query(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
         waiter = self._begin("survey", None if group is None else group.name)
         if not self._wait(waiter, patience):
-            self._ask("enough", waiter.number, within_s=_GRACE_S)
+            self._request("enough", waiter.number, within_s=_GRACE_S)
         pairs = self._finish(waiter, _GRACE_S, group)
         return {tuple(who): None if content is None else serialization.decode(content) for who, content in pairs}
 

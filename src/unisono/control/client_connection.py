@@ -31,8 +31,8 @@ class ClientConnection:
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(peer, select.POLLIN)
         self._writable.register(peer, select.POLLOUT)
-        self._door: InspectSocket | None = None
-        self._door_number = -1
+        self._inspect_socket: InspectSocket | None = None
+        self._inspect_number = -1
 
     @property
     def local_host(self) -> str:
@@ -43,7 +43,7 @@ class ClientConnection:
     def send(self, content: bytes, deadline: float) -> None:
         """Send a frame. Raises OSError if the server does not take it by `deadline` (of the monotonic clock)."""
         with self._sending:
-            rest = memoryview(self._channel.seal(content))
+            rest = memoryview(self._channel.encode(content))
             while rest:
                 try:
                     rest = rest[self._peer.send(rest) :]
@@ -51,17 +51,17 @@ class ClientConnection:
                     if not self._writable.poll(_milliseconds(deadline - time.monotonic())):
                         raise TimeoutError("the server does not read") from None
 
-    def serve(self, door: InspectSocket) -> None:
-        """Answer at a door, too, while a thread waits for this connection."""
-        if door.socket is not None:
-            self._door, self._door_number = door, door.socket.fileno()
-            self._readable.register(door.socket, select.POLLIN)
+    def serve(self, inspect_socket: InspectSocket) -> None:
+        """Answer at an inspect socket, too, while a thread waits for this connection."""
+        if inspect_socket.socket is not None:
+            self._inspect_socket, self._inspect_number = inspect_socket, inspect_socket.socket.fileno()
+            self._readable.register(inspect_socket.socket, select.POLLIN)
 
     def receive(self, timeout: float | None) -> list[bytes]:
         """Return the contents of the frames that have arrived, none at the timeout. Raises OSError at the end."""
         found = dict(self._readable.poll(None if timeout is None else _milliseconds(timeout)))
-        if self._door is not None and self._door_number in found:
-            self._door.answer()
+        if self._inspect_socket is not None and self._inspect_number in found:
+            self._inspect_socket.answer()
         if not found:
             return []
         try:
@@ -70,7 +70,7 @@ class ClientConnection:
             return []
         if not data:
             raise ConnectionError("the connection has ended")
-        return self._channel.open(data)
+        return self._channel.decode(data)
 
     def hang_up(self) -> None:
         """End the connection; threads that read it are notified."""
@@ -120,22 +120,22 @@ def connect(
 def _both(
     address: tuple[str, int], secret: bytes, timeout: float, rank: int | None
 ) -> tuple[ClientConnection, ClientConnection]:
-    line = _reach(address, secret, timeout, rank)
+    requests = _reach(address, secret, timeout, rank)
     news: ClientConnection | None = None
     try:
         news = _reach(address, secret, timeout, rank)
         # The server assigns the client's number; the second connection passes it, to be known as the same client's.
-        number = _ask(line, line, ("number",), timeout)
-        _ask(news, line, ("news", number), timeout)
+        number = _request(requests, requests, ("number",), timeout)
+        _request(news, requests, ("news", number), timeout)
     except BaseException:
-        line.close()
+        requests.close()
         if news is not None:
             news.close()
         raise
-    return line, news
+    return requests, news
 
 
-def _ask(out: ClientConnection, back: ClientConnection, words: tuple[object, ...], timeout: float) -> object:
+def _request(out: ClientConnection, back: ClientConnection, words: tuple[object, ...], timeout: float) -> object:
     out.send(serialization.encode((1, words)), time.monotonic() + timeout)
     contents = back.receive(timeout)
     if not contents:

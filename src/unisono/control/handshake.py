@@ -53,19 +53,19 @@ class Handshake:
 
     def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:
         self.peer, self.deadline = peer, time.monotonic() + _WITHIN_S
-        self._greeting, self._client = Hello(secret, client=client, rank=rank), client
+        self._hello, self._client = Hello(secret, client=client, rank=rank), client
         self._met, self._arrived = False, b""
-        self._wanted = HELLO_BYTES + PROOF_BYTES if client else HELLO_BYTES
+        self._expected = HELLO_BYTES + PROOF_BYTES if client else HELLO_BYTES
 
     @property
     def rank(self) -> int | None:
         """The client's rank: proved if `advance` has returned a channel, else claimed by one with another secret."""
-        return self._greeting.rank
+        return self._hello.rank
 
     def start(self) -> None:
         """Send the client's hello."""
         tune(self.peer)
-        self.peer.sendall(self._greeting.hello)
+        self.peer.sendall(self._hello.hello)
 
     def advance(self) -> Channel | None:
         """Read the bytes that have arrived, and answer. Return the channel when both sides have proved the secret.
@@ -75,13 +75,13 @@ class Handshake:
             AuthenticationError: The peer speaks another protocol, or has another secret.
         """
         try:
-            data = self.peer.recv(self._wanted - len(self._arrived))
+            data = self.peer.recv(self._expected - len(self._arrived))
         except BlockingIOError:
             return None
         if not data:
             raise ConnectionError("the connection was closed immediately")
         self._arrived += data
-        if len(self._arrived) < self._wanted:
+        if len(self._arrived) < self._expected:
             return None
         data, self._arrived = self._arrived, b""
         if not self._met:
@@ -92,22 +92,22 @@ class Handshake:
         return self._conclude(data)
 
     def _meet(self, hello: bytes) -> None:
-        if not self._greeting.meet(hello):
+        if not self._hello.meet(hello):
             raise AuthenticationError(other_secret=False)
         self._met = True
         if not self._client:
-            self.peer.sendall(self._greeting.hello + self._greeting.proof())
-            self._wanted = PROOF_BYTES + RANK_BYTES
+            self.peer.sendall(self._hello.hello + self._hello.proof())
+            self._expected = PROOF_BYTES + RANK_BYTES
 
     def _conclude(self, proof: bytes) -> Channel:
-        if not self._greeting.accepts(proof):
+        if not self._hello.accepts(proof):
             if self._client:
                 with contextlib.suppress(OSError):
-                    self.peer.sendall(self._greeting.claim())
+                    self.peer.sendall(self._hello.claim())
             raise AuthenticationError(other_secret=True)
         if self._client:
-            self.peer.sendall(self._greeting.proof())
-        return self._greeting.channel()
+            self.peer.sendall(self._hello.proof())
+        return self._hello.channel()
 
 
 def connect(
@@ -196,8 +196,8 @@ class Acceptor:
     def tidy(self) -> None:
         """Drop clients that took too long and, if there are too many, the first ones. Call it after each `select`."""
         now, too_many = time.monotonic(), len(self._pending) - _MAX_PENDING
-        for place, handshake in enumerate(list(self._pending.values())):
-            if handshake.deadline <= now or place < too_many:
+        for index, handshake in enumerate(list(self._pending.values())):
+            if handshake.deadline <= now or index < too_many:
                 self._forget(handshake).close()
 
     def close(self) -> None:

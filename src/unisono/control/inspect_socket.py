@@ -37,7 +37,7 @@ class InspectSocket:
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
-        self._card = serialization.encode((*address, secret))
+        self._content = serialization.encode((*address, secret))
         self._socket = _opened()
 
     @property
@@ -56,7 +56,7 @@ class InspectSocket:
             peer.setblocking(False)
             try:
                 if _is_this_user(peer):
-                    peer.send(_LENGTH.pack(len(self._card)) + self._card)
+                    peer.send(_LENGTH.pack(len(self._content)) + self._content)
             except OSError:
                 # The process has disconnected already.
                 return
@@ -170,7 +170,7 @@ def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
 def _read(line: socket.socket, pid: int) -> tuple[tuple[str, int], bytes]:
     data = b""
     while len(data) < _LENGTH.size or len(data) < _LENGTH.size + min(_LENGTH.unpack_from(data)[0], _MAX_BYTES):
-        more = line.recv(_MAX_BYTES) if select.select([line], [], [], _WITHIN_S)[0] else b""
+        more = connection.recv(_MAX_BYTES) if select.select([connection], [], [], _WITHIN_S)[0] else b""
         if not more:
             raise CommError(f"process {pid} does not answer: it is stopped or ending")
         data += more

@@ -30,7 +30,9 @@ class KeyValueStore:
     def forget(self, client: int, request: int | None = None) -> None:
         """Remove this request from the waiting ones; without a request, all of this client's."""
         for key, waiting in list(self._waiting.items()):
-            waiting[:] = [(who, what) for who, what in waiting if who != client or request not in (None, what)]
+            waiting[:] = [
+                (holder, number) for holder, number in waiting if holder != client or request not in (None, number)
+            ]
             if not waiting:
                 del self._waiting[key]
 
@@ -49,9 +51,9 @@ class KeyValueStore:
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def drop(self, beginnings: tuple[str, ...], kept: tuple[str, ...] = ()) -> None:
-        """Delete all keys with one of these prefixes, except those with a prefix in `kept`."""
-        for key in [key for key in self._values if key.startswith(beginnings) and not key.startswith(kept)]:
+    def drop(self, prefixes: tuple[str, ...], excluded: tuple[str, ...] = ()) -> None:
+        """Delete all keys with one of these prefixes, except those with a prefix in `excluded`."""
+        for key in [key for key in self._values if key.startswith(prefixes) and not key.startswith(excluded)]:
             del self._values[key]
 
     def delete(self, key: str) -> bool:

@@ -104,7 +104,7 @@ class LocalControl(ControlClient):
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
         self._hub.handle(self._client, number, words)
 
-    def _mention(self, words: tuple[Any, ...]) -> None:
+    def _notify(self, words: tuple[Any, ...]) -> None:
         self._hub.handle(self._client, 0, words)
 
     def share(self, key: str, make: Callable[[], T]) -> T:
@@ -112,7 +112,7 @@ class LocalControl(ControlClient):
 
     def close(self) -> None:
         if self._ended is None:
-            self._ask("bye")
+            self._request("bye")
             self._end(Cause("ClosedError", None, "this control handle is closed"), fails_groups=False)
             self._hub.forget(self._client)
 

@@ -46,18 +46,18 @@ class _Group:
     size: int
     members: tuple[int, ...] = ()
     present: dict[int, int] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
     exchanges: dict[str, dict[int, Contribution]] = field(default_factory=dict)
     cause: Cause | None = None
 
     @property
     def known(self) -> set[int]:
         """Every rank that has ever joined."""
-        return self.present.keys() | self.gone
+        return self.present.keys() | self.left
 
     @property
     def complete(self) -> bool:
-        return len(self.present) + len(self.gone) == self.size
+        return len(self.present) + len(self.left) == self.size
 
     def fail(self, cause: Cause) -> Outgoing:
         """Keep the first cause, notify every member, and end every exchange with it."""
@@ -66,7 +66,7 @@ class _Group:
         self.cause = cause
         out: Outgoing = [(client, pushed(self.name, cause)) for client in self.present.values()]
         for exchange in self.exchanges.values():
-            out += [(who.client, failed(who.request, cause)) for who in exchange.values()]
+            out += [(entry.client, failed(entry.request, cause)) for entry in exchange.values()]
         self.exchanges.clear()
         return out
 
@@ -118,10 +118,10 @@ class Groups:
 
     def _missed(self, name: str) -> Outgoing:
         """Fail the forming parts of a group that wait for a rank that has left the group."""
-        whole, out = self._groups.get(name), []
-        gone = {whole.members[rank] for rank in whole.gone if whole.members} if whole is not None else set()
+        parent, out = self._groups.get(name), []
+        left = {parent.members[rank] for rank in parent.left if parent.members} if parent is not None else set()
         for part in [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]:
-            missing = [r for r, number in enumerate(part.members) if number in gone and r not in part.known]
+            missing = [r for r, number in enumerate(part.members) if number in left and r not in part.known]
             if missing:
                 message = f"rank {missing[0]} was lost before it joined {part.name}"
                 out += self._fail(part, Cause("PeerLostError", missing[0], message))
@@ -135,7 +135,7 @@ class Groups:
             )
         if not 0 <= rank < size:
             return f"rank {rank} is out of range for {size} ranks"
-        if rank in group.gone:
+        if rank in group.left:
             return f"rank {rank} of {group.name} has left or was lost before; a new group needs a new name"
         if group.present.get(rank, client) != client:
             return f"two processes claim to be rank {rank} of {group.name}; give each one its own rank"
@@ -148,11 +148,11 @@ class Groups:
             return []
         group = self._groups[name]
         del group.present[rank]
-        group.gone.add(rank)
+        group.left.add(rank)
         out: Outgoing = []
         for topic, exchange in list(group.exchanges.items()):
             if rank not in exchange:
-                out += [(who.client, failed(who.request, _left(rank))) for who in exchange.values()]
+                out += [(entry.client, failed(entry.request, _left(rank))) for entry in exchange.values()]
                 del group.exchanges[topic]
         return out + self._missed(name) + self._forget_if_over(group)
 
@@ -170,7 +170,7 @@ class Groups:
         for name, rank in self._ranks.pop(client, {}).items():
             group = self._groups[name]
             del group.present[rank]
-            group.gone.add(rank)
+            group.left.add(rank)
             message = f"rank {rank} was lost: its process ended without closing the communicator"
             out += self._fail(group, Cause("PeerLostError", rank, message))
             out += self._missed(name) + self._forget_if_over(group)
@@ -189,10 +189,10 @@ class Groups:
             message = f"rank {rank} joined {topic!r} of {name} twice; every exchange needs its own topic"
             return [(client, failed(request, Cause("CommError", rank, message)))]
         exchange[rank] = Contribution(client, request, content, agree)
-        missing_for_good = group.gone - exchange.keys()
+        missing_for_good = group.left - exchange.keys()
         if missing_for_good:
             del group.exchanges[topic]
-            return [(who.client, failed(who.request, _left(min(missing_for_good)))) for who in exchange.values()]
+            return [(entry.client, failed(entry.request, _left(min(missing_for_good)))) for entry in exchange.values()]
         if len(exchange) < group.size:
             return []
         del group.exchanges[topic]
@@ -256,11 +256,11 @@ class Groups:
         group = self._groups[name]
         client = group.present.pop(rank)
         self._ranks[client].pop(name, None)
-        group.gone.add(rank)
+        group.left.add(rank)
         return [(client, pushed(name, cause)), *self._fail(group, cause)]
 
     def _forget_if_over(self, group: _Group) -> Outgoing:
-        if len(group.gone) < group.size:
+        if len(group.left) < group.size:
             return []
         del self._groups[group.name]
         self._gathering.discard(group.name)
@@ -276,7 +276,7 @@ def _results(exchange: dict[int, Contribution]) -> Outgoing:
     same = all(content == contents[0] for content in contents)
     # Rank 0 last: where its process is the server too, it would take the interpreter from this thread.
     last_first = (exchange[rank] for rank in reversed(range(len(exchange))))
-    return [(who.client, (who.request, "ok", None if who.agree and same else contents)) for who in last_first]
+    return [(entry.client, (entry.request, "ok", None if entry.agree and same else contents)) for entry in last_first]
 
 
 def _left(rank: int) -> Cause:
@@ -290,8 +290,8 @@ def _waited(topic: str, waited_s: float, missing: list[int]) -> str:
             f"waited {waited_s:.1f} s in {topic} for rank {first}, which has not arrived. "
             "Is it alive, or did it skip a call?"
         )
-    shown = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    listed = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
     return (
-        f"waited {waited_s:.1f} s in {topic} for rank {first} (and {shown}), which have not arrived. "
+        f"waited {waited_s:.1f} s in {topic} for rank {first} (and {listed}), which have not arrived. "
         "Are they alive, or did they skip a call?"
     )

@@ -23,7 +23,7 @@ from unisono.host.network import INTERFACE, interface_of, is_loopback
 __all__ = ["Link", "Mesh"]
 
 Link = tuple[socket.socket, Channel]
-"""A connection that does not block, and the channel to seal and open frames on it."""
+"""A connection that does not block, and the channel that encodes and decodes its frames."""
 
 _LOOK_EVERY_S = 0.1
 _LEAST_S = 0.1
@@ -72,9 +72,9 @@ class Mesh:
             secret = self._learn("secret", timeout)
             accepting = _Accepting(listener, secret, {other for other in self._ranks if other > rank}, self._links)
             undo.callback(accepting.end)
-            places = {other: self._learn(f"at {other}", timeout) for other in self._ranks if other < rank}
+            addresses = {other: self._learn(f"at {other}", timeout) for other in self._ranks if other < rank}
             deadline = time.monotonic() + within_s
-            found = [self._reach(other, place, secret, deadline) for other, place in places.items()]
+            found = [self._reach(other, address, secret, deadline) for other, address in addresses.items()]
             conclude([problem for problem in found if problem is not None])
             missing = accepting.end(_LAST_PROOF_WITHIN_S)
             if missing:
@@ -85,20 +85,20 @@ class Mesh:
             peer.setblocking(False)
         return self._links
 
-    def _publish(self, what: str, value: Any) -> None:
-        self._control.set(f"{self._topic} {what}", serialization.encode(value))
+    def _publish(self, name: str, value: Any) -> None:
+        self._control.set(f"{self._topic} {name}", serialization.encode(value))
 
-    def _learn(self, what: str, timeout: float) -> Any:
-        return serialization.decode(self._control.get(f"{self._topic} {what}", timeout, self._group))
+    def _learn(self, name: str, timeout: float) -> Any:
+        return serialization.decode(self._control.get(f"{self._topic} {name}", timeout, self._group))
 
-    def _reach(self, rank: int, place: tuple[str, int], secret: bytes, deadline: float) -> CommError | None:
+    def _reach(self, rank: int, address: tuple[str, int], secret: bytes, deadline: float) -> CommError | None:
         """Connect to a rank, or return the reason why not."""
-        host, port = place
+        host, port = address
         if not host:
             # That rank cannot listen, and reports that itself.
             return None
         try:
-            self._links[rank] = connect(place, secret, max(_LEAST_S, deadline - time.monotonic()), self._group.rank)
+            self._links[rank] = connect(address, secret, max(_LEAST_S, deadline - time.monotonic()), self._group.rank)
         except AuthenticationError:
             return CommError(f"the program at {host}:{port} is not rank {rank}", peer=rank)
         except OSError as error:

@@ -89,7 +89,7 @@ class Membership:
     def __init__(self, group: Group, on_failure: Callable[[Cause], None] | None) -> None:
         self.group = group
         self.cause: Cause | None = None
-        self.told = threading.Event()
+        self.failed = threading.Event()
         self._on_failure = on_failure
         self._lock = threading.Lock()
 
@@ -99,6 +99,6 @@ class Membership:
             if self.cause is not None:
                 return None
             self.cause = cause
-        self.told.set()
+        self.failed.set()
         on_failure = self._on_failure
         return None if on_failure is None else partial(on_failure, cause)

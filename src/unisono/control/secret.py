@@ -48,9 +48,9 @@ def secret_bytes(given: str | bytes) -> bytes:
 
 def _of_this_user() -> bytes:
     last: OSError | RuntimeError | None = None
-    for place in (_among_settings, _among_temporary_files):
+    for directory in (_config_directory, _temporary_directory):
         try:
-            return _read_or_create(place())
+            return _read_or_create(directory())
         except CommError:
             raise
         # No home, no right to write there, or a file system that is full, read-only or without hard links.
@@ -61,12 +61,12 @@ def _of_this_user() -> bytes:
     ) from last
 
 
-def _among_settings() -> Path:
+def _config_directory() -> Path:
     configuration = os.environ.get("XDG_CONFIG_HOME")
     return (Path(configuration) if configuration else Path.home() / ".config") / "unisono"
 
 
-def _among_temporary_files() -> Path:
+def _temporary_directory() -> Path:
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir()) / f"unisono-{user}"
 

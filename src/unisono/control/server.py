@@ -62,10 +62,10 @@ class Server:
         self._ended = False
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        self._bell, self._ear = socket.socketpair()
-        self._door = InspectSocket(self._address, secret)
+        self._wakeup_sender, self._wakeup_receiver = socket.socketpair()
+        self._inspect_socket = InspectSocket(self._address, secret)
         self._acceptor = Acceptor(self._listener, secret, self._selector, self._state.refused)
-        for listening in (self._ear, self._door.socket):
+        for listening in (self._wakeup_receiver, self._inspect_socket.socket):
             if listening is not None:
                 listening.setblocking(False)
                 self._selector.register(listening, selectors.EVENT_READ)
@@ -84,7 +84,7 @@ class Server:
             self._end_at = time.monotonic() + patience_s
         # The thread may have ended, and its sockets with it.
         with contextlib.suppress(OSError):
-            self._bell.send(b"!")
+            self._wakeup_sender.send(b"!")
 
     def stay(self) -> bool:
         """Cancel `retire`. Return False if it is too late."""
@@ -107,10 +107,10 @@ class Server:
                 for key, events in self._selector.select(self._nap_s()):
                     if key.fileobj is self._listener:
                         self._acceptor.accept()
-                    elif key.fileobj is self._ear:
-                        self._ear.recv(4096)
-                    elif key.fileobj is self._door.socket:
-                        self._door.answer()
+                    elif key.fileobj is self._wakeup_receiver:
+                        self._wakeup_receiver.recv(4096)
+                    elif key.fileobj is self._inspect_socket.socket:
+                        self._inspect_socket.answer()
                     elif isinstance(key.data, Handshake):
                         self._admit(key.data)
                     else:
@@ -118,7 +118,7 @@ class Server:
                 self._acceptor.tidy()
                 while self._broken:
                     self._drop(self._broken.pop())
-            self._say_goodbye()
+            self._send_goodbye()
         finally:
             self._ended = True
             self.invalidate_after_fork()
@@ -156,17 +156,17 @@ class Server:
     def _handle(self, connection: Connection, content: bytes) -> None:
         request, words = serialization.decode(content)
         if words == ("number",):
-            self._tell([(connection.number, (request, "ok", connection.number))])
+            self._deliver([(connection.number, (request, "ok", connection.number))])
         elif words[0] == "news":
             # A client's second connection, which carries unsolicited messages.
             connection.serves = words[1]
             self._news[connection.serves] = self._known.pop(connection.number)
-            self._tell([(connection.serves, (request, "ok", None))])
+            self._deliver([(connection.serves, (request, "ok", None))])
         else:
-            self._tell(self._state.handle(connection.number, request, words))
+            self._deliver(self._state.handle(connection.number, request, words))
             connection.clean_exit = connection.clean_exit or words == ("bye",)
 
-    def _tell(self, out: Outgoing) -> None:
+    def _deliver(self, out: Outgoing) -> None:
         for client, reply in out:
             connection = (self._known if reply[0] else self._news).get(client)
             if connection is not None:
@@ -191,9 +191,9 @@ class Server:
                 self._selector.unregister(ending.peer)
                 ending.peer.close()
         if known is not None and not known.clean_exit:
-            self._tell(self._state.lost(known.number))
+            self._deliver(self._state.lost(known.number))
 
-    def _say_goodbye(self) -> None:
+    def _send_goodbye(self) -> None:
         deadline = time.monotonic() + _FLUSH_WITHIN_S
         for news in self._news.values():
             with contextlib.suppress(OSError):
@@ -206,7 +206,14 @@ class Server:
         """Close every descriptor."""
         for connection in (*self._known.values(), *self._news.values()):
             connection.peer.close()
-        for held in (self._acceptor, self._listener, self._bell, self._ear, self._door, self._selector):
+        for held in (
+            self._acceptor,
+            self._listener,
+            self._wakeup_sender,
+            self._wakeup_receiver,
+            self._inspect_socket,
+            self._selector,
+        ):
             held.close()
 
 

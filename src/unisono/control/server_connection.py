@@ -44,11 +44,11 @@ class Connection:
             return []
         if not data:
             raise ConnectionError("the connection has ended")
-        return self._channel.open(data)
+        return self._channel.decode(data)
 
     def write(self, content: bytes) -> None:
         """Send a frame, now or when the peer has read. Raises OSError if it never does."""
-        self._queue(self._channel.seal(content))
+        self._queue(self._channel.encode(content))
 
     def _queue(self, data: bytes) -> None:
         if self._unsent:

@@ -26,7 +26,7 @@ class SimulatedHub(LocalHub):
         super().__init__()
         self.request_s, self.notice_s = request_s, notice_s
         self._ranks: dict[tuple[int, str], tuple[int, int]] = {}
-        self._came: dict[tuple[str, str], set[int]] = {}
+        self._arrived: dict[tuple[str, str], set[int]] = {}
 
     def make(self, client: int) -> SimulatedControl:
         return SimulatedControl(self, client)
@@ -36,16 +36,16 @@ class SimulatedHub(LocalHub):
             self._ranks[client, words[1]] = words[2:4]
         elif words[0] == "exchange" and (client, words[1]) in self._ranks:
             rank, size = self._ranks[client, words[1]]
-            came = self._came.setdefault((words[1], words[2]), set())
-            came.add(rank)
-            if len(came) == size:
-                del self._came[words[1], words[2]]
+            arrived = self._arrived.setdefault((words[1], words[2]), set())
+            arrived.add(rank)
+            if len(arrived) == size:
+                del self._arrived[words[1], words[2]]
         super().handle(client, number, words)
 
     def missing(self, client: int, group: str, topic: str) -> list[int]:
         """Return the ranks that have not reached an exchange."""
         size = self._ranks.get((client, group), (0, 0))[1]
-        return sorted(set(range(size)) - self._came.get((group, topic), set()))
+        return sorted(set(range(size)) - self._arrived.get((group, topic), set()))
 
 
 class SimulatedControl(LocalControl):
@@ -55,18 +55,18 @@ class SimulatedControl(LocalControl):
 
     def __init__(self, hub: SimulatedHub, client: int) -> None:
         super().__init__(hub, client)
-        self._asked: dict[int, tuple[Any, ...]] = {}
+        self._requests: dict[int, tuple[Any, ...]] = {}
 
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
         task = here()
         if task is not None:
             task.scheduler.note(f"asks {_in_words(words)}")
             task.scheduler.sleep(self._hub.request_s)
-        self._asked[number] = words
+        self._requests[number] = words
         super()._send(number, words)
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
-        words = self._asked.pop(waiter.number, ("",))
+        words = self._requests.pop(waiter.number, ("",))
         # A key may never be set, and its reader expects that; an exchange needs every rank.
         with waiting(lambda: self._described(words), hasty=words[0] != "exchange"):
             return super()._wait(waiter, timeout)

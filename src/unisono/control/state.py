@@ -46,7 +46,7 @@ class ControlState:
         self._rebuilds = Rebuilds(self._groups)
         self._waits: dict[tuple[int, int], str] = {}
         self._leaving: dict[str, list[tuple[int, int]]] = {}
-        self._seats: dict[tuple[str, int], tuple[int, str, int]] = {}
+        self._registrations: dict[tuple[str, int], tuple[int, str, int]] = {}
         self._clients: set[int] = set()
         self._refused: dict[int, str] = {}
 
@@ -146,12 +146,12 @@ class ControlState:
 
     def _refusals(self) -> str:
         """Return lines for an error: missing ranks that were refused."""
-        come = {rank for _, rank in self._seats}
+        registered = {rank for _, rank in self._registrations}
         return "".join(
             f"\n  a process at {host} that claims to be rank {rank} was refused because its secret differs: set "
             "UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"
             for rank, host in sorted(self._refused.items())
-            if rank not in come
+            if rank not in registered
         )
 
     def _on_fail(self, client: int, request: int, name: str, kind: str, rank: int | None, message: str) -> Outgoing:
@@ -168,7 +168,7 @@ class ControlState:
         labels = self._groups.first_of_all()
         if name is not None:
             labels = {other: (name, rank) for rank, other in self._groups.present(name).items()}
-        return self._surveys.ask(client, request, labels)
+        return self._surveys.start_query(client, request, labels)
 
     def _on_answer(self, client: int, request: int, number: int, content: bytes) -> Outgoing:
         """Record a client's answer to a survey. It gets no reply."""
@@ -198,7 +198,7 @@ class ControlState:
         last one has ended; a second process at the same time is an error, which fails a world that
         is still forming.
         """
-        number, holder, last = self._seats.get((job, rank), (0, process, client))
+        number, holder, last = self._registrations.get((job, rank), (0, process, client))
         if holder != process and last in self._clients:
             message = (
                 f"two processes claim to be rank {rank} of {job}; give each one its own rank, and each job its own port"
@@ -207,7 +207,7 @@ class ControlState:
             name = f"{job}{number}"
             out = [] if self._groups.complete(name) else self._groups.fail(name, cause)[1]
             return [*out, (client, failed(request, cause))]
-        self._seats[job, rank] = number + 1, process, client
+        self._registrations[job, rank] = number + 1, process, client
         name = f"{job}{number + 1}"
         return self._groups.join(client, request, name, rank, size, answer=name)
 

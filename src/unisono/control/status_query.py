@@ -29,11 +29,11 @@ class StatusQueries:
         self._open: dict[int, _Survey] = {}
         self._numbers = itertools.count(1)
 
-    def ask(self, client: int, request: int, labels: Mapping[int, tuple[str, int]]) -> Outgoing:
+    def start_query(self, client: int, request: int, labels: Mapping[int, tuple[str, int]]) -> Outgoing:
         """Send the query to these clients."""
         number = next(self._numbers)
         survey = self._open[number] = _Survey(client, request, dict(labels))
-        return [*[(asked, (0, "asked", number)) for asked in labels], *self._conclude(number, survey)]
+        return [*[(receiver, (0, "asked", number)) for receiver in labels], *self._conclude(number, survey)]
 
     def answer(self, client: int, number: int, content: bytes) -> Outgoing:
         """Record the answer of a client; a late one is ignored."""
@@ -48,7 +48,7 @@ class StatusQueries:
         out: Outgoing = []
         for number, survey in list(self._open.items()):
             if (survey.client, survey.request) == (client, request):
-                out += self._conclude(number, survey, whole=False)
+                out += self._conclude(number, survey, require_all=False)
         return out
 
     def forget(self, client: int) -> Outgoing:
@@ -61,8 +61,8 @@ class StatusQueries:
                 out += self._conclude(number, survey)
         return out
 
-    def _conclude(self, number: int, survey: _Survey, *, whole: bool = True) -> Outgoing:
-        if whole and len(survey.answers) < len(survey.labels):
+    def _conclude(self, number: int, survey: _Survey, *, require_all: bool = True) -> Outgoing:
+        if require_all and len(survey.answers) < len(survey.labels):
             return []
         del self._open[number]
         pairs = [(label, survey.answers.get(client)) for client, label in survey.labels.items()]

@@ -22,7 +22,7 @@ class Deaf(ControlClient):
         if words[0] == "join":
             self.take(serialization.encode((number, "ok", None)))
 
-    def _mention(self, words: tuple[Any, ...]) -> None:
+    def _notify(self, words: tuple[Any, ...]) -> None:
         pass
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:

@@ -16,7 +16,7 @@ MEMORY = (1 << 19, 20)
 class Open:
     """Stand-in for the channel that accepts everything as authentic."""
 
-    def open(self, data: bytes) -> list[bytes]:
+    def decode(self, data: bytes) -> list[bytes]:
         return [data]
 
 

@@ -33,32 +33,32 @@ _MOST_VECTORS = 64
 
 
 class _Stream:
-    """Incoming stream of one rank: the length of a sealed head, the head, and bodies received in new memory."""
+    """Incoming stream of one rank: the length of an authenticated head, the head, and bodies received in new memory."""
 
-    def __init__(self, peer: int, line: socket.socket, channel: Channel) -> None:
-        self.peer, self.line, self._channel = peer, line, channel
+    def __init__(self, peer: int, connection: socket.socket, channel: Channel) -> None:
+        self.peer, self.connection, self._channel = peer, connection, channel
         self._arrived = bytearray()
         self._head = b""
         self._bodies: list[torch.Tensor] | None = None
         self._gaps: list[memoryview] = []
 
-    def read(self, mails: list[Envelope]) -> bool:
+    def read(self, envelopes: list[Envelope]) -> bool:
         """Read the available bytes; False at the end of the connection. Raises ValueError for invalid data."""
         while True:
             try:
                 if self._gaps:
-                    count = self.line.recv_into(self._gaps[0])
+                    count = self.connection.recv_into(self._gaps[0])
                     if count:
                         self._fill(count)
                 else:
-                    data = self.line.recv(_READ_BYTES)
+                    data = self.connection.recv(_READ_BYTES)
                     count = len(data)
                     self._arrived += data
             except BlockingIOError:
                 return True
             if not count:
                 return False
-            while self._parse(mails):
+            while self._parse(envelopes):
                 pass
             if not self._gaps and count < _READ_BYTES:
                 return True
@@ -68,7 +68,7 @@ class _Stream:
         if not self._gaps[0]:
             self._gaps.pop(0)
 
-    def _parse(self, mails: list[Envelope]) -> bool:
+    def _parse(self, envelopes: list[Envelope]) -> bool:
         """Parse one step further. Return whether there was one."""
         if self._bodies is None:
             if len(self._arrived) < _SIZE.size:
@@ -79,7 +79,7 @@ class _Stream:
             end = _SIZE.size + length
             if len(self._arrived) < end:
                 return False
-            (content,) = self._channel.open(bytes(self._arrived[_SIZE.size : end]))
+            (content,) = self._channel.decode(bytes(self._arrived[_SIZE.size : end]))
             del self._arrived[:end]
             self._open(content)
         while self._gaps and self._arrived:
@@ -90,7 +90,7 @@ class _Stream:
         if self._gaps:
             return False
         assert self._bodies is not None
-        mails.append(Envelope(self.peer, self._head, self._bodies))
+        envelopes.append(Envelope(self.peer, self._head, self._bodies))
         self._bodies = None
         return True
 
@@ -116,27 +116,31 @@ class TcpMailbox(Mailbox):
         links = meet(group, control, address, timeout_s)
         self._links = links
         self._locks = {peer: threading.Lock() for peer in links}
-        self._streams = {line.fileno(): _Stream(peer, line, channel) for peer, (line, channel) in links.items()}
-        self._bell, self._ear = socket.socketpair()
+        self._streams = {
+            connection.fileno(): _Stream(peer, connection, channel) for peer, (connection, channel) in links.items()
+        }
+        self._wakeup_sender, self._wakeup_receiver = socket.socketpair()
         self._watch = select.poll()
-        for line in (self._bell, self._ear):
-            line.setblocking(False)
-        for number in (self._ear.fileno(), *self._streams):
+        for connection in (self._wakeup_sender, self._wakeup_receiver):
+            connection.setblocking(False)
+        for number in (self._wakeup_receiver.fileno(), *self._streams):
             self._watch.register(number, select.POLLIN)
         self._ready: list[int] = []
         invalidate_after_fork(self)
 
     # -- sending -------------------------------------------------------------------------------
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        line, channel = self._links[peer]
+        connection, channel = self._links[peer]
         sizes = struct.pack(f"<I{len(bodies)}Q", len(bodies), *(body.numel() for body in bodies))
         with self._locks[peer]:
             self.check(peer)
-            sealed = channel.seal(sizes + head)
-            content = _SIZE.pack(len(sealed)) + sealed
+            frame = channel.encode(sizes + head)
+            content = _SIZE.pack(len(frame)) + frame
             try:
                 # Sent in one call: the receiver is woken once, and finds more than a head.
-                self._send_all(line, peer, [memoryview(content), *(view_of(b) for b in bodies if b.numel())], timeout)
+                self._send_all(
+                    connection, peer, [memoryview(content), *(view_of(b) for b in bodies if b.numel())], timeout
+                )
             except BaseException as error:
                 if isinstance(error, OSError) and not isinstance(error, CommError):
                     self.mark_lost(peer, PeerLostError(f"the connection to rank {peer} has ended: {error}", peer=peer))
@@ -144,13 +148,13 @@ class TcpMailbox(Mailbox):
                 self.abort_message(peer, error)
                 raise
 
-    def _send_all(self, line: socket.socket, peer: int, rest: list[memoryview], timeout: float) -> None:
+    def _send_all(self, connection: socket.socket, peer: int, rest: list[memoryview], timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while rest:
             try:
-                sent = line.sendmsg(rest[:_MOST_VECTORS])
+                sent = connection.sendmsg(rest[:_MOST_VECTORS])
             except BlockingIOError:
-                self._make_room(line, peer, deadline)
+                self._make_room(connection, peer, deadline)
                 continue
             while sent:
                 step = min(sent, len(rest[0]))
@@ -159,12 +163,12 @@ class TcpMailbox(Mailbox):
                 if not rest[0]:
                     rest.pop(0)
 
-    def _make_room(self, line: socket.socket, peer: int, deadline: float) -> None:
+    def _make_room(self, connection: socket.socket, peer: int, deadline: float) -> None:
         """Wait until the receiver has read some bytes."""
         self.on_stall()
         watch = select.poll()
-        if line.fileno() >= 0:
-            watch.register(line.fileno(), select.POLLOUT)
+        if connection.fileno() >= 0:
+            watch.register(connection.fileno(), select.POLLOUT)
         if not watch.poll(_SLICE_S * 1000):
             self.check(peer)
             if time.monotonic() > deadline:
@@ -172,22 +176,22 @@ class TcpMailbox(Mailbox):
 
     # -- receiving -----------------------------------------------------------------------------
     def poll(self) -> list[Envelope]:
-        mails: list[Envelope] = []
+        envelopes: list[Envelope] = []
         if self.closed:
-            return mails
+            return envelopes
         ready, self._ready = self._ready, []
         for number in ready or [number for number, _ in self._watch.poll(0)]:
-            if number == self._ear.fileno():
+            if number == self._wakeup_receiver.fileno():
                 with contextlib.suppress(BlockingIOError):
-                    self._ear.recv(4096)
+                    self._wakeup_receiver.recv(4096)
             elif number in self._streams:
-                self._read(number, mails)
-        return mails
+                self._read(number, envelopes)
+        return envelopes
 
-    def _read(self, number: int, mails: list[Envelope]) -> None:
+    def _read(self, number: int, envelopes: list[Envelope]) -> None:
         stream = self._streams[number]
         try:
-            if stream.read(mails):
+            if stream.read(envelopes):
                 return
             error = PeerLostError(
                 f"rank {stream.peer} has closed its connection: it died, or shut down", peer=stream.peer
@@ -205,41 +209,41 @@ class TcpMailbox(Mailbox):
     def wake(self) -> None:
         # A full bell still wakes the receiver; a closed one need not.
         with contextlib.suppress(OSError):
-            self._bell.send(b"!")
+            self._wakeup_sender.send(b"!")
 
     # -- end -----------------------------------------------------------------------------------
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self._part()
+            self._drain()
         super().close()
 
-    def _part(self) -> None:
+    def _drain(self) -> None:
         """Shut down sending, and drain the receives: closing immediately may cut off the last messages."""
-        lines = {line.fileno(): line for line, _ in self._links.values()}
+        connections = {connection.fileno(): connection for connection, _ in self._links.values()}
         watch = select.poll()
-        for number, line in lines.items():
+        for number, connection in connections.items():
             with contextlib.suppress(OSError):
-                line.shutdown(socket.SHUT_WR)
+                connection.shutdown(socket.SHUT_WR)
             watch.register(number, select.POLLIN)
         deadline = time.monotonic() + _PART_S
-        while lines and (left := deadline - time.monotonic()) > 0:
+        while connections and (left := deadline - time.monotonic()) > 0:
             for number, _ in watch.poll(left * 1000):
                 try:
-                    over = not lines[number].recv(_READ_BYTES)
+                    over = not connections[number].recv(_READ_BYTES)
                 except OSError:
                     over = True
                 if over:
                     watch.unregister(number)
-                    del lines[number]
+                    del connections[number]
         self.invalidate_after_fork()
 
     def invalidate_after_fork(self) -> None:
         """Close every descriptor."""
-        for line, _ in self._links.values():
-            line.close()
-        self._bell.close()
-        self._ear.close()
+        for connection, _ in self._links.values():
+            connection.close()
+        self._wakeup_sender.close()
+        self._wakeup_receiver.close()
 
 
 def meet(group: Group, control: ControlPlane, address: str, timeout: float) -> dict[int, Link]:

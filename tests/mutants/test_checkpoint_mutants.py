@@ -116,7 +116,7 @@ def what_failed_stays(patch: Patch) -> None:
 
 
 def ranks_are_not_compared(patch: Patch) -> None:
-    patch.setattr(collective.CollectiveScope, "compare", lambda self, what, describe, told: None)
+    patch.setattr(collective.CollectiveScope, "compare", lambda self, content, describe, advice: None)
 
 
 def only_shapes_are_compared(patch: Patch) -> None:
@@ -177,7 +177,7 @@ def a_save_is_left_behind(patch: Patch) -> None:
 
 
 def strided_memory_is_forgotten(patch: Patch) -> None:
-    patch.setattr(map_location.Destination, "tensor", lambda self: self._made if self._place is None else self._place)
+    patch.setattr(map_location.Destination, "tensor", lambda self: self._made if self._target is None else self._target)
 
 
 def shapes_do_not_matter(patch: Patch) -> None:

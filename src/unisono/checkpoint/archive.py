@@ -71,7 +71,11 @@ class Archive(Mapping[str, torch.Tensor]):
             found = [digest(view[low:high]) for low, high in blocks(0, len(view))]
             cut = blocks(piece.start, piece.stop)
             checked = zip(cut, piece.digests, found, strict=True)
-            bad = [Block(piece.file, low, high, said, name, 0) for (low, high), said, real in checked if said != real]
+            bad = [
+                Block(piece.file, low, high, expected, name, 0)
+                for (low, high), expected, actual in checked
+                if expected != actual
+            ]
             self._files.corrupt_error(bad)
         return torch.frombuffer(view, dtype=torch.uint8).view(entry.dtype).view(entry.shape)
 

@@ -104,13 +104,13 @@ class Checkpointer:
         if not 0 <= step < 10**10:
             raise ValueError(f"step={step} must be from 0 to 10**10 - 1")
         self.wait()
-        place, extra = self._storage.child(f"{_PREFIX}{step:010d}"), {"step": step}
+        storage, extra = self._storage.child(f"{_PREFIX}{step:010d}"), {"step": step}
         if self.background:
-            after = partial(self._rotate, place.name)
-            self._saving = start(place, state, self._comm, extra=extra, newest=self._newest_ns, after=after)
+            after = partial(self._rotate, storage.name)
+            self._saving = start(storage, state, self._comm, extra=extra, newest=self._newest_ns, after=after)
         else:
-            write(place, state, self._comm, extra=extra, newest=self._newest_ns)
-            self._rotate(place.name)
+            write(storage, state, self._comm, extra=extra, newest=self._newest_ns)
+            self._rotate(storage.name)
 
     def load(self, state: Any, *, step: int | None = None, map_location: MapLocation = None) -> int | None:
         """Load the newest complete checkpoint, or that of a step, in place. Collective.
@@ -187,10 +187,10 @@ class Checkpointer:
             return
         try:
             found = sorted(self._complete(), key=lambda storage: storage.name != saved)
-            kept = [storage.name for storage in found[: self.keep]]
+            retained = [storage.name for storage in found[: self.keep]]
             broken = [name for name in self._storage.children() if _is_ours(name) and not self._has_manifest(name)]
             for name in [*(storage.name for storage in found[self.keep :]), *broken]:
-                assert name not in kept
+                assert name not in retained
                 _remove(self._storage.child(name))
         except OSError as error:
             _log.warning("old checkpoints remain in %s: %s", os.fspath(self._storage.where), error)

@@ -68,53 +68,53 @@ class CollectiveScope:
                 raise self._own(failed) from failed.__cause__
             return [value]
         self.comm.barrier(timeout=self._timeout)
-        cards = self.comm.all_gather_object((value, None) if failed is None else (None, self._card(failed)))
-        bad = next((rank for rank, (_, card) in enumerate(cards) if card is not None), None)
+        outcomes = self.comm.all_gather_object((value, None) if failed is None else (None, self._error_report(failed)))
+        bad = next((rank for rank, (_, report) in enumerate(outcomes) if report is not None), None)
         if bad is None:
-            return [value for value, _ in cards]
+            return [value for value, _ in outcomes]
         if bad == self.rank and failed is not None:
             raise self._own(failed) from failed.__cause__
-        raise self._read(cards[bad][1], bad)
+        raise self._error_from(outcomes[bad][1], bad)
 
     def first(self, step: Callable[[], Any]) -> Any:
         """Run `step` on rank 0 only, and return its result on every rank. Collective."""
         return self.all_or_none(lambda: step() if self.rank == 0 else None)[0]
 
-    def compare(self, what: Callable[[], bytes], describe: Callable[[], dict[str, Any]], told: str) -> None:
-        """Raise `MismatchError` on every rank unless all pass the same `what`. Collective.
+    def compare(self, content: Callable[[], bytes], describe: Callable[[], dict[str, Any]], advice: str) -> None:
+        """Raise `MismatchError` on every rank unless all pass the same `content`. Collective.
 
         Args:
-            what: Returns bytes; ranks exchange their digest.
+            content: Returns bytes; ranks exchange their digest.
             describe: Returns names and digests or values; exchanged only to find a difference.
-            told: What to do about it.
+            advice: How to resolve it.
         """
-        if self.comm is None or len(set(self.comm.all_gather_object(digest(what())))) == 1:
+        if self.comm is None or len(set(self.comm.all_gather_object(digest(content())))) == 1:
             return
         found = self.comm.all_gather_object(describe())
         names = dict.fromkeys(name for one in found for name in one)
         wrong = {name: s for name in names if (s := _with_values([one.get(name, "(absent)") for one in found]))}
-        shown = [f"{name!r}: {side}" for name, side in list(wrong.items())[:4]]
+        listed = [f"{name!r}: {side}" for name, side in list(wrong.items())[:4]]
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise MismatchError(
-            f"the state differs between ranks: {'; '.join(shown) or 'which dict holds what'}{more}. {told}",
+            f"the state differs between ranks: {'; '.join(listed) or 'which dict holds what'}{more}. {advice}",
             rank=self.rank,
             size=self.size,
             operation=self._operation,
         )
 
-    def _card(self, error: Exception) -> dict[str, Any]:
+    def _error_report(self, error: Exception) -> dict[str, Any]:
         own = self._own(error)
-        said = own.message if isinstance(own, CommError) else str(own)
-        return {"kind": type(own).__name__, "said": said, "tensors": list(getattr(own, "tensors", ()))}
+        text = own.message if isinstance(own, CommError) else str(own)
+        return {"kind": type(own).__name__, "said": text, "tensors": list(getattr(own, "tensors", ()))}
 
-    def _read(self, card: dict[str, Any], rank: int) -> Exception:
-        if card["kind"] in _PLAIN:
-            return _PLAIN[card["kind"]](f"rank {rank} of {self.size}: {card['said']}")
-        kind = _KINDS.get(card["kind"], CheckpointError)
+    def _error_from(self, report: dict[str, Any], rank: int) -> Exception:
+        if report["kind"] in _PLAIN:
+            return _PLAIN[report["kind"]](f"rank {rank} of {self.size}: {report['said']}")
+        kind = _KINDS.get(report["kind"], CheckpointError)
         known: dict[str, Any] = {"rank": rank, "size": self.size, "operation": self._operation}
         if issubclass(kind, CheckpointError):
-            return kind(card["said"], path=self._path, tensors=card["tensors"], **known)
-        return kind(card["said"], **known)
+            return kind(report["said"], path=self._path, tensors=report["tensors"], **known)
+        return kind(report["said"], **known)
 
     def _own(self, error: Exception) -> Exception:
         """This rank's error, as one of those that the package has."""
@@ -166,8 +166,8 @@ def odd_ranks(values: Sequence[Any]) -> str | None:
 def _with_values(values: Sequence[Any]) -> str | None:
     """Return the text of `odd_ranks` with the values."""
     odd = odd_ranks(values)
-    told = [f"{str(value)[:50]} on {_ranks(ranks)}" for value, ranks in list(_sides(values).items())[:3]]
-    return odd and f"{odd} ({'; '.join(told)})"
+    listed = [f"{str(value)[:50]} on {_ranks(ranks)}" for value, ranks in list(_sides(values).items())[:3]]
+    return odd and f"{odd} ({'; '.join(listed)})"
 
 
 def _sides(values: Sequence[Any]) -> dict[str, list[int]]:

@@ -33,11 +33,11 @@ def read_any(path: str | Path, *, trusted: bool = False) -> Any:
         >>> read_any(path)
         {'w': tensor([1., 1.])}
     """
-    place = Path(path)
+    file = Path(path)
     for name in FORMATS.names():
-        if FORMATS[name].recognises(place):
-            return FORMATS[name].read(place, trusted)
-    raise FormatError(f"{place} holds no checkpoint in a known format ({', '.join(FORMATS.names())})")
+        if FORMATS[name].recognises(file):
+            return FORMATS[name].read(file, trusted)
+    raise FormatError(f"{file} holds no checkpoint in a known format ({', '.join(FORMATS.names())})")
 
 
 def convert(source: str | Path, target: str | Path, *, to: str | None = None, trusted: bool = False) -> None:
@@ -64,27 +64,27 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
         >>> un.checkpoint.load(folder + "/new")
         {'w': tensor([1., 1.])}
     """
-    place = Path(target)
-    chosen = to if to is not None else next(name for name in FORMATS.names() if FORMATS[name].suits(place))
+    file = Path(target)
+    chosen = to if to is not None else next(name for name in FORMATS.names() if FORMATS[name].suits(file))
     form = FORMATS[chosen]
-    form.write(place, read_any(source, trusted=trusted))
+    form.write(file, read_any(source, trusted=trusted))
 
 
 def differences(first: Archive, second: Archive) -> list[str]:
     """Differences between two checkpoints, a line each; none if they are equal."""
-    told = []
+    found = []
     for name in dict.fromkeys([*first, *second]):
         if name not in first or name not in second:
-            told.append(f"{name}: only in the {'second' if name not in first else 'first'}")
+            found.append(f"{name}: only in the {'second' if name not in first else 'first'}")
             continue
         one, other = first.manifest.tensors[name], second.manifest.tensors[name]
         if (one.dtype, one.shape) != (other.dtype, other.shape):
-            told.append(f"{name}: {one.dtype} {list(one.shape)}, {other.dtype} {list(other.shape)}")
+            found.append(f"{name}: {one.dtype} {list(one.shape)}, {other.dtype} {list(other.shape)}")
         elif not torch.equal(as_bytes(first[name]), as_bytes(second[name])):
-            told.append(f"{name}: {_distance(first[name], second[name])}")
+            found.append(f"{name}: {_distance(first[name], second[name])}")
     mine, theirs = leaves(first.manifest.state), leaves(second.manifest.state)
     pairs = {name: (mine.get(name, "(absent)"), theirs.get(name, "(absent)")) for name in (*mine, *theirs)}
-    return told + [f"{name}: {one}, {other}" for name, (one, other) in pairs.items() if one != other]
+    return found + [f"{name}: {one}, {other}" for name, (one, other) in pairs.items() if one != other]
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> str:

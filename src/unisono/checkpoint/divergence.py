@@ -87,9 +87,9 @@ def assert_equal_tensors(
         comm.all_gather_single(table, own)
         odd = [odd_ranks(column.tolist()) for column in table.t()]
         wrong = [(name, tensor, ranks) for (name, tensor), ranks in zip(named, odd, strict=True) if ranks]
-        told = [f"{name!r}: {ranks} ({_distance(comm, tensor)})" for name, tensor, ranks in wrong[:_NAMED]]
+        listed = [f"{name!r}: {ranks} ({_distance(comm, tensor)})" for name, tensor, ranks in wrong[:_NAMED]]
     more = f"; and {len(wrong) - _NAMED} more, the last of them {wrong[-1][0]!r}" if len(wrong) > _NAMED else ""
-    raise MismatchError(f"{complaint}: {'; '.join(told)}{more}. {advice}", rank=comm.rank, size=comm.size)
+    raise MismatchError(f"{complaint}: {'; '.join(listed)}{more}. {advice}", rank=comm.rank, size=comm.size)
 
 
 def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,9 +106,9 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
         return total
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Unlike view(-1), this has stride 1 also where there is only one element: else it cannot be viewed as words.
-    flat = whole.as_strided((whole.numel(),), (1,))
+    flat = dense.as_strided((dense.numel(),), (1,))
     words = flat.view(_WORD.get(flat.itemsize, torch.int32))
     keys = _keys().to(tensor.device)
     turns = random.Random(_CHUNK)

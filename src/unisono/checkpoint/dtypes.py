@@ -80,11 +80,11 @@ def safetensors_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, l
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of a CPU tensor in order, as n uint8 values: a view if it is contiguous, else a copy."""
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if not whole.numel():
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not dense.numel():
         return torch.empty(0, dtype=torch.uint8)
     # Unlike view(-1), this has stride 1 also where there is only one element.
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:

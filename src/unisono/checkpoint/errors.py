@@ -44,8 +44,8 @@ class CheckpointError(CommError):
         self.path, self.tensors = path, tuple(tensors)
 
     def __str__(self) -> str:
-        said = super().__str__()
-        return said if self.path is None else f"{said.removesuffix(self.message)}checkpoint {self.path}: {self.message}"
+        text = super().__str__()
+        return text if self.path is None else f"{text.removesuffix(self.message)}checkpoint {self.path}: {self.message}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, (kind, message, fields) = super().__reduce__()
@@ -129,5 +129,5 @@ def listed(names: Sequence[str]) -> str:
         >>> listed(["a", "b"])
         "'a', 'b'"
     """
-    shown = ", ".join(map(repr, names[:_NAMED]))
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+    text = ", ".join(map(repr, names[:_NAMED]))
+    return text if len(names) <= _NAMED else f"{text} and {len(names) - _NAMED} more"

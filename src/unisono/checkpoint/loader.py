@@ -29,12 +29,12 @@ _SMALL = HELD
 """Bytes a rank up to which everything is checked before anything is changed."""
 
 
-def load_state(storage: Storage, state: Any, team: CollectiveScope, wishes: LoadOptions) -> Any:
+def load_state(storage: Storage, state: Any, team: CollectiveScope, options: LoadOptions) -> Any:
     """Implement `load`; retry if a concurrent save over the same name removes the files. Collective."""
     for attempt in range(_ATTEMPTS):
         manifest = _manifest(storage, team)
         try:
-            return _load(storage, manifest, state, team, wishes)
+            return _load(storage, manifest, state, team, options)
         except CorruptError:
             if attempt == _ATTEMPTS - 1 or team.first(lambda: _now(storage)) == manifest.id:
                 raise
@@ -57,32 +57,34 @@ def _manifest(storage: Storage, team: CollectiveScope) -> Manifest:
     return Manifest.from_bytes(data, nbytes)
 
 
-def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScope, wishes: LoadOptions) -> Any:
+def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScope, options: LoadOptions) -> Any:
     source = remapped_rank(manifest.per_rank, team.rank, team.size)
-    restoration = Restorer(manifest.tensors, source, strict=wishes.strict)
+    restoration = Restorer(manifest.tensors, source, strict=options.strict)
     builds: list[Callable[[], Any]] = []
 
     def match() -> list[str]:
-        check_location(wishes.map_location)
+        check_location(options.map_location)
         builds.append(restoration.match(state, manifest.state))
         absent = [name for name in restoration.needed if name not in manifest.tensors]
         if absent:
             raise StateError(f"its state refers to {absent[0]!r}, which it does not have")
         return [name for name in restoration.needed if not name.startswith("@")]
 
-    wanted = dict.fromkeys(name for names in team.all_or_none(match) for name in names)
+    shared = dict.fromkeys(name for names in team.all_or_none(match) for name in names)
     own = [name for name in restoration.needed if name.startswith("@")]
     host = _host(team.comm)
     try:
         rank, size = (host.rank, host.size) if host is not None else (0, 1)
-        shares = assign(windows_of(manifest, wanted), size)
+        shares = assign(windows_of(manifest, shared), size)
         with Files(storage, manifest) as files, torch.no_grad():
             alone = windows_of(manifest, own)
-            found = team.all_or_none(lambda: _whole(files, shares, rank, alone, wishes))
-            kept, same = all(which is not None for which in found), _same(found, team)
+            found = team.all_or_none(lambda: _check_files(files, shares, rank, alone, options))
+            cached, same = all(which is not None for which in found), _same(found, team)
             ready: list[TensorLoader] = []
             # Where tensors are created, memory or the device may be missing on one rank.
-            team.all_or_none(lambda: ready.append(TensorLoader(files, restoration, host, wishes, kept=kept, same=same)))
+            team.all_or_none(
+                lambda: ready.append(TensorLoader(files, restoration, host, options, cached=cached, same=same))
+            )
             try:
                 team.all_or_none(lambda: ready[0].run(shares, alone))
             except CheckpointError as error:
@@ -114,21 +116,21 @@ def _same(found: list[list[list[int]] | None], team: CollectiveScope) -> bool:
     return bool(found[team.rank]) and all(found[rank] == found[team.rank] for rank in here)
 
 
-def _whole(
-    files: Files, shares: Sequence[Sequence[ReadWindow]], rank: int, own: list[ReadWindow], wishes: LoadOptions
+def _check_files(
+    files: Files, shares: Sequence[Sequence[ReadWindow]], rank: int, own: list[ReadWindow], options: LoadOptions
 ) -> list[list[int]] | None:
     """Identities of the files that are read for all ranks, if the page cache keeps their bytes; None if not.
 
     Checks that all files that this rank will read exist in full, and also their bytes if these are to be checked first.
     """
     mine = [*shares[rank], *own]
-    read = chain(*shares, own) if files.kept else mine
+    read = chain(*shares, own) if files.cached else mine
     for index in {window.file for window in read}:
         files.open(index)
     total = sum(window.stop - window.start for window in mine)
-    if wishes.check == "first" or (wishes.check and total <= _SMALL):
+    if options.check == "first" or (options.check and total <= _SMALL):
         files.check(mine, lambda count: None, hold=total <= _SMALL)
-    if not files.kept:
+    if not files.cached:
         return None
     indices = sorted({window.file for window in chain(*shares)})
     known = {index: files.identities[index] for index in indices}

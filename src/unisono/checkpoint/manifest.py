@@ -32,7 +32,7 @@ _FORMAT = "unisono.checkpoint"
 _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
 _BEGIN = len(_HEAD) + 32 + len(_MIDDLE)
 _HEX = re.compile(r"[0-9a-f]{32}")
-_SAID = re.compile(rb'"format":"unisono.checkpoint","version":(\d{1,9})[,}]')
+_VERSION_FIELD = re.compile(rb'"format":"unisono.checkpoint","version":(\d{1,9})[,}]')
 _DIMENSIONS = 64
 
 
@@ -134,7 +134,7 @@ class Manifest:
             }
             for name, entry in self.tensors.items()
         }
-        whole = {
+        content = {
             "format": _FORMAT,
             "version": VERSION,
             "digest": ALGORITHM,
@@ -148,7 +148,7 @@ class Manifest:
             "state": self.state,
             "per_rank": self.per_rank,
         }
-        body = json.dumps(whole, separators=(",", ":"), allow_nan=False).encode("ascii")
+        body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
         self._check_memory(cost_of(body))
         return b"".join((_HEAD, digest(body).encode(), _MIDDLE, body, _TAIL))
 
@@ -167,22 +167,22 @@ class Manifest:
             FormatError: It is of a newer version, is no manifest, or requests too much memory.
             CorruptError: It is damaged.
         """
-        whole = _opened(data, nbytes)
+        content = _opened(data, nbytes)
         try:
             manifest = cls(
-                id=_text(whole["id"], r"[0-9a-f]{16}"),
-                ranks=_count(whole["ranks"]),
-                created_ns=_count(whole["created_ns"]),
-                files=tuple(_file(entry) for entry in whole["files"]),
-                tensors={name: _tensor(entry, whole["block"]) for name, entry in whole["tensors"].items()},
-                state=whole["state"],
-                per_rank=tuple(tuple(trees) for trees in whole["per_rank"]),
-                extra=dict(whole["extra"]),
+                id=_text(content["id"], r"[0-9a-f]{16}"),
+                ranks=_count(content["ranks"]),
+                created_ns=_count(content["created_ns"]),
+                files=tuple(_file(entry) for entry in content["files"]),
+                tensors={name: _tensor(entry, content["block"]) for name, entry in content["tensors"].items()},
+                state=content["state"],
+                per_rank=tuple(tuple(trees) for trees in content["per_rank"]),
+                extra=dict(content["extra"]),
             )
             _check_tiling(manifest)
             manifest._check_memory(cost_of(data))
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
-            raise FormatError(f"its manifest is not one that unisono writes ({_said(error)})") from None
+            raise FormatError(f"its manifest is not one that unisono writes ({_describe(error)})") from None
         return manifest
 
     def _check_memory(self, text: int) -> None:
@@ -203,8 +203,8 @@ class Manifest:
             found = sizes.get(file.name)
             if found != file.size:
                 names = self.names_in_file(index)
-                what = "is missing" if found is None else f"has {found} bytes instead of {file.size}"
-                raise CorruptError(f"{file.name} {what}; it is the file of {listed(names)}", tensors=names)
+                problem = "is missing" if found is None else f"has {found} bytes instead of {file.size}"
+                raise CorruptError(f"{file.name} {problem}; it is the file of {listed(names)}", tensors=names)
 
 
 def _opened(data: bytes | bytearray, nbytes: int) -> dict[str, Any]:
@@ -213,24 +213,24 @@ def _opened(data: bytes | bytearray, nbytes: int) -> dict[str, Any]:
     framed = data.startswith(_HEAD) and data[_BEGIN - len(_MIDDLE) : _BEGIN] == _MIDDLE and data.endswith(_TAIL)
     body = view[_BEGIN : -len(_TAIL)]
     intact = framed and data[len(_HEAD) : len(_HEAD) + 32] == digest(body).encode()
-    said = _SAID.search(data, 0, _BEGIN + 200)
-    if said and int(said[1]) > VERSION:
+    found = _VERSION_FIELD.search(data, 0, _BEGIN + 200)
+    if found and int(found[1]) > VERSION:
         doubt = "" if intact else f", or {MANIFEST} is damaged: its digest does not fit"
         raise FormatError(
-            f"it has format version {said[1].decode()}, but this unisono reads versions up to {VERSION}; "
+            f"it has format version {found[1].decode()}, but this unisono reads versions up to {VERSION}; "
             f"update unisono{doubt}"
         )
     if not intact:
         raise CorruptError(f"{MANIFEST} is damaged: its digest does not fit")
     check_cost(cost_of(data), nbytes)
     try:
-        whole = json.loads(str(body, "ascii"))
-        version, kind = whole["version"], whole["format"]
+        content = json.loads(str(body, "ascii"))
+        version, kind = content["version"], content["format"]
     except (ValueError, RecursionError, LookupError, TypeError):
         raise FormatError(f"{MANIFEST} was not written by unisono") from None
-    if kind != _FORMAT or version != VERSION or whole.get("digest") != ALGORITHM:
+    if kind != _FORMAT or version != VERSION or content.get("digest") != ALGORITHM:
         raise FormatError(f"{MANIFEST} is of the unknown format {kind!r:.80}, version {version!r:.80}")
-    return dict(whole)
+    return dict(content)
 
 
 def _count(value: object) -> int:
@@ -246,8 +246,10 @@ def _text(value: object, pattern: str | re.Pattern[str]) -> str:
 
 
 def _file(entry: Any) -> FileEntry:
-    name, size, header, header_digest, whole = entry
-    return FileEntry(_text(name, FILE), _count(size), _count(header), _text(header_digest, _HEX), _text(whole, _HEX))
+    name, size, header, header_digest, file_digest = entry
+    return FileEntry(
+        _text(name, FILE), _count(size), _count(header), _text(header_digest, _HEX), _text(file_digest, _HEX)
+    )
 
 
 def _tensor(entry: Any, block: object) -> TensorEntry:
@@ -287,5 +289,5 @@ def _check_tiling(manifest: Manifest) -> None:
             raise ValueError(f"{file.name} has another size")
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:200]

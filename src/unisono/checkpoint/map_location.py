@@ -62,16 +62,16 @@ class Destination:
 
     Args:
         entry: The tensor's metadata.
-        place: A tensor of the same shape and dtype to fill, or None.
-        map_location: Device of a new tensor if `place` is None.
+        target: A tensor of the same shape and dtype to fill, or None.
+        map_location: Device of a new tensor if `target` is None.
     """
 
-    def __init__(self, entry: TensorEntry, place: torch.Tensor | None, map_location: MapLocation) -> None:
-        device = place.device if place is not None else device_for(entry.device, map_location)
-        self._place = place
-        made = place.detach() if place is not None else _blank(entry, device)
+    def __init__(self, entry: TensorEntry, target: torch.Tensor | None, map_location: MapLocation) -> None:
+        device = target.device if target is not None else device_for(entry.device, map_location)
+        self._target = target
+        made = target.detach() if target is not None else _blank(entry, device)
         flat = as_bytes(made)
-        if place is not None and flat.data_ptr() != place.data_ptr():
+        if target is not None and flat.data_ptr() != target.data_ptr():
             # Strided memory cannot be filled by runs of bytes: collect them first.
             made = _blank(entry, device)
             flat = as_bytes(made)
@@ -88,11 +88,11 @@ class Destination:
 
     def tensor(self) -> torch.Tensor:
         """The tensor, filled."""
-        if self._place is None:
+        if self._target is None:
             return self._made
-        if self._made.data_ptr() != self._place.data_ptr():
-            self._place.copy_(self._made)
-        return self._place
+        if self._made.data_ptr() != self._target.data_ptr():
+            self._target.copy_(self._made)
+        return self._target
 
 
 def _blank(entry: TensorEntry, device: torch.device) -> torch.Tensor:

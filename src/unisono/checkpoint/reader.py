@@ -13,7 +13,7 @@ from unisono.checkpoint.errors import CorruptError, NoCheckpointError, listed
 from unisono.checkpoint.manifest import FILE, MANIFEST, Manifest
 from unisono.checkpoint.memory_limits import GRANTED, cost_of
 from unisono.checkpoint.storage import Source, Storage
-from unisono.checkpoint.writer import Tell
+from unisono.checkpoint.writer import ByteCallback
 
 __all__ = ["Block", "Files", "ReadWindow", "assign", "names_in_headers", "read_manifest", "windows_of"]
 
@@ -58,24 +58,24 @@ class ReadWindow:
 
 def windows_of(manifest: Manifest, names: Iterable[str]) -> list[ReadWindow]:
     """Windows to read for these tensors, in file order, including the headers of those files."""
-    wanted = []
+    needed = []
     for name in dict.fromkeys(names):
         offset = 0
         for piece in manifest.tensors[name].pieces:
             cut = zip(blocks(piece.start, piece.stop), piece.digests, strict=True)
             for (start, stop), digest in cut:
-                wanted.append(Block(piece.file, start, stop, digest, name, offset + start - piece.start))
+                needed.append(Block(piece.file, start, stop, digest, name, offset + start - piece.start))
             offset += piece.stop - piece.start
-    for index in {block.file for block in wanted}:
+    for index in {block.file for block in needed}:
         file = manifest.files[index]
-        wanted.append(Block(index, 0, file.header, file.header_digest, None, 0))
-    wanted.sort(key=lambda block: (block.file, block.start))
-    return [ReadWindow(tuple(group)) for group in _grouped(wanted)]
+        needed.append(Block(index, 0, file.header, file.header_digest, None, 0))
+    needed.sort(key=lambda block: (block.file, block.start))
+    return [ReadWindow(tuple(group)) for group in _grouped(needed)]
 
 
-def _grouped(wanted: Sequence[Block]) -> Iterator[list[Block]]:
+def _grouped(needed: Sequence[Block]) -> Iterator[list[Block]]:
     group: list[Block] = []
-    for block in wanted:
+    for block in needed:
         apart = group and (block.file, block.start) != (group[-1].file, group[-1].stop)
         if group and (apart or block.stop - group[0].start > BLOCK):
             yield group
@@ -102,7 +102,7 @@ class Files:
     """The files of a checkpoint, opened when first needed, and closed at the end.
 
     Attributes:
-        kept: Whether this host's memory keeps bytes that one of its processes has read, for all of them.
+        cached: Whether this host's memory keeps bytes that one of its processes has read, for all of them.
         identities: Identity of each opened file: equal on two ranks of a host if both read the same file from the
             same memory. None where the storage does not report it.
     """
@@ -110,7 +110,7 @@ class Files:
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage, self._manifest = storage, manifest
         # A user's storage need not define it.
-        self.kept = bool(getattr(storage, "kept", False))
+        self.cached = bool(getattr(storage, "kept", False))
         self.identities: dict[int, list[int] | None] = {}
         self._open: dict[int, Source] = {}
         self._held: dict[Block, memoryview] = {}
@@ -152,12 +152,12 @@ class Files:
         for window in windows[:_AHEAD] if not number else windows[number + _AHEAD - 1 : number + _AHEAD]:
             self.open(window.file).prefetch(window.start, window.stop)
 
-    def check(self, windows: Sequence[ReadWindow], tell: Tell, *, hold: bool = False) -> None:
+    def check(self, windows: Sequence[ReadWindow], on_bytes: ByteCallback, *, hold: bool = False) -> None:
         """Read all of these windows, and raise as `corrupt_error` if some are damaged.
 
         Args:
             windows: Windows to check.
-            tell: Called with the number of bytes of each.
+            on_bytes: Called with the number of bytes of each.
             hold: Keep their bytes in memory, so that they are not read again.
         """
         longest = max((block.stop - block.start for window in windows for block in window.blocks), default=0)
@@ -171,7 +171,7 @@ class Files:
                     bad.append(block)
                 elif hold:
                     self._held[block] = into
-            tell(window.stop - window.start)
+            on_bytes(window.stop - window.start)
         self.corrupt_error(bad)
 
     def corrupt_error(self, bad: Sequence[Block]) -> None:
@@ -183,9 +183,9 @@ class Files:
             names.update(dict.fromkeys([block.name] if block.name else self._manifest.names_in_file(block.file)))
         first = bad[0]
         file = self._manifest.files[first.file].name
-        what = listed(list(names)) if first.name else f"the header of {file}, the file of {listed(list(names))},"
+        subject = listed(list(names)) if first.name else f"the header of {file}, the file of {listed(list(names))},"
         raise CorruptError(
-            f"damaged: {what} {'has' if len(names) == 1 else 'have'} other bytes than were saved "
+            f"damaged: {subject} {'has' if len(names) == 1 else 'have'} other bytes than were saved "
             f"(the first in {file} between bytes {first.start} and {first.stop})",
             tensors=list(names),
         )

@@ -59,7 +59,7 @@ class Restorer:
         *,
         strict: bool = True,
     ) -> None:
-        self.places: dict[str, torch.Tensor] = {}
+        self.targets: dict[str, torch.Tensor] = {}
         self.needed: dict[str, None] = {}
         self.values: dict[str, torch.Tensor] = {}
         self._entries, self._source, self._strict = entries, source, strict
@@ -67,7 +67,7 @@ class Restorer:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
 
-    def wanted(self) -> list[tuple[str, TensorEntry]]:
+    def needed_entries(self) -> list[tuple[str, TensorEntry]]:
         """The needed tensors."""
         return [(name, self._entries[name]) for name in self.needed]
 
@@ -83,14 +83,14 @@ class Restorer:
             raise
         except _UNREADABLE as error:
             raise FormatError(f"its state is not one that unisono writes ({error})") from error
-        told = list(self._problems)
+        problems = list(self._problems)
         if self._missing:
-            told.insert(0, f"it lacks {listed(self._missing)}, which the state has")
+            problems.insert(0, f"it lacks {listed(self._missing)}, which the state has")
         if self._unexpected:
-            told.insert(0, f"it has {listed(self._unexpected)}, which the state lacks")
-        if told:
+            problems.insert(0, f"it has {listed(self._unexpected)}, which the state lacks")
+        if problems:
             raise StateError(
-                f"it is of another model: {'; '.join(told[:6])}",
+                f"it is of another model: {'; '.join(problems[:6])}",
                 tensors=[*self._unexpected, *self._missing],
             )
         return build
@@ -163,14 +163,14 @@ class Restorer:
         return put
 
     def _match_object(self, target: Any, node: Node, path: str) -> _Build:
-        _, inner, *told = node["$state"] if tag_of(node) == "$state" else ("", node)
+        _, inner, *metadata = node["$state"] if tag_of(node) == "$state" else ("", node)
         current = target.state_dict()
         module = isinstance(target, torch.nn.Module)
         if isinstance(target, torch.optim.Optimizer):
             self._check_groups(current, inner, path)
         mode: _Mode = "strict" if module else "shapes" if isinstance(target, torch.optim.Optimizer) else "loose"
         build = self._match(current, inner, path, mode, fresh=True)
-        versions = self._create(told[0]) if module and told else None
+        versions = self._create(metadata[0]) if module and metadata else None
         # Parameters on the meta device have no memory to fill: the loaded ones take their place.
         assign = module and any(isinstance(t, torch.Tensor) and t.is_meta for t in current.values())
         options = {"strict": self._strict, "assign": assign} if module else {}
@@ -207,7 +207,7 @@ class Restorer:
                 self._problems.append(f"{path!r} {why}")
             return lambda: self.values[name]
         if target.dtype == entry.dtype:
-            self.places.setdefault(name, target)
+            self.targets.setdefault(name, target)
 
         def put() -> torch.Tensor:
             if self.values[name] is not target:

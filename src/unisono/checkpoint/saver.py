@@ -59,10 +59,10 @@ class Snapshot:
 
     def describe(self) -> dict[str, str]:
         """Text for every tensor and value, by name; values that share a path are listed together under it."""
-        told = self._tensors()
+        described = self._tensors()
         for name, value in leaves(self.tree).items():
-            told[name] = f"{told[name]}, {value}" if name in told else value
-        return told
+            described[name] = f"{described[name]}, {value}" if name in described else value
+        return described
 
     def _tensors(self) -> dict[str, str]:
         return {
@@ -187,7 +187,7 @@ def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progre
     """Write this rank's share, and return its entries for the manifest."""
     total, done = sum(len(p.data) for p in snapshot.portions), 0
 
-    def tell(count: int) -> None:
+    def on_bytes(count: int) -> None:
         nonlocal done
         done += count
         if progress is not None:
@@ -198,7 +198,7 @@ def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progre
     if snapshot.portions:
         sink = storage.create(name)
         try:
-            file, pieces = write_file(sink, name, save_id, snapshot.portions, tell)
+            file, pieces = write_file(sink, name, save_id, snapshot.portions, on_bytes)
         except BaseException:
             sink.abandon()
             raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["Slice", "shares"]
 
-_WHOLE = 4096
+_UNSPLIT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Sli
         start = 0
         while rank < ranks - 1 and position + nbytes > (border := (rank + 1) * total // ranks):
             inside = border - position
-            cut = inside // item * item if nbytes > _WHOLE else (nbytes if 2 * inside > nbytes else 0)
+            cut = inside // item * item if nbytes > _UNSPLIT_BYTES else (nbytes if 2 * inside > nbytes else 0)
             if cut > start:
                 given[rank].append(Slice(name, start, cut))
                 start = cut

@@ -169,6 +169,6 @@ def _object(packer: Packer, value: Any, path: str, depth: int) -> Node | None:
     known = getattr(state, "_metadata", None)
     if isinstance(known, dict):
         # By its version a module knows whether what it loads is of an older form. Most have 1, which is not written.
-        told = {name: one for name, one in known.items() if one != {"version": 1}}
-        body.append(packer.pack(told, f"{path}._metadata", depth + 1))
+        versions = {name: one for name, one in known.items() if one != {"version": 1}}
+        body.append(packer.pack(versions, f"{path}._metadata", depth + 1))
     return {"$state": body}

@@ -64,12 +64,13 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     builds: list[Any] = []
     team.all_or_none(lambda: builds.append(restoration.match(state, tree)) if not source else None)
     with torch.no_grad():
-        landings = {
-            name: Destination(entry, restoration.places.get(name), None) for name, entry in restoration.wanted()
+        destinations = {
+            name: Destination(entry, restoration.targets.get(name), None)
+            for name, entry in restoration.needed_entries()
         }
         for run in _runs(entries):
-            _send(comm, src, run, tensors, landings)
-        restoration.values.update({name: landing.tensor() for name, landing in landings.items()})
+            _send(comm, src, run, tensors, destinations)
+        restoration.values.update({name: destination.tensor() for name, destination in destinations.items()})
         team.all_or_none(lambda: builds.append(builds[0]()) if not source else None)
     return state if source else builds[1]
 
@@ -117,7 +118,11 @@ def _runs(entries: dict[str, TensorEntry]) -> Iterator[_Run]:
 
 
 def _send(
-    comm: Communicator, src: int, run: _Run, tensors: dict[str, torch.Tensor] | None, landings: dict[str, Destination]
+    comm: Communicator,
+    src: int,
+    run: _Run,
+    tensors: dict[str, torch.Tensor] | None,
+    destinations: dict[str, Destination],
 ) -> None:
     if tensors is not None:
         parts = [as_bytes(tensors[name])[start:stop].to(comm.device) for name, start, stop in run]
@@ -128,6 +133,6 @@ def _send(
     comm.broadcast(data, src)
     position = 0
     for name, start, stop in run:
-        if name in landings:
-            landings[name].put(start, data[position : position + stop - start])
+        if name in destinations:
+            destinations[name].put(start, data[position : position + stop - start])
         position += stop - start

@@ -47,9 +47,9 @@ class TensorLoader:
         files: The files to read from.
         restoration: Defines the destinations, and receives the tensors.
         host: The ranks of this host; None if this rank is alone.
-        kept: Whether the host's memory keeps file contents; the same on all its ranks.
+        cached: Whether the host's memory keeps file contents; the same on all its ranks.
         same: Whether the other ranks of the host read the same files, so that their checks also hold here.
-        wishes: Options of the load.
+        options: Options of the load.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class TensorLoader:
         files: Files,
         restoration: Restorer,
         host: Communicator | None,
-        wishes: LoadOptions,
+        options: LoadOptions,
         *,
-        kept: bool,
+        cached: bool,
         same: bool,
     ) -> None:
-        self._files, self._restoration, self._host, self._kept = files, restoration, host, kept
-        self._wishes, self._check, self._same = wishes, bool(wishes.check), same
-        self._landings = {
-            name: Destination(entry, restoration.places.get(name), wishes.map_location)
-            for name, entry in restoration.wanted()
+        self._files, self._restoration, self._host, self._cached = files, restoration, host, cached
+        self._options, self._check, self._same = options, bool(options.check), same
+        self._destinations = {
+            name: Destination(entry, restoration.targets.get(name), options.map_location)
+            for name, entry in restoration.needed_entries()
         }
         self._spare: dict[str, torch.Tensor] = {}
         self._bad: list[Block] = []
@@ -86,18 +86,20 @@ class TensorLoader:
         """
         self._total = sum(window.stop - window.start for windows in (*shares, own) for window in windows)
         if self._host is None:
-            self._keep(self._read, shares[0])
-        elif self._kept:
+            self._attempt(self._read, shares[0])
+        elif self._cached:
             self._through_memory(self._host, shares)
         else:
             self._by_broadcast(self._host, shares)
-        self._keep(self._read, own)
+        self._attempt(self._read, own)
         self._files.corrupt_error(self._bad)
         if self._failed:
             raise self._failed[0]
-        self._restoration.values.update({name: landing.tensor() for name, landing in self._landings.items()})
+        self._restoration.values.update(
+            {name: destination.tensor() for name, destination in self._destinations.items()}
+        )
 
-    def _keep(self, step: Callable[..., None], *given: Any) -> None:
+    def _attempt(self, step: Callable[..., None], *given: Any) -> None:
         """Run `step`, and keep its error until all ranks have finished: the others wait for this rank."""
         if self._failed:
             return
@@ -110,47 +112,47 @@ class TensorLoader:
     def _through_memory(self, host: Communicator, shares: Sequence[Sequence[ReadWindow]]) -> None:
         mine = shares[host.rank]
         for low in range(0, max(map(len, shares)), _STRETCH):
-            self._keep(self._read, mine, low, low + _STRETCH)
+            self._attempt(self._read, mine, low, low + _STRETCH)
             host.barrier()
             for turn in range(1, host.size):
                 others = shares[(host.rank + turn) % host.size]
-                self._keep(self._place, others[low : low + _STRETCH], self._check and not self._same)
+                self._attempt(self._read_into_place, others[low : low + _STRETCH], self._check and not self._same)
 
     def _read(self, windows: Sequence[ReadWindow], low: int = 0, high: int = sys.maxsize) -> None:
         """Read windows from the disk; prefetch the windows that follow."""
         for number in range(low, min(high, len(windows))):
             self._files.prefetch(windows, number)
-            self._place(windows[number : number + 1], self._check)
+            self._read_into_place(windows[number : number + 1], self._check)
 
-    def _place(self, windows: Sequence[ReadWindow], check: bool) -> None:
+    def _read_into_place(self, windows: Sequence[ReadWindow], check: bool) -> None:
         for window in windows:
             for block in window.blocks:
                 # Headers, and tensors that only other ranks need, have no destination here.
-                landing = self._landings.get(block.name) if block.name is not None else None
-                if landing is not None or (block.name is None and check):
-                    self._put(block, landing, check)
-            self._tell(window)
+                destination = self._destinations.get(block.name) if block.name is not None else None
+                if destination is not None or (block.name is None and check):
+                    self._put(block, destination, check)
+            self._report(window)
 
-    def _put(self, block: Block, landing: Destination | None, check: bool) -> None:
+    def _put(self, block: Block, destination: Destination | None, check: bool) -> None:
         length = block.stop - block.start
-        memory = landing.memory(block.offset, length) if landing is not None else None
+        memory = destination.memory(block.offset, length) if destination is not None else None
         self._fetch(block, memory if memory is not None else memory_of(self._scratch(length)), check)
-        if memory is None and landing is not None:
-            landing.put(block.offset, self._scratch(length))
+        if memory is None and destination is not None:
+            destination.put(block.offset, self._scratch(length))
 
     # -- by one rank, for all ------------------------------------------------------------------
     def _by_broadcast(self, host: Communicator, shares: Sequence[Sequence[ReadWindow]]) -> None:
         for number in range(max(map(len, shares))):
-            coming = [windows[number] if number < len(windows) else None for windows in shares]
-            mine = coming[host.rank]
+            current = [windows[number] if number < len(windows) else None for windows in shares]
+            mine = current[host.rank]
             read = self._scratch(mine.stop - mine.start if mine else 0, "read")
             if mine is not None:
-                self._keep(self._load, shares[host.rank], number, memory_of(read))
-            for reader, window in enumerate(coming):
+                self._attempt(self._load, shares[host.rank], number, memory_of(read))
+            for reader, window in enumerate(current):
                 if window is not None:
                     data = (read if reader == host.rank else self._scratch(window.stop - window.start)).to(host.device)
                     host.broadcast(data, reader)
-                    self._keep(self._spread, window, data)
+                    self._attempt(self._spread, window, data)
 
     def _load(self, windows: Sequence[ReadWindow], number: int, memory: memoryview) -> None:
         self._files.prefetch(windows, number)
@@ -160,10 +162,10 @@ class TensorLoader:
 
     def _spread(self, window: ReadWindow, data: torch.Tensor) -> None:
         for block in window.blocks:
-            if block.name is not None and block.name in self._landings:
+            if block.name is not None and block.name in self._destinations:
                 part = data[block.start - window.start : block.stop - window.start]
-                self._landings[block.name].put(block.offset, part)
-        self._tell(window)
+                self._destinations[block.name].put(block.offset, part)
+        self._report(window)
 
     # -- both ----------------------------------------------------------------------------------
     def _fetch(self, block: Block, memory: memoryview, check: bool) -> None:
@@ -176,7 +178,7 @@ class TensorLoader:
             spare = self._spare[use] = torch.empty(max(length, BLOCK), dtype=torch.uint8)
         return spare[:length]
 
-    def _tell(self, window: ReadWindow) -> None:
+    def _report(self, window: ReadWindow) -> None:
         self._done += window.stop - window.start
-        if self._wishes.progress is not None:
-            self._wishes.progress(self._done, self._total)
+        if self._options.progress is not None:
+            self._options.progress(self._done, self._total)

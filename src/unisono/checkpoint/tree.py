@@ -76,11 +76,11 @@ class Packer:
         if tensor.numel() and memory in self._seen:
             return self._seen[memory]
         # "@" begins the names of what belongs to one rank.
-        name = wanted = self._prefix + ("~" + path if path.startswith("@") else path or "state")
+        name = base = self._prefix + ("~" + path if path.startswith("@") else path or "state")
         number = 1
         while name in self.tensors:
             number += 1
-            name = f"{wanted}~{number}"
+            name = f"{base}~{number}"
         self.tensors[name] = tensor.detach()
         self._seen[memory] = name
         return name

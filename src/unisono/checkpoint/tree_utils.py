@@ -48,8 +48,8 @@ def leaves(node: Node, path: str = "") -> dict[str, str]:
         return {path: json.dumps(node)}
     found: dict[str, str] = {}
     for key, item in inside:
-        for name, told in leaves(item, key).items():
-            found[name] = f"{found[name]}, {told}" if name in found else told
+        for name, text in leaves(item, key).items():
+            found[name] = f"{found[name]}, {text}" if name in found else text
     return found
 
 
@@ -167,6 +167,6 @@ def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
 def with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     """A module's state with the saved versions of its modules as metadata; version 1 where none was saved."""
     made = OrderedDict(state)
-    told = {name: saved.get(name, {"version": 1}) for name, _ in module.named_modules(remove_duplicate=False)}
-    vars(made)["_metadata"] = OrderedDict({**told, **saved})
+    versions = {name: saved.get(name, {"version": 1}) for name, _ in module.named_modules(remove_duplicate=False)}
+    vars(made)["_metadata"] = OrderedDict({**versions, **saved})
     return made

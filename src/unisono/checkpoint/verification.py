@@ -56,17 +56,17 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
     spare = memoryview(bytearray(min(CHUNK, max((file.size for file in manifest.files), default=0))))
     with Files(storage, manifest) as files:
         for index, file in enumerate(manifest.files):
-            source, whole = files.open(index), hasher()
+            source, file_hash = files.open(index), hasher()
             for start, stop in blocks(0, file.size, CHUNK):
                 if start % (_AHEAD // 2) == 0:
                     source.prefetch(start, min(start + _AHEAD, file.size))
                 chunk = spare[: stop - start]
                 source.read(start, chunk)
-                whole.update(chunk)
+                file_hash.update(chunk)
                 done += stop - start
                 if progress is not None:
                     progress(done, manifest.nbytes)
-            if whole.hexdigest() != file.digest:
+            if file_hash.hexdigest() != file.digest:
                 suspects.append(index)
         if suspects:
             names = [name for index in suspects for name in manifest.names_in_file(index)]

@@ -15,9 +15,9 @@ from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import FileEntry, Piece
 from unisono.checkpoint.storage import Sink
 
-__all__ = ["Shard", "Tell", "write_file"]
+__all__ = ["ByteCallback", "Shard", "write_file"]
 
-Tell = Callable[[int], None]
+ByteCallback = Callable[[int], None]
 """Called with how many more bytes are done."""
 
 _ALIGNED = 64
@@ -45,7 +45,7 @@ class Shard:
 
 
 def write_file(
-    sink: Sink, name: str, save_id: str, portions: Sequence[Shard], tell: Tell
+    sink: Sink, name: str, save_id: str, portions: Sequence[Shard], on_bytes: ByteCallback
 ) -> tuple[FileEntry, list[Piece]]:
     """Write the portions in order, and finish the file.
 
@@ -54,14 +54,14 @@ def write_file(
         OSError: The storage refused.
     """
     header = _header(save_id, portions)
-    whole = hasher()
-    whole.update(header)
+    file_hash = hasher()
+    file_hash.update(header)
     sink.write(memoryview(header))
     position, pieces = len(header), []
     for portion in portions:
         memory, found = memory_of(portion.data), []
         for low, high in blocks(0, len(memory)):
-            found.append(_write_block(sink, memory[low:high], whole, tell))
+            found.append(_write_block(sink, memory[low:high], file_hash, on_bytes))
         if portion.digests is not None and tuple(found) != portion.digests:
             raise CheckpointError(
                 "it was changed while it was being saved; wait for the save, or use async_save, which copies first: "
@@ -71,17 +71,17 @@ def write_file(
         pieces.append(Piece(0, position, position + len(memory), tuple(found)))
         position += len(memory)
     sink.finish()
-    return FileEntry(name, position, len(header), digest(header), str(whole.hexdigest())), pieces
+    return FileEntry(name, position, len(header), digest(header), str(file_hash.hexdigest())), pieces
 
 
-def _write_block(sink: Sink, memory: memoryview, whole: Any, tell: Tell) -> str:
+def _write_block(sink: Sink, memory: memoryview, file_hash: Any, on_bytes: ByteCallback) -> str:
     block = hasher()
     for low in range(0, len(memory), CHUNK):
         chunk = memory[low : low + CHUNK]
         block.update(chunk)
-        whole.update(chunk)
+        file_hash.update(chunk)
     sink.write(memory)
-    tell(len(memory))
+    on_bytes(len(memory))
     return str(block.hexdigest())
 
 

@@ -79,8 +79,10 @@ def read(path: Path, trusted: bool) -> Any:
     """
     try:
         found = _Unpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
-        places = {(index.fqn, _offset(index.offset)): info for index, info in found.storage_data.items()}
-        flat = {name: _value(path, name, entry, places, trusted) for name, entry in found.state_dict_metadata.items()}
+        locations = {(index.fqn, _offset(index.offset)): info for index, info in found.storage_data.items()}
+        flat = {
+            name: _value(path, name, entry, locations, trusted) for name, entry in found.state_dict_metadata.items()
+        }
         return _nested(flat, found.planner_data or {})
     except (FormatError, CorruptError, OSError):
         raise
@@ -100,17 +102,17 @@ def _offset(offset: Any) -> tuple[int, ...]:
     return tuple(offset or ())
 
 
-def _value(path: Path, name: str, entry: Any, places: dict[Any, Any], trusted: bool) -> Any:
+def _value(path: Path, name: str, entry: Any, locations: dict[Any, Any], trusted: bool) -> Any:
     if not isinstance(entry, metadata.TensorStorageMetadata):
-        return _load(path, name, places[name, ()], trusted)
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        return _load(path, name, locations[name, ()], trusted)
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     for chunk in entry.chunks:
-        part = _load(path, name, places[name, _offset(chunk.offsets)], trusted)
-        view = whole
+        part = _load(path, name, locations[name, _offset(chunk.offsets)], trusted)
+        view = tensor
         for dimension, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             view = view.narrow(dimension, start, length)
         view.copy_(part)
-    return whole
+    return tensor
 
 
 def _load(path: Path, name: str, info: Any, trusted: bool) -> Any:

@@ -91,7 +91,7 @@ class FsspecSink:
 
     def abandon(self) -> None:
         discard = getattr(self._file, "discard", self._file.close)
-        with suppress(Exception):  # the failure that led here is the one to tell of
+        with suppress(Exception):  # the failure that led here is the one to report
             discard()
 
 

@@ -37,7 +37,7 @@ Splits = tuple[Sequence[int] | None, Sequence[int] | None]
 
 
 def check_arguments(
-    what: Collective,
+    collective: Collective,
     output: object,
     input: object,
     root: object,
@@ -49,18 +49,18 @@ def check_arguments(
     """Return the sides that this rank reads and writes; raise for arguments that do not match.
 
     Args:
-        what: The collective.
+        collective: The collective.
         output, input: The caller's arguments; `input` is ignored where the collective works in place.
         root: The caller's root; None if there is none.
         splits: Rows of a packed output and input for each rank, or None for equal parts.
         rank, size: This rank, and the number of ranks.
         devices: Device types that the transport supports.
     """
-    if what.root is not None:
-        check_rank(root, what.root, size)
-    if not what.moves:
+    if collective.root is not None:
+        check_rank(root, collective.root, size)
+    if not collective.moves:
         return NO_TENSORS, NO_TENSORS
-    return _Checks(what, root if isinstance(root, int) else 0, rank, size, devices).sides(output, input, splits)
+    return _Checks(collective, root if isinstance(root, int) else 0, rank, size, devices).sides(output, input, splits)
 
 
 def check_rank(rank: object, name: str, size: int, *, other_than: int | None = None) -> None:
@@ -76,32 +76,35 @@ def check_rank(rank: object, name: str, size: int, *, other_than: int | None = N
 class _Checks(NamedTuple):
     """The checks of one call."""
 
-    what: Collective
+    collective: Collective
     root: int
     rank: int
     size: int
     devices: frozenset[str]
 
     def sides(self, output: object, input: object, splits: Splits) -> tuple[Side, Side]:
-        what = self.what
-        if what.in_place:
-            contributes, receives = what.contributes(self.rank, self.root), what.receives(self.rank, self.root)
-            side = self._one(output, what.output, written=what.writes(self.rank, self.root))
+        collective = self.collective
+        if collective.in_place:
+            contributes, receives = (
+                collective.contributes(self.rank, self.root),
+                collective.receives(self.rank, self.root),
+            )
+            side = self._one(output, collective.output, written=collective.writes(self.rank, self.root))
             return side if contributes else NO_TENSORS, side if receives else NO_TENSORS
-        if what.packed:
+        if collective.packed:
             read, written = self._packed(output, input, splits)
-        elif what.pairwise:
+        elif collective.pairwise:
             first = input[0] if isinstance(input, Sequence) and input else None
             if first is None:
-                raise TypeError(f"{what.input} must be a list of {self.size} tensors")
-            read = self._list(input, what.input, first, written=False)
-            written = self._list(output, what.output, first, written=True)
-        elif what.gathers:
-            read = self._one(input, what.input)
-            written = self._list(output, what.output, read.tensors[0], written=True)
+                raise TypeError(f"{collective.input} must be a list of {self.size} tensors")
+            read = self._list(input, collective.input, first, written=False)
+            written = self._list(output, collective.output, first, written=True)
+        elif collective.gathers:
+            read = self._one(input, collective.input)
+            written = self._list(output, collective.output, read.tensors[0], written=True)
         else:
-            written = self._one(output, what.output, written=True)
-            read = self._list(input, what.input, written.tensors[0], written=False)
+            written = self._one(output, collective.output, written=True)
+            read = self._list(input, collective.input, written.tensors[0], written=False)
         self._check_own(read, written)
         self._check_apart(read, written)
         return read, written
@@ -113,7 +116,7 @@ class _Checks(NamedTuple):
 
     def _list(self, tensors: object, name: str, like: torch.Tensor, *, written: bool) -> Side:
         """Return one tensor for each rank, of `like`'s dtype and device; only the root passes them if there is one."""
-        if self.what.root is not None:
+        if self.collective.root is not None:
             if self.rank != self.root:
                 if tensors:
                     raise ValueError(f"{name} is for rank {self.root} only; pass None on the other ranks")
@@ -127,7 +130,7 @@ class _Checks(NamedTuple):
         for index, tensor in enumerate(tensors):
             check_tensor(tensor, f"{name}[{index}]", self.devices, written=written)
             _check_like(tensor, f"{name}[{index}]", like)
-            if self.what.root is not None and tensor.numel() != like.numel():
+            if self.collective.root is not None and tensor.numel() != like.numel():
                 raise ValueError(
                     f"{name}[{index}] has {tensor.numel()} elements, but the tensor has {like.numel()}; "
                     "all must have the same number"
@@ -135,22 +138,25 @@ class _Checks(NamedTuple):
         return Side(tuple(tensors), numels(tensors))
 
     def _packed(self, output: object, input: object, splits: Splits) -> tuple[Side, Side]:
-        what = self.what
-        given = check_tensor(input, what.input, self.devices, written=False)
-        taken = check_tensor(output, what.output, self.devices, written=True)
-        _check_like(taken, what.output, given)
-        if what.pairwise:
-            rows = self._split_rows(given, splits[1], what.input), self._split_rows(taken, splits[0], what.output)
-            return Side((given,), rows[0]), Side((taken,), rows[1])
-        (whole, name), (part, other) = (taken, what.output), (given, what.input)
-        if what.scatters:
-            (whole, name), (part, other) = (part, other), (whole, name)
-        if whole.numel() != part.numel() * self.size:
-            raise ValueError(
-                f"{name} must have {self.size} times the {part.numel()} elements of {other}, not {whole.numel()}"
+        collective = self.collective
+        given = check_tensor(input, collective.input, self.devices, written=False)
+        taken = check_tensor(output, collective.output, self.devices, written=True)
+        _check_like(taken, collective.output, given)
+        if collective.pairwise:
+            rows = (
+                self._split_rows(given, splits[1], collective.input),
+                self._split_rows(taken, splits[0], collective.output),
             )
-        many, one = Side((whole,), (part.numel(),) * self.size), Side((part,), (part.numel(),))
-        return (many, one) if what.scatters else (one, many)
+            return Side((given,), rows[0]), Side((taken,), rows[1])
+        (large, name), (small, other) = (taken, collective.output), (given, collective.input)
+        if collective.scatters:
+            (large, name), (small, other) = (small, other), (large, name)
+        if large.numel() != small.numel() * self.size:
+            raise ValueError(
+                f"{name} must have {self.size} times the {small.numel()} elements of {other}, not {large.numel()}"
+            )
+        many, one = Side((large,), (small.numel(),) * self.size), Side((small,), (small.numel(),))
+        return (many, one) if collective.scatters else (one, many)
 
     def _split_rows(self, tensor: torch.Tensor, sizes: Sequence[int] | None, name: str) -> tuple[int, ...]:
         if tensor.dim() == 0:
@@ -173,31 +179,37 @@ class _Checks(NamedTuple):
         """Raise if a rank's part for itself differs in length from the part that it expects."""
         if not read.counts or not written.counts:
             return
-        given = read.counts[self.rank if self.what.scatters else 0]
-        taken = written.counts[self.rank if self.what.gathers else 0]
+        given = read.counts[self.rank if self.collective.scatters else 0]
+        taken = written.counts[self.rank if self.collective.gathers else 0]
         if given == taken:
             return
-        if self.what.pairwise:
+        if self.collective.pairwise:
             raise ValueError(f"this rank sends itself {given} elements but expects {taken}")
-        listed, single = (self.what.input, self.what.output) if self.what.scatters else (self.what.output, "tensor")
-        counts = (given, taken) if self.what.scatters else (taken, given)
+        listed, single = (
+            (self.collective.input, self.collective.output)
+            if self.collective.scatters
+            else (self.collective.output, "tensor")
+        )
+        counts = (given, taken) if self.collective.scatters else (taken, given)
         raise ValueError(
             f"{listed}[{self.rank}] belongs to this rank, whose {single} has {counts[1]} elements, not {counts[0]}"
         )
 
     def _check_apart(self, read: Side, written: Side) -> None:
         """Raise if results overlap each other or the input, except this rank's own part in place."""
-        what = self.what
-        if what.reduces or any(what.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)):
+        collective = self.collective
+        if collective.reduces or any(
+            collective.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)
+        ):
             # What is copied before it is reduced or sent does no harm.
             return
-        sources = _labelled(read.parts(), what.input, what.scatters, "the input")
-        targets = _labelled(written.parts(), what.output, what.gathers, "the tensor")
+        sources = _labelled(read.parts(), collective.input, collective.scatters, "the input")
+        targets = _labelled(written.parts(), collective.output, collective.gathers, "the tensor")
         check_apart(targets)
-        if not what.pairwise and sources and targets:
-            own_source, own_target = self.rank if what.scatters else 0, self.rank if what.gathers else 0
+        if not collective.pairwise and sources and targets:
+            own_source, own_target = self.rank if collective.scatters else 0, self.rank if collective.gathers else 0
             if sources[own_source][1].data_ptr() == targets[own_target][1].data_ptr():
-                if what.gathers:
+                if collective.gathers:
                     del targets[own_target]
                 else:
                     del sources[own_source]

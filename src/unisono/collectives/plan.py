@@ -35,57 +35,63 @@ class Plan:
 
 
 def make_plan(
-    what: Collective, read: Side, written: Side, op: ReduceOp | None, root: int | None, size: int, staging: Staging
+    collective: Collective,
+    read: Side,
+    written: Side,
+    op: ReduceOp | None,
+    root: int | None,
+    size: int,
+    staging: Staging,
 ) -> Plan:
     """Return the plan of a call with checked arguments.
 
     Args:
-        what: The collective.
+        collective: The collective.
         read, written: As of `check_arguments`.
         op: For collectives that reduce.
         root: For collectives that have one.
         size: Number of ranks.
         staging: Makes one-dimensional contiguous tensors of others.
     """
-    if not what.moves:
-        return Plan(what, CollectiveCall(name=what.family, op=ReduceOp.BOR), staging)
-    like = (written if what.scatters and not what.gathers else read if read.tensors else written).tensors[0]
+    if not collective.moves:
+        return Plan(collective, CollectiveCall(name=collective.family, op=ReduceOp.BOR), staging)
+    like = (written if collective.scatters and not collective.gathers else read if read.tensors else written).tensors[0]
     reduces = None if op is None else ReduceOp.SUM if op is ReduceOp.AVG else op
-    whole: torch.Tensor | None = None
+    packed: torch.Tensor | None = None
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
-    if what.in_place:
-        buffer = _in_place(what, read, written, staging)
+    if collective.in_place:
+        buffer = _in_place(collective, read, written, staging)
         inputs, outputs = (buffer,) if read.tensors else (), (buffer,) if written.tensors else ()
-    elif what.reduces:
+    elif collective.reduces:
         outputs = (staging.target(written.tensors[0]),)
-        whole = _copied(read, like, staging)
-        inputs = whole.split(read.counts)
+        packed = _copied(read, like, staging)
+        inputs = packed.split(read.counts)
     else:
         inputs, _ = _flat(read, [staging.source(t) for t in read.tensors])
-        outputs, whole = _flat(written, [staging.target(t) for t in written.tensors])
+        outputs, packed = _flat(written, [staging.target(t) for t in written.tensors])
     if op is not None:
         check_reducible(op, like.dtype)
         if op is ReduceOp.AVG:
-            _average((whole if whole is not None else inputs[0]), outputs, size, staging)
+            _average((packed if packed is not None else inputs[0]), outputs, size, staging)
     call = CollectiveCall(
-        name=what.family,
+        name=collective.family,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         op=reduces,
         average=op is ReduceOp.AVG,
         root=root,
-        packed=whole,
+        packed=packed,
     )
-    return Plan(what, call, staging, like)
+    return Plan(collective, call, staging, like)
 
 
-def _in_place(what: Collective, read: Side, written: Side, staging: Staging) -> torch.Tensor:
+def _in_place(collective: Collective, read: Side, written: Side, staging: Staging) -> torch.Tensor:
     tensor = (read.tensors or written.tensors)[0]
-    if what.reduces and not written.tensors:
+    if collective.reduces and not written.tensors:
         # Intermediate data must not change the tensor of a rank that receives no result.
         return _copied(read, tensor, staging)
-    if what.reduces or not read.tensors:
+    if collective.reduces or not read.tensors:
         return staging.target(tensor, read=bool(read.tensors))
     return staging.source(tensor)
 

@@ -54,14 +54,14 @@ class Checked(Wrapper):
 
     def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout_s: float) -> None:
         super().end(fingerprint, call, timeout_s)
-        what = FAMILIES[call.name]
+        collective = FAMILIES[call.name]
         # The hash of a sum cannot be known beforehand: it is compared where all ranks hold the sum.
-        if not self.full or not what.moves or (what.reduces and not what.same_everywhere):
+        if not self.full or not collective.moves or (collective.reduces and not collective.same_everywhere):
             return
         given = [digest(tensor) for tensor in call.inputs]
         taken = [digest(tensor) for tensor in call.outputs]
         rows = self._control.exchange(self.group, f"{_topic(fingerprint)}, its results", (given, taken), timeout_s)
-        found = _other_than_most(rows) if what.reduces else _other_than_sent(what, rows, call.root or 0)
+        found = _other_than_most(rows) if collective.reduces else _other_than_sent(collective, rows, call.root or 0)
         if found is not None:
             source, target = found
             who = f"rank {target} holds another result of {fingerprint.operation} than rank {source}"
@@ -86,10 +86,10 @@ def _other_than_most(rows: _Rows) -> _Found:
     return next(((results.index(usual), rank) for rank, result in enumerate(results) if result != usual), None)
 
 
-def _other_than_sent(what: Collective, rows: _Rows, root: int) -> _Found:
+def _other_than_sent(collective: Collective, rows: _Rows, root: int) -> _Found:
     """Return the sender and the receiver of data that changed in flight."""
     for rank, (_, taken) in enumerate(rows):
-        for (source, part), received in zip(what.sources(rank, len(rows), root), taken, strict=True):
+        for (source, part), received in zip(collective.sources(rank, len(rows), root), taken, strict=True):
             if rows[source][0][part] != received:
                 return source, rank
     return None

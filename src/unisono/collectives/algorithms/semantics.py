@@ -22,12 +22,12 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
         >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
         [0, 2, 0]
     """
-    what, mine = family_of(collective), 1 << rank
-    if not what.contributes(rank, root=0):
+    family, mine = family_of(collective), 1 << rank
+    if not family.contributes(rank, root=0):
         return 0
-    if what.pairwise:
+    if family.pairwise:
         return mine if chunk < size or chunk == size + rank else 0
-    return mine if chunk == rank or not what.gathers else 0
+    return mine if chunk == rank or not family.gathers else 0
 
 
 def goal(collective: str, rank: int, chunk: int, size: int) -> int:
@@ -37,14 +37,14 @@ def goal(collective: str, rank: int, chunk: int, size: int) -> int:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
         [0, 7, 0]
     """
-    what, everyone = family_of(collective), (1 << size) - 1
-    if what.pairwise:
+    family, everyone = family_of(collective), (1 << size) - 1
+    if family.pairwise:
         return 1 << (chunk - size) if chunk >= size else 0
-    if not what.receives(rank, root=0) or (what.scatters and chunk != rank):
+    if not family.receives(rank, root=0) or (family.scatters and chunk != rank):
         return 0
-    if what.gathers:
+    if family.gathers:
         return 1 << chunk
-    return everyone if what.reduces or not what.moves else 1
+    return everyone if family.reduces or not family.moves else 1
 
 
 def default_chunks(collective: str, size: int) -> int:
@@ -53,8 +53,8 @@ def default_chunks(collective: str, size: int) -> int:
     Only all_reduce, reduce and broadcast schedules may set it; elsewhere a chunk is one rank's
     contribution or result.
     """
-    what = family_of(collective)
-    return 2 * size if what.pairwise else size if what.moves else 1
+    family = family_of(collective)
+    return 2 * size if family.pairwise else size if family.moves else 1
 
 
 def chunks_of(schedule: Algorithm, collective: str, size: int) -> int:

@@ -24,69 +24,69 @@ class ModelChecker:
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring
-        >>> world = ModelChecker("all_reduce", ring, size=3)
-        >>> world.run()
-        >>> [place.number for place in world.places]
+        >>> checker = ModelChecker("all_reduce", ring, size=3)
+        >>> checker.run()
+        >>> [model.number for model in checker.models]
         [4, 4, 4]
     """
 
     def __init__(self, collective: str, schedule: Algorithm, size: int) -> None:
         self.collective, self.size = collective, size
         self.chunks = chunks_of(schedule, collective, size)
-        self.places = [self._place(schedule, rank) for rank in range(size)]
+        self.models = [self._model(schedule, rank) for rank in range(size)]
 
-    def _place(self, schedule: Algorithm, rank: int) -> RankModel:
+    def _model(self, schedule: Algorithm, rank: int) -> RankModel:
         owners = [start(self.collective, rank, chunk, self.size) for chunk in range(self.chunks)]
         held = [Contribution(once=owner, twice=0, formula=owner) for owner in owners]
         return RankModel(rank, self.size, self.collective, schedule.steps(rank, self.size), held)
 
     def run(self) -> None:
         """Execute all steps that can happen; raise `AlgorithmError` if a step is wrong or a rank deadlocks."""
-        for place in self.places:
-            place.begin()
+        for model in self.models:
+            model.begin()
         while self._sweep():
             pass
-        if any(place.step for place in self.places):
+        if any(model.step for model in self.models):
             raise self._deadlock_error()
 
     def _sweep(self) -> bool:
         """Execute every step that can happen; return whether there was one."""
         happened, seen = False, set[int]()
-        for place in self.places:
-            if place.step and place.rank not in seen:
-                gang = self._matching_steps(place)
-                seen.update(gang)
-                if not any(self._unmatched(member) for member in gang.values()):
-                    self._exchange(gang)
+        for model in self.models:
+            if model.step and model.rank not in seen:
+                group = self._matching_steps(model)
+                seen.update(group)
+                if not any(self._unmatched(member) for member in group.values()):
+                    self._exchange(group)
                     happened = True
         return happened
 
-    def _matching_steps(self, place: RankModel) -> dict[int, RankModel]:
+    def _matching_steps(self, model: RankModel) -> dict[int, RankModel]:
         """Return the models, by rank, that can take their current step only together with this one."""
-        gang, queue = {place.rank: place}, [place]
+        group, queue = {model.rank: model}, [model]
         for member in queue:
             for verb, move in member.moves:
-                if move.peer not in gang and self._answer(member, verb, move):
-                    gang[move.peer] = self.places[move.peer]
-                    queue.append(self.places[move.peer])
-        return gang
+                if move.peer not in group and self._answer(member, verb, move):
+                    group[move.peer] = self.models[move.peer]
+                    queue.append(self.models[move.peer])
+        return group
 
-    def _answer(self, place: RankModel, verb: str, move: Move) -> Move | None:
-        partner = self.places[move.peer]
-        return (partner.recvs if verb == "send" else partner.sends).get(place.rank)
+    def _answer(self, model: RankModel, verb: str, move: Move) -> Move | None:
+        partner = self.models[move.peer]
+        return (partner.recvs if verb == "send" else partner.sends).get(model.rank)
 
-    def _unmatched(self, place: RankModel) -> list[tuple[str, Move]]:
-        return [(verb, move) for verb, move in place.moves if not self._answer(place, verb, move)]
+    def _unmatched(self, model: RankModel) -> list[tuple[str, Move]]:
+        return [(verb, move) for verb, move in model.moves if not self._answer(model, verb, move)]
 
-    def _exchange(self, gang: dict[int, RankModel]) -> None:
+    def _exchange(self, group: dict[int, RankModel]) -> None:
         ended = []
-        for place in gang.values():
-            arrived = [(move, self._sent(self.places[peer], place, move)) for peer, move in place.recvs.items()]
-            latest = max(place.rounds, *(self.places[move.peer].rounds for _, move in place.moves))
-            ended.append((place, arrived, latest + 1))
-        for place, arrived, rounds in ended:
-            place.end(arrived, rounds)
-            place.begin()
+        for model in group.values():
+            arrived = [(move, self._sent(self.models[peer], model, move)) for peer, move in model.recvs.items()]
+            latest = max(model.rounds, *(self.models[move.peer].rounds for _, move in model.moves))
+            ended.append((model, arrived, latest + 1))
+        for model, arrived, rounds in ended:
+            model.end(arrived, rounds)
+            model.begin()
 
     def _sent(self, source: RankModel, target: RankModel, recv: Move) -> list[Contribution]:
         send = source.sends[target.rank]
@@ -107,21 +107,21 @@ class ModelChecker:
 
     def _deadlock_error(self) -> AlgorithmError:
         """Return an error that names each waiting rank and the peer that it waits for."""
-        waiting = [(place, *wish) for place in self.places for wish in self._unmatched(place)]
-        for place, verb, move in waiting:
-            partner = self.places[move.peer]
+        waiting = [(model, *move_) for model in self.models for move_ in self._unmatched(model)]
+        for model, verb, move in waiting:
+            partner = self.models[move.peer]
             if not partner.step:
-                return place.error(f"waits to {_told(verb, move)}, which ended after its step {partner.number}")
-        told = [
-            f"rank {place.rank} in its step {place.number} to {_told(verb, move)}, "
-            f"which is in its step {self.places[move.peer].number}"
-            for place, verb, move in waiting[:4]
+                return model.error(f"waits to {_describe(verb, move)}, which ended after its step {partner.number}")
+        listed = [
+            f"rank {model.rank} in its step {model.number} to {_describe(verb, move)}, "
+            f"which is in its step {self.models[move.peer].number}"
+            for model, verb, move in waiting[:4]
         ]
         more = f"; and {len(waiting) - 4} more" if len(waiting) > 4 else ""
-        return waiting[0][0].error(f"deadlock of waiting ranks: {'; '.join(told)}{more}")
+        return waiting[0][0].error(f"deadlock of waiting ranks: {'; '.join(listed)}{more}")
 
 
-def _told(verb: str, move: Move) -> str:
+def _describe(verb: str, move: Move) -> str:
     return f"{verb} {_named(move)} {'to' if verb == 'send' else 'from'} rank {move.peer}"
 
 

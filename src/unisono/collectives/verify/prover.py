@@ -59,33 +59,37 @@ def count(collective: str, schedule: Algorithm, size: int) -> Cost:
     """
     if size < 1:
         raise ValueError(f"a group must have at least 1 rank, not {size}")
-    world = ModelChecker(collective, schedule, size)
+    checker = ModelChecker(collective, schedule, size)
     usual = default_chunks(collective, size)
-    if world.chunks < 1 or (world.chunks != usual and collective not in _FREE_CHUNKS):
-        raise _error(collective, size, f"there are {world.chunks} chunks; this collective needs {usual}")
-    world.run()
-    for place in world.places:
-        _check_contributions(place)
+    if checker.chunks < 1 or (checker.chunks != usual and collective not in _FREE_CHUNKS):
+        raise _error(collective, size, f"there are {checker.chunks} chunks; this collective needs {usual}")
+    checker.run()
+    for model in checker.models:
+        _check_contributions(model)
         if collective == "all_reduce":
-            _check_bits(place, world.places[0])
-    whole = size if collective == "all_to_all" else world.chunks
-    return Cost(max(place.rounds for place in world.places), Fraction(max(place.sent for place in world.places), whole))
+            _check_bits(model, checker.models[0])
+    unit = size if collective == "all_to_all" else checker.chunks
+    return Cost(
+        max(model.rounds for model in checker.models), Fraction(max(model.sent for model in checker.models), unit)
+    )
 
 
-def _check_contributions(place: RankModel) -> None:
-    for chunk, held in enumerate(place.chunks):
-        wanted = goal(place.collective, place.rank, chunk, place.size)
-        again = 0 if place.collective == "barrier" else held.twice
-        if wanted and (held.once != wanted or again):
-            faults = {"lacks": wanted & ~held.once, "wrongly has": held.once & ~wanted, "counts twice": again}
-            told = ", ".join(f"{fault} the contribution of {_ranks(ranks)}" for fault, ranks in faults.items() if ranks)
-            raise place.error(f"after the last step, chunk {chunk} {told}")
+def _check_contributions(model: RankModel) -> None:
+    for chunk, held in enumerate(model.chunks):
+        expected = goal(model.collective, model.rank, chunk, model.size)
+        again = 0 if model.collective == "barrier" else held.twice
+        if expected and (held.once != expected or again):
+            faults = {"lacks": expected & ~held.once, "wrongly has": held.once & ~expected, "counts twice": again}
+            listed = ", ".join(
+                f"{fault} the contribution of {_ranks(ranks)}" for fault, ranks in faults.items() if ranks
+            )
+            raise model.error(f"after the last step, chunk {chunk} {listed}")
 
 
-def _check_bits(place: RankModel, first: RankModel) -> None:
-    for chunk, (held, reference) in enumerate(zip(place.chunks, first.chunks, strict=True)):
+def _check_bits(model: RankModel, first: RankModel) -> None:
+    for chunk, (held, reference) in enumerate(zip(model.chunks, first.chunks, strict=True)):
         if held.formula != reference.formula:
-            raise place.error(f"chunk {chunk} is reduced in another order than on rank 0, so its bits may differ")
+            raise model.error(f"chunk {chunk} is reduced in another order than on rank 0, so its bits may differ")
 
 
 def _ranks(contributors: int) -> str:

@@ -46,31 +46,33 @@ class MpiFastPath:
         self._agreement, self._run, self._rank, self._size = agreement, run, rank, size
         self.mismatch = mismatch
 
-    def collective(self, what: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float) -> Status:
+    def collective(
+        self, collective: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float
+    ) -> Status:
         """As of `FastPath`."""
-        if what.root is not None and not (type(root) is int and 0 <= root < self._size):
+        if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
             return Status.UNSUPPORTED
-        if not what.moves:
-            word = hash_of((what.name, ReduceOp.BOR.value, None, None, (), None, "native"))
+        if not collective.moves:
+            word = hash_of((collective.name, ReduceOp.BOR.value, None, None, (), None, "native"))
             return Status.OK if self._agreement.check(word, deadline) else Status.MISMATCH
-        if not (what.in_place or what.packed):
+        if not (collective.in_place or collective.packed):
             return Status.UNSUPPORTED
-        writes = what.writes(self._rank, root)
-        target = as_flat(output, what.output, written=writes)
-        source = target if what.in_place else as_flat(input, what.input)
-        if target is None or source is None or not self._fits(what, target, source, input, output):
+        writes = collective.writes(self._rank, root)
+        target = as_flat(output, collective.output, written=writes)
+        source = target if collective.in_place else as_flat(input, collective.input)
+        if target is None or source is None or not self._fits(collective, target, source, input, output):
             return Status.UNSUPPORTED
         operation, dtype = None, str(target.dtype).removeprefix("torch.")
-        if what.reduces:
+        if collective.reduces:
             operation = _OPS.get(op) if isinstance(op, str) else None
             if operation is None or not reducible(target.dtype, operation) or prepares(target.dtype, operation):
                 return Status.UNSUPPORTED
             check_reducible(operation, target.dtype)
-        read, written = _parts(source, what.scatters, self._size), _parts(target, what.gathers, self._size)
-        call = self._call(what, target, source, operation, root, read, written)
-        counts = what.compared_counts(read, written)
-        word = hash_of((what.name, operation and operation.value, root, dtype, counts, "cpu", "native"))
-        rows = self._agreement.rows_of(read, written) if what.pairwise else 0
+        read, written = _parts(source, collective.scatters, self._size), _parts(target, collective.gathers, self._size)
+        call = self._call(collective, target, source, operation, root, read, written)
+        counts = collective.compared_counts(read, written)
+        word = hash_of((collective.name, operation and operation.value, root, dtype, counts, "cpu", "native"))
+        rows = self._agreement.rows_of(read, written) if collective.pairwise else 0
         if not self._agreement.check(word, deadline, rows):
             return Status.MISMATCH
         self._run(call, deadline)
@@ -87,24 +89,29 @@ class MpiFastPath:
         return Status.UNSUPPORTED
 
     def _fits(
-        self, what: Collective, target: torch.Tensor, source: torch.Tensor, input: torch.Tensor, output: torch.Tensor
+        self,
+        collective: Collective,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        input: torch.Tensor,
+        output: torch.Tensor,
     ) -> bool:
         """Return whether two tensors match, do not overlap, and are not too long for one MPI call."""
-        if what.in_place:
+        if collective.in_place:
             return True
         read, written = source.nbytes, target.nbytes
-        if what.pairwise:
+        if collective.pairwise:
             rows = *input.shape[:1], *output.shape[:1]
             fits = len(rows) == 2 and rows[0] % self._size == 0 == rows[1] % self._size and read == written
         else:
-            fits = read == written * self._size if what.scatters else written == read * self._size
+            fits = read == written * self._size if collective.scatters else written == read * self._size
         start, into = source.data_ptr(), target.data_ptr()
         apart = start + read <= into or into + written <= start
         return fits and apart and in_one_call(max(read, written)) and source.dtype is target.dtype
 
     def _call(
         self,
-        what: Collective,
+        collective: Collective,
         target: torch.Tensor,
         source: torch.Tensor,
         op: ReduceOp | None,
@@ -115,16 +122,16 @@ class MpiFastPath:
         """Return the call as a transport receives it; the whole tensor alone stands for parts of equal length."""
         inputs: tuple[torch.Tensor, ...] = (source,)
         outputs: tuple[torch.Tensor, ...] = (target,)
-        whole = None
-        if what.in_place:
-            outputs = outputs if what.receives(self._rank, root or 0) else ()
-        elif what.pairwise:
+        packed = None
+        if collective.in_place:
+            outputs = outputs if collective.receives(self._rank, root or 0) else ()
+        elif collective.pairwise:
             inputs, outputs = source.view(-1).split(read), target.view(-1).split(written)
-        elif what.gathers:
-            outputs, whole = (), target
+        elif collective.gathers:
+            outputs, packed = (), target
         else:
-            inputs, whole = (), source
-        return CollectiveCall(name=what.family, inputs=inputs, outputs=outputs, op=op, root=root, packed=whole)
+            inputs, packed = (), source
+        return CollectiveCall(name=collective.family, inputs=inputs, outputs=outputs, op=op, root=root, packed=packed)
 
 
 def _parts(tensor: torch.Tensor, many: bool, size: int) -> list[int]:

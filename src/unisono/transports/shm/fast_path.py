@@ -54,51 +54,57 @@ class ShmFastPath:
         self._barrier, self._rank, self._size = barrier, barrier.rank, barrier.size
 
     # -- calls as the caller made them ---------------------------------------------------------------
-    def collective(self, what: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float) -> Status:
+    def collective(
+        self, collective: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float
+    ) -> Status:
         """As of `FastPath`."""
-        if what.root is not None and not (type(root) is int and 0 <= root < self._size):
+        if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
             return Status.UNSUPPORTED
         operation, root = 0, -1 if root is None else root
-        if not what.moves:
-            return self._ended(self.core.call(what.number, _OF_BARRIER, 0, root, 0, 0, 0, 0, deadline))
-        if what.reduces:
+        if not collective.moves:
+            return self._ended(self.core.call(collective.number, _OF_BARRIER, 0, root, 0, 0, 0, 0, deadline))
+        if collective.reduces:
             operation = OP_CODES.get(op, 0) if type(op) in _OPS else 0
             if not operation:
                 return Status.UNSUPPORTED
-        sides = self._single if what.packed or what.in_place else self._lists
-        return sides(what, output, input, operation, root, deadline)
+        sides = self._single if collective.packed or collective.in_place else self._lists
+        return sides(collective, output, input, operation, root, deadline)
 
-    def _single(self, what: Collective, output: Any, input: Any, operation: int, root: int, deadline: float) -> Status:
+    def _single(
+        self, collective: Collective, output: Any, input: Any, operation: int, root: int, deadline: float
+    ) -> Status:
         # The root of a broadcast only reads its tensor, and so does each non-root rank of a reduce.
-        written = root < 0 or (self._rank == root) == (what.root == "dst")
-        target, address, count = as_flat(output, what.output, written=written), 0, 0
+        written = root < 0 or (self._rank == root) == (collective.root == "dst")
+        target, address, count = as_flat(output, collective.output, written=written), 0, 0
         if target is None:
             return Status.UNSUPPORTED
-        if what.packed:
-            source = as_flat(input, what.input)
+        if collective.packed:
+            source = as_flat(input, collective.input)
             if source is None or source.dtype is not target.dtype:
                 return Status.UNSUPPORTED
             # Each rank's part is some of the rows; the core checks lengths.
-            if what.pairwise and not (
+            if collective.pairwise and not (
                 input.dim() and output.dim() and input.shape[0] % self._size == 0 == output.shape[0] % self._size
             ):
                 return Status.UNSUPPORTED
             address, count = source.data_ptr(), source.numel()
         dtype = DTYPE_CODES[target.dtype]
         status = self.core.call(
-            what.number, operation, dtype, root, target.data_ptr(), target.numel(), address, count, deadline
+            collective.number, operation, dtype, root, target.data_ptr(), target.numel(), address, count, deadline
         )
         if target is not output and written and status == Status.OK:
             copy_back(output, target)
         return Status.OK if status == Status.OK else self._ended(status)
 
-    def _lists(self, what: Collective, output: Any, input: Any, operation: int, root: int, deadline: float) -> Status:
+    def _lists(
+        self, collective: Collective, output: Any, input: Any, operation: int, root: int, deadline: float
+    ) -> Status:
         dtype, flats = None, list[tuple[list[torch.Tensor], Sequence[torch.Tensor]]]()
         for given, many, name, written in (
-            (output, what.gathers, what.output, True),
-            (input, what.scatters, what.input, False),
+            (output, collective.gathers, collective.output, True),
+            (input, collective.scatters, collective.input, False),
         ):
-            tensors = (given,) if not many else () if given is None and what.root is not None else given
+            tensors = (given,) if not many else () if given is None and collective.root is not None else given
             if type(tensors) not in (tuple, list):
                 return Status.UNSUPPORTED
             flat: list[torch.Tensor] = []
@@ -113,7 +119,7 @@ class ShmFastPath:
             return Status.UNSUPPORTED
         (targets, outputs), (sources, _) = flats
         memory = *_memory(targets), *_memory(sources)
-        status = self.core.call_lists(what.number, operation, DTYPE_CODES[dtype], root, *memory, True, deadline)
+        status = self.core.call_lists(collective.number, operation, DTYPE_CODES[dtype], root, *memory, True, deadline)
         if status == Status.OK:
             for tensor, result in zip(outputs, targets, strict=True):
                 if result is not tensor:

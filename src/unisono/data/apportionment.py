@@ -47,8 +47,8 @@ def apportion(count: int, sizes: Sequence[float]) -> list[int]:
         raise ValueError(f"sizes must sum to 1, but {fractions} sum to {total}; divide each of them by the sum")
     # Integers from here on, so that equal fractions are cut off equally. 0.7 means seven tenths.
     weights = [round(fraction * 10**15) for fraction in fractions]
-    whole_weight = sum(weights)
-    quotas = [divmod(count * weight, whole_weight) for weight in weights]
+    total_weight = sum(weights)
+    quotas = [divmod(count * weight, total_weight) for weight in weights]
     lengths = [length for length, _ in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda part: quotas[part][1], reverse=True)
     for part in by_remainder[: count - sum(lengths)]:

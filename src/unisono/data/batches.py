@@ -75,8 +75,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             raise ValueError(f"batch_size must be 1 or more, but is {batch_size}")
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         # One part that is all of the epoch: its state is the same on every rank.
-        self._whole = PartitionSampler(dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed)
-        if not self._whole.rule.interleaves:
+        self._sampler = PartitionSampler(
+            dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed
+        )
+        if not self._sampler.rule.interleaves:
             raise ValueError("batches of all ranks are cut from one order: partition must deal samples in turns")
         self.batch_size, self.drop_last, self._empty = size, drop_last, allow_empty_batches
         self._check(self.num_replicas)
@@ -84,7 +86,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     @property
     def epoch(self) -> int:
         """Epoch set by `set_epoch`."""
-        return self._whole.epoch
+        return self._sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch.
@@ -92,14 +94,14 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         Args:
             epoch: As in `PartitionSampler.set_epoch`.
         """
-        self._whole.set_epoch(epoch)
+        self._sampler.set_epoch(epoch)
 
     def __iter__(self) -> _Steps:
-        return _Steps(self, iter(self._whole))
+        return _Steps(self, iter(self._sampler))
 
     def __len__(self) -> int:
         """Return the number of steps in this epoch, or since a state was loaded."""
-        count = len(self._whole)
+        count = len(self._sampler)
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 
     def advance(self, steps: int = 1) -> None:
@@ -111,14 +113,14 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         Raises:
             ValueError: `steps` is negative, or more than are left of this epoch.
         """
-        left, steps = self._whole.remaining, operator.index(steps)
+        left, steps = self._sampler.remaining, operator.index(steps)
         if not 0 <= steps <= -(-left // self.batch_size):
             raise ValueError(f"{steps} steps cannot have been taken: {left} samples are left of epoch {self.epoch}")
-        self._whole.advance(min(steps * self.batch_size, left))
+        self._sampler.advance(min(steps * self.batch_size, left))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the job's progress, which is the same on every rank."""
-        return self._whole.state_dict()
+        return self._sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Resume where a job stopped, on any number of ranks.
@@ -129,7 +131,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         Raises:
             ValueError: The state is of another dataset, partitioner, order or format.
         """
-        self._whole.load_state_dict(state)
+        self._sampler.load_state_dict(state)
 
     def rebuild(self, comm: Any, *, like: int | None = None) -> None:
         """Move to a communicator of other ranks. Collective over it; newcomers call it too.
@@ -146,11 +148,11 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         rank, size = ranks_of(comm)
         self._check(size)
         chosen = states[like] if like is not None else max(states, key=_progress)
-        self._whole.load_state_dict(chosen)
+        self._sampler.load_state_dict(chosen)
         self.rank, self.num_replicas = rank, size
 
     def _check(self, ranks: int) -> None:
-        count = self._whole.remaining
+        count = self._sampler.remaining
         last = count % self.batch_size or min(count, self.batch_size)
         if 0 < last < ranks and not self._empty and not (self.drop_last and last < self.batch_size):
             raise ValueError(

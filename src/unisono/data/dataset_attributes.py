@@ -24,9 +24,13 @@ def of_dataset(dataset: Any, names: Sequence[str], partitioner: str) -> Any:
     inner = getattr(dataset, "dataset", getattr(dataset, "data", None))
     indices = getattr(dataset, "indices", None)
     if inner is not None and indices is not None:
-        whole = of_dataset(inner, names, partitioner)
-        places = torch.as_tensor(indices).tolist()
-        return whole[torch.tensor(places)] if isinstance(whole, torch.Tensor) else [whole[place] for place in places]
+        values = of_dataset(inner, names, partitioner)
+        positions = torch.as_tensor(indices).tolist()
+        return (
+            values[torch.tensor(positions)]
+            if isinstance(values, torch.Tensor)
+            else [values[position] for position in positions]
+        )
     raise ValueError(
         f"a {type(dataset).__name__} has no {' or '.join(names)} for {partitioner!r}; "
         f"pass them: partition=un.data.{partitioner}({names[-1]})"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Concatenated", "Counted", "Indices", "Listed", "Places", "Selected", "are_whole", "select", "taken_from"]
+__all__ = ["Concatenated", "Counted", "Indices", "Listed", "Places", "Selected", "are_integers", "select", "taken_from"]
 
 Places = range | torch.Tensor
 """Some places of a sequence: a range with a positive step, or a one-dimensional int64 tensor on the CPU."""
@@ -194,7 +194,7 @@ def _selected(base: Indices, piece: Places) -> Indices:
     return Selected(base, piece)
 
 
-def are_whole(numbers: torch.Tensor) -> bool:
+def are_integers(numbers: torch.Tensor) -> bool:
     """Return whether a tensor holds whole numbers: not a mask, nor fractions that would be truncated."""
     return not (numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex())
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from unisono.data.indices import are_whole
+from unisono.data.indices import are_integers
 from unisono.errors import MismatchError
 
 __all__ = ["gather_metrics", "gather_samples"]
@@ -91,17 +91,17 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
     """
     given = torch.as_tensor(indices).detach().to("cpu")
     # What are no whole numbers travels as it is: then it is an error on every rank.
-    places = given.long() if not given.numel() or are_whole(given) else given
-    kept = outputs.detach().to("cpu") if isinstance(outputs, torch.Tensor) else list(outputs)
+    positions = given.long() if not given.numel() or are_integers(given) else given
+    local = outputs.detach().to("cpu") if isinstance(outputs, torch.Tensor) else list(outputs)
     if comm is None:
-        everyone = [(places, kept)]
+        everyone = [(positions, local)]
     elif dst is None:
-        everyone = comm.all_gather_object((places, kept))
+        everyone = comm.all_gather_object((positions, local))
     else:
         # Counts and indices are for all, so that what is wrong with them is an error on every rank.
-        heads = comm.all_gather_object((places, len(kept)))
-        _check(heads, count)
-        everyone = comm.gather_object((places, kept), dst)
+        counts = comm.all_gather_object((positions, len(local)))
+        _check(counts, count)
+        everyone = comm.gather_object((positions, local), dst)
         if everyone is None:
             return None
     _check([(where, len(values)) for where, values in everyone], count)
@@ -118,7 +118,7 @@ def _check(heads: Sequence[tuple[torch.Tensor, int]], count: int | None) -> None
     for rank, (places, length) in enumerate(heads):
         if places.dim() != 1 or len(places) != length:
             raise ValueError(f"rank {rank} passed {length} outputs for indices of shape {tuple(places.shape)}")
-        if not are_whole(places):
+        if not are_integers(places):
             raise ValueError(f"rank {rank} passed indices of {places.dtype}; indices must be integers")
     found, times = torch.cat([places for places, _ in heads]).unique(return_counts=True)
     if bool((times > 1).any()):

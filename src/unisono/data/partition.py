@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from unisono.data.apportionment import apportion
-from unisono.data.indices import are_whole, select
+from unisono.data.indices import are_integers, select
 from unisono.data.partitioner import Partitioner, resolve
 from unisono.data.seeded_shuffle import seeded_permutation
 
@@ -51,7 +51,7 @@ class Partition(Dataset[T_co]):
     def __init__(self, data: _Indexable[T_co], indices: Sequence[int] | torch.Tensor) -> None:
         self.data = data
         given = torch.as_tensor(indices, device="cpu")
-        if given.numel() and not are_whole(given):
+        if given.numel() and not are_integers(given):
             raise TypeError(f"indices must be integers, not {given.dtype}; for a mask pass mask.nonzero().flatten()")
         if given.dim() != 1:
             raise ValueError(f"indices must be one-dimensional, but have the shape {tuple(given.shape)}")
@@ -68,10 +68,10 @@ class Partition(Dataset[T_co]):
         # Slices go through a range, since tensors refuse a negative step.
         if isinstance(index, slice):
             return Partition(self.data, self.indices[list(range(len(self))[index])])
-        place = operator.index(index)
-        if not -len(self) <= place < len(self):
-            raise IndexError(f"index {place} is out of range: this partition has {len(self)} samples")
-        return self.data[int(self.indices[place])]
+        position = operator.index(index)
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"index {position} is out of range: this partition has {len(self)} samples")
+        return self.data[int(self.indices[position])]
 
     def __iter__(self) -> Iterator[T_co]:
         return (self.data[index] for index in self.indices.tolist())

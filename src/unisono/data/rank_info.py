@@ -43,7 +43,7 @@ def ranks_of(comm: Any = None, num_replicas: int | None = None, rank: int | None
         rank, num_replicas = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     elif num_replicas is None or rank is None:
         raise ValueError("num_replicas and rank belong together; pass both, or a communicator")
-    place, size = operator.index(rank), operator.index(num_replicas)
-    if not 0 <= place < size:
-        raise ValueError(f"rank {place} is out of range: {size} ranks are numbered from 0 to {size - 1}")
-    return place, size
+    number, size = operator.index(rank), operator.index(num_replicas)
+    if not 0 <= number < size:
+        raise ValueError(f"rank {number} is out of range: {size} ranks are numbered from 0 to {size - 1}")
+    return number, size

@@ -58,11 +58,11 @@ class Resharding:
 
     def part(self, number: int) -> Indices:
         """The samples of one part, in their order."""
-        places, length = self.parts[number], self.length(number)
-        kept = select(self.rest, [places[:length]])
-        if length <= len(places):
-            return kept
-        return Concatenated([kept, select(self.rest, [self._padding(number, len(places), length)])])
+        positions, length = self.parts[number], self.length(number)
+        selected = select(self.rest, [positions[:length]])
+        if length <= len(positions):
+            return selected
+        return Concatenated([selected, select(self.rest, [self._padding(number, len(positions), length)])])
 
     def _padding(self, number: int, start: int, stop: int) -> torch.Tensor:
         """Places that occur a second time: of an interleaved order the first ones, else those of the part itself."""
@@ -98,7 +98,7 @@ def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[
         return list(in_order)
     # Parts take turns: from the place on where the last of them goes on, everything is left.
     edge = min(count, max(part.start for part in ranges))
-    early = sorted(place for part in ranges for place in range(part.start, min(edge, part.stop), part.step))
+    early = sorted(position for part in ranges for position in range(part.start, min(edge, part.stop), part.step))
     tail = range(edge, count)
     return [torch.tensor(early, device="cpu"), tail] if early else [tail]
 

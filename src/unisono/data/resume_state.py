@@ -14,12 +14,12 @@ FORMAT = 1
 _ALIKE = ("epoch", "seed", "samples", "partition", "shuffle", "phases", "parts", "settings")
 
 
-def check_states(states: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return what all states have in common; raise `ValueError` if they contradict each other or `wanted`.
+def check_states(states: Sequence[dict[str, Any]], expected: dict[str, Any]) -> dict[str, Any]:
+    """Return what all states have in common; raise `ValueError` if they contradict each other or `expected`.
 
     Args:
         states: States of ranks of one job at one time.
-        wanted: This sampler's values, under the same keys.
+        expected: This sampler's values, under the same keys.
     """
     for state in states:
         if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -32,7 +32,7 @@ def check_states(states: Sequence[dict[str, Any]], wanted: dict[str, Any]) -> di
             raise ValueError(f"the states must come from one job at one time: they have {key} {values}")
     if len({state["rank"] for state in states}) < len({(state["rank"], state["taken"]) for state in states}):
         raise ValueError("the states must come from one job at one time: two of the same rank differ")
-    for key, value in wanted.items():
+    for key, value in expected.items():
         if first[key] != value:
             raise ValueError(f"the state is of another sampler: it has {key}={first[key]!r}, and this one {value!r}")
     return first
@@ -63,27 +63,27 @@ def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step:
     Raises:
         ValueError: The counts cannot be inferred; the states of all ranks are needed.
     """
-    told = {state["rank"]: int(state["taken"]) for state in states}
-    missing = [rank for rank in range(len(lengths)) if rank not in told]
-    for rank, taken in told.items():
+    counts = {state["rank"]: int(state["taken"]) for state in states}
+    missing = [rank for rank in range(len(lengths)) if rank not in counts]
+    for rank, taken in counts.items():
         if not 0 <= taken <= lengths[rank]:
             raise ValueError(f"the state records {taken} samples used by rank {rank}, which had {lengths[rank]}")
-    if missing and any(told.values()) and not in_step and not lost:
+    if missing and any(counts.values()) and not in_step and not lost:
         raise ValueError(
             f"ranks with unequal parts take samples at their own pace: load the states of all {len(lengths)} ranks, "
             "as a list"
         )
-    teller = max(told, key=lambda rank: (told[rank], lengths[rank]))
-    furthest = told[teller]
+    leader = max(counts, key=lambda rank: (counts[rank], lengths[rank]))
+    furthest = counts[leader]
     longer = [rank for rank in missing if lengths[rank] > furthest]
-    if not longer or lost or furthest < lengths[teller]:
-        return [told.get(rank, min(furthest, length)) for rank, length in enumerate(lengths)]
+    if not longer or lost or furthest < lengths[leader]:
+        return [counts.get(rank, min(furthest, length)) for rank, length in enumerate(lengths)]
     # This rank is through. Others may have had a sample more.
-    through = next(state["through"] for state in states if state["rank"] == teller)
+    through = next(state["through"] for state in states if state["rank"] == leader)
     if through is None or max(lengths) > furthest + 1:
         raise ValueError(
-            f"rank {teller} had used all of its {furthest} samples, but its state does not record whether rank "
+            f"rank {leader} had used all of its {furthest} samples, but its state does not record whether rank "
             f"{longer[0]} "
             f"had used more of its {lengths[longer[0]]}: load the states of all {len(lengths)} ranks, as a list"
         )
-    return [told.get(rank, length if through else min(furthest, length)) for rank, length in enumerate(lengths)]
+    return [counts.get(rank, length if through else min(furthest, length)) for rank, length in enumerate(lengths)]

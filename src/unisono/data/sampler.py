@@ -90,7 +90,7 @@ class PartitionSampler(Sampler[Any]):
         self._phases: list[ShardingPhase] = []
         self._pass: EpochProgress | None = None
         # The epoch that was requested since the last pass ended.
-        self._asked: int | None = None
+        self._requested_epoch: int | None = None
         self._warned = False
 
     def __iter__(self) -> StatefulIterator:
@@ -101,11 +101,11 @@ class PartitionSampler(Sampler[Any]):
         current = self._now()
         again = current.ended and current.taken == current.start
         through = again or (current.complete and current.taken > current.start)
-        if (through or current.ended) and self.shuffle and self._asked is None and not self._warned:
+        if (through or current.ended) and self.shuffle and self._requested_epoch is None and not self._warned:
             self._warned = True
             left = f"continues with {self.remaining} samples not committed"
-            what = "begins again, in the same order" if through else left
-            text = f"epoch {self.epoch} {what}: call set_epoch(epoch) before each epoch"
+            action = "begins again, in the same order" if through else left
+            text = f"epoch {self.epoch} {action}: call set_epoch(epoch) before each epoch"
             warnings.warn(text, EpochWarning, stacklevel=2)
         if through:
             self._begin(self.epoch)
@@ -130,7 +130,7 @@ class PartitionSampler(Sampler[Any]):
         number = operator.index(epoch)
         if number < 0:
             raise ValueError(f"epoch must be 0 or more, but is {epoch}")
-        self._asked = number
+        self._requested_epoch = number
         if number != self.epoch:
             self._begin(number)
 
@@ -167,7 +167,7 @@ class PartitionSampler(Sampler[Any]):
             )
         current.advance(count)
         if count and current.complete:
-            self._asked = None
+            self._requested_epoch = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's progress: plain numbers, strings, lists and dicts."""
@@ -242,7 +242,7 @@ class PartitionSampler(Sampler[Any]):
     def _end(self, which: EpochProgress) -> None:
         which.end()
         if which is self._pass:
-            self._asked = None
+            self._requested_epoch = None
 
     def _source(self, which: EpochProgress) -> Source:
         return Source(which.indices, which.taken, lambda: self._end(which))
@@ -253,8 +253,8 @@ class PartitionSampler(Sampler[Any]):
         if held is None or (held.state["samples"] != len(self.dataset) and not held.taken and not self._phases):
             indices = self._dealt(self._phases, self.num_replicas).part(self.rank)
             fixed = {"format": FORMAT, "epoch": self.epoch, "seed": self.seed, **self._identity()}
-            place = {"parts": self.num_replicas, "rank": self.rank, "settings": self.rule.settings()}
-            held = self._pass = EpochProgress({**fixed, "phases": [p.plain() for p in self._phases], **place}, indices)
+            own = {"parts": self.num_replicas, "rank": self.rank, "settings": self.rule.settings()}
+            held = self._pass = EpochProgress({**fixed, "phases": [p.plain() for p in self._phases], **own}, indices)
         return held
 
     def _dealt(self, phases: Sequence[ShardingPhase], parts: int, rule: Partitioner | None = None) -> Resharding:
@@ -289,12 +289,12 @@ class PartitionSampler(Sampler[Any]):
 
     def _load_walk(self, state: dict[str, Any]) -> tuple[Source, EpochProgress]:
         """Load the state of a walk, and return where to resume. A loader that was complete starts over next."""
-        asked = self._asked
+        requested = self._requested_epoch
         self.load_state_dict(state)
         current = self._now()
         source = self._source(current)
         if current.complete:
             self._end(current)
-            if asked is not None:
-                self.set_epoch(asked)
+            if requested is not None:
+                self.set_epoch(requested)
         return source, current

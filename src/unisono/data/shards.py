@@ -159,8 +159,8 @@ class ShardPartition(IterableDataset[T_co]):
         """Return this rank's progress as plain values."""
         own = {"parts": self.num_replicas, "rank": self.rank, "done": self._done, "skip": self._skip}
         jobs = [list(job) for job in self._jobs] if self._resumed else None
-        whole = {"format": _FORMAT, "epoch": self.epoch, "seed": self.seed, "shards": len(self.shards), "jobs": jobs}
-        return {**whole, **own}
+        common = {"format": _FORMAT, "epoch": self.epoch, "seed": self.seed, "shards": len(self.shards), "jobs": jobs}
+        return {**common, **own}
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Resume where a job stopped.
@@ -179,9 +179,9 @@ class ShardPartition(IterableDataset[T_co]):
         first = states[0]
         if first["shards"] != len(self.shards):
             raise ValueError(f"the state has {first['shards']} shards, but this partition has {len(self.shards)}")
-        told = {s["rank"]: s for s in states}
-        same = first["parts"] == self.num_replicas and self.rank in told
-        if not same and len(told) < first["parts"]:
+        by_rank = {s["rank"]: s for s in states}
+        same = first["parts"] == self.num_replicas and self.rank in by_rank
+        if not same and len(by_rank) < first["parts"]:
             raise ValueError(f"ranks read shards at their own pace: pass the states of all {first['parts']}, as a list")
         self.seed = first["seed"]
         self._begin(first["epoch"])
@@ -189,10 +189,10 @@ class ShardPartition(IterableDataset[T_co]):
             self._jobs = [(job[0], job[1]) for job in first["jobs"]]
             self._resumed = True
         if same:
-            self._done, self._skip = told[self.rank]["done"], told[self.rank]["skip"]
+            self._done, self._skip = by_rank[self.rank]["done"], by_rank[self.rank]["skip"]
             self._lengths = [0] * self._done
         else:
-            self._close([(told[rank]["done"], told[rank]["skip"]) for rank in range(first["parts"])])
+            self._close([(by_rank[rank]["done"], by_rank[rank]["skip"]) for rank in range(first["parts"])])
 
     def _jobs_of(self, worker: int, workers: int) -> list[_Job]:
         """Return what one worker of this rank reads: shards, and how many samples of each to skip."""

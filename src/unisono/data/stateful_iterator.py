@@ -31,8 +31,8 @@ class Source:
         length = _FIRST
         while self._at < len(self._indices):
             start, self._at = self._at, min(self._at + length, len(self._indices))
-            places = torch.arange(start, self._at, device="cpu") if length > 1 else None
-            self._run = iter([self._indices.at(start)] if places is None else self._indices.values(places))
+            positions = torch.arange(start, self._at, device="cpu") if length > 1 else None
+            self._run = iter([self._indices.at(start)] if positions is None else self._indices.values(positions))
             length = min(64 * length, _LONGEST)
             yield self._run
         self.over = True
@@ -63,20 +63,20 @@ class StatefulIterator(chain[Any]):
     """
 
     _source: Source
-    _keeper: _StatefulSampler
+    _sampler: _StatefulSampler
     _token: Any
 
     def state_dict(self) -> dict[str, Any]:
-        return self._keeper._walk_state(self._token, self._source.consumed, self._source.over)
+        return self._sampler._walk_state(self._token, self._source.consumed, self._source.over)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        source, self._token = self._keeper._load_walk(state)
+        source, self._token = self._sampler._load_walk(state)
         self._source.replace(source)
 
 
-def walk(source: Source, keeper: _StatefulSampler, token: Any) -> StatefulIterator:
-    """Return a walk of the source's samples; `token` identifies the pass to the keeper."""
+def walk(source: Source, sampler: _StatefulSampler, token: Any) -> StatefulIterator:
+    """Return a walk of the source's samples; `token` identifies the pass to the sampler."""
     made = StatefulIterator.from_iterable(source.runs())
     assert isinstance(made, StatefulIterator)
-    made._source, made._keeper, made._token = source, keeper, token
+    made._source, made._sampler, made._token = source, sampler, token
     return made

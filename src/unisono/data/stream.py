@@ -87,8 +87,8 @@ class StreamPartition(IterableDataset[T_co]):
         epoch = operator.index(epoch)
         if epoch != self.epoch:
             self.epoch, self._edge, self._holes, self._taken, self._passes = epoch, 0, [], 0, WorkerEpochCheck()
-        if callable(tell := getattr(self.dataset, "set_epoch", None)):
-            tell(epoch)
+        if callable(forward := getattr(self.dataset, "set_epoch", None)):
+            forward(epoch)
 
     def advance(self, count: int) -> None:
         """Commit this rank's next `count` samples. The next iteration resumes after them.
@@ -105,8 +105,8 @@ class StreamPartition(IterableDataset[T_co]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's progress as plain values."""
-        place = {"parts": self.num_replicas, "rank": self.rank, "taken": self._taken}
-        return {"format": _FORMAT, "epoch": self.epoch, "edge": self._edge, "holes": self._holes, **place}
+        own = {"parts": self.num_replicas, "rank": self.rank, "taken": self._taken}
+        return {"format": _FORMAT, "epoch": self.epoch, "edge": self._edge, "holes": self._holes, **own}
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Resume where a job stopped, on any number of ranks.
@@ -125,14 +125,14 @@ class StreamPartition(IterableDataset[T_co]):
         first = states[0]
         self.epoch, self._edge, self._holes, self._taken = first["epoch"], first["edge"], list(first["holes"]), 0
         self._passes = WorkerEpochCheck()
-        told = {s["rank"]: s["taken"] for s in states}
-        if first["parts"] == self.num_replicas and self.rank in told:
-            self._taken = told[self.rank]
+        taken = {s["rank"]: s["taken"] for s in states}
+        if first["parts"] == self.num_replicas and self.rank in taken:
+            self._taken = taken[self.rank]
             return
-        counts = [told.get(rank, max(told.values())) for rank in range(first["parts"])]
+        counts = [taken.get(rank, max(taken.values())) for rank in range(first["parts"])]
         self._close(counts)
 
-    def _place(self, number: int) -> int:
+    def _position(self, number: int) -> int:
         """Return the stream position of sample `number` among those that earlier ranks have left."""
         return self._holes[number] if number < len(self._holes) else self._edge + number - len(self._holes)
 
@@ -140,8 +140,8 @@ class StreamPartition(IterableDataset[T_co]):
         # Far enough that all samples beyond are left, without holes.
         count = max((max(counts) + 1) * len(counts), len(self._holes))
         pieces = leftover([range(part, count, len(counts)) for part in range(len(counts))], counts, count)
-        left = [self._place(int(number)) for piece in pieces for number in piece]
-        edge = self._place(count)
+        left = [self._position(int(number)) for piece in pieces for number in piece]
+        edge = self._position(count)
         # The run of neighbours at the end needs no list.
         while left and left[-1] == edge - 1:
             edge = left.pop()
@@ -163,8 +163,8 @@ class _Share(Iterator[T_co]):
         of = self._of
         while True:
             item = next(self._items)
-            place, self._read = self._read, self._read + 1
-            if place < of._edge and place not in self._holes:
+            position, self._read = self._read, self._read + 1
+            if position < of._edge and position not in self._holes:
                 continue
             number, self._seen = self._seen, self._seen + 1
             turn, part = divmod(number, of.num_replicas)

@@ -90,8 +90,8 @@ def _filled(size: int, left: Sequence[int], mix: Sequence[float]) -> list[int]:
     taken = [0] * len(left)
     while need := size - sum(taken):
         free = [have - count for have, count in zip(left, taken, strict=True)]
-        wanted = [weight if have else 0.0 for weight, have in zip(mix, free, strict=True)]
-        weights = fractions_of(wanted if any(wanted) else free)
+        desired = [weight if have else 0.0 for weight, have in zip(mix, free, strict=True)]
+        weights = fractions_of(desired if any(desired) else free)
         for label, count in enumerate(apportion(need, weights)):
             taken[label] += min(count, free[label])
     return taken

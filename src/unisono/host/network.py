@@ -76,9 +76,9 @@ def address_for_others(host: str, port: int = 9) -> str:
     An interface named by an environment variable has priority. Otherwise use the route to `host`, or, if that name
     resolves to the loopback (as a host's name does on many systems), the default route.
     """
-    wanted = requested_interface()
-    if wanted is not None:
-        return address_of(wanted[0])
+    requested = requested_interface()
+    if requested is not None:
+        return address_of(requested[0])
     address = address_towards(host, port)
     if not is_loopback(address) or host == "localhost" or _is_literal(host):
         return address
@@ -127,8 +127,8 @@ def _fits(name: str, pattern: str) -> bool:
     """Return whether NCCL would select the interface by this pattern."""
     words = pattern.lstrip("^=").split(",")
     if pattern.startswith("^"):
-        unwanted = name == "lo" or any(name.startswith(word) for word in words)
-        return not unwanted and _ipv4_of(name) is not None
+        excluded = name == "lo" or any(name.startswith(word) for word in words)
+        return not excluded and _ipv4_of(name) is not None
     return name in words if pattern.startswith("=") else any(name.startswith(word) for word in words)
 
 

@@ -252,12 +252,12 @@ class Scheduler:
 
     def _break_deadlock(self) -> None:
         mains = [task for task in self._tasks if task.main and not task.done]
-        said, places = deadlock_report(self._tasks, self.now / NS)
-        self.trace.append(f"{self.now / NS:.9f} deadlock: {said}")
+        report, operations = deadlock_report(self._tasks, self.now / NS)
+        self.trace.append(f"{self.now / NS:.9f} deadlock: {report}")
         for task in mains:
             assert task.rank is not None
             size = sum(other.main for other in self._tasks)
-            error = DeadlockError(said, rank=task.rank, size=size, operation=places.get(task.rank))
+            error = DeadlockError(report, rank=task.rank, size=size, operation=operations.get(task.rank))
             self.throw(task, error)
 
     def _tick(self) -> None:

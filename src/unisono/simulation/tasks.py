@@ -101,18 +101,18 @@ def unpatched() -> Iterator[None]:
 
 
 @contextmanager
-def waiting(what: Wait, *, hasty: bool = False) -> Iterator[None]:
+def waiting(describe: Wait, *, hasty: bool = False) -> Iterator[None]:
     """Describe the waits in this context; does nothing outside of simulations.
 
     Args:
-        what: Returns the description.
+        describe: Returns the description.
         hasty: Whether they end at their time; no deadlock is reported before that.
     """
     task = here()
     if task is None:
         yield
         return
-    task.waits.append(what)
+    task.waits.append(describe)
     task.hasty += hasty
     try:
         yield

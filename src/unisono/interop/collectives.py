@@ -34,7 +34,7 @@ class Collectives:
     """
 
     others: DeviceBackends
-    _meeting: Connection
+    _connection: Connection
     _line: SerialQueue
     _progress: Progress
     _timeout_s: float
@@ -45,7 +45,7 @@ class Collectives:
     @by_device
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> TorchWork:
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        tensor, op, comm = only(given, "all_reduce"), operation(opts), self._meeting.comm
+        tensor, op, comm = only(given, "all_reduce"), operation(opts), self._connection.comm
         if tensor.layout != torch.strided:
             return self._do(lambda limit: _sum_sparse(comm, tensor, op, limit), opts, given)
         if op == "avg" and tensor.dtype in _INTEGERS:
@@ -54,7 +54,7 @@ class Collectives:
 
     @by_device
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
-        mine, op, comm = [plain(t) for t in tensors], operation(opts), self._meeting.comm
+        mine, op, comm = [plain(t) for t in tensors], operation(opts), self._connection.comm
 
         def all_of_them(limit: float) -> None:
             for tensor in mine:
@@ -64,12 +64,12 @@ class Collectives:
 
     @by_device
     def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
-        tensor, op, comm = only(tensors, "reduce"), operation(opts), self._meeting.comm
+        tensor, op, comm = only(tensors, "reduce"), operation(opts), self._connection.comm
         return self._do(lambda limit: comm.reduce(tensor, opts.rootRank, op, timeout=limit), opts, tensors)
 
     @by_device
     def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = None) -> TorchWork:
-        output, op, comm = only(outputs, "reduce_scatter"), operation(opts), self._meeting.comm
+        output, op, comm = only(outputs, "reduce_scatter"), operation(opts), self._connection.comm
         parts = [plain(t) for t in inputs[0]]
         return self._do(lambda limit: comm.reduce_scatter(output, parts, op, timeout=limit), opts, outputs)
 
@@ -79,7 +79,7 @@ class Collectives:
 
     @by_device
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
-        op, comm = operation(opts), self._meeting.comm
+        op, comm = operation(opts), self._connection.comm
         pairs = [(plain(output), plain(given)) for output, given in zip(outputs, inputs, strict=True)]
 
         def all_of_them(limit: float) -> None:
@@ -91,19 +91,19 @@ class Collectives:
     # -- movements -----------------------------------------------------------------------------
     @by_device
     def broadcast(self, tensors: Tensors, opts: Any) -> TorchWork:
-        tensor, comm = only(tensors, "broadcast"), self._meeting.comm
+        tensor, comm = only(tensors, "broadcast"), self._connection.comm
         return self._do(lambda limit: comm.broadcast(tensor, opts.rootRank, timeout=limit), opts, tensors)
 
     @by_device
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> TorchWork:
-        tensor, comm = only(inputs, "all_gather"), self._meeting.comm
+        tensor, comm = only(inputs, "all_gather"), self._connection.comm
         parts = [plain(t) for t in outputs[0]]
         return self._do(lambda limit: comm.all_gather(parts, tensor, timeout=limit), opts, outputs[0])
 
     @by_device
     def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> TorchWork:
         """`outputs[r][i]` becomes rank r's `inputs[i]`."""
-        comm, mine = self._meeting.comm, [plain(t) for t in inputs]
+        comm, mine = self._connection.comm, [plain(t) for t in inputs]
         columns = [[plain(t) for t in column] for column in zip(*outputs, strict=True)]
 
         def all_of_them(limit: float) -> None:
@@ -118,7 +118,7 @@ class Collectives:
 
     @by_device
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
-        comm = self._meeting.comm
+        comm = self._connection.comm
         pairs = [(plain(output), plain(given)) for output, given in zip(outputs, inputs, strict=True)]
 
         def all_of_them(limit: float) -> None:
@@ -129,17 +129,17 @@ class Collectives:
 
     @by_device
     def gather(self, outputs: Lists, inputs: Tensors, opts: Any) -> TorchWork:
-        tensor, comm, targets = only(inputs, "gather"), self._meeting.comm, _list_at_root(outputs)
+        tensor, comm, targets = only(inputs, "gather"), self._connection.comm, _list_at_root(outputs)
         return self._do(lambda limit: comm.gather(tensor, targets, opts.rootRank, timeout=limit), opts, targets or [])
 
     @by_device
     def scatter(self, outputs: Tensors, inputs: Lists, opts: Any) -> TorchWork:
-        tensor, comm, sources = only(outputs, "scatter"), self._meeting.comm, _list_at_root(inputs)
+        tensor, comm, sources = only(outputs, "scatter"), self._connection.comm, _list_at_root(inputs)
         return self._do(lambda limit: comm.scatter(tensor, sources, opts.rootRank, timeout=limit), opts, outputs)
 
     @by_device
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
-        targets, sources, comm = [plain(t) for t in outputs], [plain(t) for t in inputs], self._meeting.comm
+        targets, sources, comm = [plain(t) for t in outputs], [plain(t) for t in inputs], self._connection.comm
         return self._do(lambda limit: comm.all_to_all(targets, sources, timeout=limit), opts, outputs)
 
     @by_device
@@ -151,7 +151,7 @@ class Collectives:
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        target, source, comm = plain(output), plain(input), self._meeting.comm
+        target, source, comm = plain(output), plain(input), self._connection.comm
         taken, given = output_split_sizes or None, input_split_sizes or None
         return self._do(
             lambda limit: comm.all_to_all_single(target, source, taken, given, timeout=limit), opts, [output]
@@ -160,7 +160,7 @@ class Collectives:
     # -- barriers ------------------------------------------------------------------------------
     @by_device
     def barrier(self, opts: Any = None) -> dist.Work:
-        device, comm = getattr(opts, "device", None), self._meeting.comm
+        device, comm = getattr(opts, "device", None), self._connection.comm
         if device is not None and device.type != "cpu":
             return self.others.of(device).barrier(opts)
         return self._do(lambda limit: comm.barrier(timeout=limit), opts, [])
@@ -171,22 +171,22 @@ class Collectives:
         A timeout of zero fails immediately.
         """
         self._barriers += 1
-        meeting, topic = self._meeting, f"monitored barrier {self._barriers}"
+        connection, topic = self._connection, f"monitored barrier {self._barriers}"
         limit = self._timeout_s if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
-        self._line.run(lambda: meeting.control.exchange(meeting.group, topic, None, limit))
+        self._line.run(lambda: connection.control.exchange(connection.group, topic, None, limit))
 
     # -- messages ------------------------------------------------------------------------------
     @by_device
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
-        work = self._meeting.comm.isend(only(tensors, "send"), dst, tag)
+        work = self._connection.comm.isend(only(tensors, "send"), dst, tag)
         self._progress.watch(work)
-        return self._noted(TorchWork(work, tensors))
+        return self._recorded(TorchWork(work, tensors))
 
     @by_device
     def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> TorchWork:
-        work = self._meeting.comm.irecv(only(tensors, "recv"), src, tag)
+        work = self._connection.comm.irecv(only(tensors, "recv"), src, tag)
         self._progress.watch(work)
-        return self._noted(TorchWork(work, tensors))
+        return self._recorded(TorchWork(work, tensors))
 
     @by_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
@@ -203,9 +203,9 @@ class Collectives:
     def _do(self, call: Callable[[float], object], opts: Any, result: Tensors) -> TorchWork:
         """Run the call now, or queue it, in order; it receives its timeout in seconds."""
         limit = limit_s(opts) or self._timeout_s
-        if not asynchronous(opts) or self._meeting.group.size == 1:
+        if not asynchronous(opts) or self._connection.group.size == 1:
             self._line.run(lambda: call(limit))
-            return self._noted(TorchWork(None, result))
+            return self._recorded(TorchWork(None, result))
         # Tensors made in inference mode may be written in inference mode only, which is a thread's own.
         inference = torch.is_inference_mode_enabled()
 
@@ -213,9 +213,9 @@ class Collectives:
             with torch.inference_mode() if inference else contextlib.nullcontext():
                 call(limit)
 
-        return self._noted(TorchWork(self._line.start(there), result))
+        return self._recorded(TorchWork(self._line.start(there), result))
 
-    def _noted(self, work: TorchWork) -> TorchWork:
+    def _recorded(self, work: TorchWork) -> TorchWork:
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -231,13 +231,13 @@ def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: floa
     mine = tensor.detach().coalesce()
     counts = torch.zeros(comm.size, dtype=torch.int64)
     comm.all_gather_single(counts, torch.tensor([mine.values().shape[0]]), timeout=timeout)
-    places, values = mine.indices().contiguous(), mine.values().contiguous()
-    all_places = [places.new_empty((places.shape[0], n)) for n in counts.tolist()]
+    indices, values = mine.indices().contiguous(), mine.values().contiguous()
+    all_indices = [indices.new_empty((indices.shape[0], n)) for n in counts.tolist()]
     all_values = [values.new_empty((n, *values.shape[1:])) for n in counts.tolist()]
-    comm.all_gather(all_places, places, timeout=timeout)
+    comm.all_gather(all_indices, indices, timeout=timeout)
     comm.all_gather(all_values, values, timeout=timeout)
     total = torch.sparse_coo_tensor(
-        torch.cat(all_places, 1), torch.cat(all_values), mine.shape, check_invariants=False
+        torch.cat(all_indices, 1), torch.cat(all_values), mine.shape, check_invariants=False
     ).coalesce()
     with torch.no_grad():
         tensor.copy_(total)

@@ -106,9 +106,14 @@ class DeviceBackends:
             raise UnavailableError(f"backend {name!r} cannot be combined with 'unisono'; nccl, gloo and plug-ins can")
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, self._timeout)
-        asked = dist.distributed_c10d._DistributedBackendOptions()
-        asked.store, asked.group_rank, asked.group_size, asked.timeout = store, rank, size, self._timeout
-        return plugin.creator_fn(asked, self._options)
+        backend_options = dist.distributed_c10d._DistributedBackendOptions()
+        backend_options.store, backend_options.group_rank, backend_options.group_size, backend_options.timeout = (
+            store,
+            rank,
+            size,
+            self._timeout,
+        )
+        return plugin.creator_fn(backend_options, self._options)
 
     def shutdown(self) -> None:
         """Shut down all of these groups."""

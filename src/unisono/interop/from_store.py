@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "meet"]
 
-_PLACE = "unisono/place"
+_ADDRESS_KEY = "unisono/place"
 _FAILED = "failed"
 _REACH_WITHIN_S = 30.0
 
@@ -49,7 +49,7 @@ class Connection:
     group: Group
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions) -> Connection:
+def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions) -> Connection:
     """Join the other ranks of a new torch group. Each rank calls it, with a store for this group alone.
 
     Rank 0 hosts a control plane and publishes its address, with a fresh secret, in the store: any process that
@@ -61,11 +61,11 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
         UnavailableError: The requested transport is not available between these ranks.
     """
     if size == 1:
-        return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, wishes, lambda: None)
-    _tell(store, _seat(rank), (host_identity(), why_no_shm(), wishes.transport))
+        return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, group_options, lambda: None)
+    _publish(store, _rank_key(rank), (host_identity(), why_no_shm(), group_options.transport))
     held = _host(store, size, timeout_s) if rank == 0 else None
     try:
-        done = _join(store, rank, size, timeout_s, wishes, held)
+        done = _join(store, rank, size, timeout_s, group_options, held)
     except BaseException:
         if held is not None:
             held.release()
@@ -73,19 +73,19 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, wishes: Grou
     if rank == 0:
         # All ranks have read it. A later group of the same name must not find it.
         with contextlib.suppress(RuntimeError):
-            for key in (_PLACE, *map(_seat, range(size))):
+            for key in (_ADDRESS_KEY, *map(_rank_key, range(size))):
                 store.delete_key(key)
     return done
 
 
 def _join(
-    store: dist.Store, rank: int, size: int, timeout_s: float, wishes: GroupOptions, held: Lease | None
+    store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions, held: Lease | None
 ) -> Connection:
     """Connect to the address that rank 0 publishes, and join all the others there."""
-    place = _read(store, _PLACE, timeout_s, "rank 0 has not published its address")
-    if place[0] == _FAILED:
-        raise error_of(Cause(place[1], None, place[2]), Group.world(rank, size))
-    _, host, port, secret, name, transport = place
+    published = _read(store, _ADDRESS_KEY, timeout_s, "rank 0 has not published its address")
+    if published[0] == _FAILED:
+        raise error_of(Cause(published[1], None, published[2]), Group.world(rank, size))
+    _, host, port, secret, name, transport = published
     # It listens already.
     control = SocketControl(
         (host, port), secret, timeout_s, reach_within_s=min(timeout_s, _REACH_WITHIN_S), host_rank=0
@@ -97,7 +97,7 @@ def _join(
             held.release()
 
     try:
-        return _joined(control, transport, Group.world(rank, size, name), timeout_s, wishes, release)
+        return _joined(control, transport, Group.world(rank, size, name), timeout_s, group_options, release)
     except BaseException:
         control.close()
         raise
@@ -108,13 +108,13 @@ def _joined(
     transport: str,
     group: Group,
     timeout_s: float,
-    wishes: GroupOptions,
+    group_options: GroupOptions,
     release: Callable[[], None],
 ) -> Connection:
     address = control.local_host if isinstance(control, SocketControl) else "127.0.0.1"
-    options = Options(transport, "cpu", timeout_s, address, wishes.chunk_bytes)
+    options = Options(transport, "cpu", timeout_s, address, group_options.chunk_bytes)
     connected = TRANSPORTS[transport].connect(group, control, options)
-    comm = Communicator(connected, control, options, check=wishes.check)
+    comm = Communicator(connected, control, options, check=group_options.check)
     comm.allow_any_thread()
     comm.after_close(release)
     return Connection(comm, control, group)
@@ -122,24 +122,26 @@ def _joined(
 
 def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
     """Collect the ranks' hosts on rank 0, choose the transport, and publish the address or the error."""
-    seats = [_read(store, _seat(r), timeout_s, f"rank {r} has not joined") for r in range(size)]
-    hosts, obstacles, asked = zip(*seats, strict=True)
+    reports = [_read(store, _rank_key(r), timeout_s, f"rank {r} has not joined") for r in range(size)]
+    hosts, obstacles, requested = zip(*reports, strict=True)
     try:
-        transport = _chosen(set(hosts), next(filter(None, obstacles), None), asked)
+        transport = _chosen(set(hosts), next(filter(None, obstacles), None), requested)
     except CommError as error:
-        _tell(store, _PLACE, (_FAILED, type(error).__name__, error.message))
+        _publish(store, _ADDRESS_KEY, (_FAILED, type(error).__name__, error.message))
         return None
     here = "127.0.0.1" if len(set(hosts)) == 1 else address_towards(os.environ.get("MASTER_ADDR", "192.0.2.1"))
     held = acquire(f"torch groups at {here}", None, here, 0)
-    _tell(store, _PLACE, ("here", *held.server.address, held.secret, f"torch/{secrets.token_hex(4)}", transport))
+    _publish(
+        store, _ADDRESS_KEY, ("here", *held.server.address, held.secret, f"torch/{secrets.token_hex(4)}", transport)
+    )
     return held
 
 
-def _chosen(hosts: set[str], obstacle: str | None, asked: tuple[str, ...]) -> str:
+def _chosen(hosts: set[str], obstacle: str | None, requested: tuple[str, ...]) -> str:
     """The transport for these ranks."""
-    name = asked[0]
-    if len(set(asked)) > 1:
-        quoted = "; ".join(f"rank {r}: {wish!r}" for r, wish in enumerate(asked))
+    name = requested[0]
+    if len(set(requested)) > 1:
+        quoted = "; ".join(f"rank {r}: {other!r}" for r, other in enumerate(requested))
         raise MismatchError(f"ranks request different transports: {quoted}")
     why_not = obstacle or ("the ranks are on several hosts" if len(hosts) > 1 else None)
     if name == "auto":
@@ -155,11 +157,11 @@ def _chosen(hosts: set[str], obstacle: str | None, asked: tuple[str, ...]) -> st
     return name
 
 
-def _seat(rank: int) -> str:
+def _rank_key(rank: int) -> str:
     return f"unisono/rank {rank}"
 
 
-def _tell(store: dist.Store, key: str, value: object) -> None:
+def _publish(store: dist.Store, key: str, value: object) -> None:
     # Stores take bytes as well; torch's annotations do not say so.
     store.set(key, serialization.encode(value))  # type: ignore[arg-type]
 

@@ -33,7 +33,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         store: Torch's store, for this group alone.
         rank, size: In this group.
         timeout: Timeout of joining, and default of every operation.
-        wishes: The options that the user requested.
+        group_options: The options that the user requested.
         others_options: The user's options for the backends of other devices.
     """
 
@@ -43,7 +43,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         rank: int,
         size: int,
         timeout: timedelta,
-        wishes: GroupOptions,
+        group_options: GroupOptions,
         *,
         others_options: object = None,
     ) -> None:
@@ -56,10 +56,10 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._batch: list[TorchWork] | None = None
         self._barriers = 0
         self.others = DeviceBackends(self, store, timeout, others_options)
-        self._meeting = meet(store, rank, size, self._timeout_s, wishes)
-        label = f"unisono {self._meeting.group.name} rank {rank}"
+        self._connection = meet(store, rank, size, self._timeout_s, group_options)
+        label = f"unisono {self._connection.group.name} rank {rank}"
         self._line, self._progress = SerialQueue(label), Progress(f"{label} messages")
-        self._leaving = Leaving(self._line, self._progress, self._meeting.comm)
+        self._leaving = Leaving(self._line, self._progress, self._connection.comm)
         self._dropped = weakref.finalize(self, self._leaving.drop)
         # The end of the process closes what is open then.
         self._dropped.atexit = False
@@ -142,6 +142,6 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End every wait on every rank, and leave."""
-        self._meeting.comm.abort("the torch process group was aborted")
+        self._connection.comm.abort("the torch process group was aborted")
         self.others.abort()
         self.shutdown()

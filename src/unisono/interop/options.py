@@ -34,7 +34,7 @@ class GroupOptions:
     chunk_bytes: int = 2 << 20
 
 
-def operation(asked: Any) -> str:
+def operation(options: Any) -> str:
     """The name of the reduce operation in an options object of torch's, or in a `dist.ReduceOp`; sum by default.
 
     Raises `ValueError` for PREMUL_SUM, which is NCCL's own.
@@ -43,7 +43,7 @@ def operation(asked: Any) -> str:
         >>> operation(torch.distributed.ReduceOp.MAX)
         'max'
     """
-    op = getattr(asked, "reduceOp", asked)
+    op = getattr(options, "reduceOp", options)
     if op is None:
         return "sum"
     name = _NAMES[getattr(op, "op", op)]
@@ -52,16 +52,16 @@ def operation(asked: Any) -> str:
     return name
 
 
-def limit_s(asked: Any) -> float | None:
+def limit_s(options: Any) -> float | None:
     """Return the timeout of a call in seconds, if its options set one; None for the group's own timeout."""
-    timeout = asked if isinstance(asked, timedelta) else getattr(asked, "timeout", None)
+    timeout = options if isinstance(options, timedelta) else getattr(options, "timeout", None)
     # Torch writes "not set" as a negative time.
     return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
 
 
-def asynchronous(asked: Any) -> bool:
+def asynchronous(options: Any) -> bool:
     """Return whether a call may return before it is done: True, as torch's C++ code expects, unless disabled."""
-    return bool(getattr(asked, "asyncOp", True))
+    return bool(getattr(options, "asyncOp", True))
 
 
 def only(tensors: list[torch.Tensor], name: str) -> torch.Tensor:

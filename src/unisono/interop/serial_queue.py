@@ -53,13 +53,13 @@ class SerialQueue:
     """
 
     def __init__(self, name: str) -> None:
-        self._crew = DaemonThreadPool(name)
+        self._threads = DaemonThreadPool(name)
         self._waiting: deque[_Task] = deque()
         # Held by the one thread that does jobs, which is the driver meanwhile.
         self._turn = threading.Lock()
         self._driver: int | None = None
-        self._hiring = threading.Lock()
-        self._hired = False
+        self._starting = threading.Lock()
+        self._worker_started = False
         _lines.add(self)
         when_process_ends(_finish_all, CLOSE_HANDLES + 10)
 
@@ -87,7 +87,7 @@ class SerialQueue:
         self._waiting.append(task)
         # The thread that has the turn checks for waiting jobs after releasing it.
         if not self._turn.locked():
-            self._hire()
+            self._start_worker()
         return task
 
     def finish(self, patience_s: float) -> bool:
@@ -109,25 +109,25 @@ class SerialQueue:
         self._driver = None
         self._turn.release()
         if self._waiting:
-            self._hire()
+            self._start_worker()
 
-    def _hire(self) -> None:
-        with self._hiring:
-            wanted, self._hired = not self._hired, True
-        if wanted:
-            self._crew.run(self._work)
+    def _start_worker(self) -> None:
+        with self._starting:
+            start, self._worker_started = not self._worker_started, True
+        if start:
+            self._threads.run(self._work)
 
     def _work(self) -> None:
         # The thread that has the turn is bound by the timeouts of its jobs.
         self._turn.acquire()
-        with self._hiring:
-            self._hired = False
+        with self._starting:
+            self._worker_started = False
         self._drive(lambda: True)
 
-    def _drive(self, wanted: Callable[[], bool]) -> None:
+    def _drive(self, condition: Callable[[], bool]) -> None:
         self._driver = threading.get_ident()
         try:
-            while self._waiting and wanted():
+            while self._waiting and condition():
                 self._waiting.popleft().perform()
         finally:
             self._leave()

@@ -59,17 +59,17 @@ def autoload() -> None:
             warnings.warn(f"torch.distributed has no backend {NAME!r}, since {error!r}", RuntimeWarning, stacklevel=2)
 
 
-def _create(asked: Any, options: object = None) -> UnisonoGroup:
+def _create(description: Any, options: object = None) -> UnisonoGroup:
     """Make a group on one of its members, as torch describes it."""
     from unisono.interop.group import UnisonoGroup
     from unisono.interop.options import GroupOptions
 
-    wishes = options if isinstance(options, GroupOptions) else GroupOptions()
+    group_options = options if isinstance(options, GroupOptions) else GroupOptions()
     return UnisonoGroup(
-        asked.store,
-        asked.group_rank,
-        asked.group_size,
-        asked.timeout,
-        wishes,
-        others_options=None if options is wishes else options,
+        description.store,
+        description.group_rank,
+        description.group_size,
+        description.timeout,
+        group_options,
+        others_options=None if options is group_options else options,
     )

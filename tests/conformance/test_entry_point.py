@@ -32,7 +32,7 @@ class Courier(ThreadTransport):
         return super().post(batch)
 
     def split(self, group):
-        return Courier(group, self._mail, self._timeout_s)
+        return Courier(group, self._queue, self._timeout_s)
 '''
 ENTRY_POINTS = """
 [unisono.transports]

@@ -27,7 +27,7 @@ UNEVEN = World("thread+thread", timeout=1.0, hosts=((1, 2, 3), (0,)))
 def own_host_first(self: Any, partly: CollectiveCall | None) -> None:
     """Adds this host's partial result first, so that hosts round in other ways."""
     if partly is not None:
-        shares = [room.like(partly.outputs[0]) for room in self._rooms]
+        shares = [host_round.like(partly.outputs[0]) for host_round in self._host_rounds]
         ordered = [shares[self._own], *(share for host, share in enumerate(shares) if host != self._own)]
         total = ordered[0].clone()
         combine_all(partly.op or ReduceOp.SUM, [total, *ordered[1:]], total)
@@ -46,7 +46,7 @@ def only_this_host_is_summed(self: Any, call: CollectiveCall, share: torch.Tenso
 
 def nothing_is_handed_on(self: Any, tile: torch.Tensor, share: torch.Tensor, deadline: float) -> None:
     """Leaves each rank with its own share of the result."""
-    self._shares(tile)[self._place].copy_(share)
+    self._shares(tile)[self._local_rank].copy_(share)
 
 
 def root_last_of_its_host(self: Any, call: CollectiveCall, deadline: float) -> None:
@@ -56,7 +56,7 @@ def root_last_of_its_host(self: Any, call: CollectiveCall, deadline: float) -> N
 
 def all_by_one_way(self: Any, batch: Any) -> Any:
     """Sends what is for this host by the numbers of the whole."""
-    near = [m for m in batch if m.peer in self._place]
+    near = [m for m in batch if m.peer in self._local_ranks]
     return self._inner.post(near) if self._inner is not None and near else self._outer.post(batch)
 
 

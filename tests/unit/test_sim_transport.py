@@ -86,8 +86,8 @@ def test_closed_groups_leak_nothing(backend: str, count: int) -> None:
             with comm.dup() as part:
                 part.barrier()
         comm.barrier()
-        mail = comm._plain()._mail  # type: ignore[attr-defined]  # not in the annotations of what it is
-        return [len(mail.left), len(mail.broken), len(mail.waiting)]
+        queue = comm._plain()._queue  # type: ignore[attr-defined]  # not in the annotations of what it is
+        return [len(queue.left), len(queue.broken), len(queue.waiting)]
 
     for left, broken, waiting in un.simulate(program, 3, backend=backend).results:
         # The last one may not be over yet, and nor is the barrier.

@@ -82,9 +82,9 @@ class InFlightMessage:
         """Copy the content, or fail both works if it does not fit."""
         given, taken = self.sent.tensor, self.expected.tensor
         if given.dtype != taken.dtype or given.numel() != taken.numel():
-            said, wanted = (elements(t.numel(), str(t.dtype)) for t in (given, taken))
+            sent, expected = (elements(t.numel(), str(t.dtype)) for t in (given, taken))
             for work, peer in ((self.send, self.target), (self.recv, self.source)):
-                work.complete(size_error(self.source, said, self.target, wanted, self.sent.tag, peer))
+                work.complete(size_error(self.source, sent, self.target, expected, self.sent.tag, peer))
             return
         # The thread of either rank may do this, so the receiver's tensor determines the inference mode of the copy.
         with torch.inference_mode(taken.is_inference()), torch.no_grad():
@@ -106,8 +106,8 @@ class ThreadTransport(Transport):
     latency_s = 20e-6
     second_per_byte = 1e-10
 
-    def __init__(self, group: Group, mail: MessageQueue, timeout_s: float) -> None:
-        self.group, self._mail, self._timeout_s = group, mail, timeout_s
+    def __init__(self, group: Group, queue: MessageQueue, timeout_s: float) -> None:
+        self.group, self._queue, self._timeout_s = group, queue, timeout_s
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> ThreadTransport:
@@ -115,17 +115,17 @@ class ThreadTransport(Transport):
 
     def post(self, batch: Sequence[Message]) -> Work:
         work, matched = self._work(batch), []
-        with self._mail.lock:
-            broken = self._mail.broken.get((self.group.name, self.rank))
+        with self._queue.lock:
+            broken = self._queue.broken.get((self.group.name, self.rank))
             if broken is not None:
                 work.complete(broken)
                 return work
             for message in batch:
                 ends = (self.rank, message.peer) if isinstance(message, Send) else (message.peer, self.rank)
-                other = self._mail.offer((self.group.name, *ends, message.tag), message, work)
+                other = self._queue.offer((self.group.name, *ends, message.tag), message, work)
                 if other is not None:
                     matched.append((message, *other))
-                elif (self.group.name, message.peer) in self._mail.left:
+                elif (self.group.name, message.peer) in self._queue.left:
                     work.complete(left_error(message.peer))
         # Copies are made outside the lock, so that pairs of ranks do not wait for each other.
         for mine, theirs, their_work in matched:
@@ -136,38 +136,38 @@ class ThreadTransport(Transport):
         return work
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        with self._mail.lock:
-            waiting = self._mail.waiting.get((self.group.name, peer, self.rank, tag))
-            if waiting is None and (self.group.name, peer) in self._mail.left:
+        with self._queue.lock:
+            waiting = self._queue.waiting.get((self.group.name, peer, self.rank, tag))
+            if waiting is None and (self.group.name, peer) in self._queue.left:
                 raise left_error(peer)
             return waiting is not None and isinstance(waiting[0][0], Send)
 
     def _work(self, batch: Sequence[Message]) -> CountdownWork:
         return CountdownWork(self._timeout_s, batch)
 
-    def _deliver(self, letter: InFlightMessage) -> None:
+    def _deliver(self, message: InFlightMessage) -> None:
         """Deliver a matched message."""
-        letter.deliver()
+        message.deliver()
 
     def split(self, group: Group) -> ThreadTransport:
-        return ThreadTransport(group, self._mail, self._timeout_s)
+        return ThreadTransport(group, self._queue, self._timeout_s)
 
     def close(self) -> None:
         """Fail present and later messages of other ranks to or from this one: it has left."""
-        with self._mail.lock:
-            self._mail.leave(self.group.name, self.rank, self.size)
-            forsaken = [item for key in self._keys() for item in self._mail.waiting.pop(key)]
-        for _, batch in forsaken:
+        with self._queue.lock:
+            self._queue.leave(self.group.name, self.rank, self.size)
+            pending = [item for key in self._keys() for item in self._queue.waiting.pop(key)]
+        for _, batch in pending:
             batch.complete(left_error(self.rank))
 
     def _keys(self) -> list[_Key]:
         """Return the keys of pending messages from or to this rank. Call with the lock held."""
-        return [key for key in self._mail.waiting if key[0] == self.group.name and self.rank in key[1:3]]
+        return [key for key in self._queue.waiting if key[0] == self.group.name and self.rank in key[1:3]]
 
     def abort(self, cause: BaseException) -> None:
-        with self._mail.lock:
-            self._mail.broken.setdefault((self.group.name, self.rank), cause)
-        for batch in self._mail.forget(self.group.name, self.rank):
+        with self._queue.lock:
+            self._queue.broken.setdefault((self.group.name, self.rank), cause)
+        for batch in self._queue.forget(self.group.name, self.rank):
             batch.complete(cause)
 
 

@@ -11,11 +11,11 @@ ERROR = "a receive of 3 torch.float32 for 4 of float32 raised: nothing"
 
 class Mutant(ThreadTransport):
     def split(self, group: Group) -> Mutant:
-        return Mutant(group, self._mail, self._timeout_s)
+        return Mutant(group, self._queue, self._timeout_s)
 
-    def _deliver(self, letter: InFlightMessage) -> None:
-        given, taken = letter.sent.tensor, letter.expected.tensor
+    def _deliver(self, message: InFlightMessage) -> None:
+        given, taken = message.sent.tensor, message.expected.tensor
         count = min(given.numel(), taken.numel())
         taken[:count] = given[:count]
-        letter.send.arrived(letter.sent)
-        letter.recv.arrived(letter.expected)
+        message.send.arrived(message.sent)
+        message.recv.arrived(message.expected)

@@ -29,9 +29,9 @@ __all__ = ["HierarchicalCollectives"]
 _AHEAD = 1
 """Number of tiles in flight between hosts while the next one is reduced inside."""
 _PARTS = 4
-_SAY_S = 5.0
+_REPORT_S = 5.0
 
-_crew = DaemonThreadPool("unisono between hosts")
+_threads = DaemonThreadPool("unisono between hosts")
 
 
 class HierarchicalCollectives:
@@ -62,9 +62,9 @@ class HierarchicalCollectives:
         self._chunk_bytes, self._timeout_s = chunk_bytes, timeout_s
         rank = outer.rank
         self._here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
-        self._place = hosts[self._here].index(rank)
+        self._local_rank = hosts[self._here].index(rank)
         self._carriers = min(len(ranks) for ranks in hosts)
-        rail = [ranks[self._place] for ranks in hosts] if self._place < self._carriers else None
+        rail = [ranks[self._local_rank] for ranks in hosts] if self._local_rank < self._carriers else None
         # Messages are smaller than tiles, so that the last sum of a tile hardly delays the next tile.
         self._rail = (
             SubsetCollectives(SubsetTransport(outer, rail), max(1, chunk_bytes // _PARTS)) if rail is not None else None
@@ -83,11 +83,11 @@ class HierarchicalCollectives:
                 self._exchange(call, share, deadline)
                 self._gathered(tile, share, deadline)
             return
-        with _InterHostStage(self._timeout_s) as line:
+        with _InterHostStage(self._timeout_s) as stage:
             ahead: deque[tuple[torch.Tensor, torch.Tensor, Completion]] = deque()
             for tile in tiles:
                 share = self._scattered(call, tile, deadline)
-                ahead.append((tile, share, line.run(partial(self._exchange, call, share, deadline))))
+                ahead.append((tile, share, stage.run(partial(self._exchange, call, share, deadline))))
                 if len(ahead) > _AHEAD:
                     self._finish(*ahead.popleft(), deadline)
             while ahead:
@@ -95,7 +95,7 @@ class HierarchicalCollectives:
 
     def _finish(self, tile: torch.Tensor, share: torch.Tensor, exchanged: Completion, deadline: float) -> None:
         # The exchange keeps the deadline itself, and reports a timeout a little later.
-        exchanged.wait(max(0.0, deadline - time.monotonic()) + _SAY_S)
+        exchanged.wait(max(0.0, deadline - time.monotonic()) + _REPORT_S)
         self._gathered(tile, share, deadline)
 
     def _shares(self, tile: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -109,7 +109,7 @@ class HierarchicalCollectives:
         if self._inside is None:
             return tile
         shares = self._shares(tile)
-        share = torch.empty_like(shares[self._place])
+        share = torch.empty_like(shares[self._local_rank])
         inner = CollectiveCall(name="reduce_scatter", inputs=shares, outputs=(share,), op=call.op, packed=tile)
         self._inside(inner, deadline)
         return share
@@ -134,7 +134,7 @@ class HierarchicalCollectives:
             self._between(one)(_moved(call, one.index(root), root == self._outer.rank), deadline)
         if self._inside is not None:
             source = self._hosts[self._here].index(one[self._here])
-            self._inside(_moved(call, source, source == self._place), deadline)
+            self._inside(_moved(call, source, source == self._local_rank), deadline)
 
     def reduce(self, call: CollectiveCall, deadline: float) -> None:
         """Reduce to one rank of each host, and from these to the root."""
@@ -142,7 +142,7 @@ class HierarchicalCollectives:
         one = self._one_each(root)
         if self._inside is not None:
             into = self._hosts[self._here].index(one[self._here])
-            outputs = (tensor,) if into == self._place else ()
+            outputs = (tensor,) if into == self._local_rank else ()
             self._inside(
                 CollectiveCall(name="reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=into), deadline
             )
@@ -165,23 +165,25 @@ class HierarchicalCollectives:
         """Gather the tensors of each rank's peers on the other hosts, then all-gather them inside."""
         assert self._rail is not None
         assert self._inside is not None
-        rail = tuple(call.outputs[ranks[self._place]] for ranks in self._hosts)
+        rail = tuple(call.outputs[ranks[self._local_rank]] for ranks in self._hosts)
         self._rail(CollectiveCall(name="all_gather", inputs=call.inputs, outputs=rail), deadline)
         for ranks in self._hosts:
             outputs = tuple(call.outputs[rank] for rank in ranks)
-            self._inside(CollectiveCall(name="all_gather", inputs=(outputs[self._place],), outputs=outputs), deadline)
+            self._inside(
+                CollectiveCall(name="all_gather", inputs=(outputs[self._local_rank],), outputs=outputs), deadline
+            )
 
     def reduce_scatter(self, call: CollectiveCall, deadline: float) -> None:
         """Run a reduce-scatter inside for each host; then each rank sums its part with its peers on the other hosts."""
         assert self._rail is not None
         assert self._inside is not None
-        lengths = [call.inputs[ranks[self._place]].numel() for ranks in self._hosts]
+        lengths = [call.inputs[ranks[self._local_rank]].numel() for ranks in self._hosts]
         partly = call.outputs[0].new_empty(sum(lengths))
         rail = partly.split(lengths)
         for ranks, share in zip(self._hosts, rail, strict=True):
-            inputs, whole = _consecutive([call.inputs[rank] for rank in ranks])
+            inputs, packed = _consecutive([call.inputs[rank] for rank in ranks])
             self._inside(
-                CollectiveCall(name="reduce_scatter", inputs=inputs, outputs=(share,), op=call.op, packed=whole),
+                CollectiveCall(name="reduce_scatter", inputs=inputs, outputs=(share,), op=call.op, packed=packed),
                 deadline,
             )
         self._rail(
@@ -219,8 +221,8 @@ def _moved(call: CollectiveCall, root: int, here: bool) -> CollectiveCall:
 
 def _consecutive(parts: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return the parts, and a tensor of which they are consecutive slices, because schedules use runs of elements."""
-    whole = torch.cat(list(parts))
-    return whole.split([part.numel() for part in parts]), whole
+    packed = torch.cat(list(parts))
+    return packed.split([part.numel() for part in parts]), packed
 
 
 class _InterHostStage:
@@ -228,29 +230,29 @@ class _InterHostStage:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._things: queue.SimpleQueue[tuple[Callable[[], None], Completion] | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[tuple[Callable[[], None], Completion] | None] = queue.SimpleQueue()
         self._inference = torch.is_inference_mode_enabled()
 
-    def run(self, thing: Callable[[], None]) -> Completion:
+    def run(self, function: Callable[[], None]) -> Completion:
         """Run a function after all earlier ones."""
         done = Completion(self._timeout_s)
-        self._things.put((thing, done))
+        self._pending.put((function, done))
         return done
 
     def __enter__(self) -> Self:
-        _crew.run(self._work)
+        _threads.run(self._work)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._things.put(None)
+        self._pending.put(None)
 
     def _work(self) -> None:
         with torch.no_grad(), torch.inference_mode(self._inference):
-            while (item := self._things.get()) is not None:
-                thing, done = item
+            while (item := self._pending.get()) is not None:
+                function, done = item
                 error: BaseException | None = None
                 try:
-                    thing()
+                    function()
                 except Exception as raised:
                     # The thread that waits for it raises it.
                     error = raised

@@ -24,11 +24,11 @@ __all__ = ["Agreement"]
 
 _HEAD_BYTES = 16
 _DIFFERENT, _AGREED, _LATE = range(3)
-_SAY_S = 2.0
+_REPORT_S = 2.0
 _WITHOUT = bytes(_HEAD_BYTES)
 """Sent by a host with differing ranks: the digest of nothing."""
 
-_ROLL_CALL_S = 0.5, 5.0
+_MISSING_RANK_S = 0.5, 5.0
 _QUOTE_S = 10.0
 
 
@@ -40,7 +40,7 @@ class Agreement:
         control: This rank's handle.
         hosts: Number of hosts.
         inside: Runs calls among the ranks of this host; None if this rank is the only one.
-        lanes: Links to the other hosts, on the first rank of each.
+        links: Links to the other hosts, on the first rank of each.
         here: The number of this host.
         short_bytes: Largest reduction that travels with the agreement, to one other host; less to several.
         timeout_s: For the exchange of what differs.
@@ -52,18 +52,18 @@ class Agreement:
         control: ControlPlane,
         hosts: int,
         inside: SubsetCollectives | None,
-        lanes: HostLinks | None,
+        links: HostLinks | None,
         here: int,
         short_bytes: int,
         timeout_s: float,
     ) -> None:
-        self._group, self._control, self._inside, self._lanes = group, control, inside, lanes
+        self._group, self._control, self._inside, self._links = group, control, inside, links
         self._hosts, self._here, self._timeout_s = hosts, here, timeout_s
         self._calls = 0
         self.short_bytes = short_bytes // (hosts - 1)
         # The first rank of a host has room for the packet of each host, including its own partial result.
-        self._rooms = [_HostRound(self.short_bytes) for _ in range(hosts if lanes is not None else 1)]
-        self._own = here if lanes is not None else 0
+        self._host_rounds = [_HostRound(self.short_bytes) for _ in range(hosts if links is not None else 1)]
+        self._own = here if links is not None else 0
 
     def agree(self, mine: Fingerprint, deadline: float) -> None:
         """Return when all ranks are about to do the same.
@@ -83,18 +83,18 @@ class Agreement:
         """As `agree`, for an all_reduce of at most `short_bytes`, which is complete when this returns."""
         self._calls += 1
         target = call.outputs[0]
-        partial = self._rooms[self._own].like(target)
+        partial = self._host_rounds[self._own].like(target)
         partial.copy_(target)
         partly = CollectiveCall(name=call.name, inputs=(partial,), outputs=(partial,), op=call.op, average=call.average)
         self._settle(mine, self._summed(partly, mine, deadline), partly, deadline)
-        target.copy_(self._rooms[0].like(target))
+        target.copy_(self._host_rounds[0].like(target))
 
-    def roll_call(self, error: CommTimeoutError, timeout: float) -> BaseException:
+    def find_missing_rank(self, error: CommTimeoutError, timeout: float) -> BaseException:
         """Return the error of a wait that timed out, naming a rank that has not arrived, if one can be found.
 
         A rank that waits for a host cannot know which of its ranks is late; all waiting ranks call this.
         """
-        shortest, longest = _ROLL_CALL_S
+        shortest, longest = _MISSING_RANK_S
         try:
             self._control.exchange(
                 self._group, f"the consistency check of call {self._calls}", None, min(max(timeout, shortest), longest)
@@ -114,9 +114,9 @@ class Agreement:
         transport = self._inside.transport
         if not transport.checks:
             return self._compared(mine, deadline)
-        asked = replace(mine, algorithm=f"{mine.algorithm} between hosts", sends=(), receives=())
+        local = replace(mine, algorithm=f"{mine.algorithm} between hosts", sends=(), receives=())
         try:
-            transport.begin(asked, max(0.0, deadline - time.monotonic()))
+            transport.begin(local, max(0.0, deadline - time.monotonic()))
         except MismatchError:
             return False
         return True
@@ -147,38 +147,42 @@ class Agreement:
     def _settle(self, mine: Fingerprint, alike: bool, partly: CollectiveCall | None, deadline: float) -> None:
         """Compare between hosts and notify all ranks, with the partial results of a reduction if there is one."""
         nbytes = 0 if partly is None else partly.outputs[0].nbytes
-        first = self._rooms[0]
+        first = self._host_rounds[0]
         error: CommTimeoutError | None = None
         first.verdict = _DIFFERENT
-        if self._lanes is not None:
+        if self._links is not None:
             try:
-                if self._swapped(self._lanes, mine, alike, nbytes, deadline):
+                if self._swapped(self._links, mine, alike, nbytes, deadline):
                     first.verdict = _AGREED
                     self._combine(partly)
             except CommTimeoutError as late:
                 first.verdict, first.late, error = _LATE, late.peer or 0, late
         if self._inside is not None and alike:
-            whole = first.whole(nbytes)
-            given = (whole,) if self._lanes is not None else ()
+            message = first.with_header(nbytes)
+            given = (message,) if self._links is not None else ()
             # The rank that waits for another host notifies its own host when it gives up, a little after the deadline.
-            self._inside(CollectiveCall(name="broadcast", inputs=given, outputs=(whole,), root=0), deadline + _SAY_S)
+            self._inside(
+                CollectiveCall(name="broadcast", inputs=given, outputs=(message,), root=0), deadline + _REPORT_S
+            )
         if first.verdict == _LATE:
             raise error or _late(first.late, deadline)
         if first.verdict != _AGREED:
             self._explain(mine, f"mismatch in call {self._calls}", min(self._timeout_s, _QUOTE_S))
             raise MismatchError("ranks differ in what they are about to do. Nothing was sent")
 
-    def _swapped(self, lanes: HostLinks, mine: Fingerprint, alike: bool, nbytes: int, deadline: float) -> bool:
+    def _swapped(self, links: HostLinks, mine: Fingerprint, alike: bool, nbytes: int, deadline: float) -> bool:
         """Return whether all hosts are about to do the same."""
         digest = _digest(mine) if alike else _WITHOUT
-        packet = Packet(digest, self._rooms[self._own].content(nbytes if alike else 0))
-        theirs = {host: room.content(nbytes) for host, room in enumerate(self._rooms) if host != self._own}
-        return lanes.swap(packet, theirs, deadline) and alike
+        packet = Packet(digest, self._host_rounds[self._own].content(nbytes if alike else 0))
+        theirs = {
+            host: host_round.content(nbytes) for host, host_round in enumerate(self._host_rounds) if host != self._own
+        }
+        return links.swap(packet, theirs, deadline) and alike
 
     def _combine(self, partly: CollectiveCall | None) -> None:
         """Combine in the order of hosts, on every host, so that the bits agree."""
         if partly is not None:
-            shares = [room.like(partly.outputs[0]) for room in self._rooms]
+            shares = [host_round.like(partly.outputs[0]) for host_round in self._host_rounds]
             combine_all(partly.op or ReduceOp.SUM, shares, shares[0])
 
     def _explain(self, mine: Fingerprint, topic: str, timeout: float) -> None:
@@ -218,7 +222,7 @@ class _HostRound:
     def content(self, nbytes: int) -> memoryview:
         return self._bytes[_HEAD_BYTES : _HEAD_BYTES + nbytes]
 
-    def whole(self, nbytes: int) -> torch.Tensor:
+    def with_header(self, nbytes: int) -> torch.Tensor:
         return self._tensor[: _HEAD_BYTES + nbytes]
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:

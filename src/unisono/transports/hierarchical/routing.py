@@ -38,38 +38,38 @@ class RankMappedTransport(Wrapper):
         try:
             super().begin(fingerprint, timeout_s)
         except CommError as error:
-            raise self.told(error) from error
+            raise self.translate(error) from error
 
     def post(self, batch: Sequence[Message]) -> Work:
-        return ChainedWork(super().post(batch), translate=self.told)
+        return ChainedWork(super().post(batch), translate=self.translate)
 
     def iprobe(self, peer: int, tag: int) -> bool:
         try:
             return super().iprobe(peer, tag)
         except CommError as error:
-            raise self.told(error) from error
+            raise self.translate(error) from error
 
     def collective(self, call: CollectiveCall) -> Work:
-        return ChainedWork(super().collective(call), translate=self.told)
+        return ChainedWork(super().collective(call), translate=self.translate)
 
     def abort(self, cause: BaseException) -> None:
         self._cause = self._cause or cause
         super().abort(cause)
 
-    def told(self, error: BaseException) -> BaseException:
+    def translate(self, error: BaseException) -> BaseException:
         """Return the error with the ranks renumbered."""
         if error is self._cause or not isinstance(error, CommError):
             # The cause of an abort has the numbers of the whole group already.
             return error
-        told = type(error)(_RANKS.sub(self._rename, error.message), nbytes=error.nbytes, waited_s=error.waited_s)
-        told.peer = None if error.peer is None else self._number(error.peer)
-        return told
+        translated = type(error)(_RANKS.sub(self._rename, error.message), nbytes=error.nbytes, waited_s=error.waited_s)
+        translated.peer = None if error.peer is None else self._number(error.peer)
+        return translated
 
     def _rename(self, found: re.Match[str]) -> str:
         return f"{found[1]} {', '.join(str(self._number(int(number))) for number in found[2].split(', '))}"
 
-    def _number(self, place: int) -> int:
-        return self._ranks[place] if place < len(self._ranks) else place
+    def _number(self, local_rank: int) -> int:
+        return self._ranks[local_rank] if local_rank < len(self._ranks) else local_rank
 
 
 class Routes:
@@ -84,21 +84,21 @@ class Routes:
 
     def __init__(self, inner: Transport | None, outer: Transport, here: Sequence[int], timeout_s: float) -> None:
         self._inner, self._outer, self._timeout_s = inner, outer, timeout_s
-        self._place = {rank: place for place, rank in enumerate(here)}
+        self._local_ranks = {rank: local_rank for local_rank, rank in enumerate(here)}
 
     def post(self, batch: Sequence[Message]) -> Work:
         """As `Transport.post`."""
-        near = [m for m in batch if m.peer in self._place]
+        near = [m for m in batch if m.peer in self._local_ranks]
         if self._inner is None or not near:
             return self._outer.post(batch)
-        inside = self._inner.post([type(m)(m.tensor, self._place[m.peer], m.tag) for m in near])
+        inside = self._inner.post([type(m)(m.tensor, self._local_ranks[m.peer], m.tag) for m in near])
         if len(near) == len(batch):
             return inside
-        far = [m for m in batch if m.peer not in self._place]
+        far = [m for m in batch if m.peer not in self._local_ranks]
         return WorkGroup([inside, self._outer.post(far)], self._timeout_s, _POLL_S)
 
     def iprobe(self, peer: int, tag: int) -> bool:
         """As `Transport.iprobe`."""
-        if self._inner is None or peer not in self._place:
+        if self._inner is None or peer not in self._local_ranks:
             return self._outer.iprobe(peer, tag)
-        return self._inner.iprobe(self._place[peer], tag)
+        return self._inner.iprobe(self._local_ranks[peer], tag)

@@ -20,27 +20,27 @@ class SubsetTransport(Transport):
     """Some ranks of another transport, renumbered, for schedules. Supports messages only.
 
     Args:
-        whole: The other transport.
-        ranks: Ranks of `whole`, including the caller; their order gives the new numbers.
+        base: The other transport.
+        ranks: Ranks of `base`, including the caller; their order gives the new numbers.
     """
 
-    def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
-        self._whole, self._ranks = whole, tuple(ranks)
-        self.group = whole.group.child("some", self._ranks)
-        self.latency_s, self.second_per_byte = whole.latency_s, whole.second_per_byte
-        self.devices, self.host_staged = whole.devices, whole.host_staged
+    def __init__(self, base: Transport, ranks: Sequence[int]) -> None:
+        self._base, self._ranks = base, tuple(ranks)
+        self.group = base.group.child("some", self._ranks)
+        self.latency_s, self.second_per_byte = base.latency_s, base.second_per_byte
+        self.devices, self.host_staged = base.devices, base.host_staged
 
     def post(self, batch: Sequence[Message]) -> Work:
-        return self._whole.post([_to(message, self._ranks[message.peer]) for message in batch])
+        return self._base.post([_to(message, self._ranks[message.peer]) for message in batch])
 
     def split(self, group: Group) -> Transport:
         raise NotImplementedError("split the transport that these ranks are part of, not this view of it")
 
     def close(self) -> None:
-        """Do nothing: the owner of the whole transport closes it."""
+        """Do nothing: the owner of the base transport closes it."""
 
     def abort(self, cause: BaseException) -> None:
-        """Do nothing: the owner of the whole transport aborts it."""
+        """Do nothing: the owner of the base transport aborts it."""
 
 
 def _to(message: Message, peer: int) -> Message:

@@ -73,9 +73,9 @@ class Hierarchical(Transport):
         here = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
         self._here = hosts[here]
         with ExitStack() as undo:
-            self._lanes = meet(group, control, hosts, options.address, options.timeout_s)
-            if self._lanes is not None:
-                undo.callback(self._lanes.close)
+            self._links = meet(group, control, hosts, options.address, options.timeout_s)
+            if self._links is not None:
+                undo.callback(self._links.close)
             inside_group = group.child(f"host {here}", self._here)
             control.join(inside_group)
             undo.callback(control.leave, inside_group)
@@ -90,7 +90,7 @@ class Hierarchical(Transport):
         inside = SubsetCollectives(self.inner, chunk_bytes) if self.inner is not None else None
         short = min(_SHORT_BYTES, chunk_bytes // _SHORT_PART)
         self._routes = Routes(self.inner, self.outer, self._here, timeout_s)
-        self._agreement = Agreement(group, control, len(hosts), inside, self._lanes, here, short, timeout_s)
+        self._agreement = Agreement(group, control, len(hosts), inside, self._links, here, short, timeout_s)
         self._bulk = HierarchicalCollectives(self.outer, inside, hosts, chunk_bytes, timeout_s)
 
     def _numbered(self, inner: Transport) -> Transport:
@@ -125,7 +125,7 @@ class Hierarchical(Transport):
         """Compare a call that runs by a schedule. A native call is compared with its own first packet."""
         self._now = fingerprint
         if fingerprint.algorithm != "native":
-            with self._told_of(timeout_s):
+            with self._name_missing_rank(timeout_s):
                 self._agreement.agree(fingerprint, time.monotonic() + timeout_s)
 
     def collective(self, call: CollectiveCall) -> Work:
@@ -134,7 +134,7 @@ class Hierarchical(Transport):
         return Deferred(lambda deadline: self._run(call, fingerprint, deadline), self._options.timeout_s)
 
     def _run(self, call: CollectiveCall, fingerprint: Fingerprint, deadline: float) -> None:
-        with self._told_of(deadline - time.monotonic()):
+        with self._name_missing_rank(deadline - time.monotonic()):
             if call.name == "all_reduce" and call.outputs[0].nbytes <= self._agreement.short_bytes:
                 self._agreement.reduce(call, fingerprint, deadline)
                 return
@@ -143,27 +143,27 @@ class Hierarchical(Transport):
                 getattr(self._bulk, call.name)(call, deadline)
 
     @contextmanager
-    def _told_of(self, timeout: float) -> Iterator[None]:
+    def _name_missing_rank(self, timeout: float) -> Iterator[None]:
         """Name the missing rank in a timeout: a rank that waits for a host cannot know which of its ranks is late."""
         try:
             yield
         except CommTimeoutError as error:
             if self._broken is not None:
                 raise self._broken from error
-            raise self._agreement.roll_call(error, timeout) from error
+            raise self._agreement.find_missing_rank(error, timeout) from error
 
     # -- parts ---------------------------------------------------------------------------------
     def split(self, group: Group) -> Transport:
         """Return a transport of the same two kinds, or of one of them if the other is not needed."""
         ranks = {member: rank for rank, member in enumerate(self.group.members)}
         chosen = [ranks[member] for member in group.members]
-        hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in place) for place in self._hosts)
+        hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in host) for host in self._hosts)
         inner, outer = self.inner, self.outer
         return over(
             group,
             self._control,
             self._options,
-            tuple(place for place in hosts if place),
+            tuple(host for host in hosts if host),
             inner=lambda part: outer.split(part) if inner is None else _bare(inner).split(part),
             outer=outer.split,
             reconnect=self._reconnect,
@@ -197,8 +197,8 @@ class Hierarchical(Transport):
 
     def _end(self, cause: BaseException) -> None:
         self._broken = self._broken or cause
-        if self._lanes is not None:
-            self._lanes.abort(cause)
+        if self._links is not None:
+            self._links.abort(cause)
 
 
 def over(

@@ -127,7 +127,7 @@ class Native:
         if call.root != self._rank:
             self._comm.Gatherv(self._described(call.inputs[0]), None, call.root)
             return
-        _place(call.outputs[self._rank], call.inputs[0])
+        _copy_if_distinct(call.outputs[self._rank], call.inputs[0])
         pieces = _Pieces(self._comms, call.outputs)
         pieces.copy_in(self._rank)
         self._comm.Gatherv(self._mpi.IN_PLACE, pieces.described(), call.root)
@@ -140,7 +140,7 @@ class Native:
         pieces = _Pieces(self._comms, call.inputs)
         pieces.copy_in()
         self._comm.Scatterv(pieces.described(), self._mpi.IN_PLACE, call.root)
-        _place(call.outputs[0], call.inputs[self._rank])
+        _copy_if_distinct(call.outputs[0], call.inputs[self._rank])
 
     def _all_gather(self, call: CollectiveCall) -> None:
         # MPI wants IN_PLACE from all ranks or from none.
@@ -155,7 +155,7 @@ class Native:
         pieces.copy_out()
 
     def _all_to_all(self, call: CollectiveCall) -> None:
-        _place(call.outputs[self._rank], call.inputs[self._rank])
+        _copy_if_distinct(call.outputs[self._rank], call.inputs[self._rank])
         sent, received = (_Pieces(self._comms, tensors, without=self._rank) for tensors in (call.inputs, call.outputs))
         sent.copy_in()
         self._comm.Alltoallv(sent.described(), received.described())
@@ -172,21 +172,21 @@ class _Pieces:
     def __init__(self, comms: MpiCommunicators, tensors: Sequence[torch.Tensor], without: int | None = None) -> None:
         self._comms, self._tensors = comms, list(tensors)
         self._counts = [0 if rank == without else t.nbytes for rank, t in enumerate(tensors)]
-        places = [(t.data_ptr(), n) for t, n in zip(tensors, self._counts, strict=True) if n]
-        first = min((place for place, _ in places), default=0)
-        self._extent = max((place + n for place, n in places), default=0) - first
+        addresses = [(t.data_ptr(), n) for t, n in zip(tensors, self._counts, strict=True) if n]
+        first = min((address for address, _ in addresses), default=0)
+        self._extent = max((address + n for address, n in addresses), default=0) - first
         self._first = first
-        self._places = [t.data_ptr() - first if n else 0 for t, n in zip(tensors, self._counts, strict=True)]
+        self._offsets = [t.data_ptr() - first if n else 0 for t, n in zip(tensors, self._counts, strict=True)]
         self._stage: torch.Tensor | None = None
         if self._extent > _MOST_BYTES:
             self._extent = sum(self._counts)
-            self._places = [0, *accumulate(self._counts[:-1])]
+            self._offsets = [0, *accumulate(self._counts[:-1])]
             self._stage = torch.empty(self._extent, dtype=torch.uint8, device="cpu")
             self._first = self._stage.data_ptr()
 
     def described(self) -> list[Any]:
         mpi = self._comms.mpi
-        return [mpi.buffer.fromaddress(self._first, self._extent), self._counts, self._places, mpi.BYTE]
+        return [mpi.buffer.fromaddress(self._first, self._extent), self._counts, self._offsets, mpi.BYTE]
 
     def copy_in(self, only: int | None = None) -> None:
         """Copy the inputs in before the call, if the memory is not the tensors' own."""
@@ -202,11 +202,11 @@ class _Pieces:
     def _parts(self) -> list[tuple[int, torch.Tensor]]:
         if self._stage is None:
             return []
-        ends = [place + count for place, count in zip(self._places, self._counts, strict=True)]
+        ends = [offset + count for offset, count in zip(self._offsets, self._counts, strict=True)]
         return [
-            (rank, self._stage[place:end])
-            for rank, (place, end) in enumerate(zip(self._places, ends, strict=True))
-            if end > place
+            (rank, self._stage[offset:end])
+            for rank, (offset, end) in enumerate(zip(self._offsets, ends, strict=True))
+            if end > offset
         ]
 
 
@@ -214,7 +214,7 @@ def _cuts(count: int) -> list[tuple[int, int]]:
     return [(start, min(count, start + LONGEST)) for start in range(0, count, LONGEST)]
 
 
-def _place(target: torch.Tensor, source: torch.Tensor) -> None:
+def _copy_if_distinct(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
 

@@ -53,11 +53,11 @@ class CommHandle:
     @classmethod
     def create(cls, comm: Any, ranks: Sequence[int], tag: int) -> CommHandle:
         """Create a communicator of some ranks of another one; all of these ranks call this."""
-        whole = comm.Get_group()
-        members = whole.Incl(list(ranks))
+        mpi_group = comm.Get_group()
+        members = mpi_group.Incl(list(ranks))
         made = comm.Create_group(members, tag)
         members.Free()
-        whole.Free()
+        mpi_group.Free()
         return cls(made)
 
     def failed(self) -> set[int]:
@@ -67,8 +67,8 @@ class CommHandle:
             # MPI notices dead ranks only while it polls for messages.
             self.comm.Iprobe()
         try:
-            failed, whole = self.comm.Get_failed(), self.comm.Get_group()
-            return set(failed.Translate_ranks(list(range(failed.Get_size())), whole))
+            failed, mpi_group = self.comm.Get_failed(), self.comm.Get_group()
+            return set(failed.Translate_ranks(list(range(failed.Get_size())), mpi_group))
         except (NotImplementedError, mpi.Exception):
             return set()
 
@@ -105,14 +105,14 @@ class MpiCommunicators:
             _free_unused()
             # Every MPI supports tags up to 32767 at least.
             tag = 2 * (xxhash.xxh3_64_intdigest(name.encode()) % 16000)
-            whole = base.comm.Get_group()
-            members = whole.Incl(list(ranks))
+            mpi_group = base.comm.Get_group()
+            members = mpi_group.Incl(list(ranks))
             self.users = base.comm.Create_group(members, tag)
             self.own = base.comm.Create_group(members, tag + 1)
             for comm in (self.users, self.own):
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
             members.Free()
-            whole.Free()
+            mpi_group.Free()
         self.largest_tag = (mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - 1) // 2
         self._base, self._ranks = base, list(ranks)
         self._ours = [self.users, self.own]

@@ -15,7 +15,7 @@ from unisono.transports.mpi.communicators import MpiCommunicators
 __all__ = ["Agreement"]
 
 _WORD = 2**64
-_LAST_WORD_S = 0.02
+_LAST_CONTRIBUTION_S = 0.02
 _LOOKS = 100
 _WORDS = struct.Struct("=3Q")
 
@@ -95,7 +95,7 @@ class Agreement:
             over = poll_until(done, deadline, lambda: self._look(self._others), self._spins)
         except PeerLostError:
             # Its last contribution may have arrived before it left.
-            if not poll_until(done, time.monotonic() + _LAST_WORD_S, spins=self._spins):
+            if not poll_until(done, time.monotonic() + _LAST_CONTRIBUTION_S, spins=self._spins):
                 raise
             return
         if not over:

@@ -39,12 +39,12 @@ def adopt(
     rank, size = comm.Get_rank(), comm.Get_size()
     deadline = time.monotonic() + timeout_s
     base = CommHandle.dup(comm, deadline)
-    place = find_on(base.comm, f"rank {rank} of {size} of an MPI communicator", deadline)
+    rendezvous = find_on(base.comm, f"rank {rank} of {size} of an MPI communicator", deadline)
     try:
-        options = Options("mpi", "cpu", timeout_s, place.address, chunk_bytes)
-        comms = MpiCommunicators(base, range(size), place.name)
-        transport = MpiTransport(Group.world(rank, size, place.name), comms, place.control, options)
+        options = Options("mpi", "cpu", timeout_s, rendezvous.address, chunk_bytes)
+        comms = MpiCommunicators(base, range(size), rendezvous.name)
+        transport = MpiTransport(Group.world(rank, size, rendezvous.name), comms, rendezvous.control, options)
     except BaseException:
-        place.close()
+        rendezvous.close()
         raise
-    return transport, place.control, options, place.close
+    return transport, rendezvous.control, options, rendezvous.close

@@ -31,10 +31,10 @@ _MANY = 64
 LAST_LOOKS = 100
 _BYTES_A_ROUND = 1 << 20
 _FOREVER_S = 1e9
-_crew = DaemonThreadPool("unisono MPI messages")
+_threads = DaemonThreadPool("unisono MPI messages")
 
 # Memory that MPI may still read or write though no caller waits for it. MPI's requests outlive communicators.
-_limbo: dict[int, tuple[Any, object]] = {}
+_unfinished: dict[int, tuple[Any, object]] = {}
 _sweeping = threading.Lock()
 
 
@@ -193,10 +193,10 @@ class Posted(CountdownWork):
 
     def get_future(self) -> torch.futures.Future[None]:
         if not self._done.is_set():
-            _crew.run(self._see_through)
+            _threads.run(self._wait_until_done)
         return super().get_future()
 
-    def _see_through(self) -> None:
+    def _wait_until_done(self) -> None:
         with contextlib.suppress(CommError):
             self.wait(_FOREVER_S)
 
@@ -204,14 +204,14 @@ class Posted(CountdownWork):
 def keep(held: Iterable[tuple[Any, object]], turn: AbstractContextManager[object]) -> None:
     """Keep MPI's requests, and the memory that each of them touches, alive until they are done."""
     for request, touched in held:
-        _limbo[id(request)] = request, touched
+        _unfinished[id(request)] = request, touched
     # Called from any thread, and from destructors in the middle of this: a sweep in progress is left alone.
-    if _limbo and _sweeping.acquire(blocking=False):
+    if _unfinished and _sweeping.acquire(blocking=False):
         try:
             with turn:
-                for request, _ in list(_limbo.values()):
+                for request, _ in list(_unfinished.values()):
                     if _is_done(request):
-                        del _limbo[id(request)]
+                        del _unfinished[id(request)]
         finally:
             _sweeping.release()
 

@@ -61,7 +61,7 @@ class MpiTransport(Transport):
         self.group, self._comms, self._control, self._options = group, comms, control, options
         self._fingerprint: Fingerprint | None = None
         self._looked_s = 0.0
-        self._gone: set[int] = set()
+        self._left_ranks: set[int] = set()
         crowded = group.size > cores()
         spins = _CROWDED_SPINS if crowded else _SPINS
         self._messages = Messages(comms, options.timeout_s, self._look, spins)
@@ -80,8 +80,8 @@ class MpiTransport(Transport):
             )
         world = mpi.COMM_WORLD
         control.join(group)
-        cards = control.exchange(group, "MPI's world", (world.Get_rank(), world.Get_size()), options.timeout_s)
-        ranks, sizes = [rank for rank, _ in cards], {size for _, size in cards}
+        numbers = control.exchange(group, "MPI's world", (world.Get_rank(), world.Get_size()), options.timeout_s)
+        ranks, sizes = [rank for rank, _ in numbers], {size for _, size in numbers}
         if len(set(ranks)) < len(ranks) or len(sizes) > 1:
             raise UnavailableError(
                 f"these {group.size} ranks are not in one MPI world (their ranks in it: {ranks}, its sizes: "
@@ -185,10 +185,10 @@ class MpiTransport(Transport):
             self._looked_s = now
             with suppress(ClosedError):
                 if self._control.check([self._left()]):
-                    here = set(range(self.size)) - self._gone
-                    self._gone |= {rank for rank in here if self._control.check([self._left(rank)])}
+                    here = set(range(self.size)) - self._left_ranks
+                    self._left_ranks |= {rank for rank in here if self._control.check([self._left(rank)])}
         for peer in peers:
-            if peer in self._gone:
+            if peer in self._left_ranks:
                 raise left_error(peer)
 
     def _left(self, rank: int | None = None) -> str:
@@ -197,12 +197,12 @@ class MpiTransport(Transport):
 
     def _give_up(self) -> None:
         """Give up a collective that has begun on all ranks, and does not end."""
-        said = f"rank {self.rank} gave up: all ranks had reached a collective, which then did not end in time"
+        text = f"rank {self.rank} gave up: all ranks had reached a collective, which then did not end in time"
         # Queried and reported here, because this rank's own thread may never return.
         hang = hang_report(self._control, self.group)
         about = hang.missing[0] if hang.missing else self.rank
-        said += f": {hang.verdict}{hang.report}" if hang.missing else hang.report
-        first = self._control.report_failure(self.group, Cause("CommTimeoutError", about, said))
+        text += f": {hang.verdict}{hang.report}" if hang.missing else hang.report
+        first = self._control.report_failure(self.group, Cause("CommTimeoutError", about, text))
         self.abort(error_of(first, self.group))
 
     # -- end -----------------------------------------------------------------------------------

@@ -20,13 +20,13 @@ from unisono.transports.thread import InFlightMessage, MessageQueue, ThreadTrans
 __all__ = ["TRANSPORT", "Link", "Network", "SimTransport"]
 
 
-class _Post(MessageQueue):
+class _NetworkQueue(MessageQueue):
     """Unmatched messages, and those in flight. Shared by all ranks."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
         self.network = network
-        self.on_the_way: list[tuple[str, InFlightMessage]] = []
+        self.in_flight: list[tuple[str, InFlightMessage]] = []
         self.dead: set[int] = set()
         self._free_at: dict[tuple[int, int], int] = {}
         self._arrived_at: dict[tuple[int, int], int] = {}
@@ -55,7 +55,7 @@ class SimTransport(ThreadTransport):
     simulated = True
     devices = frozenset({"cpu"})
 
-    _mail: _Post
+    _queue: _NetworkQueue
     _control: ControlPlane
 
     @classmethod
@@ -63,16 +63,16 @@ class SimTransport(ThreadTransport):
         if here() is None and group.size > 1:
             raise UnavailableError("simulated ranks need the simulator: run them with un.simulate(fn, nprocs)")
         network = options.extra.get("network") or Network()
-        return cls(group, control.share("sim/post", lambda: _Post(network)), options.timeout_s)._under(control)
+        return cls(group, control.share("sim/post", lambda: _NetworkQueue(network)), options.timeout_s)._under(control)
 
     def _under(self, control: ControlPlane) -> SimTransport:
         self._control = control
-        link = self._mail.network.link
+        link = self._queue.network.link
         self.latency_s, self.second_per_byte = link.latency_s, link.second_per_byte
         return self
 
     def split(self, group: Group) -> SimTransport:
-        return type(self)(group, self._mail, self._timeout_s)._under(self._control)
+        return type(self)(group, self._queue, self._timeout_s)._under(self._control)
 
     def post(self, batch: Sequence[Message]) -> Work:
         scheduler = _scheduler()
@@ -87,23 +87,23 @@ class SimTransport(ThreadTransport):
     def _work(self, batch: Sequence[Message]) -> CountdownWork:
         return _SimWork(self._timeout_s, batch)
 
-    def _deliver(self, letter: InFlightMessage) -> None:
+    def _deliver(self, message: InFlightMessage) -> None:
         """Send a matched message."""
         scheduler, name = _scheduler(), self.group.name
-        wire = self.group.members[letter.source], self.group.members[letter.target]
-        self._mail.on_the_way.append((name, letter))
-        arrival = self._mail.arrival(wire, letter.sent.tensor.nbytes, scheduler)
-        scheduler.at(arrival, lambda: self._arrive(name, letter))
+        wire = self.group.members[message.source], self.group.members[message.target]
+        self._queue.in_flight.append((name, message))
+        arrival = self._queue.arrival(wire, message.sent.tensor.nbytes, scheduler)
+        scheduler.at(arrival, lambda: self._arrive(name, message))
 
-    def _arrive(self, group: str, letter: InFlightMessage) -> None:
-        self._mail.on_the_way.remove((group, letter))
-        size, tag = format_bytes(letter.sent.tensor.nbytes), letter.sent.tag
-        _scheduler().note(f"{group}: {size} from rank {letter.source} reach rank {letter.target} (tag {tag})")
-        letter.deliver()
+    def _arrive(self, group: str, message: InFlightMessage) -> None:
+        self._queue.in_flight.remove((group, message))
+        size, tag = format_bytes(message.sent.tensor.nbytes), message.sent.tag
+        _scheduler().note(f"{group}: {size} from rank {message.source} reach rank {message.target} (tag {tag})")
+        message.deliver()
 
     @property
     def _is_dead(self) -> bool:
-        return self.group.members[self.rank] in self._mail.dead
+        return self.group.members[self.rank] in self._queue.dead
 
     def close(self) -> None:
         if not self._is_dead:
@@ -111,21 +111,21 @@ class SimTransport(ThreadTransport):
 
     def abort(self, cause: BaseException) -> None:
         super().abort(cause)
-        for group, letter in self._mail.on_the_way:
-            if group == self.group.name and letter.source == self.rank:
+        for group, message in self._queue.in_flight:
+            if group == self.group.name and message.source == self.rank:
                 # The owner may reuse its tensor from now on.
-                letter.sent = replace(letter.sent, tensor=letter.sent.tensor.clone())
-                letter.send.complete(cause)
-            elif group == self.group.name and letter.target == self.rank:
-                letter.expected = replace(letter.expected, tensor=letter.expected.tensor.clone())
-                letter.recv.complete(cause)
+                message.sent = replace(message.sent, tensor=message.sent.tensor.clone())
+                message.send.complete(cause)
+            elif group == self.group.name and message.target == self.rank:
+                message.expected = replace(message.expected, tensor=message.expected.tensor.clone())
+                message.recv.complete(cause)
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
         """Stop all threads of this rank but its program, which raises `error` and reaches no other rank any more."""
         task, control = here(), self._control
         if task is None or task.rank is None or not isinstance(control, SimulatedControl):
             raise error
-        self._mail.dead.add(self.group.members[self.rank])
+        self._queue.dead.add(self.group.members[self.rank])
         control.die()
         for other in task.scheduler.of_rank(task.rank):
             if other is not task:

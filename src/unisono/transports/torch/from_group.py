@@ -27,7 +27,7 @@ from unisono.transports.torch.transport import TorchTransport
 
 __all__ = ["adopt"]
 
-_CARD_BYTES = 256
+_RECORD_BYTES = 256
 
 
 def adopt(
@@ -55,18 +55,18 @@ def adopt(
     if device.type not in TorchTransport.declared(kind).devices:
         raise CommError(f"a group of backend {kind!r} for {device.type} cannot be wrapped; those of gloo and nccl can")
     rank, size = group.rank(), group.size()
-    tell = partial(_all_gather, backend, size, device, time.monotonic() + timeout_s)
-    hosts = [_text(card) for card in tell(host_identity().encode())]
+    all_gather = partial(_all_gather, backend, size, device, time.monotonic() + timeout_s)
+    hosts = [_text(record) for record in all_gather(host_identity().encode())]
     server: Server | None = None
-    card = b""
+    record = b""
     with contextlib.ExitStack() as undo:
         if rank == 0:
             # For ranks of several hosts: the address towards the job's master, which the other hosts can reach, too.
             far = None if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR", "192.0.2.1")
             server = Server(secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_towards(far))
             undo.callback(server.close)
-            card = serialization.encode((*server.address, secret, f"adopted/{secrets.token_hex(4)}"))
-        host, port, secret, name = serialization.decode(tell(card)[0])
+            record = serialization.encode((*server.address, secret, f"adopted/{secrets.token_hex(4)}"))
+        host, port, secret, name = serialization.decode(all_gather(record)[0])
         control = SocketControl((host, port), secret, timeout_s, host_rank=0)
         undo.callback(control.close)
         options = Options(kind, str(device), timeout_s, control.local_host, chunk_bytes)
@@ -91,9 +91,9 @@ def _on_cuda(group: dist.ProcessGroup) -> bool:
 
 def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, data: bytes) -> list[bytes]:
     """Gather a few bytes of each rank by torch's own collective, because there is no control plane yet."""
-    if len(data) >= _CARD_BYTES:
-        raise CommError(f"{len(data)} bytes do not fit in a record of {_CARD_BYTES}")
-    padded = bytes([len(data)]) + data.ljust(_CARD_BYTES, b"\0")
+    if len(data) >= _RECORD_BYTES:
+        raise CommError(f"{len(data)} bytes do not fit in a record of {_RECORD_BYTES}")
+    padded = bytes([len(data)]) + data.ljust(_RECORD_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
     outputs = [torch.empty_like(mine) for _ in range(size)]
     try:
@@ -109,8 +109,8 @@ def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, 
             "each of them call from_group?"
         ) from error
     raw = [ctypes.string_at(here.data_ptr(), here.numel()) for here in (t.cpu() for t in outputs)]
-    return [card[1 : 1 + card[0]] for card in raw]
+    return [record[1 : 1 + record[0]] for record in raw]
 
 
-def _text(card: bytes) -> str:
-    return card.decode()
+def _text(record: bytes) -> str:
+    return record.decode()

@@ -56,7 +56,7 @@ class Sockets:
                 self._seen.add(_number(end))
         return fresh
 
-    def abandon(self, _kept: object, works: Sequence[Any]) -> None:
+    def abandon(self, _references: object, works: Sequence[Any]) -> None:
         """Keep a gloo group alive until its collectives have ended: releasing it earlier would stop the process."""
         # A connection new at the first look is established by the second. Connections established on first use may
         # appear only now.

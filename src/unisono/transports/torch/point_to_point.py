@@ -46,7 +46,7 @@ class Envelopes:
 
     def __init__(self, group: Group, start: Callable[[Message, int], Any], timeout_s: float) -> None:
         self._rank, self._start, self._timeout_s = group.rank, start, timeout_s
-        self._crew = DaemonThreadPool(f"unisono messages {group.name}")
+        self._threads = DaemonThreadPool(f"unisono messages {group.name}")
         self._lock = threading.Lock()
         self._streams: defaultdict[_Stream, deque[tuple[Message, CountdownWork]]] = defaultdict(deque)
         self._open: set[CountdownWork] = set()
@@ -72,7 +72,7 @@ class Envelopes:
                 return False
             if stream not in self._ahead:
                 self._ahead[stream] = Future()
-                self._crew.run(partial(self._fetch, peer, tag, self._ahead[stream]))
+                self._threads.run(partial(self._fetch, peer, tag, self._ahead[stream]))
             if not self._ahead[stream].done():
                 return False
             error = self._ahead[stream].exception()
@@ -99,7 +99,7 @@ class Envelopes:
             waiting.append((message, work))
             served = len(waiting) > 1
         if not served:
-            self._crew.run(lambda: self._serve(stream))
+            self._threads.run(lambda: self._serve(stream))
 
     def _serve(self, stream: _Stream) -> None:
         while True:

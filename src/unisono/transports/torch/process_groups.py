@@ -22,7 +22,7 @@ from unisono.transports.torch.gloo_sockets import Sockets
 __all__ = ["backend_of"]
 
 _LOOK_EVERY_S = 0.02
-_crew = DaemonThreadPool("unisono torch rendezvous")
+_threads = DaemonThreadPool("unisono torch rendezvous")
 
 
 def backend_of(
@@ -85,7 +85,7 @@ def _met(group: Group, control: ControlPlane, make: Callable[[], Any]) -> Any:
             raised.append(error)
         ended.set()
 
-    _crew.run(run)
+    _threads.run(run)
     while not ended.wait(_LOOK_EVERY_S):
         cause = control.first_cause(group)
         if cause is not None:

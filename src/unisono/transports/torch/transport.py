@@ -32,7 +32,7 @@ from unisono.transports.torch.process_groups import backend_of
 __all__ = ["TRANSPORT", "TorchTransport"]
 
 _SLICE_S = 0.1
-_crew = DaemonThreadPool("unisono torch")
+_threads = DaemonThreadPool("unisono torch")
 _FIRST_TAG = 1 << 28
 """Above the tags that the owner of a wrapped group is likely to use."""
 
@@ -188,7 +188,7 @@ class TorchTransport(Transport):
             self._broken = self._broken or cause
             works = [work for work in self._flying if not work.is_completed()]
             if shut() or works:
-                _crew.run(partial(self._sockets.abandon, (self._backend, self._upward), works))
+                _threads.run(partial(self._sockets.abandon, (self._backend, self._upward), works))
             # Works keep their own references.
             self._flying = []
             if self._upward is not None:

@@ -129,8 +129,8 @@ class _Exchange:
         self.host, self.peer = host, peer
         self.rest: list[memoryview] = [memoryview(head), content] if content else [memoryview(head)]
         self.differs = False
-        self._head, self._heard = bytearray(_HEAD.size), 0
-        self._into, self._taken = into, 0
+        self._head, self._head_received = bytearray(_HEAD.size), 0
+        self._into, self._received = into, 0
 
     def move(self, head: bytes) -> bool:
         """Return whether both directions are complete. Raises OSError if the connection has ended."""
@@ -151,11 +151,11 @@ class _Exchange:
     def _receive(self, head: bytes) -> bool:
         """Return whether all bytes have arrived."""
         while not self.differs:
-            if self._heard < _HEAD.size:
-                place = memoryview(self._head)[self._heard :]
-                buffers = [place, self._into] if self._into else [place]
-            elif self._taken < len(self._into):
-                place, buffers = memoryview(b""), [self._into[self._taken :]]
+            if self._head_received < _HEAD.size:
+                head_rest = memoryview(self._head)[self._head_received :]
+                buffers = [head_rest, self._into] if self._into else [head_rest]
+            elif self._received < len(self._into):
+                head_rest, buffers = memoryview(b""), [self._into[self._received :]]
             else:
                 return True
             try:
@@ -164,7 +164,7 @@ class _Exchange:
                 return False
             if not count:
                 raise ConnectionError("the connection has ended")
-            self._heard += min(count, len(place))
-            self._taken += max(0, count - len(place))
-            self.differs = self._heard == _HEAD.size and self._head != head
+            self._head_received += min(count, len(head_rest))
+            self._received += max(0, count - len(head_rest))
+            self.differs = self._head_received == _HEAD.size and self._head != head
         return False

@@ -54,7 +54,7 @@ def several(comm: un.Communicator) -> None:
         comm.send(t, 1, tag=5) if comm.rank == 0 else comm.recv(t, 0, tag=5)
 
 
-# Of the slip in front, its number, its length and its hash, and of the content, the first and the last bit.
+# Of the header in front, its number, its length and its hash, and of the content, the first and the last bit.
 @pytest.mark.parametrize("bit", [0, 8 * 9, 8 * 17, 8 * 25, 8 * 33, 8 * 40, 8 * 80 - 1])
 def test_any_flipped_bit_is_found_and_attributed(bit: int) -> None:
     def wrap(inner: Transport) -> Transport:

@@ -229,11 +229,27 @@ def test_slow_link_serializes_bytes() -> None:
 
 
 def test_faults_apply_to_subgroups() -> None:
-    asked: dict[str, Any] = {"seed": 3, "drop": 0.1, "delay": 0.2, "duplicate": 0.3, "reorder": 0.4, "corrupt": 0.5}
-    asked |= {"delay_s": 1.0, "kill_at": 7, "freeze_at": 8, "freeze_s": 9.0, "slow_bytes_per_s": 10.0, "ranks": (1,)}
-    part = Faulty(Recorder(), **asked).split(Group("world/part", 0, (1, 2)))
+    configured: dict[str, Any] = {
+        "seed": 3,
+        "drop": 0.1,
+        "delay": 0.2,
+        "duplicate": 0.3,
+        "reorder": 0.4,
+        "corrupt": 0.5,
+    }
+    configured |= {
+        "delay_s": 1.0,
+        "kill_at": 7,
+        "freeze_at": 8,
+        "freeze_s": 9.0,
+        "slow_bytes_per_s": 10.0,
+        "ranks": (1,),
+    }
+    part = Faulty(Recorder(), **configured).split(Group("world/part", 0, (1, 2)))
     assert isinstance(part, Faulty)
-    assert {field.name: getattr(part._asked, field.name) for field in dataclasses.fields(part._asked)} == asked
+    assert {
+        field.name: getattr(part._configured, field.name) for field in dataclasses.fields(part._configured)
+    } == configured
     # In the part, rank 0 is rank 1 of the job.
     assert part._faults.kill_at == 7
 

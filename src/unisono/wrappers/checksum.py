@@ -20,10 +20,10 @@ from unisono.wrappers.delay_queue import Stream
 __all__ = ["Checksummed"]
 
 # Magic number, message number in its stream, length, hash of the bytes; then the hash of all these.
-_SLIP = struct.Struct("<8sQQQ")
-_SEAL = struct.Struct("<Q")
-_WORD = b"unisono\x01"
-_SLIP_BYTES = _SLIP.size + _SEAL.size
+_HEADER = struct.Struct("<8sQQQ")
+_HEADER_HASH = struct.Struct("<Q")
+_MAGIC = b"unisono\x01"
+_HEADER_BYTES = _HEADER.size + _HEADER_HASH.size
 
 
 class Checksummed(Wrapper):
@@ -66,18 +66,18 @@ class Checksummed(Wrapper):
         for message in batch:
             key = type(message), (message.peer, message.tag)
             self._numbers[key] += 1
-            parcel = _Frame(message, self._numbers[key])
+            frame = _Frame(message, self._numbers[key])
             if isinstance(message, Send):
-                parcel.pack()
-                out.append(Send(parcel.packed, message.peer, message.tag))
+                frame.pack()
+                out.append(Send(frame.packed, message.peer, message.tag))
             else:
-                expected.append(parcel)
-                out.append(Recv(parcel.packed, message.peer, message.tag))
+                expected.append(frame)
+                out.append(Recv(frame.packed, message.peer, message.tag))
         work = self.inner.post(out)
 
         def unpack() -> None:
-            for parcel in expected:
-                parcel.unpack()
+            for frame in expected:
+                frame.unpack()
 
         return ChainedWork(work, unpack) if expected else work
 
@@ -87,27 +87,27 @@ class _Frame:
 
     def __init__(self, message: Message, number: int) -> None:
         self._message, self._number = message, number
-        size = _SLIP_BYTES + message.tensor.nbytes
+        size = _HEADER_BYTES + message.tensor.nbytes
         self.packed = torch.empty(size, dtype=torch.uint8, device=message.tensor.device)
 
     @property
     def _content(self) -> torch.Tensor:
-        return self.packed[_SLIP_BYTES:]
+        return self.packed[_HEADER_BYTES:]
 
     def pack(self) -> None:
         """Write header and bytes."""
         self._content.copy_(self._message.tensor.view(torch.uint8))
-        slip = _SLIP.pack(_WORD, self._number, self._message.tensor.nbytes, _hash(self._content))
-        sealed = bytearray(slip + _SEAL.pack(xxhash.xxh3_64_intdigest(slip)))
-        self.packed[:_SLIP_BYTES].copy_(torch.frombuffer(sealed, dtype=torch.uint8))
+        header = _HEADER.pack(_MAGIC, self._number, self._message.tensor.nbytes, _hash(self._content))
+        data = bytearray(header + _HEADER_HASH.pack(xxhash.xxh3_64_intdigest(header)))
+        self.packed[:_HEADER_BYTES].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def unpack(self) -> None:
         """Copy the content to its destination; `CorruptedError` if it differs from what was sent."""
-        sealed = bytes(self.packed[:_SLIP_BYTES].tolist())
-        slip, seal = sealed[: _SLIP.size], _SEAL.unpack(sealed[_SLIP.size :])[0]
-        if seal != xxhash.xxh3_64_intdigest(slip) or not slip.startswith(_WORD):
+        data = bytes(self.packed[:_HEADER_BYTES].tolist())
+        header, header_hash = data[: _HEADER.size], _HEADER_HASH.unpack(data[_HEADER.size :])[0]
+        if header_hash != xxhash.xxh3_64_intdigest(header) or not header.startswith(_MAGIC):
             raise self._corrupted("was corrupted (its header)")
-        _, number, nbytes, digest = _SLIP.unpack(slip)
+        _, number, nbytes, digest = _HEADER.unpack(header)
         if number > self._number:
             raise self._corrupted(f"was lost or overtaken: message {number} arrived instead")
         if number < self._number:
@@ -116,10 +116,10 @@ class _Frame:
             raise self._corrupted("was corrupted: its bytes do not have the hash that its sender computed")
         self._message.tensor.view(torch.uint8).copy_(self._content)
 
-    def _corrupted(self, what: str) -> CorruptedError:
+    def _corrupted(self, problem: str) -> CorruptedError:
         message = self._message
         return CorruptedError(
-            f"message {self._number} of tag {message.tag} from rank {message.peer} {what}. Is the memory or the "
+            f"message {self._number} of tag {message.tag} from rank {message.peer} {problem}. Is the memory or the "
             "network between the two ranks faulty?",
             peer=message.peer,
             nbytes=message.tensor.nbytes,

@@ -42,7 +42,7 @@ class DelayQueue:
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
-        self._crew = DaemonThreadPool(f"unisono late messages {inner.group.name}")
+        self._threads = DaemonThreadPool(f"unisono late messages {inner.group.name}")
         self._changed = threading.Condition()
         self._streams: dict[Stream, deque[tuple[DelayedSend, CountdownWork]]] = {}
         self._cause: BaseException | None = None
@@ -64,7 +64,7 @@ class DelayQueue:
                 self._changed.notify_all()
             if not served:
                 # Mypy cannot type a lambda's default.
-                self._crew.run(lambda stream=stream: self._serve(stream))  # type: ignore[misc]
+                self._threads.run(lambda stream=stream: self._serve(stream))  # type: ignore[misc]
         return work
 
     def _serve(self, stream: Stream) -> None:

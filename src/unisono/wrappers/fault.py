@@ -139,7 +139,7 @@ class Faulty(Wrapper):
         ranks: Sequence[int] | None = None,
     ) -> None:
         super().__init__(inner)
-        self._asked = _Faults(
+        self._configured = _Faults(
             seed=seed,
             drop=drop,
             delay=delay,
@@ -153,7 +153,7 @@ class Faulty(Wrapper):
             slow_bytes_per_s=slow_bytes_per_s,
             ranks=None if ranks is None else tuple(ranks),
         )
-        self._faults = self._asked.of_rank(self.group.members[self.rank])
+        self._faults = self._configured.of_rank(self.group.members[self.rank])
         self._posts = 0
         self._sent: Counter[Stream] = Counter()
         self._late = DelayQueue(inner)
@@ -163,9 +163,11 @@ class Faulty(Wrapper):
         self._frozen: list[str] = []
 
     def wrap_child(self, inner: Transport) -> Faulty:
-        part = Faulty(inner, **{field.name: getattr(self._asked, field.name) for field in fields(self._asked)})
-        part._frozen = self._frozen
-        return part
+        child = Faulty(
+            inner, **{field.name: getattr(self._configured, field.name) for field in fields(self._configured)}
+        )
+        child._frozen = self._frozen
+        return child
 
     def post(self, batch: Sequence[Message]) -> Work:
         self._posts += 1
@@ -186,13 +188,15 @@ class Faulty(Wrapper):
             if not isinstance(message, Send):
                 prompt.append(message)
                 continue
-            fate = self._fate(message)
-            if fate.dropped:
+            decision = self._decide(message)
+            if decision.dropped:
                 continue
-            sent = _corrupted(message, fate) if fate.corrupted else message
-            copies = [sent, replace(sent, tensor=sent.tensor.clone())] if fate.doubled else [sent]
-            if self._is_late(message, fate, late):
-                late += [DelayedSend(copy, self._due(copy, fate), fate.swapped and copy is sent) for copy in copies]
+            sent = _corrupted(message, decision) if decision.corrupted else message
+            copies = [sent, replace(sent, tensor=sent.tensor.clone())] if decision.doubled else [sent]
+            if self._is_late(message, decision, late):
+                late += [
+                    DelayedSend(copy, self._due(copy, decision), decision.swapped and copy is sent) for copy in copies
+                ]
             else:
                 prompt.append(sent)
                 again += copies[1:]
@@ -203,15 +207,15 @@ class Faulty(Wrapper):
             self.inner.post(again)
         return WorkGroup([posted, self._late.post(late)]) if late else posted
 
-    def _is_late(self, send: Send, fate: _FaultDecision, late: Sequence[DelayedSend]) -> bool:
+    def _is_late(self, send: Send, decision: _FaultDecision, late: Sequence[DelayedSend]) -> bool:
         stream = (send.peer, send.tag)
         behind = self._late.queued(stream) or any((held.send.peer, held.send.tag) == stream for held in late)
-        return fate.delayed or fate.swapped or behind or self._faults.slow_bytes_per_s is not None
+        return decision.delayed or decision.swapped or behind or self._faults.slow_bytes_per_s is not None
 
-    def _due(self, send: Send, fate: _FaultDecision) -> float:
-        return self._slowness.due(send, self._faults.delay_s if fate.delayed or fate.swapped else 0.0)
+    def _due(self, send: Send, decision: _FaultDecision) -> float:
+        return self._slowness.due(send, self._faults.delay_s if decision.delayed or decision.swapped else 0.0)
 
-    def _fate(self, message: Send) -> _FaultDecision:
+    def _decide(self, message: Send) -> _FaultDecision:
         stream = (message.peer, message.tag)
         self._sent[stream] += 1
         chance = Random(f"{self._faults.seed} {self.group.name} {self.rank} {stream} {self._sent[stream]}")
@@ -233,7 +237,7 @@ class Faulty(Wrapper):
 
 @dataclass(frozen=True, slots=True)
 class _FaultDecision:
-    """Fate of one message; `where` is the position of the bit that changes, as a fraction of its length."""
+    """Decision about one message; `where` is the position of the bit that changes, as a fraction of its length."""
 
     dropped: bool
     delayed: bool
@@ -243,11 +247,11 @@ class _FaultDecision:
     where: float
 
 
-def _corrupted(send: Send, fate: _FaultDecision) -> Send:
+def _corrupted(send: Send, decision: _FaultDecision) -> Send:
     """Return the message with one bit changed; the sender's tensor is not modified."""
     if not send.tensor.nbytes:
         return send
     changed = send.tensor.clone()
-    place, bit = divmod(int(fate.where * changed.nbytes * 8), 8)
-    changed.view(torch.uint8)[place] ^= 1 << bit
+    index, bit = divmod(int(decision.where * changed.nbytes * 8), 8)
+    changed.view(torch.uint8)[index] ^= 1 << bit
     return replace(send, tensor=changed)

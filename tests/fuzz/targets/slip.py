@@ -1,4 +1,4 @@
-"""The slip in front of a message of `Checksummed`."""
+"""The header in front of a message of `Checksummed`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ CONTENT = torch.arange(16, dtype=torch.uint8)
 
 
 def seeds() -> list[bytes]:
-    parcels = [_Frame(Send(CONTENT, 1, 0), number) for number in (1, 2)]
-    for parcel in parcels:
-        parcel.pack()
-    return [bytes(parcel.packed.tolist()) for parcel in parcels[:1]] * 2
+    frames = [_Frame(Send(CONTENT, 1, 0), number) for number in (1, 2)]
+    for frame in frames:
+        frame.pack()
+    return [bytes(frame.packed.tolist()) for frame in frames[:1]] * 2
 
 
 def run(data: bytes) -> None:
     got = torch.zeros_like(CONTENT)
-    parcel = _Frame(Recv(got, 1, 0), 1)
-    size = parcel.packed.numel()
-    parcel.packed.copy_(torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8))
-    parcel.unpack()
+    frame = _Frame(Recv(got, 1, 0), 1)
+    size = frame.packed.numel()
+    frame.packed.copy_(torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8))
+    frame.unpack()
     assert torch.equal(got, CONTENT), "spoilt content was taken"

@@ -136,7 +136,7 @@ def test_shutdown_waits_for_pending_calls() -> None:
     @rpc.expose
     def chain(depth: int) -> None:
         """No rank waits for the next call. All ranks want to end before the first one is complete."""
-        assert wait_until(lambda: len(agents) == 3 and all(agent.termination._wanted for agent in agents))
+        assert wait_until(lambda: len(agents) == 3 and all(agent.termination._requested for agent in agents))
         done.append(depth)
         if depth:
             me = rpc.get_worker_info().id

@@ -47,9 +47,9 @@ def wait_for(control: Any, key: str) -> Any:
     return serialization.decode(control.get(key, LIMIT_S))
 
 
-def assail(place: tuple[str, int], kind: str) -> bytes:
+def assail(address: tuple[str, int], kind: str) -> bytes:
     """Knock at a port without the secret; what is heard before the other side hangs up."""
-    with socket.create_connection(place, LIMIT_S) as line:
+    with socket.create_connection(address, LIMIT_S) as line:
         line.settimeout(LIMIT_S)
         heard = b""
         try:
@@ -61,7 +61,7 @@ def assail(place: tuple[str, int], kind: str) -> bytes:
                 greeting = Hello(b"a guess", client=True)
                 line.sendall(greeting.hello)
                 heard += line.recv(4096)
-                line.sendall(greeting.proof() + Channel(b"k", b"k").seal(struct.pack("<I", 1)))
+                line.sendall(greeting.proof() + Channel(b"k", b"k").encode(struct.pack("<I", 1)))
             elif kind == "replay":
                 line.sendall(b"unisono2" + bytes(32) + bytes(32) + bytes(24))
             while more := line.recv(4096):
@@ -83,9 +83,9 @@ def test_unauthenticated_connections_are_rejected_during_rendezvous(kind: str) -
 
     first = threading.Thread(target=come, args=(0,))
     first.start()
-    place = wait_for(controls[1], "world/mail at 0")
+    address = wait_for(controls[1], "world/mail at 0")
     for _ in range(3):
-        assert b"rank" not in assail(place, kind)
+        assert b"rank" not in assail(address, kind)
     second = threading.Thread(target=come, args=(1,))
     second.start()
     for thread in (first, second):
@@ -95,7 +95,7 @@ def test_unauthenticated_connections_are_rejected_during_rendezvous(kind: str) -
     found[0][1][0].sendall(b"hello")
     assert found[1][0][0].recv(5) == b"hello"
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(place, LIMIT_S)
+        socket.create_connection(address, LIMIT_S)
     for links in found.values():
         for line, _ in links.values():
             line.close()
@@ -117,8 +117,8 @@ def boxes() -> tuple[TcpMailbox, TcpMailbox]:
     return made[0], made[1]
 
 
-def damaged(sealed: bytes, at: int) -> bytes:
-    return sealed[:at] + bytes([sealed[at] ^ 1]) + sealed[at + 1 :]
+def damaged(head: bytes, at: int) -> bytes:
+    return head[:at] + bytes([head[at] ^ 1]) + head[at + 1 :]
 
 
 @pytest.mark.parametrize("what", ["damaged", "repeated", "garbage", "huge"])
@@ -127,8 +127,8 @@ def test_forged_bytes_in_a_connection(what: str) -> None:
     here, there = boxes()
     here.send(1, b"first", (), LIMIT_S)
     line, channel = here._links[1]
-    sealed = channel.seal(struct.pack("<I", 0) + b"second")
-    frame = struct.pack("<I", len(sealed)) + sealed
+    head = channel.encode(struct.pack("<I", 0) + b"second")
+    frame = struct.pack("<I", len(head)) + head
     wrong = {
         "damaged": damaged(frame, len(frame) - 1),
         "repeated": frame + frame,
@@ -186,7 +186,7 @@ def test_invalid_bytes_in_shared_memory_mark_the_writer_lost() -> None:
 def test_arbitrary_bytes_run_no_code(content: bytes) -> None:
     """Even one of the job's own processes can do no more than call what is exposed, or be taken for lost."""
     receiver = _agent().receiver
-    receiver.gone.clear()
+    receiver.ended.clear()
     _agent().box.lost.clear()
     found = receiver.dispatch(Envelope(0, content, ()))
     if found is not None and content[0] in (protocol.REQUEST, protocol.REMOTE):

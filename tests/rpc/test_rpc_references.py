@@ -22,7 +22,7 @@ class Handle:
 
     def __init__(self, references: References, owner: int, key: Key) -> None:
         self.references, self.owner, self.key = references, owner, key
-        self.gone = False
+        self.lost = False
 
     def __del__(self) -> None:
         self.references.dropped(self.owner, self.key)
@@ -39,10 +39,10 @@ class World:
         self.killed = False
 
     def _teller(self, rank: int) -> Callable[..., None]:
-        def tell(peer: int, kind: int, *words: int) -> None:
+        def send(peer: int, kind: int, *words: int) -> None:
             self._put(rank, peer, ("protocol", kind, words))
 
-        return tell
+        return send
 
     def _put(self, source: int, target: int, message: tuple[Any, ...]) -> None:
         if {source, target} <= self.alive:
@@ -57,7 +57,7 @@ class World:
     def pass_on(self, rank: int, which: int, peer: int) -> None:
         if self.held[rank] and peer in self.alive:
             handle = self.held[rank][which % len(self.held[rank])]
-            if not handle.gone:
+            if not handle.lost:
                 token, _ = self.ranks[rank].give(handle.owner, handle.key, handle, peer)
                 self._put(rank, peer, ("reference", handle.owner, handle.key, token))
 
@@ -115,7 +115,7 @@ class World:
         held = {(h.owner, h.key) for handles in self.held for h in handles}
         for owner, key in (held | coming) - making:
             assert self.ranks[owner].ledger.value(key) is not None, f"{key} of {owner} was freed under its holders"
-        assert not any(h.gone for handles in self.held for h in handles)
+        assert not any(h.lost for handles in self.held for h in handles)
 
     def settle(self, chance: random.Random) -> None:
         """Deliver all that is under way, in some order."""
@@ -125,7 +125,7 @@ class World:
     def check_what_lives_is_there(self) -> None:
         for rank in self.alive:
             for handle in self.held[rank]:
-                if handle.owner in self.alive and not handle.gone:
+                if handle.owner in self.alive and not handle.lost:
                     ledger = self.ranks[handle.owner].ledger
                     # Of an object whose making died with its creator, the place may be all there is.
                     assert ledger.value(handle.key) is not None
@@ -196,7 +196,7 @@ class ReleasesAtOnce(References):
     def take(self, passer: int, owner: int, key: Key, token: int, handle: Any) -> None:
         super().take(passer, owner, key, token, handle)
         for tag in list(self._adding):
-            self._tell(self._adding[tag][1], RELEASE, self._adding[tag][2])
+            self._send(self._adding[tag][1], RELEASE, self._adding[tag][2])
 
 
 class CountsRanks(References):

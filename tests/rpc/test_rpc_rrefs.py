@@ -68,10 +68,10 @@ def test_object_outlives_its_calls(how: str) -> None:
         server, references = rpc.context.current_agent().server, rpc.context.current_agent().references
         run = server._run
 
-        def after_it_was_dropped(asked: Any, mail: Any) -> Any:
-            if asked.target.endswith(b".add"):
+        def after_it_was_dropped(call: Any, message: Any) -> Any:
+            if call.target.endswith(b".add"):
                 assert wait_until(lambda: not references._protocol.ledger.value(Key(0, 1)))
-            return run(asked, mail)
+            return run(call, message)
 
         if comm.rank == 1:
             server._run = after_it_was_dropped

@@ -70,10 +70,10 @@ class Agent:
         self, comm: Communicator, name: str, timeout_s: float, trusted: bool, expose: Iterable[Any], workers: int
     ) -> None:
         exposed = ExportTable(trusted, expose)
-        self.box, cards = comm.mailbox(name)
+        self.box, names = comm.mailbox(name)
         self.rank, self.size, self.name = comm.rank, comm.size, name
-        self.infos = [WorkerInfo(card, rank) for rank, card in enumerate(cards)]
-        twice = [name for name, count in Counter(cards).items() if count > 1]
+        self.infos = [WorkerInfo(worker, rank) for rank, worker in enumerate(names)]
+        twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             self.box.close()
             raise ValueError(f"several ranks passed the name {twice[0]!r} to rpc.init; each rank needs its own name")
@@ -109,27 +109,27 @@ class Agent:
             **dict.fromkeys((protocol.REPLY, protocol.ERROR), self.client.answered),
             **dict.fromkeys(counts, self._count_references),
             **dict.fromkeys(ends, self._advance_termination),
-            protocol.CANCEL: lambda mail: self.server.cancel(mail.peer, words_of(mail)[0]),
+            protocol.CANCEL: lambda message: self.server.cancel(message.peer, words_of(message)[0]),
             protocol.EXIT: self._note_exit,
         }
 
-    def _count_references(self, mail: Envelope) -> tuple[Task, bool]:
-        self.references.arrived(mail.peer, mail.head[0], words_of(mail))
+    def _count_references(self, message: Envelope) -> tuple[Task, bool]:
+        self.references.arrived(message.peer, message.head[0], words_of(message))
         return self.channel.empty_outbox, True
 
-    def _advance_termination(self, mail: Envelope) -> tuple[Task, bool]:
-        return partial(self.termination.arrived, mail.peer, mail.head[0], words_of(mail)), True
+    def _advance_termination(self, message: Envelope) -> tuple[Task, bool]:
+        return partial(self.termination.arrived, message.peer, message.head[0], words_of(message)), True
 
-    def _note_exit(self, mail: Envelope) -> None:
-        error = PeerLostError(f"rank {mail.peer} no longer serves calls: {words_of(mail)[0]}", peer=mail.peer)
-        self.box.mark_lost(mail.peer, error)
+    def _note_exit(self, message: Envelope) -> None:
+        error = PeerLostError(f"rank {message.peer} no longer serves calls: {words_of(message)[0]}", peer=message.peer)
+        self.box.mark_lost(message.peer, error)
 
     def _clock(self) -> tuple[float, list[Task]]:
         """Return when to check the clock next, and the tasks that are due now."""
         calls = self.client.calls
         tasks: list[Task] = [partial(calls.give_up, call, call.late()) for call in calls.late()]
-        for peer in self.box.lost.keys() - self.receiver.gone:
-            self.receiver.gone.add(peer)
+        for peer in self.box.lost.keys() - self.receiver.ended:
+            self.receiver.ended.add(peer)
             tasks.append(partial(self._lose, peer))
         if self.references.waiting:
             tasks.append(self.references.flush)
@@ -234,7 +234,7 @@ class Agent:
 
     def alive(self) -> list[int]:
         """Return the ranks that still serve calls, in ascending order; this rank is one of them."""
-        return [rank for rank in range(self.size) if rank not in self.receiver.gone and rank not in self.box.lost]
+        return [rank for rank in range(self.size) if rank not in self.receiver.ended and rank not in self.box.lost]
 
     def shutdown(self, graceful: bool = True, timeout: Timeout | None = None) -> None:
         """End this agent; see `unisono.rpc.shutdown`.

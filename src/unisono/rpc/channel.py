@@ -84,9 +84,9 @@ class Channel:
         except BaseException as error:
             rollback(parts.undo)
             if isinstance(error, UnsendableError):
-                place = "".join(reversed([*error.path, *([f"[{index}]"] if index < positional else [])]))
+                path = "".join(reversed([*error.path, *([f"[{index}]"] if index < positional else [])]))
                 raise CallTypeError(
-                    f"the value{place} is {error.what}: calls carry plain values, containers, dataclasses, tensors, "
+                    f"the value{path} is {error.kind}: calls carry plain values, containers, dataclasses, tensors, "
                     "RRefs and exposed functions; pass trusted=True to rpc.init on every rank to pickle other values"
                 ) from None
             raise
@@ -95,11 +95,17 @@ class Channel:
         parts[0] = HEADER.pack(kind, number, context, message)
         return b"".join(parts), parts.bodies, parts.undo
 
-    def unpack(self, mail: Envelope, at: int) -> list[Any]:
+    def unpack(self, envelope: Envelope, at: int) -> list[Any]:
         """Return the values of a message from an offset to its end. Raises ValueError for malformed bytes."""
-        view, values = MessageReader(mail.head), list[Any]()
+        view, values = MessageReader(envelope.head), list[Any]()
         _, _, view.context, view.message = HEADER.unpack_from(view)
-        view.endpoint, view.peer, view.bodies, view.tensors, view.refused = self, mail.peer, mail.bodies, 0, None
+        view.endpoint, view.peer, view.bodies, view.tensors, view.refused = (
+            self,
+            envelope.peer,
+            envelope.bodies,
+            0,
+            None,
+        )
         try:
             while at < len(view):
                 value, at = decoders[view[at]](view, at + 1, MAX_DEPTH)
@@ -107,10 +113,10 @@ class Channel:
             if at != len(view):
                 raise IndexError
         except IndexError:
-            raise ValueError(f"rank {mail.peer} sent a call that ends too early") from None
+            raise ValueError(f"rank {envelope.peer} sent a call that ends too early") from None
         except (Exception, SystemExit) as error:
             # A pickle may even raise an exit, which must not end the thread that receives.
-            raise ValueError(f"what rank {mail.peer} sent cannot be read here: {error}") from error
+            raise ValueError(f"what rank {envelope.peer} sent cannot be read here: {error}") from error
         if view.refused is not None:
             raise view.refused
         return values
@@ -175,9 +181,9 @@ def control_message(kind: int, words: tuple[object, ...]) -> bytes:
     return HEADER.pack(kind, 0, NO_CONTEXT, 0) + serialization.encode(words)
 
 
-def words_of(mail: Envelope) -> Any:
+def words_of(envelope: Envelope) -> Any:
     """Return the plain values of such a message. Raises ValueError for malformed bytes."""
-    return serialization.decode(mail.head[HEADER.size :])
+    return serialization.decode(envelope.head[HEADER.size :])
 
 
 def rollback(undo: Sequence[Callable[[], None]]) -> None:

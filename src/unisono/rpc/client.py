@@ -248,20 +248,20 @@ class Client:
             calls.forget(call)
             self._cancel(call)
             raise
-        if (self.closed or peer in self._receiver.gone) and calls.pop(call.number) is not None:
+        if (self.closed or peer in self._receiver.ended) and calls.pop(call.number) is not None:
             # The peer left or this agent was closed while this call was in flight, after pending calls were failed.
             calls.end(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
     def _cancel(self, call: PendingCall) -> None:
         self._channel.send_control(call.peer, protocol.CANCEL, call.number)
 
-    def answered(self, mail: Envelope) -> tuple[Task, bool] | None:
+    def answered(self, reply: Envelope) -> tuple[Task, bool] | None:
         """Handle an answer: return the remaining work, and whether it is short."""
-        call = self.calls.pop(HEADER.unpack_from(mail.head)[1])
+        call = self.calls.pop(HEADER.unpack_from(reply.head)[1])
         if call is None:
             # No caller waits, but the references in it have to be counted and dropped.
-            return lambda: self._drop(mail), True
-        call.mail = mail
+            return lambda: self._drop(reply), True
+        call.reply = reply
         if call.future is None:
             call.end()
             return None
@@ -279,18 +279,18 @@ class Client:
 
     def _result(self, call: PendingCall) -> Any:
         """Return the value of a call that has ended, or raise its error."""
-        if call.mail is None:
+        if call.reply is None:
             assert call.error is not None
             if isinstance(call.error, PeerLostError):
                 # One error may end many calls, and each is raised with a traceback of its own.
                 raise PeerLostError(call.error.message, peer=call.peer, operation="rpc") from call.error
             raise call.error
-        (value,) = self._channel.unpack(call.mail, HEADER.size)
-        if call.mail.head[0] == protocol.ERROR:
+        (value,) = self._channel.unpack(call.reply, HEADER.size)
+        if call.reply.head[0] == protocol.ERROR:
             raise rebuilt(value, call.peer)
         return value
 
-    def _drop(self, mail: Envelope) -> None:
+    def _drop(self, reply: Envelope) -> None:
         # No caller waits for it, so its errors are ignored; but references in it have to be counted and dropped.
         with contextlib.suppress(Exception):
-            self._channel.unpack(mail, HEADER.size)
+            self._channel.unpack(reply, HEADER.size)

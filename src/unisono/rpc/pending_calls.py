@@ -31,14 +31,14 @@ class PendingCall:
         name: Name of the function, for messages.
         started, timeout: On the monotonic clock, and in seconds.
         nbytes: Size of the request, as counted by the peer's window.
-        mail: The answer as received.
+        reply: The answer as received.
         error: Error that ended it without an answer.
         within: The autograd context it was made in, and the call of another rank that it is part of; both also apply
             to the callbacks of its future.
     """
 
     __slots__ = (
-        "_lock", "done", "error", "future", "mail", "name", "nbytes", "number", "peer", "started", "timeout", "within"
+        "_lock", "done", "error", "future", "name", "nbytes", "number", "peer", "reply", "started", "timeout", "within"
     )  # fmt: skip
 
     def __init__(self, number: int, peer: int, name: str, timeout: float, future: CallFuture | None = None) -> None:
@@ -47,7 +47,7 @@ class PendingCall:
         self.started = time.monotonic()
         self.future = future
         self.within = context.get(), request.get()
-        self.mail: Envelope | None = None
+        self.reply: Envelope | None = None
         self.error: BaseException | None = None
         self.done = False
         self.nbytes = 0
@@ -266,7 +266,7 @@ class PendingCalls:
     def _complete(self, future: CallFuture, call: PendingCall) -> None:
         """Complete a future and run its callbacks here. A future completed elsewhere is left as it is."""
         before, self._here.call = getattr(self._here, "call", None), call
-        within, asked = context.set(call.within[0]), request.set(call.within[1])
+        within, request_token = context.set(call.within[0]), request.set(call.within[1])
         try:
             value = self._result(call)
         except Exception as raised:
@@ -277,7 +277,7 @@ class PendingCalls:
                 future.set_result(value)
         finally:
             context.reset(within)
-            request.reset(asked)
+            request.reset(request_token)
             self._here.call = before
 
     def leave_callback(self) -> None:

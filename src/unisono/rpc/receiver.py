@@ -51,7 +51,7 @@ class Receiver:
 
     Attributes:
         handlers: Handler of each kind of message. Called in order, by one thread at a time.
-        gone: Ranks with an end that has been handled, or is about to be: their messages are dropped.
+        ended: Ranks with an end that has been handled, or is about to be: their messages are dropped.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Receiver:
     ) -> None:
         self._box, self._workers = box, workers
         self.handlers: dict[int, Handler] = {}
-        self.gone: set[int] = set()
+        self.ended: set[int] = set()
         self._clock, self._prepare, self._name = clock, prepare, name
         self._token = threading.Lock()
         self._swap = threading.Lock()
@@ -129,16 +129,16 @@ class Receiver:
             elif not moved:
                 os.sched_yield()
 
-    def dispatch(self, mail: Envelope) -> tuple[Task, bool] | None:
+    def dispatch(self, message: Envelope) -> tuple[Task, bool] | None:
         """Handle one message, in order. Return the remaining task, and whether it is short."""
-        if mail.peer in self.gone:
+        if message.peer in self.ended:
             return None
         try:
-            return self.handlers[mail.head[0]](mail)
+            return self.handlers[message.head[0]](message)
         except (ValueError, TypeError, LookupError, struct.error) as error:
             # Not a valid message: receive nothing more from this rank.
-            invalid = CommError(f"rank {mail.peer} sent an invalid message: {error}", peer=mail.peer)
-            self._box.mark_lost(mail.peer, invalid)
+            invalid = CommError(f"rank {message.peer} sent an invalid message: {error}", peer=message.peer)
+            self._box.mark_lost(message.peer, invalid)
             return None
 
     def _move(self) -> bool:
@@ -148,12 +148,12 @@ class Receiver:
             return False
         self._dispatcher = threading.get_ident()
         try:
-            mails = self._box.poll()
-            self._todo.extend(task for mail in mails if (task := self.dispatch(mail)) is not None)
+            messages = self._box.poll()
+            self._todo.extend(task for message in messages if (task := self.dispatch(message)) is not None)
         finally:
             self._dispatcher = 0
             self._token.release()
-        return bool(mails)
+        return bool(messages)
 
     def _run_all(self, mine: int) -> bool:
         """Run the queued tasks in order; False if this thread was replaced meanwhile: its deputy does the rest."""
@@ -218,12 +218,12 @@ class Receiver:
             until = time.monotonic() + min(call.timeout, _POLL_S)
             try:
                 while not call.done and (spins <= _SPINS or time.monotonic() <= until):
-                    mails = box.poll()
-                    for mail in mails:
-                        task = self.dispatch(mail)
+                    messages = box.poll()
+                    for message in messages:
+                        task = self.dispatch(message)
                         if task is not None:
-                            self._hand_over(task[0], call.mail is mail)
-                    if not mails:
+                            self._hand_over(task[0], call.reply is message)
+                    if not messages:
                         spins += 1
                         if spins > _SPINS:
                             os.sched_yield()

@@ -7,7 +7,7 @@ reference to an object of O on to B, and then drops its own: B's `ADD` and A's `
 
 - The owner passes a reference to B: it counts one for B before it sends.
 - A, not the owner, passes one to B: it *pins* its own, so that it cannot be dropped. B notifies the owner (`ADD`), the
-  owner answers (`ADD_ACK`), and only then does B tell A to `RELEASE` the pin. If B is the owner, it counts and
+  owner answers (`ADD_ACK`), and only then does B send A a `RELEASE` of the pin. If B is the owner, it counts and
   releases.
 - A rank that drops a reference notifies the owner (`DROP`). When all counts are 0, the object is freed.
 - `remote` counts one for its caller when the owner receives the call. Another rank's `ADD` may arrive before that: it
@@ -29,9 +29,9 @@ from typing import Any, NamedTuple, Protocol
 
 from unisono.rpc.protocol import ADD, ADD_ACK, DROP, RELEASE
 
-__all__ = ["Handle", "Key", "RefCounts", "References", "Tell"]
+__all__ = ["Handle", "Key", "RefCounts", "References", "Send"]
 
-Tell = Callable[..., None]
+Send = Callable[..., None]
 """Called with a rank, the kind of a message and its numbers."""
 
 
@@ -43,9 +43,9 @@ class Key(NamedTuple):
 
 
 class Handle(Protocol):
-    """A reference. `gone` is set when the owner does not know the object."""
+    """A reference. `lost` is set when the owner does not know the object."""
 
-    gone: bool
+    lost: bool
 
 
 class _Entry:
@@ -101,7 +101,7 @@ class RefCounts:
     def make(self, key: Key, holder: int) -> Any:
         """Create an object with one reference; return its value."""
         self._made.setdefault(key.creator, _Numbers()).add(key.number)
-        entry = self._place(key)
+        entry = self._entry(key)
         entry.made = True
         entry.counts[holder] += 1
         return entry.value
@@ -110,7 +110,7 @@ class RefCounts:
         """Add a reference; False if the object has been freed."""
         if key not in self._entries and key.number in self._made.get(key.creator, ()):
             return False
-        self._place(key).counts[holder] += 1
+        self._entry(key).counts[holder] += 1
         return True
 
     def drop(self, key: Key, holder: int) -> Any:
@@ -139,7 +139,7 @@ class RefCounts:
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
-    def _place(self, key: Key) -> _Entry:
+    def _entry(self, key: Key) -> _Entry:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry()
@@ -158,15 +158,15 @@ class References:
 
     Args:
         rank: This rank.
-        tell: Sends a message to another rank, or to this one. Does nothing for a rank that is gone.
+        send: Sends a message to another rank, or to this one. Does nothing for a rank that is gone.
         blank: As in `RefCounts`.
 
     Attributes:
         freed: Unreferenced values, for the owner to release where their finalizers do no harm.
     """
 
-    def __init__(self, rank: int, tell: Tell, blank: Callable[[], Any] = lambda: None) -> None:
-        self.rank, self._tell = rank, tell
+    def __init__(self, rank: int, send: Send, blank: Callable[[], Any] = lambda: None) -> None:
+        self.rank, self._send = rank, send
         self.ledger = RefCounts(blank)
         self.lock = threading.Lock()
         self._tokens = itertools.count(1)
@@ -209,13 +209,13 @@ class References:
         if owner == self.rank:
             if token:
                 with self.lock:
-                    handle.gone = not self.ledger.add(key, self.rank)
-                self._tell(passer, RELEASE, token)
+                    handle.lost = not self.ledger.add(key, self.rank)
+                self._send(passer, RELEASE, token)
         elif passer != owner:
             tag = next(self._tokens)
             with self.lock:
                 self._adding[tag] = owner, passer, token, handle
-            self._tell(owner, ADD, *key, tag)
+            self._send(owner, ADD, *key, tag)
 
     def dropped(self, owner: int, key: Key, holder: int | None = None) -> None:
         """Queue a dropped reference. May be called by a finalizer: takes no lock, `flush` does the rest."""
@@ -237,7 +237,7 @@ class References:
             if owner == self.rank:
                 self._drop(key, self.rank)
             else:
-                self._tell(owner, DROP, *key)
+                self._send(owner, DROP, *key)
 
     @property
     def pins(self) -> int:
@@ -250,7 +250,7 @@ class References:
         if kind == ADD:
             with self.lock:
                 known = self.ledger.add(Key(*words[:2]), peer)
-            self._tell(peer, ADD_ACK, words[2], int(known))
+            self._send(peer, ADD_ACK, words[2], int(known))
         elif kind == ADD_ACK:
             self._added(words[0], bool(words[1]))
         elif kind == DROP:
@@ -274,8 +274,8 @@ class References:
             found = self._adding.pop(tag, None)
         if found is not None:
             _, passer, token, handle = found
-            handle.gone = handle.gone or not known
-            self._tell(passer, RELEASE, token)
+            handle.lost = handle.lost or not known
+            self._send(passer, RELEASE, token)
 
     def _drop(self, key: Key, holder: int) -> None:
         with self.lock:

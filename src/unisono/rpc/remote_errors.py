@@ -13,7 +13,7 @@ from unisono.core.failure import text_of
 
 __all__ = ["RemoteError", "packed", "rebuilt"]
 
-_Told = tuple[str, str, Any, str]
+_Report = tuple[str, str, Any, str]
 
 
 class RemoteError(Exception):
@@ -54,7 +54,7 @@ class RemoteError(Exception):
 _classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteError, Exception: RemoteError}
 
 
-def packed(error: BaseException) -> _Told:
+def packed(error: BaseException) -> _Report:
     """Convert an exception to values: its class's module and name, arguments and fields, text, traceback."""
     if isinstance(error, RemoteError):
         # It was raised on a third rank, which is the one to report.
@@ -73,9 +73,9 @@ def packed(error: BaseException) -> _Told:
     return f"{kind.__module__}:{kind.__qualname__}", text, content, trace
 
 
-def rebuilt(told: _Told, rank: int) -> Exception:
+def rebuilt(report: _Report, rank: int) -> Exception:
     """Return the exception to raise for values that `packed` made. Classes are looked up, never imported."""
-    name, text, (args, fields), trace = told
+    name, text, (args, fields), trace = report
     try:
         return _made(_class_of(name), args, fields, rank, text, trace)
     except TypeError:

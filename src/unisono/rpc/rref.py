@@ -52,7 +52,7 @@ class RRef(Generic[T]):
         [([1, 2], [1, 2], True, True, 0, 'rank0')]
     """
 
-    __slots__ = ("__weakref__", "_confirmation", "_key", "_owner", "_references", "gone")
+    __slots__ = ("__weakref__", "_confirmation", "_key", "_owner", "_references", "lost")
     __unisono_reference__ = True
 
     def __init__(self, value: T) -> None:
@@ -61,7 +61,7 @@ class RRef(Generic[T]):
 
     def _bind(self, references: RRefContext, owner: int, key: Key, confirmation: CallFuture | None = None) -> None:
         self._references, self._owner, self._key, self._confirmation = references, owner, key, confirmation
-        self.gone = False
+        self.lost = False
 
     def owner(self) -> WorkerInfo:
         """Return the name and rank of the owner."""
@@ -142,7 +142,7 @@ class RRef(Generic[T]):
         self._references.backward(self, context, retain_graph)
 
     def _check(self) -> None:
-        if self.gone:
+        if self.lost:
             raise PeerLostError(
                 "the object was freed before its owner knew of this reference: the rank that passed it on has died",
                 peer=self._owner,

@@ -53,15 +53,15 @@ class _Request:
         "target", "thread",
     )  # fmt: skip
 
-    def __init__(self, mail: Envelope) -> None:
-        self.kind, self.number, self.context, _ = HEADER.unpack_from(mail.head)
-        self.result, creator, number, length, self.positional = CALL.unpack_from(mail.head, HEADER.size)
+    def __init__(self, message: Envelope) -> None:
+        self.kind, self.number, self.context, _ = HEADER.unpack_from(message.head)
+        self.result, creator, number, length, self.positional = CALL.unpack_from(message.head, HEADER.size)
         self.at = HEADER.size + CALL.size + length
-        self.target = mail.head[HEADER.size + CALL.size : self.at]
+        self.target = message.head[HEADER.size + CALL.size : self.at]
         if len(self.target) < length:
             raise ValueError("a call that is cut off")
         self.key = Key(creator, number) if creator >= 0 else None
-        self.peer = mail.peer
+        self.peer = message.peer
         self.cancelled = False
         self.outcome: OwnedValue | None = None
         self.called: OwnedValue | None = None
@@ -103,22 +103,22 @@ class Server:
     def __len__(self) -> int:
         return len(self._open)
 
-    def accept(self, mail: Envelope) -> tuple[Task, bool]:
+    def accept(self, message: Envelope) -> tuple[Task, bool]:
         """Accept a call. Return its task, and whether that is likely to be short."""
-        asked = _Request(mail)
-        if asked.kind == REMOTE:
+        call = _Request(message)
+        if call.kind == REMOTE:
             # Counted now, because later messages of this rank about the object must follow.
-            asked.outcome = self._references.expect(Key(mail.peer, asked.result), mail.peer)
-        if asked.key is not None:
+            call.outcome = self._references.expect(Key(message.peer, call.result), message.peer)
+        if call.key is not None:
             # Resolved before the caller's next message is handled, which may drop the reference. An unknown key is
             # reported to the caller when the call is served.
             with contextlib.suppress(PeerLostError):
-                asked.called = self._references.outcome(asked.key)
-        long = bool(mail.bodies) and sum([b.numel() for b in mail.bodies]) > _LONG_BYTES
-        short = asked.target in self._quick if long else asked.target not in self._slow
+                call.called = self._references.outcome(call.key)
+        long = bool(message.bodies) and sum([b.numel() for b in message.bodies]) > _LONG_BYTES
+        short = call.target in self._quick if long else call.target not in self._slow
         # Malformed calls have been rejected by now: they would never end.
-        self._open[mail.peer, asked.number] = asked
-        return lambda: self._serve(asked, mail), short
+        self._open[message.peer, call.number] = call
+        return lambda: self._serve(call, message), short
 
     def runs_here(self) -> bool:
         """Return whether this thread runs a function that another rank called."""
@@ -129,30 +129,30 @@ class Server:
 
     def cancel(self, peer: int, number: int) -> None:
         """Cancel a request: its caller has stopped waiting."""
-        asked = self._open.get((peer, number))
-        if asked is not None:
-            asked.cancelled = True
+        call = self._open.get((peer, number))
+        if call is not None:
+            call.cancelled = True
 
     def lose(self, peer: int) -> None:
         """Cancel all requests of a lost rank."""
-        for asked in list(self._open.values()):
-            if asked.peer == peer:
-                asked.cancelled = True
+        for call in list(self._open.values()):
+            if call.peer == peer:
+                call.cancelled = True
 
     # -- running -------------------------------------------------------------------------------
-    def _serve(self, asked: _Request, mail: Envelope) -> None:
-        asked.thread = threading.get_ident()
-        before, within = request.set(asked), context.set(asked.context)
+    def _serve(self, call: _Request, message: Envelope) -> None:
+        call.thread = threading.get_ident()
+        before, within = request.set(call), context.set(call.context)
         started = time.perf_counter()
         try:
-            self._answer_with(asked, self._run(asked, mail))
+            self._answer_with(call, self._run(call, message))
         except BaseException as error:
             # Including an exit or interrupt raised by the function: it is reported to the caller; this thread goes on.
-            self._fail(asked, error)
+            self._fail(call, error)
         finally:
             context.reset(within)
             request.reset(before)
-        self._remember(asked.target, time.perf_counter() - started)
+        self._remember(call.target, time.perf_counter() - started)
 
     def _remember(self, target: bytes, took: float) -> None:
         if took > _SLOW_S:
@@ -164,90 +164,90 @@ class Server:
             if len(self._quick) < _KEPT:
                 self._quick.add(target)
 
-    def _run(self, asked: _Request, mail: Envelope) -> Any:
-        if asked.kind == REMOTE:
+    def _run(self, call: _Request, message: Envelope) -> Any:
+        if call.kind == REMOTE:
             # The object is counted, even if creating it fails.
-            self._channel.send(mail.peer, (REPLY, asked.number, NO_CONTEXT), (None,))
-        values = self._channel.unpack(mail, asked.at)
-        args, kwargs = values[: asked.positional], values[asked.positional :] or [{}]
-        if len(args) < asked.positional or len(kwargs) > 1:
-            raise ValueError(f"rank {mail.peer} sent a call with another number of arguments than it declared")
-        if asked.kind == REQUEST and asked.cancelled:
+            self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
+        values = self._channel.unpack(message, call.at)
+        args, kwargs = values[: call.positional], values[call.positional :] or [{}]
+        if len(args) < call.positional or len(kwargs) > 1:
+            raise ValueError(f"rank {message.peer} sent a call with another number of arguments than it declared")
+        if call.kind == REQUEST and call.cancelled:
             raise CommError("this call was cancelled before it began")
-        if asked.key is not None and asked.target == b"@fetch":
-            return _DeferredValue(asked.called or self._references.outcome(asked.key))
-        function = self._function(asked, args)
+        if call.key is not None and call.target == b"@fetch":
+            return _DeferredValue(call.called or self._references.outcome(call.key))
+        function = self._function(call, args)
         result = function(*args, **kwargs[0])
         return result if not is_async(function) else _future(result, function)
 
-    def _function(self, asked: _Request, args: list[Any]) -> Callable[..., Any]:
+    def _function(self, call: _Request, args: list[Any]) -> Callable[..., Any]:
         """Return the function to call; one that was sent along is removed from the arguments."""
         exposed, references = self._channel.exposed, self._references
-        if asked.key is not None:
-            outcome = asked.called or references.outcome(asked.key)
-            return exposed.method(references.value_of(outcome, None), asked.target[1:].decode())
-        if asked.target == b"@call":
+        if call.key is not None:
+            outcome = call.called or references.outcome(call.key)
+            return exposed.method(references.value_of(outcome, None), call.target[1:].decode())
+        if call.target == b"@call":
             return exposed.given(args.pop(0))
         if self._as_of != changes():
             self._as_of = changes()
             self._functions.clear()
-        function = self._functions.get(asked.target)
+        function = self._functions.get(call.target)
         if function is None:
-            name = asked.target.decode("utf-8", "surrogatepass")
+            name = call.target.decode("utf-8", "surrogatepass")
             function = exposed.function(name)
             if len(self._functions) < _KEPT and exposed.lists(name):
-                self._functions[asked.target] = function
+                self._functions[call.target] = function
         return function
 
-    def _answer_with(self, asked: _Request, result: Any) -> None:
+    def _answer_with(self, call: _Request, result: Any) -> None:
         if isinstance(result, _DeferredValue):
-            result.then(lambda outcome: self._settle(asked, outcome.value, outcome.error))
+            result.then(lambda outcome: self._settle(call, outcome.value, outcome.error))
         elif isinstance(result, _FutureReply):
-            result.future.add_done_callback(lambda future: self._settle_by(asked, future))
+            result.future.add_done_callback(lambda future: self._settle_by(call, future))
         else:
-            self._settle(asked, result, None)
+            self._settle(call, result, None)
 
-    def _settle_by(self, asked: _Request, future: torch.futures.Future[Any]) -> None:
+    def _settle_by(self, call: _Request, future: torch.futures.Future[Any]) -> None:
         try:
             value = future.value()
         except BaseException as error:
             # Whatever the future ended with.
-            self._settle(asked, None, error)
+            self._settle(call, None, error)
         else:
-            self._settle(asked, value, None)
+            self._settle(call, value, None)
 
-    def _settle(self, asked: _Request, value: Any, error: BaseException | None) -> None:
+    def _settle(self, call: _Request, value: Any, error: BaseException | None) -> None:
         if error is not None:
-            return self._fail(asked, error)
-        if asked.kind == REMOTE:
-            assert asked.outcome is not None
-            asked.outcome.settle(value)
+            return self._fail(call, error)
+        if call.kind == REMOTE:
+            assert call.outcome is not None
+            call.outcome.settle(value)
         else:
             try:
-                self._channel.send(asked.peer, (REPLY, asked.number, asked.context), (value,))
+                self._channel.send(call.peer, (REPLY, call.number, call.context), (value,))
             except CommError:
                 # The caller has left, or does not receive.
                 pass
             except Exception as refused:
-                return self._fail(asked, refused)
-        self._done(asked)
+                return self._fail(call, refused)
+        self._done(call)
 
-    def _fail(self, asked: _Request, error: BaseException) -> None:
-        told = packed(error)
+    def _fail(self, call: _Request, error: BaseException) -> None:
+        report = packed(error)
         # The traceback as text: records may be kept, and must not keep what is in its frames.
-        _log.warning("a call by rank %d failed on rank %d:\n%s", asked.peer, self._channel.rank, told[3])
-        if asked.kind == REMOTE:
-            assert asked.outcome is not None
-            asked.outcome.settle(None, error)
+        _log.warning("a call by rank %d failed on rank %d:\n%s", call.peer, self._channel.rank, report[3])
+        if call.kind == REMOTE:
+            assert call.outcome is not None
+            call.outcome.settle(None, error)
         else:
             with contextlib.suppress(CommError):
-                self._channel.send(asked.peer, (ERROR, asked.number, NO_CONTEXT), (told,))
-        self._done(asked)
+                self._channel.send(call.peer, (ERROR, call.number, NO_CONTEXT), (report,))
+        self._done(call)
 
-    def _done(self, asked: _Request) -> None:
+    def _done(self, call: _Request) -> None:
         with self._lock:
-            if self._open.pop((asked.peer, asked.number), None) is not None:
-                self.served[asked.peer] += 1
+            if self._open.pop((call.peer, call.number), None) is not None:
+                self.served[call.peer] += 1
 
 
 class _DeferredValue:

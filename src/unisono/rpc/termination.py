@@ -42,17 +42,17 @@ class TerminationDetector:
     def __init__(self, box: Mailbox, alive: Callable[[], list[int]], counts: Callable[[], _Report | None]) -> None:
         self._box, self._rank, self._alive, self._counts = box, box.group.rank, alive, counts
         self._lock = threading.Lock()
-        self._wanted = False
+        self._requested = False
         self._ended = threading.Event()
         self.over = False
         self._wave = 0
-        self._told: tuple[int, int, _Report] | None = None
+        self._last_report: tuple[int, int, _Report] | None = None
         self._reports: dict[int, dict[int, _Report]] = {}
 
     def wait(self, timeout: Timeout | None) -> None:
         """Wait until all ranks are done. Raises CommTimeoutError if that takes too long; all then continue."""
-        self._wanted = True
-        self._summon()
+        self._requested = True
+        self._query_ranks()
         limit_s = None if timeout is None else resolve_timeout(timeout)
         limit = None if limit_s is None else time.monotonic() + limit_s
         pause = _SHORTEST_S
@@ -60,7 +60,7 @@ class TerminationDetector:
             # Polled periodically, not after each call: a rank that only serves waits here all the time.
             pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
             if limit is not None and time.monotonic() >= limit:
-                self._wanted = False
+                self._requested = False
                 raise CommTimeoutError(
                     f"waited {limit_s:.1f} s in rpc.shutdown for all ranks to finish their calls"
                     f"{self._missing()}. Did every rank call shutdown?",
@@ -75,11 +75,11 @@ class TerminationDetector:
         if rank != min(alive):
             return f", and rank {min(alive)}, which decides, has not reported that they have"
         with self._lock:
-            heard = self._reports.get(self._wave, {})
-        late = [str(other) for other in alive if other not in heard]
+            reports = self._reports.get(self._wave, {})
+        late = [str(other) for other in alive if other not in reports]
         return f"; no report yet from rank {', '.join(late)}" if late else ""
 
-    def _summon(self) -> None:
+    def _query_ranks(self) -> None:
         """Query all ranks if this rank, which wants to end, is the deciding one."""
         rank, alive = self._rank, self._alive()
         if rank == min(alive):
@@ -98,33 +98,33 @@ class TerminationDetector:
 
     def look(self) -> bool:
         """Report that this rank is idle, if it is; return whether the report was new."""
-        report = self._counts() if self._wanted and not self._ended.is_set() else None
+        report = self._counts() if self._requested and not self._ended.is_set() else None
         if report is None:
             return False
-        chief = min(self._alive())
+        coordinator = min(self._alive())
         with self._lock:
             wave = self._wave
-            new, self._told = (chief, wave, report) != self._told, (chief, wave, report)
-        if chief == self._rank:
-            self._heard(chief, wave, report)
+            new, self._last_report = (coordinator, wave, report) != self._last_report, (coordinator, wave, report)
+        if coordinator == self._rank:
+            self._record(coordinator, wave, report)
         elif new:
-            self._send(chief, IDLE, wave, *report)
+            self._send(coordinator, IDLE, wave, *report)
         return new
 
     def arrived(self, peer: int, kind: int, words: tuple[Any, ...]) -> None:
         """Handle a termination message."""
         if kind == IDLE:
-            self._heard(peer, words[0], (words[1], words[2]))
+            self._record(peer, words[0], (words[1], words[2]))
         elif kind == CONFIRM:
             with self._lock:
                 self._wave = max(self._wave, words[0])
-                self._told = None
+                self._last_report = None
             self.look()
         elif kind == CLOSE:
             self.over = True
             self._ended.set()
 
-    def _heard(self, peer: int, wave: int, report: _Report) -> None:
+    def _record(self, peer: int, wave: int, report: _Report) -> None:
         """Handle a report, as the deciding rank."""
         rank, alive = self._rank, self._alive()
         with self._lock:

@@ -33,7 +33,7 @@ class Workers:
         self._name, self._most, self._prepare = name, most, prepare
         self._tasks: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
-        self._wanted = threading.Condition(self._lock)
+        self._available = threading.Condition(self._lock)
         self._running = self._idle = self._ended = self._further = 0
         self._watched = False
         self._working: set[int] = set()
@@ -74,7 +74,7 @@ class Workers:
         with self._lock:
             self._closed = True
             self._tasks.clear()
-            self._wanted.notify_all()
+            self._available.notify_all()
 
     def _staff(self) -> None:
         """Ensure that a thread takes the first task, if one more may run. Call with the lock held."""
@@ -85,7 +85,7 @@ class Workers:
                 self._watched = True
                 threading.Thread(target=self._watch, name=self._name, daemon=True).start()
         elif self._idle:
-            self._wanted.notify()
+            self._available.notify()
         else:
             self._idle += 1
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
@@ -124,7 +124,7 @@ class Workers:
         """Return the next task; None when there has been none for a while. The caller counts as idle."""
         with self._lock:
             while not self._tasks or self._running >= self._most + self._further:
-                if self._closed or not self._wanted.wait(_IDLE_S):
+                if self._closed or not self._available.wait(_IDLE_S):
                     self._idle -= 1
                     # A task may have arrived while the time ran out.
                     self._staff()

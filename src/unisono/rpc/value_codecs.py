@@ -111,7 +111,7 @@ def _take_ordered(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     tensor, at = read(view, at, depth - 1)
     if not isinstance(tensor, torch.Tensor) or sorted(order) != list(range(tensor.dim())):
         raise ValueError("a dimension order was sent without its tensor")
-    return tensor.permute([order.index(place) for place in range(len(order))]), at
+    return tensor.permute([order.index(dimension) for dimension in range(len(order))]), at
 
 
 def _take_sparse(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:

@@ -43,9 +43,9 @@ def encode(value: object) -> bytes:
     try:
         write(parts, value, MAX_DEPTH)
     except UnsendableError as error:
-        place = "value" + "".join(reversed(error.path))
+        path = "value" + "".join(reversed(error.path))
         raise TypeError(
-            f"{place} is {error.what}; send plain values (numbers, strings, containers, dataclasses, tensors) "
+            f"{path} is {error.kind}; send plain values (numbers, strings, containers, dataclasses, tensors) "
             "or pass trusted=True"
         ) from None
     return b"".join(parts)

@@ -58,9 +58,9 @@ _TEXT_HEADS = tuple(bytes((ord("s"), length)) for length in range(_LONG))
 class UnsendableError(Exception):
     """Raised for a value that cannot be sent. Each container it passes adds its part of the path, innermost first."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.kind = kind
         self.path: list[str] = []
 
 

@@ -164,9 +164,9 @@ class BackwardPass:
     def _gather(self, key: tuple[int, int], record: RecvRecord) -> None:
         found, record.found = record.found, {}
         gathered = self._gathered[key]
-        for place, gradient in found.items():
-            known = gathered[place]
-            gathered[place] = gradient if known is None else known + gradient
+        for index, gradient in found.items():
+            known = gathered[index]
+            gathered[index] = gradient if known is None else known + gradient
 
 
 def _apart(found: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> Gradients:

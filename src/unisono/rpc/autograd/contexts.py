@@ -26,14 +26,14 @@ class Contexts:
 
     Args:
         rank: This rank.
-        tell: Sends a message of a few numbers to a rank.
+        send: Sends a message of a few numbers to a rank.
 
     Attributes:
         leaves: Leaves of all contexts.
     """
 
-    def __init__(self, rank: int, tell: Callable[..., None]) -> None:
-        self._rank, self._tell = rank, tell
+    def __init__(self, rank: int, send: Callable[..., None]) -> None:
+        self._rank, self._send = rank, send
         self._lock = threading.Lock()
         self.leaves = Leaves()
         self._numbers = itertools.count(1)
@@ -73,7 +73,7 @@ class Contexts:
             while len(self._ended) > _ENDED_KEPT:
                 self._ended.popitem(last=False)
         for peer in found.peers - {self._rank} if found is not None else ():
-            self._tell(peer, DISCARD, number)
+            self._send(peer, DISCARD, number)
 
     def lose(self, peer: int) -> None:
         """Discard the contexts that a lost rank began."""

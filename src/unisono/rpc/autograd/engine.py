@@ -38,8 +38,8 @@ def attach(agent: Agent) -> None:
     """Give an agent its autograd contexts."""
     found = agent.contexts = Contexts(agent.rank, agent.channel.send_control)
 
-    def discard(mail: Envelope) -> tuple[Task, bool]:
-        number = words_of(mail)[0]
+    def discard(envelope: Envelope) -> tuple[Task, bool]:
+        number = words_of(envelope)[0]
         return lambda: found.discard(number), True
 
     agent.channel.recorder = found
@@ -80,7 +80,7 @@ def start(context: Context, roots: Any, retain_graph: bool) -> None:
     try:
         with context.lock:
             new = beginning.join(0, Output(roots))
-        _all([_ask(context.number, name, new, retain_graph)]).wait()
+        _all([_request(context.number, name, new, retain_graph)]).wait()
         _all(_flow(context, name, 0, None)).wait()
     finally:
         context.passes.pop(name, None)
@@ -116,7 +116,7 @@ def discover(
                 if record is None or record.token is None:
                     raise RuntimeError(GRAPH_GONE)
                 new += taking_part.join(message, Output([record.token], record))
-    return _all([_ask(number, name, new, retain_graph)])
+    return _all([_request(number, name, new, retain_graph)])
 
 
 @expose
@@ -139,7 +139,7 @@ def _known(number: int) -> Context:
     return context
 
 
-def _ask(
+def _request(
     number: int, name: tuple[int, int], records: Sequence[RecvRecord], retain_graph: bool
 ) -> torch.futures.Future[Any]:
     """Query the senders of some messages."""

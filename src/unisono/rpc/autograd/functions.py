@@ -55,15 +55,15 @@ class _RecvBackward(torch.autograd.Function):
     """Create a tensor that depends only on a trigger; its gradient is kept for the sender."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: torch.Tensor, record: RecvRecord, place: int, content: list[torch.Tensor]) -> Any:
-        ctx.record, ctx.place = record, place
+    def forward(ctx: Any, trigger: torch.Tensor, record: RecvRecord, index: int, content: list[torch.Tensor]) -> Any:
+        ctx.record, ctx.index = record, index
         # Not a view of the received bytes: the receiver may modify it in place.
         return content.pop().data
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         found = ctx.record.found
-        found[ctx.place] = found[ctx.place] + gradients[0] if ctx.place in found else gradients[0]
+        found[ctx.index] = found[ctx.index] + gradients[0] if ctx.index in found else gradients[0]
         return None, None, None, None
 
 
@@ -78,10 +78,10 @@ def departure(tensors: list[torch.Tensor]) -> SendRecord:
 def arrival(record: RecvRecord, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, as the next one of this message, with a history that begins here."""
     trigger = torch.zeros((), requires_grad=True)
-    place = len(record.triggers)
+    index = len(record.triggers)
     record.triggers.append(trigger)
     # Torch's apply has no types.
-    arrived: torch.Tensor = _RecvBackward.apply(trigger, record, place, [tensor])  # type: ignore[no-untyped-call]
+    arrived: torch.Tensor = _RecvBackward.apply(trigger, record, index, [tensor])  # type: ignore[no-untyped-call]
     return arrived
 
 

@@ -66,7 +66,7 @@ def _(comm: Any) -> None:
 def _(comm: Any) -> None:
     comm.barrier()
     if odd(comm):
-        comm._control._line.hang_up()
+        comm._control._connection.hang_up()
     # In shared memory many calls complete before the death is reported.
     while True:
         comm.all_reduce(torch.ones(4), timeout=LONG_S)

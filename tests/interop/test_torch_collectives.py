@@ -82,7 +82,7 @@ class Gathered(torch.autograd.Function):
 
 def gets_a_history_meanwhile() -> list[float]:
     gate = threading.Event()
-    dist.group.WORLD._line.start(lambda: gate.wait(10))
+    dist.group.WORLD._queue.start(lambda: gate.wait(10))
     row = Gathered.apply(torch.full((2,), float(dist.get_rank()), requires_grad=True))
     assert row.grad_fn is not None
     gate.set()

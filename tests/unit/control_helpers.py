@@ -26,7 +26,7 @@ Make = Callable[[], ControlClient]
 def die(control: ControlClient) -> None:
     """End a handle as a killed process does."""
     if isinstance(control, SocketControl):
-        control._line.hang_up()
+        control._connection.hang_up()
     else:
         control.lose()  # type: ignore[attr-defined]  # those in this process have it
 

@@ -115,19 +115,19 @@ class _SaveQueue:
 
 
 # Saves in progress, by communicator (its class does not know of checkpoints); without one, by path.
-_lanes: weakref.WeakKeyDictionary[Communicator, _SaveQueue] = weakref.WeakKeyDictionary()
+_queues: weakref.WeakKeyDictionary[Communicator, _SaveQueue] = weakref.WeakKeyDictionary()
 _alone: dict[str, SaveHandle] = {}
 
 
 def finish_earlier(path: str, comm: Communicator | None) -> None:
     """Wait for the save in progress on this communicator, or to this path. Ignores its error."""
-    lane = _lanes.get(comm) if comm is not None else None
-    earlier = lane.last if lane is not None else _alone.pop(path, None) if comm is None else None
+    queue = _queues.get(comm) if comm is not None else None
+    earlier = queue.last if queue is not None else _alone.pop(path, None) if comm is None else None
     if earlier is not None:
         earlier.exception()
         spoiled = not isinstance(earlier.exception(), CheckpointError | MismatchError | TypeError | ValueError | None)
         if comm is not None and spoiled:
-            _lanes.pop(comm, None)
+            _queues.pop(comm, None)
 
 
 def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:
@@ -137,8 +137,8 @@ def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | N
             del _alone[done]
         _alone[path] = saving = SaveHandle(path, lambda: work(None))
         return saving
-    if comm not in _lanes:
-        _lanes[comm] = _SaveQueue(comm)
-    lane = _lanes[comm]
-    lane.last = SaveHandle(path, lambda: work(lane.twin))
-    return lane.last
+    if comm not in _queues:
+        _queues[comm] = _SaveQueue(comm)
+    queue = _queues[comm]
+    queue.last = SaveHandle(path, lambda: work(queue.twin))
+    return queue.last

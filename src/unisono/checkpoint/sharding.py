@@ -33,11 +33,11 @@ def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Sli
         >>> shares([("a", 8000, 4), ("b", 16, 8)], 2)
         [[Slice(name='b', start=0, stop=16), Slice(name='a', start=0, stop=3992)], [Slice(name='a', start=3992, ...)]]
     """
-    line = sorted(tensors, key=lambda tensor: -tensor[2])
-    total = sum(nbytes for _, nbytes, _ in line)
+    ordered = sorted(tensors, key=lambda tensor: -tensor[2])
+    total = sum(nbytes for _, nbytes, _ in ordered)
     given: list[list[Slice]] = [[] for _ in range(ranks)]
     rank = position = 0
-    for name, nbytes, item in line:
+    for name, nbytes, item in ordered:
         start = 0
         while rank < ranks - 1 and position + nbytes > (border := (rank + 1) * total // ranks):
             inside = border - position

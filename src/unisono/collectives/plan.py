@@ -122,43 +122,43 @@ def _average(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, s
 
 def message_bytes(call: CollectiveCall, size: int) -> int:
     """Return the bytes of the whole message: the same on every rank, unless pairs of ranks have their own lengths."""
-    what = FAMILIES[call.name]
-    if what.root is not None and not what.in_place:
-        return size * (call.outputs if what.scatters else call.inputs)[0].nbytes
-    many = call.inputs if what.scatters or not what.gathers else call.outputs
+    family = FAMILIES[call.name]
+    if family.root is not None and not family.in_place:
+        return size * (call.outputs if family.scatters else call.inputs)[0].nbytes
+    many = call.inputs if family.scatters or not family.gathers else call.outputs
     return sum(t.nbytes for t in (many or call.outputs))
 
 
 def layout_of(call: CollectiveCall, chunks: int, rank: int, size: int) -> Layout:
     """Return the layout of an algorithm's chunks in the tensors of a call."""
-    what, root = FAMILIES[call.name], call.root or 0
-    if not what.moves:
+    family, root = FAMILIES[call.name], call.root or 0
+    if not family.moves:
         return Flat.even(torch.ones(1, dtype=torch.uint8, device="cpu"), chunks)
-    if what.in_place:
+    if family.in_place:
         return Flat.even((call.inputs or call.outputs)[0], chunks)
-    if what.reduces:
+    if family.reduces:
         assert call.packed is not None
         return Flat.sized(call.packed, numels(call.inputs))
-    if what.pairwise:
+    if family.pairwise:
         return Pieces(dict(enumerate((*call.inputs, *call.outputs))))
-    many, one = (call.outputs, call.inputs) if what.gathers else (call.inputs, call.outputs)
+    many, one = (call.outputs, call.inputs) if family.gathers else (call.inputs, call.outputs)
     here = {(r - root) % size: tensor for r, tensor in enumerate(many)} or {(rank - root) % size: one[0]}
     return Pieces(here, one[0])
 
 
 def pre_copy(call: CollectiveCall, rank: int) -> None:
     """Copy a rank's part for itself; algorithms assume that this is done."""
-    what = FAMILIES[call.name]
-    if what.in_place or what.reduces or not (call.inputs and call.outputs):
+    family = FAMILIES[call.name]
+    if family.in_place or family.reduces or not (call.inputs and call.outputs):
         return
-    source = call.inputs[rank if what.scatters else 0]
-    target = call.outputs[rank if what.gathers else 0]
+    source = call.inputs[rank if family.scatters else 0]
+    target = call.outputs[rank if family.gathers else 0]
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
 
 
 def post_copy(call: CollectiveCall, rank: int) -> None:
     """Copy a result from the place where algorithms leave it: this rank's part of the reduced tensor."""
-    what = FAMILIES[call.name]
-    if what.reduces and what.scatters:
+    family = FAMILIES[call.name]
+    if family.reduces and family.scatters:
         call.outputs[0].copy_(call.inputs[rank])

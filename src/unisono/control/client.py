@@ -71,7 +71,9 @@ class SocketControl(ControlClient):
         self._reading = threading.Lock()
         self._sharing = threading.RLock()
         self._objects: dict[str, Any] = {}
-        self._line, self._news = connect(address, secret, timeout if reach_within_s is None else reach_within_s, rank)
+        self._connection, self._news = connect(
+            address, secret, timeout if reach_within_s is None else reach_within_s, rank
+        )
         self._inspect_socket = InspectSocket(address, secret)
         self._news.serve(self._inspect_socket)
         invalidate_after_fork(self)
@@ -82,7 +84,7 @@ class SocketControl(ControlClient):
     @property
     def local_host(self) -> str:
         """The address of this host on the route to the server: its peers can reach it there."""
-        return self._line.local_host
+        return self._connection.local_host
 
     @property
     def _where(self) -> str:
@@ -124,7 +126,7 @@ class SocketControl(ControlClient):
             with contextlib.suppress(CommError):
                 self._finish(self._begin("bye"), min(self._patience_s, _CLOSE_WITHIN_S))
             self._end(_CLOSED, fails_groups=False)
-        self._line.hang_up()
+        self._connection.hang_up()
         self._news.hang_up()
         if self._reader is not threading.current_thread():
             self._reader.join(_CLOSE_WITHIN_S)
@@ -132,7 +134,7 @@ class SocketControl(ControlClient):
 
     def invalidate_after_fork(self) -> None:
         """Close the descriptors, as a forked child does."""
-        self._line.close()
+        self._connection.close()
         self._news.close()
         self._inspect_socket.close()
 
@@ -146,13 +148,13 @@ class SocketControl(ControlClient):
         if self._reader is threading.current_thread():
             raise CommError("a callback of the control plane must not call it; use another thread")
         try:
-            self._line.send(serialization.encode((number, words)), time.monotonic() + self._patience_s)
+            self._connection.send(serialization.encode((number, words)), time.monotonic() + self._patience_s)
         except OSError:
             self._lose()
 
     def _notify(self, words: tuple[Any, ...]) -> None:
         with contextlib.suppress(OSError):
-            self._line.send(serialization.encode((0, words)), time.monotonic() + _NOTIFY_WITHIN_S)
+            self._connection.send(serialization.encode((0, words)), time.monotonic() + _NOTIFY_WITHIN_S)
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         """Read replies for all threads until this thread's has arrived, or sleep while another thread reads."""
@@ -176,7 +178,7 @@ class SocketControl(ControlClient):
         try:
             while waiter.reply is None:
                 left_s = deadline - time.monotonic()
-                contents = self._line.receive(left_s)
+                contents = self._connection.receive(left_s)
                 for content in contents:
                     self._receive(reply_of(content))
                 if left_s <= 0 and not contents:
@@ -217,7 +219,7 @@ class SocketControl(ControlClient):
             for callback in self._end(cause, fails_groups=True, culprit=self._host_rank):
                 self._call(callback)
             self._call(self._on_orphan)
-        self._line.hang_up()
+        self._connection.hang_up()
 
     def _call(self, callback: Callable[[], None] | None) -> None:
         if callback is not None:

@@ -70,11 +70,11 @@ class EpochProgress:
 
 
 @contextmanager
-def unchanged_on_error(thing: Any) -> Iterator[None]:
+def unchanged_on_error(instance: Any) -> Iterator[None]:
     """Restore the object's attributes if the block raises."""
-    before = dict(vars(thing))
+    before = dict(vars(instance))
     try:
         yield
     except BaseException:
-        vars(thing).update(before)
+        vars(instance).update(before)
         raise

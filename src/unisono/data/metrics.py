@@ -111,16 +111,16 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
     if len(tensors) == len(filled):
         return torch.cat(tensors)[order]
     joined = [value for _, values in filled for value in values]
-    return [joined[place] for place in order.tolist()]
+    return [joined[position] for position in order.tolist()]
 
 
-def _check(heads: Sequence[tuple[torch.Tensor, int]], count: int | None) -> None:
-    for rank, (places, length) in enumerate(heads):
-        if places.dim() != 1 or len(places) != length:
-            raise ValueError(f"rank {rank} passed {length} outputs for indices of shape {tuple(places.shape)}")
-        if not are_integers(places):
-            raise ValueError(f"rank {rank} passed indices of {places.dtype}; indices must be integers")
-    found, times = torch.cat([places for places, _ in heads]).unique(return_counts=True)
+def _check(counts: Sequence[tuple[torch.Tensor, int]], count: int | None) -> None:
+    for rank, (positions, length) in enumerate(counts):
+        if positions.dim() != 1 or len(positions) != length:
+            raise ValueError(f"rank {rank} passed {length} outputs for indices of shape {tuple(positions.shape)}")
+        if not are_integers(positions):
+            raise ValueError(f"rank {rank} passed indices of {positions.dtype}; indices must be integers")
+    found, times = torch.cat([positions for positions, _ in counts]).unique(return_counts=True)
     if bool((times > 1).any()):
         twice = found[times > 1].tolist()
         raise ValueError(f"{len(twice)} samples were passed more than once, the first of them {twice[0]}")
@@ -163,16 +163,16 @@ def _exact_sum(values: torch.Tensor) -> str | float:
     if not bool(values.isfinite().all()):
         return float(values[~values.isfinite()].sum())
     mantissas, exponents = torch.frexp(values)
-    whole = (mantissas * 2.0**53).long()
+    integers = (mantissas * 2.0**53).long()
     lowest = int(exponents.min())
-    places = (exponents - lowest).long()
+    shifts = (exponents - lowest).long()
     # In halves, so that 2^36 of them fit into a sum.
-    length = int(places.max()) + 1
-    halves = (whole >> 27, whole & (1 << 27) - 1)
+    length = int(shifts.max()) + 1
+    halves = (integers >> 27, integers & (1 << 27) - 1)
     high, low = (
-        torch.zeros(length, dtype=torch.int64, device="cpu").index_add_(0, places, half).tolist() for half in halves
+        torch.zeros(length, dtype=torch.int64, device="cpu").index_add_(0, shifts, half).tolist() for half in halves
     )
-    total = sum(((upper << 27) + lower) << place for place, (upper, lower) in enumerate(zip(high, low, strict=True)))
+    total = sum(((upper << 27) + lower) << shift for shift, (upper, lower) in enumerate(zip(high, low, strict=True)))
     return hex(total << (lowest - 53 + _UNIT))
 
 

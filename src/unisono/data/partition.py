@@ -136,7 +136,7 @@ class DataPartitioner(Generic[T_co]):
             return
         rule = resolve("contiguous" if partition is None else partition, data)
         order = rule.order(count, rule.shuffles if shuffle is None else shuffle, seed, 0, sizes)
-        parts = (select(order, [places]) for places in rule.divide(order, sizes, seed))
+        parts = (select(order, [positions]) for positions in rule.divide(order, sizes, seed))
         self.partitions = tuple(part.all() for part in parts)
 
     def __len__(self) -> int:

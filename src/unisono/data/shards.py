@@ -236,9 +236,9 @@ class _Reader(Iterator[T_co]):
             assert self._items is not None
             for item in self._items:
                 self._taken += 1
-                self._note(False)
+                self._record(False)
                 return item
-            self._note(True)
+            self._record(True)
             self._at, self._taken, self._items = self._at + 1, 0, None
         raise StopIteration
 
@@ -248,15 +248,15 @@ class _Reader(Iterator[T_co]):
         for _ in zip(range(skip + more), self._items, strict=False):
             pass
 
-    def _note(self, whole: bool) -> None:
+    def _record(self, complete: bool) -> None:
         """Record where shards end in a process without workers, for `advance`."""
         of, number = self._of, self._first + self._at
         if not self._alone or number < len(of._lengths):
             return
         so_far = self._taken + (self._skipped if self._at == 0 else 0)
-        if whole:
+        if complete:
             of._lengths.append(so_far)
-        of._reading = 0 if whole else so_far
+        of._reading = 0 if complete else so_far
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self._at, "taken": self._taken}

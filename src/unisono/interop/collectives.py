@@ -35,7 +35,7 @@ class Collectives:
 
     others: DeviceBackends
     _connection: Connection
-    _line: SerialQueue
+    _queue: SerialQueue
     _progress: Progress
     _timeout_s: float
     _batch: list[TorchWork] | None
@@ -173,7 +173,7 @@ class Collectives:
         self._barriers += 1
         connection, topic = self._connection, f"monitored barrier {self._barriers}"
         limit = self._timeout_s if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
-        self._line.run(lambda: connection.control.exchange(connection.group, topic, None, limit))
+        self._queue.run(lambda: connection.control.exchange(connection.group, topic, None, limit))
 
     # -- messages ------------------------------------------------------------------------------
     @by_device
@@ -204,7 +204,7 @@ class Collectives:
         """Run the call now, or queue it, in order; it receives its timeout in seconds."""
         limit = limit_s(opts) or self._timeout_s
         if not asynchronous(opts) or self._connection.group.size == 1:
-            self._line.run(lambda: call(limit))
+            self._queue.run(lambda: call(limit))
             return self._recorded(TorchWork(None, result))
         # Tensors made in inference mode may be written in inference mode only, which is a thread's own.
         inference = torch.is_inference_mode_enabled()
@@ -213,7 +213,7 @@ class Collectives:
             with torch.inference_mode() if inference else contextlib.nullcontext():
                 call(limit)
 
-        return self._recorded(TorchWork(self._line.start(there), result))
+        return self._recorded(TorchWork(self._queue.start(there), result))
 
     def _recorded(self, work: TorchWork) -> TorchWork:
         if self._batch is not None:

@@ -58,8 +58,8 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self.others = DeviceBackends(self, store, timeout, others_options)
         self._connection = meet(store, rank, size, self._timeout_s, group_options)
         label = f"unisono {self._connection.group.name} rank {rank}"
-        self._line, self._progress = SerialQueue(label), Progress(f"{label} messages")
-        self._leaving = Leaving(self._line, self._progress, self._connection.comm)
+        self._queue, self._progress = SerialQueue(label), Progress(f"{label} messages")
+        self._leaving = Leaving(self._queue, self._progress, self._connection.comm)
         self._dropped = weakref.finalize(self, self._leaving.drop)
         # The end of the process closes what is open then.
         self._dropped.atexit = False

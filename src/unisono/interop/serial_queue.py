@@ -19,16 +19,16 @@ __all__ = ["Job", "SerialQueue"]
 Job = Callable[[], object]
 
 _AT_EXIT_S = 5.0
-_lines: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
+_queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
 
 
 class _Task(Completion):
     """Queued job. A waiting thread runs it, and those before it, unless another thread is running jobs."""
 
-    def __init__(self, line: SerialQueue, job: Job) -> None:
+    def __init__(self, queue: SerialQueue, job: Job) -> None:
         # No limit here: every job ends by a timeout of its own.
         super().__init__(threading.TIMEOUT_MAX)
-        self._line, self._job = line, job
+        self._queue, self._job = queue, job
 
     def perform(self) -> None:
         error: BaseException | None = None
@@ -41,7 +41,7 @@ class _Task(Completion):
     def wait(self, timeout: Timeout | None = None) -> None:
         # A waiter with its own limit must not run jobs that may take longer.
         if timeout is None and not self.is_completed():
-            self._line.hurry(self)
+            self._queue.hurry(self)
         super().wait(timeout)
 
 
@@ -60,7 +60,7 @@ class SerialQueue:
         self._driver: int | None = None
         self._starting = threading.Lock()
         self._worker_started = False
-        _lines.add(self)
+        _queues.add(self)
         when_process_ends(_finish_all, CLOSE_HANDLES + 10)
 
     def run(self, job: Job) -> None:
@@ -139,5 +139,5 @@ def _finish_all() -> None:
     Python ends daemon threads when they return from C++ code after its own end, and takes the process with them.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:
-        for line in list(_lines):
-            line.finish(_AT_EXIT_S)
+        for queue in list(_queues):
+            queue.finish(_AT_EXIT_S)

@@ -24,8 +24,8 @@ class Leaving:
     So a group that is dropped is left in the background.
     """
 
-    def __init__(self, line: SerialQueue, progress: Progress, comm: Communicator) -> None:
-        self._line, self._progress, self._comm = line, progress, comm
+    def __init__(self, queue: SerialQueue, progress: Progress, comm: Communicator) -> None:
+        self._queue, self._progress, self._comm = queue, progress, comm
         self._dropped = False
         self._over = threading.Event()
         close_at_exit(self)
@@ -33,7 +33,7 @@ class Leaving:
     def leave(self, timeout_s: float = _FINISH_WITHIN_S) -> None:
         """Complete pending operations, and notify the other ranks. Idempotent."""
         try:
-            self._line.finish(min(timeout_s, _FINISH_WITHIN_S))
+            self._queue.finish(min(timeout_s, _FINISH_WITHIN_S))
             self._progress.close()
             self._comm.close()
         finally:

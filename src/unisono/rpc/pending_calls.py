@@ -115,7 +115,7 @@ class FlowControl:
     def __init__(self, most_calls: int, most_bytes: int) -> None:
         self._most_calls, self._most_bytes = most_calls, most_bytes
         self._calls = self._bytes = 0
-        self._room = threading.Condition(threading.Lock())
+        self._available = threading.Condition(threading.Lock())
 
     def enter(self, nbytes: int, deadline: float, blocked: Callable[[], Any], nested: bool = False) -> bool:
         """Wait for room for one more call and count it; False if there is none by the deadline.
@@ -127,7 +127,7 @@ class FlowControl:
             nested: Whether it is part of another call, admitted elsewhere, which ends only after this one. It then
                 does not wait, because calls that wait for each other could otherwise hold all the room.
         """
-        with self._room:
+        with self._available:
             while not nested and self._calls:
                 if self._calls < self._most_calls and self._bytes + nbytes <= self._most_bytes:
                     break
@@ -135,17 +135,17 @@ class FlowControl:
                 if left <= 0:
                     return False
                 with blocked():
-                    self._room.wait(min(left, _WAIT_SLICE_S))
+                    self._available.wait(min(left, _WAIT_SLICE_S))
             self._calls += 1
             self._bytes += nbytes
             return True
 
     def leave(self, nbytes: int) -> None:
         """Return the room of a call that was answered, or never will be."""
-        with self._room:
+        with self._available:
             self._calls -= 1
             self._bytes -= nbytes
-            self._room.notify()
+            self._available.notify()
 
 
 class PendingCalls:

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _SLOW_S = 200e-6
 """A function that took longer than this is run outside the receiving thread the next time."""
 _LONG_BYTES = 64 << 10
-_KEPT = 1000
+_MAX_CACHED = 1000
 
 
 class _Request:
@@ -157,11 +157,11 @@ class Server:
     def _remember(self, target: bytes, took: float) -> None:
         if took > _SLOW_S:
             self._quick.discard(target)
-            if len(self._slow) < _KEPT:
+            if len(self._slow) < _MAX_CACHED:
                 self._slow.add(target)
         elif took < _SLOW_S / 2 and target not in self._quick:
             self._slow.discard(target)
-            if len(self._quick) < _KEPT:
+            if len(self._quick) < _MAX_CACHED:
                 self._quick.add(target)
 
     def _run(self, call: _Request, message: Envelope) -> Any:
@@ -195,7 +195,7 @@ class Server:
         if function is None:
             name = call.target.decode("utf-8", "surrogatepass")
             function = exposed.function(name)
-            if len(self._functions) < _KEPT and exposed.lists(name):
+            if len(self._functions) < _MAX_CACHED and exposed.lists(name):
                 self._functions[call.target] = function
         return function
 

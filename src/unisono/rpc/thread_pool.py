@@ -43,7 +43,7 @@ class Workers:
         """Run a task soon; it handles its own errors."""
         with self._lock:
             self._tasks.append(task)
-            self._staff()
+            self._start_threads()
 
     def not_counted(self) -> AbstractContextManager[object]:
         """Context in which this thread waits for another rank."""
@@ -53,7 +53,7 @@ class Workers:
     def _aside(self) -> Iterator[None]:
         with self._lock:
             self._running -= 1
-            self._staff()
+            self._start_threads()
         here = threading.get_ident()
         self._working.discard(here)
         try:
@@ -76,7 +76,7 @@ class Workers:
             self._tasks.clear()
             self._available.notify_all()
 
-    def _staff(self) -> None:
+    def _start_threads(self) -> None:
         """Ensure that a thread takes the first task, if one more may run. Call with the lock held."""
         if not self._tasks or self._closed:
             return
@@ -101,7 +101,7 @@ class Workers:
                     return
                 if self._ended == seen:
                     self._further += 1
-                    self._staff()
+                    self._start_threads()
 
     def _work(self) -> None:
         self._prepare()
@@ -127,10 +127,10 @@ class Workers:
                 if self._closed or not self._available.wait(_IDLE_S):
                     self._idle -= 1
                     # A task may have arrived while the time ran out.
-                    self._staff()
+                    self._start_threads()
                     return None
             self._idle -= 1
             self._running += 1
             task = self._tasks.popleft()
-            self._staff()
+            self._start_threads()
             return task

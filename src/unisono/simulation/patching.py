@@ -83,15 +83,15 @@ def _clocks() -> list[_Patch]:
     found: list[_Patch] = [(time, "sleep", sleep)]
     for name in ("monotonic", "perf_counter", "time"):
         base_ns = EPOCH_S * 10**9 if name == "time" else 0
-        seconds, whole = _reader(name, base_ns), _reader(f"{name}_ns", base_ns, whole=True)
-        found += [(time, name, seconds), (time, f"{name}_ns", whole)]
+        seconds, nanoseconds = _reader(name, base_ns), _reader(f"{name}_ns", base_ns, integer=True)
+        found += [(time, name, seconds), (time, f"{name}_ns", nanoseconds)]
         if name == "monotonic":
             # Names under which these modules have imported it.
             found += [(owner, alias, seconds) for owner, alias in ((threading, "_time"), (queue, "time"))]
     return [patch for patch in found if hasattr(patch[0], patch[1])]
 
 
-def _reader(name: str, base_ns: int, *, whole: bool = False) -> Callable[[], float]:
+def _reader(name: str, base_ns: int, *, integer: bool = False) -> Callable[[], float]:
     real: Callable[[], float] = getattr(time, name)
 
     def read() -> float:
@@ -100,7 +100,7 @@ def _reader(name: str, base_ns: int, *, whole: bool = False) -> Callable[[], flo
             return real()
         task.scheduler.poll()
         now = base_ns + task.scheduler.now
-        return now if whole else now / 1e9
+        return now if integer else now / 1e9
 
     return read
 

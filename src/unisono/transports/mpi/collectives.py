@@ -107,12 +107,12 @@ class Native:
         assert call.op is not None
         assert call.packed is not None
         target = call.outputs[0]
-        whole, kind, op = self.reductions.prepare(call.packed, call.op)
-        factor = whole.numel() // max(1, call.packed.numel())
+        packed, kind, op = self.reductions.prepare(call.packed, call.op)
+        factor = packed.numel() // max(1, call.packed.numel())
         counts = [t.numel() * factor for t in call.inputs]
-        given, into = memory(self._comms, whole), [memory(self._comms, target), target.numel() * factor, kind]
+        given, into = memory(self._comms, packed), [memory(self._comms, target), target.numel() * factor, kind]
         if len(set(counts)) > 1:
-            self._comm.Reduce_scatter([given, whole.numel(), kind], into, counts, op)
+            self._comm.Reduce_scatter([given, packed.numel(), kind], into, counts, op)
         else:
             self._comm.Reduce_scatter_block([given, kind], into, op)
         self.reductions.finish(target, call.op)

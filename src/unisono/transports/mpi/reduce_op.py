@@ -59,7 +59,7 @@ _CALLED_BACK = {
     torch.int16: torch.int16,
     torch.uint16: torch.int16,
 }
-_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 
 
@@ -103,13 +103,13 @@ class Reductions:
             return torch.view_as_real(tensor).view(-1), kind, self._mpi.SUM
         if prepares(dtype, op):
             _to_keys(tensor, op)
-            return tensor, getattr(self._mpi, _TYPES[_WHOLE[dtype.itemsize]]), getattr(self._mpi, _OPS[op])
+            return tensor, getattr(self._mpi, _TYPES[_INTEGER_OF_SIZE[dtype.itemsize]]), getattr(self._mpi, _OPS[op])
         return tensor, kind, self._op(dtype, op)
 
     def finish(self, result: torch.Tensor, op: ReduceOp) -> None:
         """Convert what MPI has reduced to the result, if `prepare` has changed the elements."""
         if prepares(result.dtype, op):
-            _swap(result.view(_WHOLE[result.itemsize]))
+            _swap(result.view(_INTEGER_OF_SIZE[result.itemsize]))
 
     def _op(self, dtype: torch.dtype, op: ReduceOp) -> Any:
         if dtype in _CALLED_BACK and op in (ReduceOp.SUM, ReduceOp.PRODUCT):
@@ -124,7 +124,7 @@ def _may_have_nan(tensor: torch.Tensor) -> bool:
 
 def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
     """Convert floats in place to integers of the same order, with NaN as the extreme integer."""
-    bits = tensor.view(_WHOLE[tensor.itemsize])
+    bits = tensor.view(_INTEGER_OF_SIZE[tensor.itemsize])
     info, lost = torch.iinfo(bits.dtype), tensor.isnan() if _may_have_nan(tensor) else None
     _swap(bits)
     if lost is not None:

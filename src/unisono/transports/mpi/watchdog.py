@@ -68,8 +68,8 @@ class Watchdog:
             self._end(cause)
 
     def _end(self, cause: BaseException) -> None:
-        what = "this rank" if has_ulfm() else "the job"
-        sys.stderr.write(f"{cause}\nMPI cannot abort a collective that has begun, so {what} is ended.\n")
+        scope = "this rank" if has_ulfm() else "the job"
+        sys.stderr.write(f"{cause}\nMPI cannot abort a collective that has begun, so {scope} is ended.\n")
         sys.stderr.flush()
         if has_ulfm():
             os._exit(1)

@@ -57,6 +57,6 @@ def check_reachability(
     group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
 ) -> None:
     """Check that all hosts connect. Raises as `meet`, and keeps no connection."""
-    lanes = meet(group, control, hosts, address, timeout)
-    if lanes is not None:
-        lanes.close()
+    links = meet(group, control, hosts, address, timeout)
+    if links is not None:
+        links.close()

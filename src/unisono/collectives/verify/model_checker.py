@@ -107,7 +107,7 @@ class ModelChecker:
 
     def _deadlock_error(self) -> AlgorithmError:
         """Return an error that names each waiting rank and the peer that it waits for."""
-        waiting = [(model, *move_) for model in self.models for move_ in self._unmatched(model)]
+        waiting = [(model, *unmatched) for model in self.models for unmatched in self._unmatched(model)]
         for model, verb, move in waiting:
             partner = self.models[move.peer]
             if not partner.step:

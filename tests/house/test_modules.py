@@ -15,7 +15,7 @@ MIN_FILE = 30
 
 # What may be longer, each with its reason: "unisono/file.py", or "unisono/file.py:function".
 LONGER: dict[str, str] = {
-    "unisono/comm/fast_path.py:collective": "the hot path: each further function would cost every call a part of a microsecond",
+    "unisono/comm/fast_path.py:collective": "the hot path: a further function would slow every call",
 }
 
 SHORTER = {"unisono.interop.torch_rpc.functions": "a module of torch.distributed.rpc has this name"}

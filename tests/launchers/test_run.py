@@ -123,3 +123,20 @@ def is_running(pid: int) -> bool:
 def test_impossible_requests(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *words]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_torch_and_unisono_start_side_by_side(folder: Path) -> None:
+    (folder / "both.py").write_text(
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "import unisono as un\n"
+        "dist.init_process_group('gloo')\n"
+        "with un.init() as comm:\n"
+        "    total = torch.ones(1)\n"
+        "    dist.all_reduce(total)\n"
+        "    comm.all_reduce(total)\n"
+        "    print(total.item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    ended = run("-n", "2", "--no-prefix", "both.py")
+    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["4.0", "4.0"]), ended.stderr

@@ -38,7 +38,8 @@ def read(request: Request) -> tuple[str, int]:
     """
     request.rank, request.size = _both(request)
     host = os.environ.get("MASTER_ADDR")
-    port = env_number("MASTER_PORT")
+    # `unisono run` reserves a port for this library, because torch's own store listens at MASTER_PORT.
+    port = env_number("UNISONO_PORT" if "UNISONO_PORT" in os.environ else "MASTER_PORT")
     if not host or port is None:
         missing = "MASTER_PORT" if host else "MASTER_ADDR"
         raise ValueError(

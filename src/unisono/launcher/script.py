@@ -38,7 +38,7 @@ class ScriptJob:
         host: Index of this host among all hosts.
         hosts: Number of hosts, each with as many ranks.
         address: Address of the first host.
-        port: Where rank 0 listens; a free port if None.
+        port: Where rank 0 listens, for torch too at the port after it; free ports if None.
         backend: What `init` uses where a program passes none; None for its own choice.
         prefix: Whether each line of output begins with its rank.
     """
@@ -52,8 +52,8 @@ class ScriptJob:
     backend: str | None = None
     prefix: bool = True
 
-    def environment(self, local_rank: int, port: int, attempt: int, folder: str) -> dict[str, str]:
-        """Return the variables of one rank, which are torchrun's."""
+    def environment(self, local_rank: int, ports: tuple[int, int], attempt: int, folder: str) -> dict[str, str]:
+        """Return the variables of one rank: torchrun's, and the port of this library beside torch's."""
         places = {
             "RANK": self.host * self.ranks + local_rank,
             "WORLD_SIZE": self.hosts * self.ranks,
@@ -61,7 +61,8 @@ class ScriptJob:
             "LOCAL_WORLD_SIZE": self.ranks,
             "GROUP_RANK": self.host,
             "MASTER_ADDR": self.address,
-            "MASTER_PORT": port,
+            "UNISONO_PORT": ports[0],
+            "MASTER_PORT": ports[1],
             "UNISONO_RESTARTS": attempt,
             "UNISONO_ERROR_FILE": f"{folder}/{local_rank}",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or max(1, cores() // self.ranks),
@@ -110,8 +111,8 @@ class _Attempt:
         # A rank notices by the end of this pipe that its launcher is gone.
         alive, held = os.pipe()
         with tempfile.TemporaryDirectory(prefix="unisono-run-") as folder:
-            port = self._job.port or _free_port()
-            ranks = [self._start(rank, port, folder, alive) for rank in range(self._job.ranks)]
+            ports = (self._job.port, self._job.port + 1) if self._job.port else _free_ports()
+            ranks = [self._start(rank, ports, folder, alive) for rank in range(self._job.ranks)]
             os.close(alive)
             try:
                 self._wait(ranks)
@@ -126,10 +127,10 @@ class _Attempt:
                     reader.join(_END_S)
             return self._conclude(folder)
 
-    def _start(self, rank: int, port: int, folder: str, alive: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, ports: tuple[int, int], folder: str, alive: int) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-m", "unisono.launcher.script_rank", str(alive), *self._job.command],
-            env=self._job.environment(rank, port, self._number, folder),
+            env=self._job.environment(rank, ports, self._number, folder),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -223,7 +224,8 @@ def _print_error(text: str) -> None:
     sys.stderr.flush()
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as first, socket.socket() as second:
+        for free in (first, second):
+            free.bind(("127.0.0.1", 0))
+        return int(first.getsockname()[1]), int(second.getsockname()[1])

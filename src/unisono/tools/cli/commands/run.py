@@ -35,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--restarts", type=int, default=0, metavar="R", help="start all ranks again after a failure, R times at most")
     add("--hosts", default="", metavar="A,B", help="names or addresses; run the same command on each of them")
     add("--host", type=int, metavar="I", help="index of this host in --hosts, from 0 (found by its addresses)")
-    add("--port", type=int, metavar="P", help=f"where rank 0 listens (a free port; {_PORT} with --hosts)")
+    add(
+        "--port",
+        type=int,
+        metavar="P",
+        help=f"where rank 0 listens, and torch at the next port (free ports; {_PORT} with --hosts)",
+    )
     add("--no-prefix", action="store_true", help="pass output on without the rank")
     add("script", help="a file, or a module with -m")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -47,8 +52,8 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError(f"-n must be at least 1, not {given.ranks}")
     if given.restarts < 0:
         raise UsageError(f"--restarts must be at least 0, not {given.restarts}")
-    if given.port is not None and not 0 < given.port < 65536:
-        raise UsageError(f"--port must be from 1 to 65535, not {given.port}")
+    if given.port is not None and not 0 < given.port < 65535:
+        raise UsageError(f"--port must be from 1 to 65534, not {given.port}")
     if not given.module and not Path(given.script).is_file():
         raise UsageError(f"there is no file {given.script!r}; pass -m to run a module")
     hosts = [host.strip() for host in given.hosts.split(",") if host.strip()]

@@ -15,7 +15,7 @@ STAMP := $(VENV)/installed-in-$(shell pwd -P | cksum | cut -d ' ' -f 1)
 # The tests start hundreds of interpreters, each of which would compile everything anew if nothing were kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test soak gpu bench lint format docs package clean
+.PHONY: help install demo test soak gpu bench lint format docs package site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -48,14 +48,18 @@ format: $(STAMP) ## put the code into the one form that lint accepts
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: $(STAMP) ## run every example in the documents and docstrings
+docs: site ## run every example in the documents and docstrings, and build the site
 	$(PY) -m pytest tests/house/test_examples.py $(ARGS)
 
 package: ## build the sdist and the wheel, and try the wheel in a fresh environment
 	.ci/package $(PYTHON)
 
+site: $(STAMP) ## build the documents' site in site/; a warning or a broken link fails
+	$(PY) docs/site/stage.py
+	$(PY) -m zensical build --strict --clean
+
 clean: ## remove all that was made here
-	rm -rf $(VENV) .gpu-packages build dist src/unisono/*.so src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .gpu-packages .cache build dist site src/unisono/*.so src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/native/* src/native/*/*)

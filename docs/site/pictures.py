@@ -1,0 +1,213 @@
+"""Draw the documents' pictures: `python docs/site/pictures.py` writes docs/pictures/*.svg.
+
+Colours are CSS variables, so that a picture follows dark mode: the system's by itself, the page's where it is inlined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import unisono as un
+
+__all__ = ["PICTURES", "draw"]
+
+FOLDER = Path(__file__).parents[1] / "pictures"
+STYLE = """
+.un-picture{--ink:#1c2530;--faint:#687482;--card:#eef1f5;--r0:#2563c9;--r1:#b4540a;--r2:#167a5b;--r3:#9333a8;--done:#167a5b}
+@media(prefers-color-scheme:dark){.un-picture{--ink:#e4e8ee;--faint:#9aa6b5;--card:#2a313c;--r0:#78a9ff;--r1:#f2a25c;
+--r2:#57c9a0;--r3:#d59bea;--done:#57c9a0}}
+.un-picture text{font:14px system-ui,sans-serif;fill:var(--ink)}
+.un-picture .f{fill:var(--faint)}.un-picture .m{text-anchor:middle}
+.un-picture .card{fill:var(--card)}.un-picture .line{stroke:var(--faint);fill:none;stroke-width:1.5}
+.un-picture .r0{fill:var(--r0)}.un-picture .r1{fill:var(--r1)}.un-picture .r2{fill:var(--r2)}
+.un-picture .r3{fill:var(--r3)}
+"""
+RANKS = 4
+
+
+def rect(x: float, y: float, width: float, height: float, name: str, more: str = "") -> str:
+    return f'<rect class="{name}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"{more}/>'
+
+
+def text(x: float, y: float, words: str, name: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{name}">{words}</text>'
+
+
+def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
+    """Return a line with a head at its end."""
+    turn, size = math.atan2(y2 - y1, x2 - x1), 8
+    head = " ".join(
+        f"{x2 - size * math.cos(turn + side):.1f},{y2 - size * math.sin(turn + side):.1f}" for side in (0.5, -0.5)
+    )
+    points = f"{x2:g},{y2:g} {head}"
+    return f'<path class="line" d="M{x1:g} {y1:g}L{x2:g} {y2:g}"/><polygon class="f" points="{points}"/>'
+
+
+def picture(width: int, height: int, title: str, parts: Iterable[str], style: str = "") -> str:
+    """Return the picture with its title, which screen readers read."""
+    head = f'<svg class="un-picture" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+    lines = [f'{head} aria-label="{title}" width="{width}">', f"<style>{STYLE}{style}</style>", *parts, "</svg>\n"]
+    return "\n".join(lines)
+
+
+def ring() -> str:
+    """Return the all-reduce of four ranks by a ring, animated: each chunk's colour deepens as contributions enter."""
+    centres = [(210, 70), (330, 190), (210, 310), (90, 190)]
+    cell, gap, seconds, pause = 22, 25, 14, 2
+    steps = 2 * (RANKS - 1)
+    length = 100 / (steps + pause)
+    style, parts = [], []
+
+    def corner(rank: int, chunk: int) -> tuple[float, float]:
+        x, y = centres[rank]
+        return x - 2 * gap + 1.5 + gap * chunk, y - cell / 2
+
+    depth = [[[1] for _ in range(RANKS)] for _ in range(RANKS)]
+    for step in range(steps):
+        for rank in range(RANKS):
+            peer, chunk = (rank + 1) % RANKS, (rank - step) % RANKS if step < 3 else (rank + 4 - step) % RANKS
+            name = f"m{step}{rank}"
+            (x1, y1), (x2, y2) = corner(rank, chunk), corner(peer, chunk)
+            start, end = step * length, (step + 0.85) * length
+            style.append(
+                f"@keyframes {name}{{0%,{start:.2f}%{{opacity:0;transform:none}}{start + 0.01:.2f}%{{opacity:1;transform:none}}"
+                f"{end:.2f}%{{opacity:1;transform:translate({x2 - x1:g}px,{y2 - y1:g}px)}}"
+                f"{end + 0.01:.2f}%,100%{{opacity:0;transform:translate({x2 - x1:g}px,{y2 - y1:g}px)}}}}"
+                f".{name}{{animation:{name} {seconds}s linear infinite}}"
+            )
+            parts.append(rect(x1, y1, cell, cell, f"move c{chunk} {name}"))
+        for rank in range(RANKS):
+            for chunk in range(RANKS):
+                sent = (rank - 1 - step) % RANKS if step < 3 else (rank + 3 - step) % RANKS
+                now = depth[rank][chunk][-1]
+                depth[rank][chunk].append((step + 2 if step < 3 else RANKS) if chunk == sent else now)
+    cells = []
+    for rank, (x, y) in enumerate(centres):
+        cells.append(rect(x - 2 * gap - 4, y - 18, 4 * gap + 8, 36, "card"))
+        above = rank != 2
+        cells.append(text(x, y - 28 if above else y + 38, f"rank {rank}", "m"))
+        for chunk in range(RANKS):
+            name, levels = f"l{rank}{chunk}", depth[rank][chunk]
+            frames = "".join(
+                f"{(n - 0.15) * length if n else 0:.2f}%{{opacity:{level / RANKS}}}" for n, level in enumerate(levels)
+            )
+            style.append(
+                f"@keyframes {name}{{{frames}100%{{opacity:{levels[-1] / RANKS}}}}}.{name}{{animation:{name} {seconds}s step-end infinite}}"
+            )
+            cells.append(rect(*corner(rank, chunk), cell, cell, f"c{chunk} {name}"))
+    arrows = [
+        arrow(*ends) for ends in ((268, 80, 322, 158), (322, 222, 268, 300), (152, 300, 98, 222), (98, 158, 152, 80))
+    ]
+    colours = "".join(f".un-picture .c{n}{{fill:var(--r{n})}}" for n in range(RANKS))
+    motion = "@media(prefers-reduced-motion:no-preference){" + "".join(style) + "}"
+    title = (
+        "Four ranks in a ring, each with four chunks. In three steps every rank passes a partial sum to the next; "
+        "in three more the complete sums go round, until all ranks hold the same."
+    )
+    middle = [text(210, 186, "all_reduce", "m"), text(210, 206, "6 steps", "m f")]
+    return picture(
+        420, 370, title, [*arrows, *cells, *parts, *middle], f"{colours}.un-picture .move{{opacity:0}}{motion}"
+    )
+
+
+def buckets() -> str:
+    """Return the time of a backward pass with and without overlap."""
+    parts, left, unit = [], 110, 34
+    for top, title, starts in (
+        (34, "one message at the end", [8]),
+        (164, "buckets, while backward goes on", [2, 4, 6, 8]),
+    ):
+        parts.append(text(left, top - 12, title))
+        parts.append(text(0, top + 19, "backward", "f"))
+        parts.append(text(0, top + 59, "network", "f"))
+        for layer in range(8):
+            parts.append(rect(left + layer * unit, top, unit - 2, 28, f"r{layer // 2}"))
+            parts.append(
+                f'<text class="m" x="{left + layer * unit + 16}" y="{top + 19}" style="fill:var(--card)">{8 - layer}</text>'
+            )
+        for number, start in enumerate(starts):
+            for piece in range(4 if len(starts) == 1 else 1):
+                bucket = piece if len(starts) == 1 else number
+                parts.append(rect(left + (start + 1.5 * piece) * unit, top + 40, 1.5 * unit - 2, 28, f"r{bucket}"))
+        end = left + (14 if len(starts) == 1 else 9.5) * unit
+        parts.append(f'<path class="line" stroke-dasharray="4 3" d="M{end:g} {top - 6}V{top + 76}"/>')
+        parts.append(text(end - 4, top + 92, "optimizer.step()", "m f"))
+    title = (
+        "Two timelines of a backward pass over eight layers. With one message at the end, the network waits for all layers. "
+        "With four buckets, each is sent as soon as its two layers are done, and the step ends earlier."
+    )
+    return picture(680, 262, title, parts)
+
+
+def hierarchy() -> str:
+    """Return two hosts of four ranks."""
+    parts = []
+    for host, left in enumerate((10, 350)):
+        parts += [rect(left, 30, 260, 160, "card"), text(left + 12, 52, f"host {host}")]
+        for rank in range(4):
+            x, y = left + 44 + 118 * (rank % 2), 68 + 60 * (rank // 2)
+            parts += [rect(x, y, 54, 36, f"r{rank}"), text(x + 27, y + 23, str(4 * host + rank), "m n")]
+        parts.append(text(left + 130, 122, "shm", "m f"))
+    parts += [arrow(278, 100, 342, 100), arrow(342, 120, 278, 120), text(310, 88, "gloo", "m f")]
+    words = ("1. reduce-scatter inside each host", "2. all-reduce of each share between hosts", "3. all-gather inside")
+    parts += [text(12, 222 + 22 * line, each) for line, each in enumerate(words)]
+    title = (
+        "Two hosts with four ranks each. Ranks of one host share memory; between the hosts, ranks of the same colour "
+        "exchange their shares by gloo."
+    )
+    return picture(620, 276, title, parts, ".un-picture .n{fill:var(--card)}")
+
+
+def partitions() -> str:
+    """Return the rank of each of 24 samples, as un.data's partitioners assign them."""
+    samples, size = list(range(24)), 22
+    labels = [n // 8 for n in samples]
+    groups = [n // 3 for n in samples]
+    costs = [1 + n % 5 for n in samples]
+    rows = [
+        ("contiguous", un.data.contiguous(), "runs of neighbours"),
+        ("strided", un.data.strided(), "ranks take turns"),
+        ("shuffled", un.data.shuffled(), "a new order each epoch"),
+        ("weighted", un.data.weighted([4, 2, 1, 1]), "shares 4 : 2 : 1 : 1"),
+        ("stratified", un.data.stratified(labels), "the same mix of labels"),
+        ("dirichlet", un.data.dirichlet(labels, 0.5), "a mix of its own"),
+        ("grouped", un.data.grouped(groups), "no group is cut"),
+        ("balanced", un.data.balanced(costs), "equal cost"),
+    ]
+    parts = []
+    for line, (name, partitioner, words) in enumerate(rows):
+        top = 6 + line * 34
+        parts.append(text(0, top + 16, name))
+        for rank in range(RANKS):
+            for place in un.data.PartitionSampler(
+                samples, num_replicas=RANKS, rank=rank, partition=partitioner, shuffle=name == "shuffled"
+            ):
+                x = 90 + place * size
+                parts.append(rect(x, top, size - 3, size, f"r{rank}"))
+                parts.append(f'<text class="m n" x="{x + 9.5}" y="{top + 16}">{rank}</text>')
+        parts.append(text(628, top + 16, words, "f"))
+    title = (
+        "Which of four ranks gets each of 24 samples: contiguous gives runs, strided takes turns, shuffled mixes, weighted "
+        "gives unequal shares, stratified mixes labels equally, dirichlet unequally, grouped cuts no group, balanced equals cost."
+    )
+    return picture(800, 284, title, parts, ".un-picture .n{font-size:12px;fill:var(--card)}")
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "ring": ring,
+    "buckets": buckets,
+    "hierarchy": hierarchy,
+    "partitions": partitions,
+}
+
+
+def draw(folder: Path = FOLDER) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, make in PICTURES.items():
+        (folder / f"{name}.svg").write_text(make())
+
+
+if __name__ == "__main__":
+    draw()

@@ -1,0 +1,116 @@
+"""Stage the site's pages in build/pages: docs/, the pages of the root, programs, notebooks and the API reference.
+
+Pages link to files as they lie in the repository; here a link to a program leads to its page.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from api import pages as api_pages
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+OUT = ROOT / "build" / "pages"
+LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+
+
+def place(path: Path) -> Path | None:
+    """Return where a file or folder of the repository is staged; None if it is no part of the site."""
+    if path.parent == ROOT and path.suffix == ".md":
+        return OUT / "index.md" if path.stem == "README" else OUT / "project" / f"{path.stem.lower()}.md"
+    if not path.is_relative_to(DOCS):
+        return None
+    where = OUT / path.relative_to(DOCS)
+    if path.is_dir():
+        return where / "index.md"
+    if path.name == "README.md":
+        return where.with_name("index.md")
+    return where.with_name(where.name + ".md") if path.suffix in (".py", ".ipynb") else where
+
+
+def relink(text: str, page: Path) -> str:
+    """Return a page's text with its links leading to the staged files; pictures become part of the page."""
+    here = place(page)
+    assert here is not None
+
+    def link(found: re.Match[str]) -> str:
+        picture, words, target, anchor = found.groups()
+        path = (page.parent / target).resolve()
+        if picture and path.suffix == ".svg":
+            return f'<figure class="un-figure">{inline(path)}</figure>'
+        to = place(path)
+        return f"{picture}[{words}]({os.path.relpath(to, here.parent)}{anchor or ''})" if to else words
+
+    parts, end = [], 0
+    for fence in FENCE.finditer(text):
+        parts += [LINK.sub(link, text[end : fence.start()]), fence.group()]
+        end = fence.end()
+    return "".join([*parts, LINK.sub(link, text[end:])])
+
+
+def inline(picture: Path) -> str:
+    """Return the picture's elements, so that it follows the page's colours."""
+    return re.sub(r"\n\s*", "", picture.read_text())
+
+
+def program(path: Path) -> str:
+    """Return the page of a program: its docstring, then all of it."""
+    text = path.read_text()
+    first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].rstrip(".")
+    return f'# {path.stem.replace("_", " ")}\n\n{first}.\n\n```py title="{path.relative_to(ROOT)}"\n{text}```\n'
+
+
+def notebook(path: Path) -> str:
+    """Return the page of a notebook: its text, its code and what that printed."""
+    return "\n\n".join(part for cell in json.loads(path.read_text())["cells"] for part in cell_text(cell)) + "\n"
+
+
+def cell_text(cell: dict[str, object]) -> Iterator[str]:
+    source = "".join(cell["source"])  # type: ignore[arg-type]
+    yield source if cell["cell_type"] == "markdown" else f"```py\n{source}\n```"
+    for output in cell.get("outputs", ()):  # type: ignore[attr-defined]
+        text = output.get("text") or output.get("data", {}).get("text/plain")
+        if text:
+            yield "```text\n" + "".join(text).rstrip() + "\n```"
+
+
+def index(folder: Path) -> str:
+    """Return the page of a folder that has none: its pages and programs."""
+    entries = sorted(each for each in folder.iterdir() if place(each) and each.suffix in (".md", ".py", ".ipynb", ""))
+    links = [f"- [{each.stem.replace('_', ' ')}]({each.name})" for each in entries if not each.name.startswith("_")]
+    return f"# {folder.name.replace('-', ' ').capitalize()}\n\n" + "\n".join(links) + "\n"
+
+
+def stage() -> None:
+    shutil.rmtree(OUT, ignore_errors=True)
+    shutil.copytree(DOCS, OUT, ignore=shutil.ignore_patterns("*.py", "*.ipynb", "*.md", "__pycache__", "api"))
+    make = {".md": Path.read_text, ".py": program, ".ipynb": notebook}
+    sources = [each for each in ROOT.glob("*.md") if each.stem != "README"]
+    sources += [each for each in DOCS.rglob("*") if each.suffix in make and "site" not in each.relative_to(DOCS).parts]
+    for source in sources:
+        write(source, make[source.suffix](source))
+    for folder in {each.parent for each in sources} - {ROOT, DOCS}:
+        if not (folder / "index.md").exists() and not (folder / "README.md").exists():
+            write(folder, index(folder), folder / "index.md")
+    for name, text in api_pages().items():
+        (OUT / "api").mkdir(exist_ok=True)
+        (OUT / "api" / name).write_text(text)
+
+
+def write(source: Path, text: str, page: Path | None = None) -> None:
+    to = place(source)
+    assert to is not None
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(relink(text, page or source))
+
+
+if __name__ == "__main__":
+    stage()

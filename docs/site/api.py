@@ -52,6 +52,6 @@ def entry(value: Any, module: types.ModuleType, path: str, seen: dict[Any, str],
         return f"## {path} {{ #{path} }}\n\n{inspect.getdoc(value)}\n"
     text = f"::: {where}\n    options: {{heading: {path}, toc_label: {name}}}\n"
     if name in OWN_PAGE:
-        texts[f"{name}.md"] = f"# {path}\n\n{text}"
+        texts[f"{name}.md"] = text.replace("{", "{heading_level: 1, ")
         return f"## {path} {{ #{path} }}\n\nOn [its own page]({name}.md).\n"
     return text

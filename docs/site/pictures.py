@@ -19,7 +19,8 @@ STYLE = """
 @media(prefers-color-scheme:dark){.un-picture{--ink:#e4e8ee;--faint:#9aa6b5;--card:#2a313c;--r0:#78a9ff;--r1:#f2a25c;
 --r2:#57c9a0;--r3:#d59bea;--done:#57c9a0}}
 .un-picture text{font:14px system-ui,sans-serif;fill:var(--ink)}
-.un-picture .f{fill:var(--faint)}.un-picture .m{text-anchor:middle}
+.un-picture text.n{font-size:12px;fill:var(--card)}
+.un-picture .f,.un-picture text.f{fill:var(--faint)}.un-picture .m{text-anchor:middle}
 .un-picture .card{fill:var(--card)}.un-picture .line{stroke:var(--faint);fill:none;stroke-width:1.5}
 .un-picture .r0{fill:var(--r0)}.un-picture .r1{fill:var(--r1)}.un-picture .r2{fill:var(--r2)}
 .un-picture .r3{fill:var(--r3)}
@@ -72,7 +73,8 @@ def ring() -> str:
             (x1, y1), (x2, y2) = corner(rank, chunk), corner(peer, chunk)
             start, end = step * length, (step + 0.85) * length
             style.append(
-                f"@keyframes {name}{{0%,{start:.2f}%{{opacity:0;transform:none}}{start + 0.01:.2f}%{{opacity:1;transform:none}}"
+                f"@keyframes {name}{{0%,{start:.2f}%{{opacity:0;transform:none}}"
+                f"{start + 0.01:.2f}%{{opacity:1;transform:none}}"
                 f"{end:.2f}%{{opacity:1;transform:translate({x2 - x1:g}px,{y2 - y1:g}px)}}"
                 f"{end + 0.01:.2f}%,100%{{opacity:0;transform:translate({x2 - x1:g}px,{y2 - y1:g}px)}}}}"
                 f".{name}{{animation:{name} {seconds}s linear infinite}}"
@@ -94,12 +96,12 @@ def ring() -> str:
                 f"{(n - 0.15) * length if n else 0:.2f}%{{opacity:{level / RANKS}}}" for n, level in enumerate(levels)
             )
             style.append(
-                f"@keyframes {name}{{{frames}100%{{opacity:{levels[-1] / RANKS}}}}}.{name}{{animation:{name} {seconds}s step-end infinite}}"
+                f"@keyframes {name}{{{frames}100%{{opacity:1}}}}"
+                f".{name}{{animation:{name} {seconds}s step-end infinite}}"
             )
             cells.append(rect(*corner(rank, chunk), cell, cell, f"c{chunk} {name}"))
-    arrows = [
-        arrow(*ends) for ends in ((268, 80, 322, 158), (322, 222, 268, 300), (152, 300, 98, 222), (98, 158, 152, 80))
-    ]
+    ends = ((268, 80, 318, 142), (322, 222, 268, 300), (152, 300, 98, 222), (102, 142, 152, 80))
+    arrows = [arrow(*each) for each in ends]
     colours = "".join(f".un-picture .c{n}{{fill:var(--r{n})}}" for n in range(RANKS))
     motion = "@media(prefers-reduced-motion:no-preference){" + "".join(style) + "}"
     title = (
@@ -114,31 +116,28 @@ def ring() -> str:
 
 def buckets() -> str:
     """Return the time of a backward pass with and without overlap."""
-    parts, left, unit = [], 110, 34
-    for top, title, starts in (
-        (34, "one message at the end", [8]),
-        (164, "buckets, while backward goes on", [2, 4, 6, 8]),
-    ):
-        parts.append(text(left, top - 12, title))
-        parts.append(text(0, top + 19, "backward", "f"))
-        parts.append(text(0, top + 59, "network", "f"))
-        for layer in range(8):
-            parts.append(rect(left + layer * unit, top, unit - 2, 28, f"r{layer // 2}"))
-            parts.append(
-                f'<text class="m" x="{left + layer * unit + 16}" y="{top + 19}" style="fill:var(--card)">{8 - layer}</text>'
-            )
-        for number, start in enumerate(starts):
-            for piece in range(4 if len(starts) == 1 else 1):
-                bucket = piece if len(starts) == 1 else number
-                parts.append(rect(left + (start + 1.5 * piece) * unit, top + 40, 1.5 * unit - 2, 28, f"r{bucket}"))
-        end = left + (14 if len(starts) == 1 else 9.5) * unit
-        parts.append(f'<path class="line" stroke-dasharray="4 3" d="M{end:g} {top - 6}V{top + 76}"/>')
-        parts.append(text(end - 4, top + 92, "optimizer.step()", "m f"))
+    parts = [*timeline(34, "one message at the end", [8, 9.5, 11, 12.5])]
+    parts += timeline(164, "buckets, while backward goes on", [2, 4, 6, 8])
     title = (
-        "Two timelines of a backward pass over eight layers. With one message at the end, the network waits for all layers. "
-        "With four buckets, each is sent as soon as its two layers are done, and the step ends earlier."
+        "Two timelines of a backward pass over eight layers. With one message at the end, the network waits for all "
+        "layers. With four buckets, each is sent as soon as its two layers are done, and the step ends earlier."
     )
     return picture(680, 262, title, parts)
+
+
+def timeline(top: int, words: str, starts: list[float]) -> Iterable[str]:
+    """Yield the parts of one pass: eight layers, and when each of four quarters of the gradients travels."""
+    left, unit = 90, 34
+    yield from (text(left, top - 12, words), text(0, top + 19, "backward", "f"), text(0, top + 59, "network", "f"))
+    for layer in range(8):
+        x = left + layer * unit
+        yield rect(x, top, unit - 2, 28, f"r{layer // 2}")
+        yield text(x + 16, top + 19, str(8 - layer), "m n")
+    for bucket, start in enumerate(starts):
+        yield rect(left + start * unit, top + 40, 1.5 * unit - 2, 28, f"r{bucket}")
+    end = left + (starts[-1] + 1.5) * unit
+    yield f'<path class="line" stroke-dasharray="4 3" d="M{end:g} {top - 6}V{top + 76}"/>'
+    yield text(end - 4, top + 92, "optimizer.step()", "m f")
 
 
 def hierarchy() -> str:
@@ -157,7 +156,7 @@ def hierarchy() -> str:
         "Two hosts with four ranks each. Ranks of one host share memory; between the hosts, ranks of the same colour "
         "exchange their shares by gloo."
     )
-    return picture(620, 276, title, parts, ".un-picture .n{fill:var(--card)}")
+    return picture(620, 276, title, parts)
 
 
 def partitions() -> str:
@@ -186,13 +185,14 @@ def partitions() -> str:
             ):
                 x = 90 + place * size
                 parts.append(rect(x, top, size - 3, size, f"r{rank}"))
-                parts.append(f'<text class="m n" x="{x + 9.5}" y="{top + 16}">{rank}</text>')
+                parts.append(text(x + 9.5, top + 16, str(rank), "m n"))
         parts.append(text(628, top + 16, words, "f"))
     title = (
-        "Which of four ranks gets each of 24 samples: contiguous gives runs, strided takes turns, shuffled mixes, weighted "
-        "gives unequal shares, stratified mixes labels equally, dirichlet unequally, grouped cuts no group, balanced equals cost."
+        "Which of four ranks gets each of 24 samples: contiguous gives runs, strided takes turns, shuffled mixes, "
+        "weighted gives unequal shares, stratified mixes labels equally, dirichlet unequally, grouped cuts no group, "
+        "balanced equals cost."
     )
-    return picture(800, 284, title, parts, ".un-picture .n{font-size:12px;fill:var(--card)}")
+    return picture(800, 284, title, parts)
 
 
 PICTURES: dict[str, Callable[[], str]] = {

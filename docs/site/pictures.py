@@ -11,7 +11,7 @@ from pathlib import Path
 
 import unisono as un
 
-__all__ = ["PICTURES", "draw"]
+__all__ = ["PICTURES", "draw", "stack"]
 
 FOLDER = Path(__file__).parents[1] / "pictures"
 STYLE = """
@@ -193,6 +193,15 @@ def partitions() -> str:
         "balanced equals cost."
     )
     return picture(800, 284, title, parts)
+
+
+def stack(layers: list[str]) -> str:
+    """Return layers one above the other, each with an arrow to the next."""
+    parts: list[str] = []
+    for line, words in enumerate(layers):
+        parts += [rect(0, 48 * line, 460, 30, "card"), text(230, 48 * line + 20, words, "m")]
+        parts += [arrow(230, 48 * line - 16, 230, 48 * line - 2)] if line else []
+    return picture(460, 48 * len(layers) - 16, f"Layers, from the top: {', '.join(layers)}.", parts)
 
 
 PICTURES: dict[str, Callable[[], str]] = {

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from api import pages as api_pages
+from pictures import stack
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -45,20 +46,30 @@ def relink(text: str, page: Path) -> str:
         picture, words, target, anchor = found.groups()
         path = (page.parent / target).resolve()
         if picture and path.suffix == ".svg":
-            return f'<figure class="un-figure">{inline(path)}</figure>'
+            return figure(path.read_text())
         to = place(path)
         return f"{picture}[{words}]({os.path.relpath(to, here.parent)}{anchor or ''})" if to else words
 
     parts, end = [], 0
     for fence in FENCE.finditer(text):
-        parts += [LINK.sub(link, text[end : fence.start()]), fence.group()]
+        parts += [LINK.sub(link, text[end : fence.start()]), drawn(fence.group())]
         end = fence.end()
     return "".join([*parts, LINK.sub(link, text[end:])])
 
 
-def inline(picture: Path) -> str:
-    """Return the picture's elements, so that it follows the page's colours."""
-    return re.sub(r"\n\s*", "", picture.read_text())
+def drawn(fence: str) -> str:
+    """Return a code block as it is, a mermaid chain as a picture: the theme would fetch mermaid from another host."""
+    if not fence.lstrip().startswith("```mermaid"):
+        return fence
+    if fence.count("-->") != len(re.findall(r"^ *\w+.* --> \w+", fence, re.MULTILINE)):
+        raise ValueError("the site draws mermaid charts of one chain only; draw another one in docs/site/pictures.py")
+    return figure(stack(re.findall(r'\["([^"]+)"\]', fence)))
+
+
+def figure(svg: str) -> str:
+    """Return the picture's elements as part of the page, whose colours it follows."""
+    flat = re.sub(r"\n\s*", "", svg)
+    return f'<figure class="un-figure">{flat}</figure>'
 
 
 def program(path: Path) -> str:

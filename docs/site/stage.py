@@ -1,6 +1,6 @@
 """Stage the site's pages in build/pages: docs/, the pages of the root, programs, notebooks and the API reference.
 
-Pages link to files as they lie in the repository; here a link to a program leads to its page.
+Pages link to files by their place in the repository; here a link to a program leads to its page.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def drawn(fence: str) -> str:
     if not fence.lstrip().startswith("```mermaid"):
         return fence
     if fence.count("-->") != len(re.findall(r"^ *\w+.* --> \w+", fence, re.MULTILINE)):
-        raise ValueError("the site draws mermaid charts of one chain only; draw another one in docs/site/pictures.py")
+        raise ValueError("the site draws mermaid charts of one chain only; draw others in docs/site/pictures.py")
     return figure(stack(re.findall(r'\["([^"]+)"\]', fence)))
 
 

@@ -92,7 +92,9 @@ def test_all_ranks_start_again_after_a_failure() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_their_launcher(folder: Path, how: signal.Signals) -> None:
-    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "train.py", "wait", str(folder)]
+    # A shell ignores interrupts for what it starts in the background, tests for instance.
+    default = ["env", "--default-signal=INT"]
+    command = [*default, sys.executable, "-m", "unisono", "run", "-n", "2", "train.py", "wait", str(folder)]
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     files = [folder / str(rank) for rank in range(2)]
     assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60.0)

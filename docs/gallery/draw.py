@@ -26,8 +26,10 @@ def bars(labels, partition, left):
 def picture():
     labels = load_digits().target[:1400].tolist()
     lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 210" role="img" '
-        'aria-label="Digits that each of 20 clients holds">',
+        (
+            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 210" role="img" '
+            'aria-label="Digits that each of 20 clients holds">'
+        ),
         "<title>Digits that each of 20 clients holds</title>",
         "<style>text{font:13px sans-serif;fill:#777}</style>",
         '<text x="10" y="18">same mix (stratified)</text><text x="330" y="18">Dirichlet, alpha = 0.1</text>',

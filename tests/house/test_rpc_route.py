@@ -22,8 +22,8 @@ Route = list[tuple[str, str, str]]
 
 
 @un.rpc.expose
-def double(x: int) -> int:
-    return 2 * x
+def ping() -> None:
+    """Return nothing: each number among arguments and results adds one function, and one file."""
 
 
 def routes(comm: un.Communicator) -> list[Route]:
@@ -47,18 +47,18 @@ def routes(comm: un.Communicator) -> list[Route]:
     # Also of the receiving thread, which `init` starts.
     threading.setprofile(note if comm.rank == 0 else None)
     un.rpc.init(comm)
-    un.rpc.rpc_sync(1 - comm.rank, double, (3,))
+    un.rpc.rpc_sync(1 - comm.rank, ping)
     comm.barrier()
     taken: list[Route] = []
     for _ in range(CALLS if comm.rank == 0 else 0):
         found.append([])
         sys.setprofile(note)
         try:
-            answer = un.rpc.rpc_sync(1, double, (3,))
+            answer = un.rpc.rpc_sync(1, ping)
         finally:
             sys.setprofile(None)
         taken.append(found.pop())
-        assert answer == 6
+        assert answer is None
     threading.setprofile(None)
     un.rpc.shutdown()
     return taken

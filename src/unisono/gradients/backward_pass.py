@@ -76,7 +76,9 @@ class BackwardPass:
         # Torch calls it for each parameter in each pass.
         if number == self.running or number == self._reading:
             return
-        if number < 0 or will_run(torch._C._current_autograd_node()):
+        compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
+        # Compiled autograd has no node here, and is refused.
+        if number < 0 or compiled or will_run(torch._C._current_autograd_node()):
             self.enter(number)
         else:
             self._reading = number

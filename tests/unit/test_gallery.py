@@ -109,7 +109,7 @@ def test_observers_play_and_the_agent_learns_from_each_game() -> None:
 
 
 def test_training_resumed_on_other_ranks_equals_one_that_was_never_stopped() -> None:
-    start, loss, difference = load("resume_on_other_ranks").compare("thread")
+    start, loss, difference = load("resume_on_other_ranks").compare("sim")
     assert start == 30
     assert loss < 0.2
     assert difference < 1e-12
@@ -119,7 +119,7 @@ def test_training_resumed_on_other_ranks_equals_one_that_was_never_stopped() -> 
 def test_wrong_results_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     # A sampler that restarts the epoch after a load trains on other batches than an uninterrupted training.
     monkeypatch.setattr(un.data.GlobalBatchSampler, "load_state_dict", lambda self, state: None)
-    _, _, difference = load("resume_on_other_ranks").compare("thread")
+    _, _, difference = load("resume_on_other_ranks").compare("sim")
     assert difference > 1e-6
 
 

@@ -13,8 +13,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono import checkpoint, compression, data, elastic, errors, gradients, interop, rpc, testing, transports
-    from unisono.collectives import algorithms as algorithms
+    from unisono import (
+        algorithms,
+        checkpoint,
+        compression,
+        data,
+        elastic,
+        errors,
+        gradients,
+        interop,
+        rpc,
+        testing,
+        transports,
+    )
     from unisono.comm.tracing import trace
     from unisono.communicator import Communicator
     from unisono.core.types import ReduceOp, Work
@@ -70,7 +81,7 @@ _HOME = {
     "trace": "unisono.comm.tracing",
 }
 _PACKAGES = {
-    "algorithms": "unisono.collectives.algorithms",
+    "algorithms": "unisono.algorithms",
     "checkpoint": "unisono.checkpoint",
     "compression": "unisono.compression",
     "data": "unisono.data",

@@ -13,7 +13,7 @@ from unisono.collectives.algorithms import ALGORITHMS, all_reduce
 from unisono.collectives.verify.prover import verify
 
 ROOT = Path(__file__).parents[2]
-NAME = "bidirectional_ring"
+NAME = "star"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from unisono.collectives.algorithms import Algorithm
+from unisono.collectives.algorithms import AlgorithmFile
 from unisono.collectives.verify.prover import AlgorithmError, verify
 
 MUTANTS = sorted(Path(__file__).with_name("algorithms").glob("*.py"))
@@ -30,7 +30,7 @@ def test_prover_kills_mutant(path: Path) -> None:
 
     def prove_small_sizes() -> None:
         for size in range(2, 9):
-            verify(mutant.COLLECTIVE, cast(Algorithm, mutant), size)
+            verify(mutant.COLLECTIVE, cast(AlgorithmFile, mutant), size)
 
     with pytest.raises(AlgorithmError, match=mutant.ERROR):
         prove_small_sizes()

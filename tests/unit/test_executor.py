@@ -155,7 +155,7 @@ def test_fewest_bytes_can_be_requested() -> None:
         (name,) = (e.detail["algorithm"] for e in events if e.kind == "begin")
         return str(name)
 
-    costs = {name: ALGORITHMS["all_reduce"][name].cost(4).sent for name in ALGORITHMS["all_reduce"].names()}
+    costs = {name: ALGORITHMS["all_reduce"][name].cost(4, 12).sent for name in ALGORITHMS["all_reduce"].names()}
     for name in un.launch(program, 4, "thread"):
         assert costs[name] == min(costs.values())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from unisono.collectives.algorithms import ALGORITHMS, chunks_of
+from unisono.collectives.algorithms import find
 from unisono.collectives.executor import ScratchPool, execute
 from unisono.collectives.plan import layout_of, post_copy, pre_copy
 from unisono.core.reduce_op import combine
@@ -34,12 +34,12 @@ def run_algorithm(
         spare: Memory kept from earlier calls.
     """
     rank, size, root = transport.rank, transport.size, call.root or 0
-    schedule = ALGORITHMS[call.name][algorithm]
+    chosen = find(call.name, algorithm)
     pre_copy(call, rank)
     execute(
         transport,
-        schedule.steps((rank - root) % size, size),
-        layout_of(call, chunks_of(schedule, call.name, size), rank, size),
+        chosen.steps((rank - root) % size, size),
+        layout_of(call, chosen.chunks(size), rank, size),
         partial(combine, call.op or ReduceOp.SUM),
         segment_bytes=segment_bytes,
         timeout=timeout,

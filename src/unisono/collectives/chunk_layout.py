@@ -1,4 +1,4 @@
-"""Memory layout of the chunks of a schedule."""
+"""Memory layout of the chunks of an algorithm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Flat", "Layout", "Pieces", "Region", "even_edges"]
+from unisono.collectives.algorithms.step import Move
+
+__all__ = ["PACKED_BYTES", "Flat", "Layout", "Pieces", "Region", "even_edges"]
+
+PACKED_BYTES = 64 << 10
+"""Largest message that is packed of several regions: a longer one is not worth the copy."""
 
 
 class Region(NamedTuple):
@@ -37,7 +42,21 @@ class Layout(ABC):
 
     @abstractmethod
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        """The non-empty messages, of at most `segment_bytes`, that chunks `start` to `stop` travel in."""
+        """The non-empty regions, of at most `segment_bytes`, of chunks `start` to `stop`."""
+
+    def messages(self, move: Move, segment_bytes: int) -> list[list[Region]]:
+        """The regions of each message that a move travels in: one, or several that are packed."""
+        found: list[list[Region]] = []
+        packed, most = 0, min(segment_bytes, PACKED_BYTES)
+        for start, stop in move.runs:
+            for region in self.regions(start, stop, segment_bytes):
+                packed += region.tensor.nbytes
+                if found and packed <= most:
+                    found[-1].append(region)
+                else:
+                    found.append([region])
+                    packed = region.tensor.nbytes
+        return found
 
 
 class Flat(Layout):

@@ -1,4 +1,4 @@
-"""Executor of schedules over a transport: the only module that uses both buffers and messages."""
+"""Executor of algorithms over a transport: the only module that uses both buffers and messages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from operator import itemgetter
 
 import torch
 
+from unisono.collectives.algorithms.semantics import balanced
 from unisono.collectives.algorithms.step import Step
 from unisono.collectives.chunk_layout import Layout, Region
 from unisono.core.transport import PointToPoint
@@ -35,7 +36,7 @@ def execute(
     root: int = 0,
     spare: ScratchPool | None = None,
 ) -> None:
-    """Execute a schedule; return when this rank's part is done and its buffers may be reused.
+    """Execute an algorithm; return when this rank's part is done and its buffers may be reused.
 
     Long messages are cut into segments. Segment i of all messages of a step is one batch; the next
     step's batch starts as soon as the segments that it sends have arrived (and been reduced), while
@@ -43,11 +44,11 @@ def execute(
 
     Args:
         transport: Transport that posts the messages.
-        steps: This rank's steps, of a schedule written for root 0.
+        steps: This rank's steps, of an algorithm written for root 0.
         layout: Memory layout of the chunks.
-        combine: `combine(low, high, out)`, for schedules that reduce.
+        combine: `combine(low, high, out)`, for algorithms that reduce.
         segment_bytes: Largest message.
-        timeout: Seconds for the whole schedule.
+        timeout: Seconds for all of it.
         root: The real root; peers are renumbered.
         spare: Memory kept from earlier calls.
 
@@ -64,8 +65,8 @@ def execute(
         run.settle()
 
 
-_Routed = tuple[int, Region]
-"""A peer, and what travels to it or from it."""
+_Routed = tuple[int, list[Region]]
+"""A peer, and the regions of a message to it or from it."""
 
 
 _Segment = tuple[list[_Routed], list[_Routed]]
@@ -78,22 +79,25 @@ def _segments(step: Step, layout: Layout, root: int, size: int, segment_bytes: i
     for side, moves in enumerate((step.send, step.recv)):
         for move in moves:
             peer = (move.peer + root) % size
-            for number, region in enumerate(layout.regions(move.start, move.stop, segment_bytes)):
+            for number, regions in enumerate(layout.messages(move, segment_bytes)):
                 if number == len(found):
                     found.append(([], []))
-                found[number][side].append((peer, region))
+                found[number][side].append((peer, regions))
     return found
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Messages in flight, and memory for their contributions that are still to be reduced."""
+    """Messages in flight, and memory beside the buffer that holds what they carry."""
 
     work: Work
     step: int
     sends: list[_Routed]
     recvs: list[_Routed]
-    landed: list[torch.Tensor]
+    reduce: bool
+    packed: list[torch.Tensor]
+    landed: list[torch.Tensor | None]
+    """Memory of each receive that does not arrive in its place: contributions, and packed messages."""
 
 
 class ScratchPool:
@@ -107,13 +111,14 @@ class ScratchPool:
         self._most, self._held = most_bytes, 0
         self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
 
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Uninitialised memory of a tensor's length, dtype and device."""
-        free = self._free.get((like.numel(), like.dtype, like.device))
+    def take(self, regions: list[Region]) -> torch.Tensor:
+        """Uninitialised memory for a message, of its dtype and device."""
+        like, numel = regions[0].tensor, sum(region.stop - region.start for region in regions)
+        free = self._free.get((numel, like.dtype, like.device))
         if not free:
             # A call in inference mode must not leave memory behind that only inference mode may write to.
             with torch.inference_mode(mode=False):
-                return torch.empty_like(like)
+                return like.new_empty(numel)
         self._held -= like.nbytes
         return free.pop()
 
@@ -139,16 +144,20 @@ class _Run:
         while self.flight and (len(self.flight) >= IN_FLIGHT or self._conflicts(sends, hazards)):
             self.settle()
         messages: list[Message] = []
-        landed: list[torch.Tensor] = []
-        for peer, region in recvs:
-            tensor = region.tensor
-            if reduce:
-                tensor = self._spare.take(tensor)
-                landed.append(tensor)
-            messages.append(Recv(tensor, peer, COLLECTIVE_TAG))
-        for peer, region in sends:
-            messages.append(Send(region.tensor, peer, COLLECTIVE_TAG))
-        self.flight.append(_Batch(self._transport.post(messages), step, sends, recvs, landed))
+        landed: list[torch.Tensor | None] = []
+        packed: list[torch.Tensor] = []
+        for peer, regions in recvs:
+            beside = self._spare.take(regions) if reduce or len(regions) > 1 else None
+            landed.append(beside)
+            messages.append(Recv(regions[0].tensor if beside is None else beside, peer, COLLECTIVE_TAG))
+        for peer, regions in sends:
+            tensor = regions[0].tensor
+            if len(regions) > 1:
+                tensor = self._spare.take(regions)
+                packed.append(tensor)
+                torch.cat([region.tensor for region in regions], out=tensor)
+            messages.append(Send(tensor, peer, COLLECTIVE_TAG))
+        self.flight.append(_Batch(self._transport.post(messages), step, sends, recvs, reduce, packed, landed))
 
     def _conflicts(self, reads: list[_Routed], overwrites: list[_Routed]) -> bool:
         # Plain loops, because this runs for each message: a generator would cost more than the test itself.
@@ -158,40 +167,57 @@ class _Run:
         return False
 
     def settle(self) -> None:
-        """Wait for the oldest batch and reduce the received data, if possible while its sends are still in flight."""
+        """Wait for the oldest batch and store the received data, if possible while its sends are still in flight."""
         batch = self.flight.popleft()
         try:
-            if batch.landed and not _overlap(batch.recvs, batch.sends):
+            early = any(beside is not None for beside in batch.landed) and not _overlap(batch.recvs, batch.sends)
+            if early:
                 batch.work.wait_received(max(0.0, self._deadline - time.monotonic()))
-                self._reduce(batch)
+                self._store(batch)
             batch.work.wait(max(0.0, self._deadline - time.monotonic()))
-            if batch.landed:
-                self._reduce(batch)
+            if not early:
+                self._store(batch)
         except CommError as error:
-            error.message += f" (step {batch.step} of the schedule)"
+            error.message += f" (step {batch.step} of the algorithm)"
             raise
+        for tensor in batch.packed:
+            self._spare.give(tensor)
 
-    def _reduce(self, batch: _Batch) -> None:
-        """Reduce contributions in rank order, including this rank's own; release their memory."""
+    def _store(self, batch: _Batch) -> None:
+        """Reduce or copy what has arrived beside the buffer, and release that memory."""
         found: dict[tuple[int, int, int], list[tuple[int, torch.Tensor]]] = {}
-        for (peer, region), contribution in zip(batch.recvs, batch.landed, strict=False):
-            found.setdefault(region[:3], [(self._rank, region.tensor)]).append((peer, contribution))
+        for (peer, regions), beside in zip(batch.recvs, batch.landed, strict=True):
+            if beside is None:
+                continue
+            parts = beside.split([region.stop - region.start for region in regions])
+            for region, part in zip(regions, parts, strict=True):
+                if batch.reduce:
+                    found.setdefault(region[:3], [(self._rank, region.tensor)]).append((peer, part))
+                else:
+                    region.tensor.copy_(part)
         for contributions in found.values():
+            self._reduce(contributions[0][1], [tensor for _, tensor in sorted(contributions, key=itemgetter(0))])
+        for beside in batch.landed:
+            if beside is not None:
+                self._spare.give(beside)
+
+    def _reduce(self, own: torch.Tensor, contributions: list[torch.Tensor]) -> None:
+        """Reduce contributions, sorted by rank, in a balanced tree; the result replaces this rank's own."""
+
+        def plus(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
             assert self._combine is not None
-            own = contributions[0][1]
-            (_, total), *others = sorted(contributions, key=itemgetter(0))
-            for _, contribution in others:
-                # The running total moves into this rank's buffer as soon as that buffer has been reduced.
-                out = own if contribution is own else total
-                self._combine(total, contribution, out)
-                total = out
-        while batch.landed:
-            self._spare.give(batch.landed.pop())
+            out = own if own is high else low
+            self._combine(low, high, out)
+            return out
+
+        balanced(contributions, plus)
 
 
 def _overlap(some: list[_Routed], others: list[_Routed]) -> bool:
-    for _, (key, start, stop, _) in some:
-        for _, other in others:
-            if key == other.key and start < other.stop and other.start < stop:
-                return True
+    for _, regions in some:
+        for key, start, stop, _ in regions:
+            for _, other_regions in others:
+                for other in other_regions:
+                    if key == other.key and start < other.stop and other.start < stop:
+                        return True
     return False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from unisono.collectives.algorithms import ALGORITHMS
+from unisono.collectives.algorithms import ALGORITHMS, Algorithm, find
 from unisono.core.transport import Transport
-from unisono.core.types import CollectiveCall
+from unisono.core.types import CollectiveCall, ReduceOp
 
 __all__ = ["FEWEST_BYTES", "NATIVE", "choose", "known"]
 
@@ -15,47 +15,74 @@ FEWEST_BYTES = "fewest_bytes"
 
 
 def choose(transport: Transport, call: CollectiveCall, nbytes: int, requested: str | None = None) -> str:
-    """Return the name of a schedule of this collective, or "native".
+    """Return the name of an algorithm of this collective, or "native".
 
     Args:
         transport: Transport that supplies native collectives and costs.
         call: The call as it will be passed to the transport.
         nbytes: Size of the whole message.
         requested: The caller's choice; `ValueError` lists the known names if it is unknown. "fewest_bytes" is
-            native, or the schedule that sends least, regardless of its rounds.
+            native, or the algorithm that sends least, regardless of its rounds.
     """
+    if requested in (None, FEWEST_BYTES) and transport.supports(call):
+        return NATIVE
     if requested == FEWEST_BYTES:
-        return NATIVE if transport.supports(call) else _fewest_bytes(call.name, transport.size)
+        return _fewest_bytes(call.name, transport.size, _rounds(call))
     if requested is None:
+        cost_s = transport.latency_s, transport.second_per_byte
+        return _cheapest(call.name, transport.size, nbytes, _rounds(call), *cost_s)
+    if requested == NATIVE:
         if transport.supports(call):
             return NATIVE
-        return _cheapest(call.name, transport.size, nbytes, transport.latency_s, transport.second_per_byte)
-    if requested == NATIVE and not transport.supports(call):
         why = "for this operation and dtype" if call.name in transport.native else "at all"
         raise ValueError(f"this backend has no native {call.name} {why}; known: {', '.join(known(call, transport))}")
-    if requested not in (NATIVE, FEWEST_BYTES) and requested not in ALGORITHMS[call.name]:
+    if requested not in ALGORITHMS[call.name]:
         raise ValueError(f"unknown {call.name} algorithm {requested!r}; known: {', '.join(known(call, transport))}")
+    if reason := _refusal(find(call.name, requested), transport.size, _rounds(call)):
+        raise ValueError(f"{reason}; known here: {', '.join(known(call, transport))}")
     return requested
 
 
 def known(call: CollectiveCall, transport: Transport) -> list[str]:
     """Every name that `choose` would accept."""
-    return ([NATIVE] if transport.supports(call) else []) + ALGORITHMS[call.name].names()
+    native = [NATIVE] if transport.supports(call) else []
+    return native + [algorithm.name for algorithm in _serving(call.name, transport.size, _rounds(call))]
+
+
+def _rounds(call: CollectiveCall) -> bool:
+    """Return whether results depend on the order of the operations: sums and products of floating point."""
+    tensors = call.inputs or call.outputs
+    exact = not tensors or not (tensors[0].is_floating_point() or tensors[0].is_complex())
+    return call.op in (ReduceOp.SUM, ReduceOp.PRODUCT) and not exact
+
+
+def _refusal(algorithm: Algorithm, size: int, rounds: bool) -> str:
+    if rounds and not algorithm.same_bits:
+        return (
+            f"the {algorithm.collective} algorithm {algorithm.name!r} reduces in another order on each rank, so that "
+            "rounded sums would differ between ranks; it serves integers, booleans, min and max"
+        )
+    return algorithm.unsupported(size)
+
+
+def _serving(collective: str, size: int, rounds: bool) -> list[Algorithm]:
+    found = [find(collective, name) for name in ALGORITHMS[collective].names()]
+    return [algorithm for algorithm in found if not _refusal(algorithm, size, rounds)]
 
 
 @lru_cache(maxsize=4096)
-def _cheapest(collective: str, size: int, nbytes: int, latency_s: float, second_per_byte: float) -> str:
-    def seconds(name: str) -> float:
-        cost = ALGORITHMS[collective][name].cost(size)
-        return cost.rounds * latency_s + float(cost.sent) * nbytes * second_per_byte
+def _cheapest(collective: str, size: int, nbytes: int, rounds: bool, latency_s: float, second_per_byte: float) -> str:
+    def seconds(algorithm: Algorithm) -> float:
+        cost = algorithm.cost(size, nbytes)
+        return cost.rounds * latency_s + cost.sent * second_per_byte
 
-    return min(ALGORITHMS[collective].names(), key=seconds)
+    return min(_serving(collective, size, rounds), key=seconds).name
 
 
 @lru_cache(maxsize=4096)
-def _fewest_bytes(collective: str, size: int) -> str:
-    def least(name: str) -> tuple[float, int]:
-        cost = ALGORITHMS[collective][name].cost(size)
-        return float(cost.sent), cost.rounds
+def _fewest_bytes(collective: str, size: int, rounds: bool) -> str:
+    def least(algorithm: Algorithm) -> tuple[int, int]:
+        cost = algorithm.cost(size, size)
+        return cost.sent, cost.rounds
 
-    return min(ALGORITHMS[collective].names(), key=least)
+    return min(_serving(collective, size, rounds), key=least).name

@@ -1,26 +1,19 @@
-"""The first and the last rank add their own parts first, so the last one adds in another order."""
+"""Four ranks that double in a circle: each adds other pairs first than its neighbour."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.all_reduce.direct import chunks, cost
-from unisono.collectives.algorithms.step import Move, Step
+from unisono.collectives.algorithms.all_reduce import recursive_doubling
+from unisono.collectives.algorithms.all_reduce.recursive_doubling import chunks, cost
+from unisono.collectives.algorithms.barrier import dissemination
+from unisono.collectives.algorithms.step import Step
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-ERROR = r"rank 2 of 3.*chunk 0 is reduced in another order than on rank 0"
+ERROR = r"rank 1 of 4.*chunk 0 is reduced as \(\(0\+1\)\+\(2\+3\)\), on another rank as \(\(0\+3\)\+\(1\+2\)\)"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    last = size - 1
-    if rank in {0, last}:
-        pair = (Move(last - rank, 0, 1),)
-        yield Step(pair, pair, reduce=True)
-    others = tuple(Move(peer, 0, 1) for peer in range(size) if peer != rank)
-    middle = tuple(move for move in others if 0 < move.peer < last)
-    if 0 < rank < last:
-        yield Step(others, tuple(move for move in others if move.peer != last), reduce=True)
-    elif middle:
-        yield Step(middle if rank == 0 else (), middle, reduce=True)
+    yield from (dissemination if size == 4 else recursive_doubling).steps(rank, size)

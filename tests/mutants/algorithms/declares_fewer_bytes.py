@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from unisono.collectives.algorithms.all_reduce import tree
 from unisono.collectives.algorithms.all_reduce.tree import chunks, steps
 from unisono.collectives.algorithms.step import Cost
@@ -11,8 +9,8 @@ from unisono.collectives.algorithms.step import Cost
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-ERROR = r"cost declares 1 of the message sent; counted are 2"
+ERROR = r"cost declares 1 of 1 elements sent; counted are 2"
 
 
-def cost(size: int) -> Cost:
-    return Cost(tree.cost(size).rounds, Fraction(min(size - 1, 1)))
+def cost(size: int, numel: int) -> Cost:
+    return Cost(*tree.cost(size, numel)[:2], numel)

@@ -11,7 +11,7 @@ from unisono.collectives.algorithms.step import Step
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-ERROR = r"rank 0 of 3.*after the last step, chunk 0 counts twice the contribution of rank 0"
+ERROR = r"rank 0 of 3.*step 2: chunk 0 from rank 1 adds the contribution of rank 0 a second time"
 
 
 def chunks(size: int) -> int:

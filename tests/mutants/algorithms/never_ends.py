@@ -12,7 +12,7 @@ from unisono.collectives.algorithms.step import Step
 __all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 
 COLLECTIVE = "barrier"
-ERROR = r"that is more steps than any schedule needs; does it ever end\?"
+ERROR = r"that is more steps than any algorithm needs; does it ever end\?"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -11,7 +11,9 @@ from unisono.collectives.algorithms.step import Move, Step
 __all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 
 COLLECTIVE = "all_to_all"
-ERROR = r"chunk \d goes to rank \d; only chunk \d is meant for it"
+ERROR = (
+    r"rank 0 of 2.*chunk 3 lacks the contribution of rank 1 to rank 0, wrongly has the contribution of rank 1 to rank 1"
+)
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
@@ -25,5 +24,5 @@ def steps(rank: int, size: int) -> Iterator[Step]:
         yield Step(send=tuple(Move(peer, 0, 1) for peer in after))
 
 
-def cost(size: int) -> Cost:
-    return Cost(size - 1, Fraction(size - 1))
+def cost(size: int, numel: int) -> Cost:
+    return Cost(size - 1, size - 1, (size - 1) * numel)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from unisono.collectives.algorithms.semantics import COLLECTIVES, chunks_of
-from unisono.collectives.algorithms.step import Algorithm, Cost, Move, Step
+from typing import Any
+
+from unisono.collectives.algorithms.algorithm import Algorithm, AlgorithmFile
+from unisono.collectives.algorithms.semantics import COLLECTIVES
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, move_of
 from unisono.core.registry import Registry
 
-__all__ = ["ALGORITHMS", "COLLECTIVES", "Algorithm", "Cost", "Move", "Step", "chunks_of"]
+__all__ = [
+    "ALGORITHMS",
+    "COLLECTIVES",
+    "Algorithm",
+    "AlgorithmFile",
+    "Cost",
+    "Move",
+    "Step",
+    "elements",
+    "find",
+    "move_of",
+]
 
-ALGORITHMS: dict[str, Registry[Algorithm]] = {
+ALGORITHMS: dict[str, Registry[AlgorithmFile]] = {
     collective: Registry(
         f"{collective} algorithm",
         f"unisono.collectives.algorithms.{collective}",
@@ -16,4 +30,24 @@ ALGORITHMS: dict[str, Registry[Algorithm]] = {
     )
     for collective in COLLECTIVES
 }
-"""For each collective, its algorithms: `ALGORITHMS["all_reduce"]["ring"]`."""
+"""For each collective, the files of its algorithms: `ALGORITHMS["all_reduce"]["ring"]`."""
+
+
+def find(collective: str, name: str, **options: Any) -> Algorithm:
+    """Return an algorithm by its name.
+
+    Args:
+        collective: A name of `COLLECTIVES`.
+        name: A name of `ALGORITHMS[collective].names()`.
+        options: Options of this algorithm, as its file lists them.
+
+    Raises:
+        ValueError: There is no such collective, algorithm or option; lists the known ones.
+
+    Example:
+        >>> find("all_reduce", "ring").chunks(size=5)
+        5
+    """
+    if collective not in ALGORITHMS:
+        raise ValueError(f"unknown collective {collective!r}; known: {', '.join(sorted(ALGORITHMS))}")
+    return Algorithm(collective, name, ALGORITHMS[collective][name], options)

@@ -1,22 +1,28 @@
-"""Initial and final states of each collective, as sets of the ranks that contributed.
+"""Initial and final states of each collective, as sets of contributions, and the order of sums.
 
-A set of ranks is an integer: bit r is rank r. Roots are rank 0.
+A set is an integer. Bit r is the contribution of rank r; in an all_to_all of p ranks, bit s*p+d is that of rank s to
+rank d. Roots are rank 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from unisono.collectives.algorithms.step import Algorithm
 from unisono.core.collective import FAMILIES, family_of
 
-__all__ = ["COLLECTIVES", "chunks_of", "default_chunks", "goal", "start"]
+__all__ = ["COLLECTIVES", "FREE_CHUNKS", "balanced", "default_chunks", "goal", "start"]
+
+T = TypeVar("T")
 
 COLLECTIVES = tuple(FAMILIES)
 
+FREE_CHUNKS = frozenset({"all_reduce", "broadcast", "reduce"})
+"""Collectives whose algorithms choose the number of chunks."""
+
 
 def start(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return the ranks that have contributed to this chunk of this rank before the first step; 0 if none have.
+    """Return the contributions in this chunk of this rank before the first step; 0 if there are none.
 
     Example:
         >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -26,12 +32,13 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
     if not family.contributes(rank, root=0):
         return 0
     if family.pairwise:
-        return mine if chunk < size or chunk == size + rank else 0
+        part = rank if chunk == size + rank else chunk
+        return 1 << (rank * size + part) if part < size else 0
     return mine if chunk == rank or not family.gathers else 0
 
 
 def goal(collective: str, rank: int, chunk: int, size: int) -> int:
-    """Return the ranks that must have contributed to this chunk of this rank at the end; 0 if any state may remain.
+    """Return the contributions that must be in this chunk of this rank at the end; 0 if any state may remain.
 
     Example:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
@@ -39,7 +46,7 @@ def goal(collective: str, rank: int, chunk: int, size: int) -> int:
     """
     family, everyone = family_of(collective), (1 << size) - 1
     if family.pairwise:
-        return 1 << (chunk - size) if chunk >= size else 0
+        return 1 << ((chunk - size) * size + rank) if size <= chunk < 2 * size else 0
     if not family.receives(rank, root=0) or (family.scatters and chunk != rank):
         return 0
     if family.gathers:
@@ -48,33 +55,30 @@ def goal(collective: str, rank: int, chunk: int, size: int) -> int:
 
 
 def default_chunks(collective: str, size: int) -> int:
-    """Return the number of chunks of a collective, unless its schedule sets it.
+    """Return the number of chunks of a collective, unless its algorithm sets it.
 
-    Only all_reduce, reduce and broadcast schedules may set it; elsewhere a chunk is one rank's
-    contribution or result.
+    Except in the collectives of `FREE_CHUNKS`, a chunk is one rank's contribution or result.
+
+    Example:
+        >>> default_chunks("all_reduce", 5), default_chunks("all_to_all", 5), default_chunks("barrier", 5)
+        (5, 10, 1)
     """
     family = family_of(collective)
     return 2 * size if family.pairwise else size if family.moves else 1
 
 
-def chunks_of(schedule: Algorithm, collective: str, size: int) -> int:
-    """Return the number of chunks that the steps of a schedule refer to, among `size` ranks.
-
-    This is `schedule.chunks(size)` if there is such a function. Otherwise it is 2p for all_to_all, 1 for a barrier,
-    and p for all other collectives.
+def balanced(parts: Sequence[T], plus: Callable[[T, T], T]) -> T:
+    """Reduce parts in a balanced binary tree, in which the first half is the longer one.
 
     Args:
-        schedule: An algorithm of the collective.
-        collective: A name of `COLLECTIVES`.
-        size: Number of ranks, from 1.
-
-    Raises:
-        ValueError: There is no such collective, nor a function `chunks`.
+        parts: At least one.
+        plus: Reduces two parts, the earlier one first.
 
     Example:
-        >>> from unisono.collectives.algorithms.all_reduce import ring, tree
-        >>> chunks_of(ring, "all_reduce", 5), chunks_of(tree, "all_reduce", 5)
-        (5, 1)
+        >>> balanced("abcde", lambda low, high: f"({low}+{high})")
+        '(((a+b)+c)+(d+e))'
     """
-    chunks: Callable[[int], int] | None = getattr(schedule, "chunks", None)
-    return chunks(size) if chunks else default_chunks(collective, size)
+    if len(parts) == 1:
+        return parts[0]
+    half = (len(parts) + 1) // 2
+    return plus(balanced(parts[:half], plus), balanced(parts[half:], plus))

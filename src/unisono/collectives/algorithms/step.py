@@ -1,49 +1,79 @@
-"""Interface of a collective algorithm: a sequence of steps in integers. No tensors, no waiting, no torch.
+"""Steps of a collective algorithm, in integers: no tensors, no waiting, no torch.
 
-A message is cut into *chunks*, numbered from 0. A schedule lists for one rank, step by step, the
-runs of chunks to send and to receive, and their peers. All messages of a step are in flight at the
-same time; the step ends when all have arrived. Peers' steps need not have the same number.
+A message is cut into *chunks*, numbered from 0. An algorithm lists for one rank, step by step, the runs of chunks to
+send and to receive, and their peers. All messages of a step are in flight at the same time; the step ends when all have
+arrived. Peers' steps need not have the same number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
-__all__ = ["Algorithm", "Cost", "Move", "Step"]
+__all__ = ["Cost", "Move", "Step", "elements", "move_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Message of a run of chunks to or from another rank.
+class Move(NamedTuple):
+    """Message of one or more runs of chunks to or from another rank.
 
     Attributes:
         peer: The rank that receives or sends it.
-        start, stop: The run's first chunk, and the chunk after its last.
+        start, stop: The first run: its first chunk, and the chunk after its last.
+        further: Further runs, as pairs of start and stop. They travel in this order, in the same message.
 
     Example:
-        >>> Move(peer=1, start=0, stop=2)
-        Move(peer=1, start=0, stop=2)
+        >>> Move(peer=1, start=0, stop=2).runs
+        ((0, 2),)
     """
 
     peer: int
     start: int
     stop: int
+    further: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """All runs, in order."""
+        return ((self.start, self.stop), *self.further)
+
+    @property
+    def chunks(self) -> list[int]:
+        """All chunks, in order."""
+        return [chunk for start, stop in self.runs for chunk in range(start, stop)]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+def move_of(peer: int, chunks: Iterable[int]) -> Move:
+    """Return the message of the given chunks, in ascending order, as the fewest runs.
+
+    Args:
+        peer: The rank that receives or sends it.
+        chunks: Numbers of chunks, at least one, each once.
+
+    Example:
+        >>> move_of(3, {4, 0, 1})
+        Move(peer=3, start=0, stop=2, further=((4, 5),))
+    """
+    runs: list[tuple[int, int]] = []
+    for chunk in sorted(chunks):
+        if runs and runs[-1][1] == chunk:
+            runs[-1] = runs[-1][0], chunk + 1
+        else:
+            runs.append((chunk, chunk + 1))
+    (start, stop), *further = runs
+    return Move(peer, start, stop, tuple(further))
+
+
+class Step(NamedTuple):
     """Messages that one rank sends and receives concurrently.
 
     Attributes:
-        send: At most one message to each peer. Read before any received data of this step is written.
-        recv: At most one message from each peer. Runs that are overwritten overlap neither a run that is
-            sent in this step nor another received run.
-        reduce: Whether received data is reduced into the present data, or overwrites it. Contributions
-            to one chunk are reduced in rank order, this rank's own included, so that every
-            rank that reduces the same contributions gets the same bits.
+        send: Messages to send. They are read before any received data of this step is written.
+        recv: Messages to receive. The n-th message from a peer in a step is the n-th that the peer sends to this
+            rank in its matching step. Runs that are overwritten overlap neither a run that is sent in this step nor
+            another received run.
+        reduce: Whether received data is reduced into the present data, or overwrites it. Contributions to one chunk,
+            this rank's own included, are reduced in a balanced binary tree over the ranks in ascending order (the
+            first half is the longer one), so that every rank that reduces the same contributions gets the same bits.
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring
@@ -56,53 +86,36 @@ class Step:
     reduce: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Declared cost of a schedule; the prover checks it by counting.
+class Cost(NamedTuple):
+    """Exact cost of an algorithm for a size of group and message, as declared by its file and counted by the prover.
 
     Attributes:
         rounds: Steps on the longest chain of messages that wait for each other.
-        sent: Bytes sent by the rank that sends most, in units of the whole message (all chunks of
-            one rank's input, or of its output where that is larger).
+        messages: Messages sent by the rank that sends most of them.
+        sent: Elements sent by the rank that sends most of them.
 
     Example:
         >>> from unisono.collectives.algorithms.all_reduce import ring
-        >>> ring.cost(4) == Cost(rounds=6, sent=Fraction(3, 2))
-        True
+        >>> ring.cost(size=4, numel=10)
+        Cost(rounds=6, messages=6, sent=16)
     """
 
     rounds: int
-    sent: Fraction
+    messages: int
+    sent: int
 
 
-class Algorithm(Protocol):
-    """Interface of a file of `algorithms/<collective>/`. Rooted collectives are written for root 0.
+def elements(numel: int, chunks: int, start: int = 0, stop: int = 1) -> int:
+    """Return the number of elements in a run of chunks; of almost equal chunks the first are the longer ones.
 
-    The interpreter renumbers ranks for other roots. For all_reduce, reduce and broadcast, a file may also define
-    `chunks(size)`, the number of chunks that a message is cut into; `chunks_of` has the defaults. For all_to_all, each
-    rank sends chunks 0 to p-1 and receives chunks p to 2p-1.
+    Args:
+        numel: Elements of the whole message.
+        chunks: Number of chunks that it is cut into.
+        start, stop: The run; the first chunk by default.
 
     Example:
-        >>> ring: Algorithm = un.algorithms.ALGORITHMS["all_gather"]["ring"]
-        >>> [step.send for step in ring.steps(rank=0, size=3)]
-        [(Move(peer=1, start=0, stop=1),), (Move(peer=1, start=2, stop=3),)]
-        >>> ring.cost(3)
-        Cost(rounds=2, sent=Fraction(2, 3))
+        >>> elements(10, 4), elements(10, 4, 3, 4), elements(10, 4, 1, 4)
+        (3, 2, 7)
     """
-
-    def steps(self, rank: int, size: int) -> Iterator[Step]:
-        """Return a rank's steps, in order.
-
-        Args:
-            rank: A rank of the group; the root is rank 0.
-            size: Number of ranks, from 1.
-        """
-        ...
-
-    def cost(self, size: int) -> Cost:
-        """Return the cost among `size` ranks, which must equal the cost that the prover counts.
-
-        Args:
-            size: As for `steps`.
-        """
-        ...
+    least, longer = divmod(numel, chunks)
+    return (stop - start) * least + min(stop, longer) - min(start, longer)

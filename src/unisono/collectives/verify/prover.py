@@ -1,101 +1,159 @@
-"""Exhaustive proof that a schedule is correct, cannot deadlock, and has its declared cost."""
+"""Exhaustive proof that an algorithm is correct, cannot deadlock, and has its declared cost."""
 
 from __future__ import annotations
 
-from fractions import Fraction
+from typing import NamedTuple
 
-from unisono.collectives.algorithms.semantics import default_chunks, goal
-from unisono.collectives.algorithms.step import Algorithm, Cost
+from unisono.collectives.algorithms import Algorithm, AlgorithmFile, find
+from unisono.collectives.algorithms.semantics import FREE_CHUNKS, balanced, default_chunks, goal
+from unisono.collectives.algorithms.step import Cost, elements
 from unisono.collectives.verify.model_checker import ModelChecker
-from unisono.collectives.verify.rank_model import AlgorithmError, RankModel
+from unisono.collectives.verify.rank_model import AlgorithmError, RankModel, ranks_text
+from unisono.core.collective import family_of
 
-__all__ = ["AlgorithmError", "count", "verify"]
-
-_FREE_CHUNKS = {"all_reduce", "broadcast", "reduce"}
+__all__ = ["AlgorithmError", "Proof", "verify"]
 
 
-def verify(collective: str, schedule: Algorithm, size: int) -> Cost:
-    """Run a schedule among `size` ranks on sets of contributions instead of numbers; return its counted cost.
+class Proof(NamedTuple):
+    """Result of a proof for one number of ranks.
 
-    Proves for this size: every contribution that belongs to a result enters it exactly once
-    (in a barrier, at least once); all ranks of an all_reduce end with the same bits; no rank deadlocks,
-    even if no send is ever buffered, or if messages are cut into segments; no step sends data that
-    it overwrites; `schedule.cost` is the counted cost.
+    Attributes:
+        cost: Counted cost of a message of one element a chunk.
+        scratch: Chunks of memory beyond the caller's that the busiest rank needs.
+        same_bits: Whether all ranks end with the same reduction trees, and so with the same bits.
+        balanced: Whether each result is reduced in the balanced binary tree over all ranks, in ascending order.
+
+    Example:
+        >>> verify("all_reduce", "recursive_doubling", size=4)
+        Proof(cost=Cost(rounds=2, messages=2, sent=2), scratch=1, same_bits=True, balanced=True)
+    """
+
+    cost: Cost
+    scratch: int
+    same_bits: bool
+    balanced: bool
+
+
+def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int) -> Proof:
+    """Run an algorithm among `size` ranks on sets of contributions instead of numbers.
+
+    Proves for this size: every contribution that belongs to a result enters it exactly once (in a barrier, at least
+    once); all ranks of an all_reduce end with the same bits, unless the file declares that they do not; no rank
+    deadlocks, even if no send is ever buffered, or if messages are cut into segments; no step sends data that it
+    overwrites; the declared cost is the counted cost, whether the chunks divide the message or not.
 
     Args:
         collective: "all_reduce", ...; roots are rank 0.
-        schedule: A module of `algorithms/<collective>/`, or anything with its functions.
+        algorithm: A name, a file of `algorithms/<collective>/`, or an `Algorithm` with its options.
         size: Number of ranks, from 1.
 
     Returns:
-        Rounds and bytes, as counted.
+        What was counted and found.
 
     Raises:
-        AlgorithmError: The schedule is wrong; names the rank, step and chunk.
-        ValueError: No such collective.
+        AlgorithmError: The algorithm is wrong; names the rank, step and chunk.
+        ValueError: No such collective or algorithm, or the algorithm does not serve this number of ranks.
 
     Cost: about 10 us a message, so some 0.1 s for a ring of 64 ranks.
 
     Example:
-        >>> from unisono.collectives.algorithms.all_reduce import ring
-        >>> verify("all_reduce", ring, size=4)
-        Cost(rounds=6, sent=Fraction(3, 2))
+        >>> un.algorithms.verify("all_reduce", "ring", size=4).cost
+        Cost(rounds=6, messages=6, sent=6)
     """
-    counted, declared = count(collective, schedule, size), schedule.cost(size)
-    if declared.rounds != counted.rounds:
-        raise _error(collective, size, f"cost declares {declared.rounds} rounds; counted are {counted.rounds}")
-    if declared.sent != counted.sent:
-        raise _error(collective, size, f"cost declares {declared.sent} of the message sent; counted are {counted.sent}")
-    return counted
-
-
-def count(collective: str, schedule: Algorithm, size: int) -> Cost:
-    """Return the counted cost as `verify` does, without a check of the declared cost.
-
-    Example:
-        >>> from unisono.collectives.algorithms.barrier import dissemination
-        >>> count("barrier", dissemination, size=5)
-        Cost(rounds=3, sent=Fraction(3, 1))
-    """
+    family_of(collective)
+    if isinstance(algorithm, str):
+        algorithm = find(collective, algorithm)
+    elif not isinstance(algorithm, Algorithm):
+        algorithm = Algorithm(collective, getattr(algorithm, "__name__", "unnamed").rpartition(".")[2], algorithm)
     if size < 1:
         raise ValueError(f"a group must have at least 1 rank, not {size}")
-    checker = ModelChecker(collective, schedule, size)
-    usual = default_chunks(collective, size)
-    if checker.chunks < 1 or (checker.chunks != usual and collective not in _FREE_CHUNKS):
-        raise _error(collective, size, f"there are {checker.chunks} chunks; this collective needs {usual}")
+    if reason := algorithm.unsupported(size):
+        raise ValueError(reason)
+    checker = ModelChecker(algorithm, size)
+    _check_chunks(checker)
     checker.run()
     for model in checker.models:
         _check_contributions(model)
-        if collective == "all_reduce":
-            _check_bits(model, checker.models[0])
-    unit = size if collective == "all_to_all" else checker.chunks
-    return Cost(
-        max(model.rounds for model in checker.models), Fraction(max(model.sent for model in checker.models), unit)
-    )
+    same_bits, is_balanced = _compare_trees(checker, algorithm.same_bits)
+    for numel in (checker.chunks, checker.chunks + 1, 3 * checker.chunks - 1):
+        _check_cost(algorithm, checker, numel)
+    scratch = max(model.landing for model in checker.models)
+    if collective == "all_to_all":
+        scratch += checker.chunks - 2 * size
+    parts = size if collective == "all_to_all" else checker.chunks
+    return Proof(_counted(checker, parts), scratch, same_bits, is_balanced)
+
+
+def _check_chunks(checker: ModelChecker) -> None:
+    collective, usual = checker.collective, default_chunks(checker.collective, checker.size)
+    enough = checker.chunks >= usual if collective == "all_to_all" else checker.chunks == usual
+    if checker.chunks < 1 or not (enough or collective in FREE_CHUNKS):
+        raise _error(checker, f"there are {checker.chunks} chunks; this collective needs {usual}")
 
 
 def _check_contributions(model: RankModel) -> None:
     for chunk, held in enumerate(model.chunks):
         expected = goal(model.collective, model.rank, chunk, model.size)
-        again = 0 if model.collective == "barrier" else held.twice
-        if expected and (held.once != expected or again):
-            faults = {"lacks": expected & ~held.once, "wrongly has": held.once & ~expected, "counts twice": again}
+        if expected and held.members != expected:
+            faults = {"lacks": expected & ~held.members, "wrongly has": held.members & ~expected}
             listed = ", ".join(
-                f"{fault} the contribution of {_ranks(ranks)}" for fault, ranks in faults.items() if ranks
+                f"{fault} the contribution of {_contributors(model, members)}"
+                for fault, members in faults.items()
+                if members
             )
-            raise model.error(f"after the last step, chunk {chunk} {listed}")
+            step, peer = model.written.get(chunk, (0, 0))
+            last = f"; it was last received in step {step}, from rank {peer}" if step else "; it was never received"
+            raise model.error(f"after the last step, chunk {chunk} {listed}{last}")
 
 
-def _check_bits(model: RankModel, first: RankModel) -> None:
-    for chunk, (held, reference) in enumerate(zip(model.chunks, first.chunks, strict=True)):
-        if held.formula != reference.formula:
-            raise model.error(f"chunk {chunk} is reduced in another order than on rank 0, so its bits may differ")
+def _contributors(model: RankModel, members: int) -> str:
+    if model.collective != "all_to_all":
+        return ranks_text(members)
+    pairs = [divmod(bit, model.size) for bit in range(members.bit_length()) if members >> bit & 1]
+    return ", ".join(f"rank {source} to rank {target}" for source, target in pairs)
 
 
-def _ranks(contributors: int) -> str:
-    numbers = [str(rank) for rank in range(contributors.bit_length()) if contributors >> rank & 1]
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
+def _compare_trees(checker: ModelChecker, declared: bool) -> tuple[bool, bool]:
+    """Return whether all ranks' results have the same trees, and whether these are balanced."""
+    if not family_of(checker.collective).reduces:
+        return True, True
+    leaves = [checker.trees.leaf(rank) for rank in range(checker.size)]
+    wanted, found = balanced(leaves, checker.trees.plus), dict[int, int]()
+    same_bits = is_balanced = True
+    for model in checker.models:
+        for chunk, held in enumerate(model.chunks):
+            if goal(checker.collective, model.rank, chunk, checker.size):
+                is_balanced &= held.tree == wanted
+                same = found.setdefault(chunk, held.tree) == held.tree
+                same_bits &= same
+                if declared and not same:
+                    raise model.error(
+                        f"chunk {chunk} is reduced as {checker.trees.text(held.tree)}, on another rank as "
+                        f"{checker.trees.text(found[chunk])}, so its bits may differ; declare SAME_BITS = False"
+                    )
+    return same_bits, is_balanced
 
 
-def _error(collective: str, size: int, message: str) -> AlgorithmError:
-    return AlgorithmError(f"among {size} ranks {message}", size=size, operation=collective)
+def _counted(checker: ModelChecker, numel: int) -> Cost:
+    parts = checker.size if checker.collective == "all_to_all" else checker.chunks
+    lengths = [elements(numel, parts, chunk, chunk + 1) for chunk in range(parts)]
+    # The chunks of an all_to_all are counted by where they go; scratch is only used by parts of equal length.
+    lengths = (lengths * (checker.chunks // parts + 1))[: checker.chunks]
+    return Cost(
+        max(model.rounds for model in checker.models),
+        max(model.messages for model in checker.models),
+        max(sum(times * length for times, length in zip(model.sent, lengths, strict=True)) for model in checker.models),
+    )
+
+
+def _check_cost(algorithm: Algorithm, checker: ModelChecker, numel: int) -> None:
+    counted, declared = _counted(checker, numel), algorithm.cost(checker.size, numel)
+    for name, unit in (("rounds", "rounds"), ("messages", "messages"), ("sent", f"of {numel} elements sent")):
+        if getattr(declared, name) != getattr(counted, name):
+            raise _error(
+                checker, f"cost declares {getattr(declared, name)} {unit}; counted are {getattr(counted, name)}"
+            )
+
+
+def _error(checker: ModelChecker, message: str) -> AlgorithmError:
+    return AlgorithmError(f"among {checker.size} ranks {message}", size=checker.size, operation=checker.collective)

@@ -1,53 +1,64 @@
-"""Model of one rank of a schedule: the contents of its chunks, its current step, and checks of that step."""
+"""Model of one rank of an algorithm: the contents of its chunks, its current step, and checks of that step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import reduce
+from itertools import pairwise
 from typing import NamedTuple
 
+from unisono.collectives.algorithms.semantics import balanced
 from unisono.collectives.algorithms.step import Move, Step
+from unisono.collectives.verify.reduction_tree import ReductionTrees
 from unisono.errors import CommError
 
-__all__ = ["AlgorithmError", "Contribution", "RankModel"]
+__all__ = ["NOTHING", "AlgorithmError", "Contribution", "RankModel", "named", "ranks_text"]
 
 
 class AlgorithmError(CommError, ValueError):
-    """Error in a schedule; the message names the rank, its step (counted from 1) and the chunk."""
+    """Error in an algorithm; the message names the rank, its step (counted from 1) and the chunk.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> idle = SimpleNamespace(steps=lambda rank, size: iter(()))
+        >>> un.algorithms.verify("all_gather", idle, size=2)
+        Traceback (most recent call last):
+        ...
+        unisono.collectives.verify.rank_model.AlgorithmError: ... chunk 1 lacks the contribution of rank 1; it was...
+    """
 
 
 class Contribution(NamedTuple):
     """Set of contributions that a chunk holds.
 
     Attributes:
-        once: Bit r is set if rank r's contribution is included.
-        twice: Bit r is set if rank r's contribution is included more than once.
-        formula: A hash of the formula that combined them. Equal formulas give equal bits.
+        members: Bit r is set if contribution r is included.
+        tree: Number of the reduction tree that combined them.
     """
 
-    once: int
-    twice: int
-    formula: int
+    members: int
+    tree: int
 
-    def plus(self, other: Contribution) -> Contribution:
-        """Return the combination of this contribution and the other, in this order."""
-        again = self.twice | other.twice | (self.once & other.once)
-        return Contribution(self.once | other.once, again, hash((self.formula, other.formula)))
+
+NOTHING = Contribution(0, -1)
+"""Contents of a chunk that nothing has been written to."""
 
 
 @dataclass(slots=True, eq=False)
 class RankModel:
-    """Model of one rank that executes a schedule.
+    """Model of one rank that executes an algorithm.
 
     Attributes:
         chunks: The contributions in each chunk.
+        once: Whether a contribution may enter a result only once.
+        written: For each chunk that was received, the step and the peer of its last message.
         step: The current step; None after the last.
         number: Number of the step, from 1.
-        moves: The moves of the step: "send" or "receive", and the move.
-        sends, recvs: The same by peer.
+        sends, recvs: Its moves, by peer and by how many others to or from that peer come before.
         rounds: Steps on the longest chain of messages that led here.
-        sent: Chunks sent so far.
+        messages: Number of messages sent so far.
+        sent: For each chunk, how often it was sent.
+        landing: Most chunks that arrived in one step to be reduced, and so need memory of their own.
     """
 
     rank: int
@@ -55,13 +66,20 @@ class RankModel:
     collective: str
     program: Iterator[Step]
     chunks: list[Contribution]
+    trees: ReductionTrees
+    once: bool
+    written: dict[int, tuple[int, int]] = field(default_factory=dict)
     step: Step | None = None
     number: int = 0
-    moves: list[tuple[str, Move]] = field(default_factory=list)
-    sends: dict[int, Move] = field(default_factory=dict)
-    recvs: dict[int, Move] = field(default_factory=dict)
+    sends: dict[tuple[int, int], Move] = field(default_factory=dict)
+    recvs: dict[tuple[int, int], Move] = field(default_factory=dict)
     rounds: int = 0
-    sent: int = 0
+    messages: int = 0
+    sent: list[int] = field(init=False)
+    landing: int = 0
+
+    def __post_init__(self) -> None:
+        self.sent = [0] * len(self.chunks)
 
     def error(self, message: str) -> AlgorithmError:
         """Return an error in the current step."""
@@ -71,55 +89,99 @@ class RankModel:
     def begin(self) -> None:
         """Begin the next step, if there is one."""
         self.step = next(self.program, None)
-        step = self.step or Step()
-        self.moves = [("receive", move) for move in step.recv] + [("send", move) for move in step.send]
-        self.sends = {move.peer: move for move in step.send}
-        self.recvs = {move.peer: move for move in step.recv}
+        self.sends, self.recvs = {}, {}
         if self.step:
             self.number += 1
-            self._check_moves(step)
-            self._check_chunks(step)
+            self._check_moves(self.step)
+            self._check_chunks(self.step)
+            self.sends, self.recvs = _numbered(self.step.send), _numbered(self.step.recv)
 
     def end(self, arrived: list[tuple[Move, list[Contribution]]], rounds: int) -> None:
         """Write the data received in the current step."""
+        assert self.step is not None
         incoming: dict[int, list[tuple[int, Contribution]]] = {}
-        for run, values in arrived:
-            for chunk, held in enumerate(values, run.start):
-                incoming.setdefault(chunk, []).append((run.peer, held))
-        for chunk, terms in incoming.items():
-            if self.step and self.step.reduce:
-                terms.append((self.rank, self.chunks[chunk]))
-            self.chunks[chunk] = reduce(Contribution.plus, (held for _, held in sorted(terms)))
-        self.sent += sum(move.stop - move.start for move in self.sends.values())
+        for move, values in arrived:
+            for chunk, held in zip(move.chunks, values, strict=True):
+                incoming.setdefault(chunk, []).append((move.peer, held))
+                self.written[chunk] = self.number, move.peer
+        for chunk, parts in incoming.items():
+            self.chunks[chunk] = self._reduced(chunk, parts) if self.step.reduce else parts[-1][1]
+        for move in self.step.send:
+            for chunk in move.chunks:
+                self.sent[chunk] += 1
+        self.messages += len(self.step.send)
         self.rounds = rounds
+        if self.step.reduce:
+            self.landing = max(self.landing, sum(len(move.chunks) for move, _ in arrived))
+
+    def _reduced(self, chunk: int, arrived: list[tuple[int, Contribution]]) -> Contribution:
+        """Combine what a chunk holds with what arrived for it, in the order of the ranks."""
+        seen = self.chunks[chunk].members
+        for peer, held in arrived:
+            if self.once and seen & held.members:
+                again = ranks_text(seen & held.members)
+                raise self.error(f"chunk {chunk} from rank {peer} adds the contribution of {again} a second time")
+            seen |= held.members
+        parts = sorted([(self.rank, self.chunks[chunk]), *arrived])
+        return Contribution(seen, balanced([held.tree for _, held in parts], self.trees.plus))
 
     def _check_moves(self, step: Step) -> None:
-        # No valid schedule comes near this limit; it stops an endless one.
+        # No valid algorithm comes near this limit; it stops an endless one.
         if self.number > 64 * (self.size + len(self.chunks)):
-            raise self.error("that is more steps than any schedule needs; does it ever end?")
-        if not self.moves:
+            raise self.error("that is more steps than any algorithm needs; does it ever end?")
+        if not step.send and not step.recv:
             raise self.error("nothing moves; leave the step out")
-        for _, move in self.moves:
+        for move in (*step.send, *step.recv):
             if not 0 <= move.peer < self.size or move.peer == self.rank:
                 raise self.error(f"peer {move.peer} is not another of the {self.size} ranks")
-            if not 0 <= move.start < move.stop <= len(self.chunks):
-                raise self.error(f"chunks {move.start} to {move.stop} are out of range for {len(self.chunks)} chunks")
-        if len(self.sends) < len(step.send) or len(self.recvs) < len(step.recv):
-            raise self.error(
-                "two moves have the same peer and direction; a step allows one send to and one receive from each peer"
-            )
+            for start, stop in move.runs:
+                if not 0 <= start < stop <= len(self.chunks):
+                    raise self.error(f"chunks {start} to {stop} are out of range for {len(self.chunks)} chunks")
+            ordered = sorted(move.runs)
+            for (_, stop), (start, _) in pairwise(ordered):
+                if start < stop:
+                    raise self.error(f"chunk {start} is twice in one message")
 
     def _check_chunks(self, step: Step) -> None:
-        read = {chunk for move in step.send for chunk in range(move.start, move.stop)}
+        read = {chunk for move in step.send for chunk in move.chunks}
         for chunk in read:
-            if not self.chunks[chunk].once:
+            if not self.chunks[chunk].members:
                 raise self.error(f"chunk {chunk} is sent, but holds nothing yet")
         written: set[int] = set()
-        for chunk in (chunk for move in step.recv for chunk in range(move.start, move.stop)):
-            if step.reduce and not self.chunks[chunk].once:
+        for chunk in (chunk for move in step.recv for chunk in move.chunks):
+            if step.reduce and not self.chunks[chunk].members:
                 raise self.error(f"chunk {chunk} is reduced into, but holds nothing yet")
             if not step.reduce and chunk in read:
                 raise self.error(f"chunk {chunk} is overwritten while it is sent")
             if not step.reduce and chunk in written:
                 raise self.error(f"chunk {chunk} is overwritten by two messages")
             written.add(chunk)
+        if step.reduce:
+            self._check_reduced_runs({run for move in step.recv for run in move.runs})
+
+    def _check_reduced_runs(self, runs: set[tuple[int, int]]) -> None:
+        for (start, stop), (other, end) in pairwise(sorted(runs)):
+            if other < stop:
+                raise self.error(f"chunks {start} to {stop} and {other} to {end} overlap; cut reduced runs alike")
+
+
+def _numbered(moves: tuple[Move, ...]) -> dict[tuple[int, int], Move]:
+    found: dict[tuple[int, int], Move] = {}
+    for move in moves:
+        number = 0
+        while (move.peer, number) in found:
+            number += 1
+        found[move.peer, number] = move
+    return found
+
+
+def named(move: Move) -> str:
+    """Return the chunks of a message in words."""
+    runs = [str(start) if stop == start + 1 else f"{start} to {stop - 1}" for start, stop in move.runs]
+    return f"{'chunk' if len(move.chunks) == 1 else 'chunks'} {', '.join(runs)}"
+
+
+def ranks_text(members: int) -> str:
+    """Return a set of contributions in words: "rank 1", or "ranks 1, 3"."""
+    numbers = [str(rank) for rank in range(members.bit_length()) if members >> rank & 1]
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"

@@ -7,9 +7,8 @@ the message. Source: Rabenseifner, "Optimization of collective reduction operati
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
-from unisono.collectives.algorithms.step import Cost, Move, Step
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements
 
 __all__ = ["chunks", "cost", "steps"]
 
@@ -35,5 +34,9 @@ def _doublings(rank: int, size: int, owners: int) -> Iterator[Step]:
         beyond = ()
 
 
-def cost(size: int) -> Cost:
-    return Cost(2 * (size.bit_length() - 1), Fraction(chunks(size) + size - 2, chunks(size)))
+def cost(size: int, numel: int) -> Cost:
+    doublings, owners = size.bit_length() - 1, chunks(size)
+    beyond = size - owners
+    runs = sum(elements(numel, owners, 0, 1 << bit) for bit in range(1, doublings))
+    sent = numel + runs + beyond * elements(numel, owners)
+    return Cost(2 * doublings, max(2 * doublings + beyond, owners * (beyond > 0)), sent)

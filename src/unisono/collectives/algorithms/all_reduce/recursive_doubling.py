@@ -8,7 +8,6 @@ Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communicatio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
@@ -34,6 +33,6 @@ def steps(rank: int, size: int) -> Iterator[Step]:
         yield Step(send=twin)
 
 
-def cost(size: int) -> Cost:
+def cost(size: int, numel: int) -> Cost:
     doublings, beyond = size.bit_length() - 1, size & (size - 1) > 0
-    return Cost(doublings + 2 * beyond, Fraction(doublings + beyond))
+    return Cost(doublings + 2 * beyond, doublings + beyond, (doublings + beyond) * numel)

@@ -8,7 +8,6 @@ JPDC 69(2), 2009; made known to deep learning by Baidu in 2017.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
@@ -22,5 +21,5 @@ def steps(rank: int, size: int) -> Iterator[Step]:
         yield Step((Move(right, out, out + 1),), (Move(left, into, into + 1),), reduce=back < size)
 
 
-def cost(size: int) -> Cost:
-    return Cost(2 * (size - 1), Fraction(2 * (size - 1), size))
+def cost(size: int, numel: int) -> Cost:
+    return Cost(2 * (size - 1), 2 * (size - 1), 2 * (numel - numel // size) - (numel % size == size - 1))

@@ -8,7 +8,6 @@ of collective communication operations in MPICH", IJHPCA 19(1), 2005.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.broadcast import binomial as broadcast
 from unisono.collectives.algorithms.reduce import binomial as reduce
@@ -26,6 +25,6 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     yield from broadcast.steps(rank, size)
 
 
-def cost(size: int) -> Cost:
+def cost(size: int, numel: int) -> Cost:
     depth = (size - 1).bit_length()
-    return Cost(2 * depth, Fraction(depth))
+    return Cost(2 * depth, depth, depth * numel)

@@ -7,11 +7,10 @@ the same time. Best where all ranks reach each other equally well, as on one hos
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.all_gather import direct as all_gather
 from unisono.collectives.algorithms.reduce_scatter import direct as reduce_scatter
-from unisono.collectives.algorithms.step import Cost, Step
+from unisono.collectives.algorithms.step import Cost, Step, elements
 
 __all__ = ["cost", "steps"]
 
@@ -21,5 +20,5 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     yield from all_gather.steps(rank, size)
 
 
-def cost(size: int) -> Cost:
-    return Cost(min(2 * (size - 1), 2), Fraction(2 * (size - 1), size))
+def cost(size: int, numel: int) -> Cost:
+    return Cost(2, 2 * (size - 1), numel + (size - 2) * elements(numel, size))

@@ -8,7 +8,6 @@ IJHPCA 19(1), 2005.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
@@ -21,5 +20,5 @@ def steps(rank: int, size: int) -> Iterator[Step]:
         yield Step((Move(to, to, to + 1),), (Move(source, size + source, size + source + 1),))
 
 
-def cost(size: int) -> Cost:
-    return Cost(size - 1, Fraction(size - 1, size))
+def cost(size: int, numel: int) -> Cost:
+    return Cost(size - 1, size - 1, numel - numel // size)

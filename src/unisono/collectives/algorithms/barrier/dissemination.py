@@ -7,7 +7,6 @@ Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
@@ -21,6 +20,6 @@ def steps(rank: int, size: int) -> Iterator[Step]:
         yield Step((Move(to, 0, 1),), (Move(source, 0, 1),), reduce=True)
 
 
-def cost(size: int) -> Cost:
+def cost(size: int, numel: int) -> Cost:
     rounds = (size - 1).bit_length()
-    return Cost(rounds, Fraction(rounds))
+    return Cost(rounds, rounds, rounds * numel)

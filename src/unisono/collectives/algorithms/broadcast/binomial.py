@@ -8,7 +8,6 @@ IJHPCA 19(1), 2005.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
@@ -28,6 +27,6 @@ def steps(rank: int, size: int) -> Iterator[Step]:
             yield Step(send=(Move(rank + span, 0, 1),))
 
 
-def cost(size: int) -> Cost:
+def cost(size: int, numel: int) -> Cost:
     depth = (size - 1).bit_length()
-    return Cost(depth, Fraction(depth))
+    return Cost(depth, depth, depth * numel)

@@ -8,7 +8,6 @@ Processing Letters 5(2), 1995.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
@@ -23,5 +22,5 @@ def steps(rank: int, size: int) -> Iterator[Step]:
         yield Step(send, recv)
 
 
-def cost(size: int) -> Cost:
-    return Cost(2 * (size - 1), Fraction(min(size - 1, 1)))
+def cost(size: int, numel: int) -> Cost:
+    return Cost(2 * (size - 1), size, numel)

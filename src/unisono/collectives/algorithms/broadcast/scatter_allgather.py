@@ -8,11 +8,10 @@ communication library (InterCom)", SHPCC 1994.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.all_gather import ring
 from unisono.collectives.algorithms.scatter import binomial
-from unisono.collectives.algorithms.step import Cost, Step
+from unisono.collectives.algorithms.step import Cost, Step, elements
 
 __all__ = ["cost", "steps"]
 
@@ -22,5 +21,6 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     yield from ring.steps(rank, size)
 
 
-def cost(size: int) -> Cost:
-    return Cost((size - 1).bit_length() + size - 1, Fraction(2 * (size - 1), size))
+def cost(size: int, numel: int) -> Cost:
+    depth = (size - 1).bit_length()
+    return Cost(depth + size - 1, depth + size - 1, 2 * numel - elements(numel, size, 0, 2))

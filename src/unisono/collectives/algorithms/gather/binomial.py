@@ -8,9 +8,8 @@ MPICH", IJHPCA 19(1), 2005.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
-from unisono.collectives.algorithms.step import Cost, Move, Step
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements
 
 __all__ = ["cost", "steps"]
 
@@ -25,6 +24,6 @@ def steps(rank: int, size: int) -> Iterator[Step]:
             yield Step(recv=(Move(rank + span, rank + span, min(rank + 2 * span, size)),))
 
 
-def cost(size: int) -> Cost:
-    subtrees = [min(rank & -rank, size - rank) for rank in range(1, size)]
-    return Cost((size - 1).bit_length(), Fraction(max(subtrees, default=0), size))
+def cost(size: int, numel: int) -> Cost:
+    subtrees = ((rank, min(rank + (rank & -rank), size)) for rank in range(1, size))
+    return Cost((size - 1).bit_length(), 1, max(elements(numel, size, *subtree) for subtree in subtrees))

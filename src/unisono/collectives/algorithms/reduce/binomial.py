@@ -7,7 +7,6 @@ Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
@@ -28,5 +27,5 @@ def steps(rank: int, size: int) -> Iterator[Step]:
             yield Step(recv=(Move(rank + span, 0, 1),), reduce=True)
 
 
-def cost(size: int) -> Cost:
-    return Cost((size - 1).bit_length(), Fraction(min(size - 1, 1)))
+def cost(size: int, numel: int) -> Cost:
+    return Cost((size - 1).bit_length(), 1, numel)

@@ -6,7 +6,6 @@ Cost: 1 round, (p-1)/p of the message; every rank receives p - 1 messages at the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
@@ -23,5 +22,5 @@ def steps(rank: int, size: int) -> Iterator[Step]:
         )
 
 
-def cost(size: int) -> Cost:
-    return Cost(min(size - 1, 1), Fraction(size - 1, size))
+def cost(size: int, numel: int) -> Cost:
+    return Cost(1, size - 1, numel - numel // size)

@@ -8,7 +8,6 @@ Cost: p - 1 rounds, (p-1)/p of the message, which is the least possible. Source:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
@@ -22,5 +21,5 @@ def steps(rank: int, size: int) -> Iterator[Step]:
         yield Step((Move(right, out, out + 1),), (Move(left, into, into + 1),), reduce=True)
 
 
-def cost(size: int) -> Cost:
-    return Cost(size - 1, Fraction(size - 1, size))
+def cost(size: int, numel: int) -> Cost:
+    return Cost(size - 1, size - 1, numel - numel // size)

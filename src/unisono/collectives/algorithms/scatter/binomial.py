@@ -7,9 +7,8 @@ and Gropp, "Optimization of collective communication operations in MPICH", IJHPC
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
-from unisono.collectives.algorithms.step import Cost, Move, Step
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements
 
 __all__ = ["cost", "steps"]
 
@@ -23,5 +22,6 @@ def steps(rank: int, size: int) -> Iterator[Step]:
             yield Step(send=(Move(rank + span, rank + span, min(rank + 2 * span, size)),))
 
 
-def cost(size: int) -> Cost:
-    return Cost((size - 1).bit_length(), Fraction(size - 1, size))
+def cost(size: int, numel: int) -> Cost:
+    depth = (size - 1).bit_length()
+    return Cost(depth, depth, numel - elements(numel, size))

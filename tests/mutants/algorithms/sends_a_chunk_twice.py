@@ -1,16 +1,15 @@
-"""A direct all-reduce that sends its two halves as two messages of one step."""
+"""A direct all-reduce whose message has its first chunk twice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-ERROR = r"step 1: two moves have the same peer and direction"
+ERROR = r"step 1: chunk 0 is twice in one message"
 
 
 def chunks(size: int) -> int:
@@ -18,9 +17,9 @@ def chunks(size: int) -> int:
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    runs = tuple(Move(peer, chunk, chunk + 1) for peer in range(size) if peer != rank for chunk in (0, 1))
+    runs = tuple(Move(peer, 0, 2, ((0, 1),)) for peer in range(size) if peer != rank)
     yield Step(runs, runs, reduce=True)
 
 
-def cost(size: int) -> Cost:
-    return Cost(1, Fraction(size - 1))
+def cost(size: int, numel: int) -> Cost:
+    return Cost(1, size - 1, (size - 1) * numel)

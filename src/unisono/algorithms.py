@@ -1,0 +1,38 @@
+"""Algorithms of collectives: find, prove and write them.
+
+Each is a file of integers in `unisono.collectives.algorithms`.
+
+Example:
+    >>> un.algorithms.verify("all_reduce", "ring", size=8).cost
+    Cost(rounds=14, messages=14, sent=14)
+"""
+
+from unisono.collectives.algorithms import (
+    ALGORITHMS,
+    COLLECTIVES,
+    Algorithm,
+    AlgorithmFile,
+    Cost,
+    Move,
+    Step,
+    elements,
+    find,
+    move_of,
+)
+from unisono.collectives.verify.prover import AlgorithmError, Proof, verify
+
+__all__ = [
+    "ALGORITHMS",
+    "COLLECTIVES",
+    "Algorithm",
+    "AlgorithmError",
+    "AlgorithmFile",
+    "Cost",
+    "Move",
+    "Proof",
+    "Step",
+    "elements",
+    "find",
+    "move_of",
+    "verify",
+]

@@ -1,0 +1,151 @@
+"""An algorithm of a collective: the functions of its file, with its options bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from unisono.collectives.algorithms.semantics import default_chunks
+from unisono.collectives.algorithms.step import Cost, Step
+
+__all__ = ["Algorithm", "AlgorithmFile"]
+
+
+class AlgorithmFile(Protocol):
+    """Interface of a file of `algorithms/<collective>/`. Rooted collectives are written for root 0.
+
+    The interpreter renumbers ranks for other roots. A file may also define:
+
+    - `chunks(size)`: the number of chunks that a message is cut into. Only all_reduce, reduce and broadcast are free
+      to choose it; by default it is 2p for all_to_all, where each rank sends chunks 0 to p-1 and receives chunks p to
+      2p-1 (chunks from 2p on are scratch), 1 for a barrier, and p for all other collectives.
+    - `unsupported(size)`: why it cannot serve this number of ranks; an empty string if it can.
+    - `SAME_BITS = False`, if ranks may end with differently rounded sums. Such an algorithm serves exact dtypes only.
+    - `OPTIONS`: a dict of keyword arguments, with defaults, that all its functions take (`{"segments": 1}`).
+
+    Example:
+        >>> from unisono.collectives.algorithms.all_gather import ring
+        >>> [step.send for step in ring.steps(rank=0, size=3)]
+        [(Move(peer=1, start=0, stop=1, further=()),), (Move(peer=1, start=2, stop=3, further=()),)]
+        >>> ring.cost(size=3, numel=6)
+        Cost(rounds=2, messages=2, sent=4)
+    """
+
+    def steps(self, rank: int, size: int) -> Iterator[Step]:
+        """Return a rank's steps, in order.
+
+        Args:
+            rank: A rank of the group; the root is rank 0.
+            size: Number of ranks, from 1.
+        """
+        ...
+
+    def cost(self, size: int, numel: int) -> Cost:
+        """Return the exact cost, which must equal the cost that the prover counts.
+
+        Args:
+            size: Number of ranks, from 2.
+            numel: Elements of the message: of all chunks of one rank's input, or of its output where that is longer.
+                Chunks are almost equal; the first are the longer ones.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """Algorithm of a collective, with its options bound.
+
+    Args:
+        collective: Its collective.
+        name: Its name.
+        file: Its functions.
+        options: Keyword arguments of these functions that differ from the defaults.
+
+    Example:
+        >>> ring = un.algorithms.find("all_reduce", "ring")
+        >>> ring.cost(size=4, numel=1000)
+        Cost(rounds=6, messages=6, sent=1500)
+    """
+
+    collective: str
+    name: str
+    file: AlgorithmFile
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = getattr(self.file, "OPTIONS", {})
+        for option in self.options:
+            if option not in known:
+                listed = f"known: {', '.join(known)}" if known else "it has none"
+                raise ValueError(f"the {self.collective} algorithm {self.name!r} has no option {option!r}; {listed}")
+
+    @property
+    def same_bits(self) -> bool:
+        """True if all ranks end with the same bits, even if sums are rounded."""
+        return bool(getattr(self.file, "SAME_BITS", True))
+
+    def with_options(self, **options: Any) -> Algorithm:
+        """Return this algorithm with other options.
+
+        Args:
+            options: Options of the file, by name; others keep their values.
+
+        Example:
+            >>> un.algorithms.find("all_reduce", "ring").with_options().name
+            'ring'
+        """
+        return replace(self, options={**self.options, **options})
+
+    def unsupported(self, size: int) -> str:
+        """Return why the algorithm cannot serve a number of ranks; an empty string if it can.
+
+        Args:
+            size: Number of ranks, from 1.
+
+        Example:
+            >>> un.algorithms.find("all_reduce", "ring").unsupported(size=3)
+            ''
+        """
+        check: Callable[..., str] | None = getattr(self.file, "unsupported", None)
+        reason = check(size, **self.options) if check and size > 1 else ""
+        return f"the {self.collective} algorithm {self.name!r} {reason}" if reason else ""
+
+    def chunks(self, size: int) -> int:
+        """Return the number of chunks that a message is cut into.
+
+        Args:
+            size: Number of ranks, from 1.
+
+        Example:
+            >>> un.algorithms.find("all_to_all", "pairwise").chunks(size=3)
+            6
+        """
+        chunks: Callable[..., int] | None = getattr(self.file, "chunks", None)
+        return chunks(size, **self.options) if chunks else default_chunks(self.collective, size)
+
+    def steps(self, rank: int, size: int) -> Iterator[Step]:
+        """Return the steps of a rank; none if it is alone.
+
+        Args:
+            rank: A rank of the group; the root is rank 0.
+            size: Number of ranks, from 1.
+
+        Example:
+            >>> len(list(un.algorithms.find("all_reduce", "ring").steps(rank=0, size=4)))
+            6
+        """
+        return self.file.steps(rank, size, **self.options) if size > 1 else iter(())
+
+    def cost(self, size: int, numel: int) -> Cost:
+        """Return the exact cost of a message.
+
+        Args:
+            size: Number of ranks, from 1.
+            numel: Elements of the message.
+
+        Example:
+            >>> un.algorithms.find("broadcast", "binomial").cost(size=8, numel=100)
+            Cost(rounds=3, messages=3, sent=300)
+        """
+        return self.file.cost(size, numel, **self.options) if size > 1 else Cost(0, 0, 0)

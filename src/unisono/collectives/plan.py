@@ -140,7 +140,7 @@ def layout_of(call: CollectiveCall, chunks: int, rank: int, size: int) -> Layout
         assert call.packed is not None
         return Flat.sized(call.packed, numels(call.inputs))
     if family.pairwise:
-        return Pieces(dict(enumerate((*call.inputs, *call.outputs))))
+        return Pieces(dict(enumerate((*call.inputs, *call.outputs))), call.inputs[0])
     many, one = (call.outputs, call.inputs) if family.gathers else (call.inputs, call.outputs)
     here = {(r - root) % size: tensor for r, tensor in enumerate(many)} or {(rank - root) % size: one[0]}
     return Pieces(here, one[0])

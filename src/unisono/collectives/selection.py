@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from unisono.collectives.algorithms import ALGORITHMS, Algorithm, find
+from unisono.core.tensors import numels
 from unisono.core.transport import Transport
 from unisono.core.types import CollectiveCall, ReduceOp
 
@@ -38,8 +39,11 @@ def choose(transport: Transport, call: CollectiveCall, nbytes: int, requested: s
         raise ValueError(f"this backend has no native {call.name} {why}; known: {', '.join(known(call, transport))}")
     if requested not in ALGORITHMS[call.name]:
         raise ValueError(f"unknown {call.name} algorithm {requested!r}; known: {', '.join(known(call, transport))}")
-    if reason := _refusal(find(call.name, requested), transport.size, _rounds(call)):
+    algorithm = find(call.name, requested)
+    if reason := _refusal(algorithm, transport.size, _rounds(call)):
         raise ValueError(f"{reason}; known here: {', '.join(known(call, transport))}")
+    if algorithm.uniform and len(set(numels((*call.inputs, *call.outputs)))) > 1:
+        raise ValueError(f"the {call.name} algorithm {requested!r} needs parts of equal length")
     return requested
 
 
@@ -67,7 +71,8 @@ def _refusal(algorithm: Algorithm, size: int, rounds: bool) -> str:
 
 def _serving(collective: str, size: int, rounds: bool) -> list[Algorithm]:
     found = [find(collective, name) for name in ALGORITHMS[collective].names()]
-    return [algorithm for algorithm in found if not _refusal(algorithm, size, rounds)]
+    # Whether all parts are equally long, one rank alone cannot tell.
+    return [algorithm for algorithm in found if not (algorithm.uniform or _refusal(algorithm, size, rounds))]
 
 
 @lru_cache(maxsize=4096)

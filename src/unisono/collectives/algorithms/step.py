@@ -7,10 +7,10 @@ arrived. Peers' steps need not have the same number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Cost", "Move", "Step", "elements", "move_of"]
+__all__ = ["Cost", "Move", "Step", "elements", "mirrored", "move_of", "wrapped"]
 
 
 class Move(NamedTuple):
@@ -63,6 +63,25 @@ def move_of(peer: int, chunks: Iterable[int]) -> Move:
     return Move(peer, start, stop, tuple(further))
 
 
+def wrapped(peer: int, start: int, count: int, chunks: int) -> Move:
+    """Return the message of `count` chunks from `start` on, which begins again at chunk 0 after the last one.
+
+    Args:
+        peer: The rank that receives or sends it.
+        start: The first chunk; taken modulo `chunks`.
+        count: Number of chunks, from 1.
+        chunks: Number of all chunks.
+
+    Example:
+        >>> wrapped(3, start=4, count=3, chunks=6)
+        Move(peer=3, start=4, stop=6, further=((0, 1),))
+    """
+    start %= chunks
+    if start + count <= chunks:
+        return Move(peer, start, start + count)
+    return Move(peer, start, chunks, ((0, start + count - chunks),))
+
+
 class Step(NamedTuple):
     """Messages that one rank sends and receives concurrently.
 
@@ -84,6 +103,20 @@ class Step(NamedTuple):
     send: tuple[Move, ...] = ()
     recv: tuple[Move, ...] = ()
     reduce: bool = False
+
+
+def mirrored(steps: Iterable[Step]) -> Iterator[Step]:
+    """Return the steps of a reduce-scatter, from those of an all-gather: in reverse, with sends and receives exchanged.
+
+    Args:
+        steps: A rank's steps in which each chunk travels along a tree from the rank that owns it to all others.
+
+    Example:
+        >>> from unisono.collectives.algorithms.all_gather import ring
+        >>> next(mirrored(ring.steps(rank=0, size=2)))
+        Step(send=(Move(peer=1, start=1, stop=2, further=()),), recv=(...,), reduce=True)
+    """
+    return (Step(send=step.recv, recv=step.send, reduce=True) for step in reversed(list(steps)))
 
 
 class Cost(NamedTuple):

@@ -75,7 +75,8 @@ def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: in
     for model in checker.models:
         _check_contributions(model)
     same_bits, is_balanced = _compare_trees(checker, algorithm.same_bits)
-    for numel in (checker.chunks, checker.chunks + 1, 3 * checker.chunks - 1):
+    uneven = () if algorithm.uniform else (checker.chunks + 1, 3 * checker.chunks - 1)
+    for numel in (checker.chunks, *uneven):
         _check_cost(algorithm, checker, numel)
     scratch = max(model.landing for model in checker.models)
     if collective == "all_to_all":

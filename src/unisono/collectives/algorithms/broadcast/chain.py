@@ -1,8 +1,8 @@
-"""Chain broadcast: the message is pipelined from rank to rank in chunks.
+"""Pipelined chain broadcast: the message travels from rank to rank in segments.
 
-Cost: 2(p-1) rounds; every rank sends the message once. Best for long messages among few ranks.
-Source: Watts and van de Geijn, "A pipelined broadcast for multidimensional meshes", Parallel
-Processing Letters 5(2), 1995.
+Cost: p - 2 + k rounds for k segments; every rank but the last sends the message once. Best for long messages among few
+ranks. Source: Watts and van de Geijn, "A pipelined broadcast for multidimensional meshes", Parallel Processing Letters
+5(2), 1995.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from collections.abc import Iterator
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
-__all__ = ["cost", "steps"]
+__all__ = ["OPTIONS", "chunks", "cost", "steps"]
+
+OPTIONS = {"segments": 8}
 
 
-def steps(rank: int, size: int) -> Iterator[Step]:
+def chunks(size: int, segments: int = 8) -> int:
+    return segments
+
+
+def steps(rank: int, size: int, segments: int = 8) -> Iterator[Step]:
     first, last = rank == 0, rank == size - 1
-    for chunk in range(first, size + 1 - last):
+    for chunk in range(first, segments + 1 - last):
         send = () if last or chunk == 0 else (Move(rank + 1, chunk - 1, chunk),)
-        recv = () if first or chunk == size else (Move(rank - 1, chunk, chunk + 1),)
+        recv = () if first or chunk == segments else (Move(rank - 1, chunk, chunk + 1),)
         yield Step(send, recv)
 
 
-def cost(size: int, numel: int) -> Cost:
-    return Cost(2 * (size - 1), size, numel)
+def cost(size: int, numel: int, segments: int = 8) -> Cost:
+    return Cost(size - 2 + segments, segments, numel)

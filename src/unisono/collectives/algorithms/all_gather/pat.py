@@ -1,0 +1,40 @@
+"""PAT (parallel aggregated trees): each chunk travels along a binomial tree of its own, the longest way first.
+
+All trees move in the same rounds. Few chunks go far, many go to a near rank: half of all to the next one.
+Cost: log2(p) rounds, rounded up, (p-1)/p of the message, for any number of ranks. Source: Jeaugey, "PAT: a new
+algorithm for all-gather and reduce-scatter operations at scale", 2025, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.step import Cost, Step, move_of
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    for distance in (1 << bit for bit in reversed(range((size - 1).bit_length()))):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        passed = range(0, size - distance, 2 * distance)  # how far the chunks have come that go on
+        yield Step(
+            (move_of(to, ((rank - way) % size for way in passed)),),
+            (move_of(source, ((source - way) % size for way in passed)),),
+        )
+
+
+def cost(size: int, numel: int) -> Cost:
+    rounds = (size - 1).bit_length()
+    sent = [0] * size  # by how far a chunk is before the rank that sends it
+    for distance in (1 << bit for bit in range(rounds)):
+        for way in range(0, size - distance, 2 * distance):
+            sent[way] += 1
+    least, longer = divmod(numel, size)
+    # The chunks from 0 on are longer: those at ways rank, rank - 1, ... before a rank.
+    extra = sum(sent[-chunk] for chunk in range(longer))
+    most = extra
+    for rank in range(size):
+        extra += sent[(rank + 1) % size] - sent[(rank + 1 - longer) % size]
+        most = max(most, extra)
+    return Cost(rounds, rounds, (size - 1) * least + most)

@@ -1,0 +1,29 @@
+"""Recursive doubling: ranks exchange all that they have with a peer at a distance that doubles every round.
+
+Cost: log2(p) rounds, (p-1)/p of the message; powers of two only. Source: Thakur, Rabenseifner and Gropp, "Optimization
+of collective communication operations in MPICH", IJHPCA 19(1), 2005, section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements
+
+__all__ = ["cost", "steps", "unsupported"]
+
+
+def unsupported(size: int) -> str:
+    return f"needs a power of two, not {size} ranks" if size & (size - 1) else ""
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    for distance in (1 << bit for bit in range(size.bit_length() - 1)):
+        peer, mine = rank ^ distance, rank // distance * distance
+        theirs = mine ^ distance
+        yield Step((Move(peer, mine, mine + distance),), (Move(peer, theirs, theirs + distance),))
+
+
+def cost(size: int, numel: int) -> Cost:
+    doublings = size.bit_length() - 1
+    return Cost(doublings, doublings, sum(elements(numel, size, 0, 1 << bit) for bit in range(doublings)))

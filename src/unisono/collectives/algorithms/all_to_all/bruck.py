@@ -1,0 +1,52 @@
+"""Bruck all-to-all: in round k, parts whose way has bit k set go 2^k ranks further, all in one message.
+
+Each part travels by the binary digits of its distance. Cost: log2(p) rounds, rounded up; about log2(p)/2 times the
+message. Best for short messages among many ranks. Parts of equal length only. Source: Bruck, Ho, Kipnis, Upfal and
+Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11),
+1997, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["UNIFORM", "chunks", "cost", "steps"]
+
+UNIFORM = True
+
+
+def chunks(size: int) -> int:
+    return 3 * size
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    for bit in range((size - 1).bit_length()):
+        distance = 1 << bit
+        ways = [way for way in range(size) if way & distance]
+        to, source = (rank + distance) % size, (rank - distance) % size
+        sent = [_chunk(rank, way, way % distance, size) for way in ways]
+        received = [_chunk(rank, way, way % (2 * distance), size) for way in ways]
+        yield Step((_in_order(to, sent),), (_in_order(source, received),))
+
+
+def _chunk(rank: int, way: int, travelled: int, size: int) -> int:
+    """Return where a rank keeps the part that goes `way` ranks far, once it has come a part of that.
+
+    At first it is in the input; then it changes between scratch and its place in the output, where it ends.
+    """
+    if not travelled:
+        return (rank + way) % size
+    left = (way ^ travelled).bit_count()
+    return size + (rank - way) % size if left % 2 == 0 else 2 * size + way
+
+
+def _in_order(peer: int, places: list[int]) -> Move:
+    (start, stop), *further = [(chunk, chunk + 1) for chunk in places]
+    return Move(peer, start, stop, tuple(further))
+
+
+def cost(size: int, numel: int) -> Cost:
+    rounds = (size - 1).bit_length()
+    return Cost(rounds, rounds, sum(way.bit_count() for way in range(size)) * numel // size)

@@ -1,0 +1,79 @@
+"""Hierarchical all-to-all: first within groups of consecutive ranks, then between them.
+
+A rank collects from its group what goes to ranks of its own place in other groups; then ranks of the same place
+exchange that, in one message for each other group instead of one for each rank. Cost: 2 rounds; q - 1 + p/q - 1
+messages among groups of q; up to twice the message. Parts of equal length only. Source: Träff and Rougier, "MPI
+collectives and datatypes for hierarchical all-to-all communication", EuroMPI 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from unisono.collectives.algorithms.step import Cost, Move, Step
+
+__all__ = ["OPTIONS", "UNIFORM", "chunks", "cost", "steps", "unsupported"]
+
+OPTIONS = {"group": 0}
+UNIFORM = True
+
+
+def unsupported(size: int, group: int = 0) -> str:
+    return f"has groups of {group} ranks, which do not divide {size} ranks" if group and size % group else ""
+
+
+def chunks(size: int, group: int = 0) -> int:
+    return 3 * size
+
+
+def steps(rank: int, size: int, group: int = 0) -> Iterator[Step]:
+    group = group or _group(size)
+    mine, place = divmod(rank, group)
+    neighbours = [other for other in range(group) if other != place]
+    groups = [other for other in range(size // group) if other != mine]
+    if neighbours:
+        yield Step(
+            tuple(_parts(mine * group + to, range(to, size, group)) for to in neighbours),
+            tuple(
+                _parts(
+                    mine * group + source, (_kept(rank, source, other, size, group) for other in range(size // group))
+                )
+                for source in neighbours
+            ),
+        )
+    if groups:
+        yield Step(
+            tuple(
+                _parts(other * group + place, (_kept(rank, source, other, size, group) for source in range(group)))
+                for other in groups
+            ),
+            tuple(
+                _parts(other * group + place, range(size + other * group, size + (other + 1) * group))
+                for other in groups
+            ),
+        )
+
+
+def _group(size: int) -> int:
+    """Return the divisor next to the square root, which needs the fewest messages."""
+    return max(divisor for divisor in range(1, size + 1) if size % divisor == 0 and divisor * divisor <= size)
+
+
+def _kept(rank: int, source: int, other: int, size: int, group: int) -> int:
+    """Return where a rank keeps, between the rounds, the part from place `source` of its group to group `other`."""
+    mine, place = divmod(rank, group)
+    if other == mine:
+        return size + mine * group + source
+    return other * group + place if source == place else 2 * size + other * group + source
+
+
+def _parts(peer: int, places: Iterable[int]) -> Move:
+    (start, stop), *further = [(chunk, chunk + 1) for chunk in places]
+    return Move(peer, start, stop, tuple(further))
+
+
+def cost(size: int, numel: int, group: int = 0) -> Cost:
+    group = group or _group(size)
+    groups, part = size // group, numel // size
+    sent = ((group - 1) * groups + (groups - 1) * group) * part
+    return Cost((group > 1) + (groups > 1), group - 1 + groups - 1, sent)

@@ -1,0 +1,24 @@
+"""Bruck reduce-scatter: the all-gather of this name, in reverse.
+
+Cost: log2(p) rounds, rounded up, (p-1)/p of the message, for any number of ranks. Source: Bruck, Ho, Kipnis, Upfal and
+Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11),
+1997, section 4, of which this is the dual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.all_gather import bruck as all_gather
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    return mirrored(all_gather.steps(rank, size))
+
+
+def cost(size: int, numel: int) -> Cost:
+    rounds = (size - 1).bit_length()
+    return Cost(rounds, rounds, numel - numel // size)

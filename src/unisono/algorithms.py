@@ -17,7 +17,10 @@ from unisono.collectives.algorithms import (
     Step,
     elements,
     find,
+    mirrored,
     move_of,
+    serving,
+    wrapped,
 )
 from unisono.collectives.verify.prover import AlgorithmError, Proof, verify
 
@@ -33,6 +36,9 @@ __all__ = [
     "Step",
     "elements",
     "find",
+    "mirrored",
     "move_of",
+    "serving",
     "verify",
+    "wrapped",
 ]

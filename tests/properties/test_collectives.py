@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.collectives.algorithms import ALGORITHMS
+from unisono.collectives.algorithms import serving
 from unisono.core.collective import COLLECTIVES
 from unisono.testing import pool, run_ranks, strategies
 from unisono.testing.cases import CALLS, Case
@@ -89,9 +89,13 @@ def grid(call: str, size: int) -> Iterator[Case]:
     kinds = [
         (dtype, op) for dtype in DTYPES for op in (ops_for(dtype) if COLLECTIVES[call].reduces else ops_for(dtype)[:1])
     ]
-    algorithms = [None, *ALGORITHMS[COLLECTIVES[call].family].names()]
+    family = COLLECTIVES[call].family
+    algorithms = [None, *serving(family, size, rounded=False, uneven=False)]
     for algorithm, (dtype, op), root in product(algorithms, kinds, range(size if COLLECTIVES[call].root else 1)):
         for count in sorted({0, 1, size - 1, size, size + 1, 1000, CHUNK_BYTES // dtype.itemsize + 1}):
+            uneven = chance.random() < 0.5
+            if algorithm and algorithm not in serving(family, size, rounded=dtype.is_floating_point, uneven=uneven):
+                continue
             yield Case(
                 call,
                 size,
@@ -102,7 +106,7 @@ def grid(call: str, size: int) -> Iterator[Case]:
                 chance.choice(LAYOUTS),
                 algorithm,
                 async_op=chance.random() < 0.5,
-                uneven=chance.random() < 0.5,
+                uneven=uneven,
                 numbers=chance.choice(["whole", "any", "nan"]),
                 seed=chance.getrandbits(32),
             )

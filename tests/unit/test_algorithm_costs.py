@@ -50,7 +50,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_to_all", "bruck"): lambda p, n: (
         ceil(log2(p)),
         ceil(log2(p)),
-        sum(bin(way).count("1") for way in range(p)) * n // p,
+        sum(way.bit_count() for way in range(p)) * n // p,
     ),
     ("all_to_all", "hierarchical"): hierarchical_all_to_all,
     ("barrier", "tree"): lambda p, n: (2 * ceil(log2(p)), ceil(log2(p)), ceil(log2(p)) * n),

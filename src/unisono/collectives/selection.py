@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from unisono.collectives.algorithms import ALGORITHMS, Algorithm, find
+from unisono.collectives.algorithms import ALGORITHMS, Algorithm, find, serving
 from unisono.core.tensors import numels
 from unisono.core.transport import Transport
 from unisono.core.types import CollectiveCall, ReduceOp
@@ -42,7 +42,7 @@ def choose(transport: Transport, call: CollectiveCall, nbytes: int, requested: s
     algorithm = find(call.name, requested)
     if reason := _refusal(algorithm, transport.size, _rounds(call)):
         raise ValueError(f"{reason}; known here: {', '.join(known(call, transport))}")
-    if algorithm.uniform and len(set(numels((*call.inputs, *call.outputs)))) > 1:
+    if algorithm.uniform and not _uniform(call):
         raise ValueError(f"the {call.name} algorithm {requested!r} needs parts of equal length")
     return requested
 
@@ -50,7 +50,7 @@ def choose(transport: Transport, call: CollectiveCall, nbytes: int, requested: s
 def known(call: CollectiveCall, transport: Transport) -> list[str]:
     """Every name that `choose` would accept."""
     native = [NATIVE] if transport.supports(call) else []
-    return native + [algorithm.name for algorithm in _serving(call.name, transport.size, _rounds(call))]
+    return native + serving(call.name, transport.size, rounded=_rounds(call), uneven=not _uniform(call))
 
 
 def _rounds(call: CollectiveCall) -> bool:
@@ -58,6 +58,11 @@ def _rounds(call: CollectiveCall) -> bool:
     tensors = call.inputs or call.outputs
     exact = not tensors or not (tensors[0].is_floating_point() or tensors[0].is_complex())
     return call.op in (ReduceOp.SUM, ReduceOp.PRODUCT) and not exact
+
+
+def _uniform(call: CollectiveCall) -> bool:
+    """Return whether all parts of this rank are equally long."""
+    return len(set(numels((*call.inputs, *call.outputs)))) <= 1
 
 
 def _refusal(algorithm: Algorithm, size: int, rounds: bool) -> str:
@@ -69,25 +74,20 @@ def _refusal(algorithm: Algorithm, size: int, rounds: bool) -> str:
     return algorithm.unsupported(size)
 
 
-def _serving(collective: str, size: int, rounds: bool) -> list[Algorithm]:
-    found = [find(collective, name) for name in ALGORITHMS[collective].names()]
-    # Whether all parts are equally long, one rank alone cannot tell.
-    return [algorithm for algorithm in found if not (algorithm.uniform or _refusal(algorithm, size, rounds))]
-
-
 @lru_cache(maxsize=4096)
 def _cheapest(collective: str, size: int, nbytes: int, rounds: bool, latency_s: float, second_per_byte: float) -> str:
-    def seconds(algorithm: Algorithm) -> float:
-        cost = algorithm.cost(size, nbytes)
+    def seconds(name: str) -> float:
+        cost = find(collective, name).cost(size, nbytes)
         return cost.rounds * latency_s + cost.sent * second_per_byte
 
-    return min(_serving(collective, size, rounds), key=seconds).name
+    # Whether the parts of all ranks are equally long, one rank alone cannot tell.
+    return min(serving(collective, size, rounded=rounds), key=seconds)
 
 
 @lru_cache(maxsize=4096)
 def _fewest_bytes(collective: str, size: int, rounds: bool) -> str:
-    def least(algorithm: Algorithm) -> tuple[int, int]:
-        cost = algorithm.cost(size, size)
+    def least(name: str) -> tuple[int, int]:
+        cost = find(collective, name).cost(size, size)
         return cost.sent, cost.rounds
 
-    return min(_serving(collective, size, rounds), key=least).name
+    return min(serving(collective, size, rounded=rounds), key=least)

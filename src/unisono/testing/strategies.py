@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from unisono.collectives.algorithms import ALGORITHMS
+from unisono.collectives.algorithms import serving
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
@@ -139,18 +139,25 @@ def roots(size: int) -> st.SearchStrategy[int]:
     return st.integers(0, size - 1)
 
 
-def algorithms(collective: str) -> st.SearchStrategy[str | None]:
+def algorithms(
+    collective: str, size: int | None = None, *, rounded: bool = True, uneven: bool = True
+) -> st.SearchStrategy[str | None]:
     """Return a strategy of the argument `algorithm`: None, or the name of an algorithm of a collective.
 
     Args:
-        collective: A key of `unisono.collectives.algorithms.ALGORITHMS`, such as "all_reduce".
+        collective: A key of `unisono.algorithms.ALGORITHMS`, such as "all_reduce".
+        size: Number of ranks; if it is not given, only algorithms are drawn that serve any number.
+        rounded: Whether the call adds or multiplies floating-point numbers.
+        uneven: Whether parts may differ in length.
 
     Example:
         >>> from hypothesis import find
         >>> find(algorithms("all_reduce"), lambda name: name == "ring")
         'ring'
     """
-    return st.none() | st.sampled_from(ALGORITHMS[collective].names())
+    sizes = (3, 5, 6) if size is None else (size,)
+    known = [set(serving(collective, size, rounded=rounded, uneven=uneven)) for size in sizes]
+    return st.none() | st.sampled_from(sorted(set.intersection(*known)))
 
 
 def splits(size: int, total: int) -> st.SearchStrategy[list[int]]:
@@ -266,7 +273,8 @@ def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int 
         1
     """
     call = draw(calls()) if call is None else call
-    dtype = draw(dtypes())
+    dtype, uneven = draw(dtypes()), draw(st.booleans())
+    rounded = dtype.is_floating_point or dtype.is_complex
     return Case(
         call,
         size,
@@ -275,9 +283,9 @@ def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int 
         draw(ops(dtype)) if COLLECTIVES[call].reduces else ReduceOp.SUM,
         draw(roots(size)) if COLLECTIVES[call].root else 0,
         draw(layouts()),
-        draw(algorithms(COLLECTIVES[call].family)),
+        draw(algorithms(COLLECTIVES[call].family, size, rounded=rounded, uneven=uneven)),
         async_op=draw(st.booleans()),
-        uneven=draw(st.booleans()),
+        uneven=uneven,
         numbers=draw(st.sampled_from(["whole", "any", "nan"])),
         seed=draw(st.integers(0, 2**32 - 1)),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from unisono.collectives.algorithms.algorithm import Algorithm, AlgorithmFile
 from unisono.collectives.algorithms.semantics import COLLECTIVES
-from unisono.collectives.algorithms.step import Cost, Move, Step, elements, move_of
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored, move_of, wrapped
 from unisono.core.registry import Registry
 
 __all__ = [
@@ -19,7 +19,10 @@ __all__ = [
     "Step",
     "elements",
     "find",
+    "mirrored",
     "move_of",
+    "serving",
+    "wrapped",
 ]
 
 ALGORITHMS: dict[str, Registry[AlgorithmFile]] = {
@@ -51,3 +54,26 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
     if collective not in ALGORITHMS:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(sorted(ALGORITHMS))}")
     return Algorithm(collective, name, ALGORITHMS[collective][name], options)
+
+
+def serving(collective: str, size: int, *, rounded: bool = True, uneven: bool = True) -> list[str]:
+    """Return the names of the algorithms that can serve a call.
+
+    Args:
+        collective: A name of `COLLECTIVES`.
+        size: Number of ranks, from 1.
+        rounded: Whether the call adds or multiplies floating-point numbers.
+        uneven: Whether parts may differ in length.
+
+    Example:
+        >>> "recursive_doubling" in serving("all_gather", 3), "recursive_doubling" in serving("all_gather", 4)
+        (False, True)
+    """
+    found = [find(collective, name) for name in ALGORITHMS[collective].names()]
+    return [
+        algorithm.name
+        for algorithm in found
+        if not algorithm.unsupported(size)
+        and (algorithm.same_bits or not rounded)
+        and not (algorithm.uniform and uneven)
+    ]

@@ -14,6 +14,10 @@ __all__ = ["FEWEST_BYTES", "NATIVE", "choose", "known"]
 NATIVE = "native"
 FEWEST_BYTES = "fewest_bytes"
 
+_GAP = 0.25
+"""Part of a message's latency that passes before its sender can send the next message: the gap of LogP (Culler et al.,
+1993). Without it, any number of messages to different ranks would cost as much as one message."""
+
 
 def choose(transport: Transport, call: CollectiveCall, nbytes: int, requested: str | None = None) -> str:
     """Return the name of an algorithm of this collective, or "native".
@@ -78,7 +82,8 @@ def _refusal(algorithm: Algorithm, size: int, rounds: bool) -> str:
 def _cheapest(collective: str, size: int, nbytes: int, rounds: bool, latency_s: float, second_per_byte: float) -> str:
     def seconds(name: str) -> float:
         cost = find(collective, name).cost(size, nbytes)
-        return cost.rounds * latency_s + cost.sent * second_per_byte
+        latencies = cost.rounds + _GAP * max(0, cost.messages - cost.rounds)
+        return latencies * latency_s + cost.sent * second_per_byte
 
     # Whether the parts of all ranks are equally long, one rank alone cannot tell.
     return min(serving(collective, size, rounded=rounds), key=seconds)

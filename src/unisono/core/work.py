@@ -44,7 +44,10 @@ class Completion(Work):
 
     def __init__(self, timeout_s: float, messages: Sequence[Message] = ()) -> None:
         self.timeout_s = timeout_s
-        self._messages = list(messages)
+        # Counted, because a message may be posted twice.
+        self._left: dict[Message, int] = {}
+        for message in messages:
+            self._left[message] = self._left.get(message, 0) + 1
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -70,6 +73,11 @@ class Completion(Work):
                 raise timeout_error(self._messages, time.monotonic() - started)
         if self._error is not None:
             raise self._error
+
+    @property
+    def _messages(self) -> list[Message]:
+        """The messages that have not arrived."""
+        return [message for message, count in tuple(self._left.items()) for _ in range(count)]
 
     def is_completed(self) -> bool:
         return self._done.is_set()
@@ -112,8 +120,10 @@ class CountdownWork(Completion):
         """Note that one of the messages is done; call once for each."""
         with self._lock:
             if not self._done.is_set():
-                self._messages.remove(message)
-        if not self._messages:
+                self._left[message] -= 1
+                if not self._left[message]:
+                    del self._left[message]
+        if not self._left:
             self.complete()
 
 

@@ -19,6 +19,7 @@ from unisono.core.work import CountdownWork, elements, size_error
 __all__ = ["TRANSPORT", "InFlightMessage", "MessageQueue", "ThreadTransport"]
 
 _Key = tuple[str, int, int, int]
+_Rank = tuple[str, int]
 
 
 class MessageQueue:
@@ -27,8 +28,10 @@ class MessageQueue:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.waiting: defaultdict[_Key, deque[tuple[Message, CountdownWork]]] = defaultdict(deque)
-        self.broken: dict[tuple[str, int], BaseException] = {}
-        self.left: set[tuple[str, int]] = set()
+        # The keys of `waiting` by each of its two ranks, in order: a rank that ends looks at no other rank's messages.
+        self._keys: defaultdict[_Rank, dict[_Key, None]] = defaultdict(dict)
+        self.broken: dict[str, dict[int, BaseException]] = {}
+        self.left: defaultdict[str, set[int]] = defaultdict(set)
 
     def offer(self, key: _Key, message: Message, batch: CountdownWork) -> tuple[Message, CountdownWork] | None:
         """Return the matching message if it already waits; else queue this one (None). Call with the lock held."""
@@ -36,28 +39,45 @@ class MessageQueue:
         if queue and type(queue[0][0]) is not type(message):
             found = queue.popleft()
             if not queue:
-                del self.waiting[key]
+                self.remove(key)
             return found
+        if not queue:
+            self._keys[key[0], key[1]][key] = self._keys[key[0], key[2]][key] = None
         queue.append((message, batch))
         return None
 
+    def keys_of(self, group: str, rank: int) -> list[_Key]:
+        """Return the keys of waiting messages from or to a rank. Call with the lock held."""
+        return list(self._keys.get((group, rank), ()))
+
+    def remove(self, key: _Key) -> list[CountdownWork]:
+        """Remove the waiting messages of a key, and return their works. Call with the lock held."""
+        for rank in {key[1], key[2]}:
+            keys = self._keys[key[0], rank]
+            del keys[key]
+            if not keys:
+                del self._keys[key[0], rank]
+        return [batch for _, batch in self.waiting.pop(key)]
+
     def leave(self, group: str, rank: int, size: int) -> None:
         """Record that a rank closes its part of a group; the last rank removes the group. Call with the lock held."""
-        self.left.add((group, rank))
-        everybody = {(group, other) for other in range(size)}
-        if everybody <= self.left:
-            self.left -= everybody
-            for one in everybody:
-                self.broken.pop(one, None)
+        self.left[group].add(rank)
+        if len(self.left[group]) == size:
+            del self.left[group]
+            self.broken.pop(group, None)
+
+    def has_left(self, group: str, rank: int) -> bool:
+        """Return whether a rank has closed its part of a group. Call with the lock held."""
+        return rank in self.left.get(group, ())
 
     def forget(self, group: str, rank: int) -> list[CountdownWork]:
         """Remove and return all waiting messages of a rank in a group."""
         with self.lock:
             found = []
-            for key in [k for k in self.waiting if k[0] == group and rank in k[1:3]]:
+            for key in self.keys_of(group, rank):
                 source, sends = key[1], isinstance(self.waiting[key][0][0], Send)
                 if (source == rank) == sends:
-                    found += [batch for _, batch in self.waiting.pop(key)]
+                    found += self.remove(key)
             return found
 
 
@@ -116,7 +136,7 @@ class ThreadTransport(Transport):
     def post(self, batch: Sequence[Message]) -> Work:
         work, matched = self._work(batch), []
         with self._queue.lock:
-            broken = self._queue.broken.get((self.group.name, self.rank))
+            broken = self._queue.broken.get(self.group.name, {}).get(self.rank)
             if broken is not None:
                 work.complete(broken)
                 return work
@@ -125,7 +145,7 @@ class ThreadTransport(Transport):
                 other = self._queue.offer((self.group.name, *ends, message.tag), message, work)
                 if other is not None:
                     matched.append((message, *other))
-                elif (self.group.name, message.peer) in self._queue.left:
+                elif self._queue.has_left(self.group.name, message.peer):
                     work.complete(left_error(message.peer))
         # Copies are made outside the lock, so that pairs of ranks do not wait for each other.
         for mine, theirs, their_work in matched:
@@ -138,7 +158,7 @@ class ThreadTransport(Transport):
     def iprobe(self, peer: int, tag: int) -> bool:
         with self._queue.lock:
             waiting = self._queue.waiting.get((self.group.name, peer, self.rank, tag))
-            if waiting is None and (self.group.name, peer) in self._queue.left:
+            if waiting is None and self._queue.has_left(self.group.name, peer):
                 raise left_error(peer)
             return waiting is not None and isinstance(waiting[0][0], Send)
 
@@ -156,17 +176,14 @@ class ThreadTransport(Transport):
         """Fail present and later messages of other ranks to or from this one: it has left."""
         with self._queue.lock:
             self._queue.leave(self.group.name, self.rank, self.size)
-            pending = [item for key in self._keys() for item in self._queue.waiting.pop(key)]
-        for _, batch in pending:
+            keys = self._queue.keys_of(self.group.name, self.rank)
+            pending = [batch for key in keys for batch in self._queue.remove(key)]
+        for batch in pending:
             batch.complete(left_error(self.rank))
-
-    def _keys(self) -> list[_Key]:
-        """Return the keys of pending messages from or to this rank. Call with the lock held."""
-        return [key for key in self._queue.waiting if key[0] == self.group.name and self.rank in key[1:3]]
 
     def abort(self, cause: BaseException) -> None:
         with self._queue.lock:
-            self._queue.broken.setdefault((self.group.name, self.rank), cause)
+            self._queue.broken.setdefault(self.group.name, {}).setdefault(self.rank, cause)
         for batch in self._queue.forget(self.group.name, self.rank):
             batch.complete(cause)
 

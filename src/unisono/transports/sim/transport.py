@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -26,7 +27,8 @@ class _NetworkQueue(MessageQueue):
     def __init__(self, network: Network) -> None:
         super().__init__()
         self.network = network
-        self.in_flight: list[tuple[str, InFlightMessage]] = []
+        # By each of its two ranks, in order.
+        self.in_flight: defaultdict[tuple[str, int], dict[InFlightMessage, None]] = defaultdict(dict)
         self.dead: set[int] = set()
         self._free_at: dict[tuple[int, int], int] = {}
         self._arrived_at: dict[tuple[int, int], int] = {}
@@ -91,12 +93,17 @@ class SimTransport(ThreadTransport):
         """Send a matched message."""
         scheduler, name = _scheduler(), self.group.name
         wire = self.group.members[message.source], self.group.members[message.target]
-        self._queue.in_flight.append((name, message))
+        for rank in (message.source, message.target):
+            self._queue.in_flight[name, rank][message] = None
         arrival = self._queue.arrival(wire, message.sent.tensor.nbytes, scheduler)
         scheduler.at(arrival, lambda: self._arrive(name, message))
 
     def _arrive(self, group: str, message: InFlightMessage) -> None:
-        self._queue.in_flight.remove((group, message))
+        for rank in {message.source, message.target}:
+            flights = self._queue.in_flight[group, rank]
+            del flights[message]
+            if not flights:
+                del self._queue.in_flight[group, rank]
         size, tag = format_bytes(message.sent.tensor.nbytes), message.sent.tag
         _scheduler().note(f"{group}: {size} from rank {message.source} reach rank {message.target} (tag {tag})")
         message.deliver()
@@ -111,12 +118,12 @@ class SimTransport(ThreadTransport):
 
     def abort(self, cause: BaseException) -> None:
         super().abort(cause)
-        for group, message in self._queue.in_flight:
-            if group == self.group.name and message.source == self.rank:
+        for message in list(self._queue.in_flight.get((self.group.name, self.rank), ())):
+            if message.source == self.rank:
                 # The owner may reuse its tensor from now on.
                 message.sent = replace(message.sent, tensor=message.sent.tensor.clone())
                 message.send.complete(cause)
-            elif group == self.group.name and message.target == self.rank:
+            else:
                 message.expected = replace(message.expected, tensor=message.expected.tensor.clone())
                 message.recv.complete(cause)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
@@ -54,7 +55,6 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         rank, size: This process's rank, and the number of ranks.
         backend: Name of the transport, such as "gloo".
         device: Default device of tensors.
-        hosts: For each host, the ranks on it.
 
     Example:
         >>> with un.init() as comm:
@@ -77,7 +77,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         relay = FailureRelay()
         control.join(group, relay.on_failure)
         try:
-            self.hosts = self._handshake(transport, group)
+            self._host_names = self._handshake(transport, group)
         except BaseException:
             transport.close()
             raise
@@ -87,10 +87,12 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         control.watch(self._engine.activity)
         relay.connect(self._engine)
 
-    def _handshake(self, transport: Transport, group: Group) -> tuple[tuple[int, ...], ...]:
-        """Agree with the other ranks on common capabilities. Return the ranks of each host."""
+    def _handshake(self, transport: Transport, group: Group) -> Sequence[str]:
+        """Agree with the other ranks on common capabilities. Return the name of each rank's host."""
         mine = (self._host(group), sorted(transport.native), transport.checks, self._options.chunk_bytes, self._check)
-        cards = self._control.exchange(group, "introduction", mine, self._options.timeout_s)
+        cards = self._control.agree(group, "introduction", mine, self._options.timeout_s)
+        if cards is None:
+            return [mine[0]] * group.size
         for rank, card in enumerate(cards):
             if card[2:] != cards[0][2:]:
                 raise MismatchError(
@@ -101,8 +103,15 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
                 )
         common = set(cards[0][1]).intersection(*(card[1] for card in cards))
         transport.native = frozenset(common)
-        names = [card[0] for card in cards]
-        return tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
+        return [card[0] for card in cards]
+
+    @cached_property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """For each host, the ranks on it."""
+        found: dict[str, list[int]] = {}
+        for rank, name in enumerate(self._host_names):
+            found.setdefault(name, []).append(rank)
+        return tuple(map(tuple, found.values()))
 
     def _host(self, group: Group) -> str:
         """Return a name for this host, which the options may set."""

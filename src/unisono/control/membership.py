@@ -118,9 +118,11 @@ class Groups:
 
     def _missed(self, name: str) -> Outgoing:
         """Fail the forming parts of a group that wait for a rank that has left the group."""
-        parent, out = self._groups.get(name), []
-        left = {parent.members[rank] for rank in parent.left if parent.members} if parent is not None else set()
-        for part in [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]:
+        parent = self._groups.get(name)
+        parts = [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]
+        out: Outgoing = []
+        left = {parent.members[rank] for rank in parent.left} if parent is not None and parts and parent.members else ()
+        for part in parts:
             missing = [r for r, number in enumerate(part.members) if number in left and r not in part.known]
             if missing:
                 message = f"rank {missing[0]} was lost before it joined {part.name}"

@@ -60,9 +60,8 @@ class Rebuilds:
     def look(self, name: str) -> Outgoing:
         """Conclude the attempts that are complete now; called when a rank has arrived or left."""
         out: Outgoing = []
-        present = self._groups.present(name)
         for key in [key for key in self._open if key[0] == name]:
-            rebuild = self._open[key]
+            rebuild, present = self._open[key], self._groups.present(name)
             # A rank that has left gets no answer, and waits for none.
             for rank in rebuild.calls.keys() - present.keys():
                 del rebuild.calls[rank]

@@ -50,8 +50,13 @@ def _test(hint: Any) -> _Test:
         tests = [_test(each) for each in get_args(hint)]
         return lambda given: any(fits(given) for fits in tests)
     if get_origin(hint) is not None:
-        (inside,) = map(_test, get_args(hint))
-        return lambda given: isinstance(given, (list, tuple)) and all(map(inside, given))
-    known = (float, int) if hint is float else (hint,)
+        (inside,) = map(_types, get_args(hint))
+        # As sets of types, because the members of a large group are many.
+        return lambda given: isinstance(given, (list, tuple)) and {*map(type, given)} <= inside
+    known = _types(hint)
     # An exact type: True is no rank.
     return lambda given: type(given) in known
+
+
+def _types(hint: type) -> set[type]:
+    return {float, int} if hint is float else {hint}

@@ -7,7 +7,7 @@ from typing import Any
 from unisono.control.local import LocalControl, LocalHub
 from unisono.control.reply_schema import PendingRequest
 from unisono.core.failure import Cause
-from unisono.simulation import here, waiting
+from unisono.simulation import here, name_ranks, waiting
 
 __all__ = ["SimulatedControl", "SimulatedHub"]
 
@@ -26,7 +26,7 @@ class SimulatedHub(LocalHub):
         super().__init__()
         self.request_s, self.notice_s = request_s, notice_s
         self._ranks: dict[tuple[int, str], tuple[int, int]] = {}
-        self._arrived: dict[tuple[str, str], set[int]] = {}
+        self._missing: dict[tuple[str, str], set[int]] = {}
 
     def make(self, client: int) -> SimulatedControl:
         return SimulatedControl(self, client)
@@ -36,16 +36,17 @@ class SimulatedHub(LocalHub):
             self._ranks[client, words[1]] = words[2:4]
         elif words[0] == "exchange" and (client, words[1]) in self._ranks:
             rank, size = self._ranks[client, words[1]]
-            arrived = self._arrived.setdefault((words[1], words[2]), set())
-            arrived.add(rank)
-            if len(arrived) == size:
-                del self._arrived[words[1], words[2]]
+            missing = self._missing.get((words[1], words[2]))
+            if missing is None:
+                missing = self._missing[words[1], words[2]] = set(range(size))
+            missing.discard(rank)
+            if not missing:
+                del self._missing[words[1], words[2]]
         super().handle(client, number, words)
 
-    def missing(self, client: int, group: str, topic: str) -> list[int]:
+    def missing(self, group: str, topic: str) -> set[int]:
         """Return the ranks that have not reached an exchange."""
-        size = self._ranks.get((client, group), (0, 0))[1]
-        return sorted(set(range(size)) - self._arrived.get((group, topic), set()))
+        return self._missing.get((group, topic), set())
 
 
 class SimulatedControl(LocalControl):
@@ -76,9 +77,7 @@ class SimulatedControl(LocalControl):
             return f"for the key {words[1]!r}"
         if words[0] != "exchange":
             return f"for an answer to {words[0]!r}"
-        missing = self._hub.missing(self._client, words[1], words[2])
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        return f"for {ranks} to join {words[2]!r} of {words[1]}"
+        return f"for {name_ranks(self._hub.missing(words[1], words[2]))} to join {words[2]!r} of {words[1]}"
 
     def die(self) -> None:
         """End without a message; the others are notified a little later, as after a broken connection."""

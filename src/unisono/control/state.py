@@ -45,7 +45,7 @@ class ControlState:
         self._surveys = StatusQueries()
         self._rebuilds = Rebuilds(self._groups)
         self._waits: dict[tuple[int, int], str] = {}
-        self._leaving: dict[str, list[tuple[int, int]]] = {}
+        self._leaving: dict[str, dict[int, int]] = {}
         self._registrations: dict[tuple[str, int], tuple[int, str, int]] = {}
         self._clients: set[int] = set()
         self._refused: dict[int, str] = {}
@@ -124,7 +124,7 @@ class ControlState:
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
         """Answer immediately, or, with `last`, when all ranks have left."""
         if last and self._groups.knows(name):
-            self._leaving.setdefault(name, []).append((client, request))
+            self._leaving.setdefault(name, {})[client] = request
             return [*self._groups.leave(client, name), *self._rebuilds.look(name)]
         return [*self._groups.leave(client, name), *self._rebuilds.look(name), (client, (request, "ok", None))]
 
@@ -245,14 +245,15 @@ class ControlState:
     def _forget_leaving(self, client: int, request: int | None = None) -> None:
         """Remove a client's waits for all others to leave."""
         for waiting in self._leaving.values():
-            waiting[:] = [wait for wait in waiting if wait[0] != client or request not in (None, wait[1])]
+            if request in (None, waiting.get(client)):
+                waiting.pop(client, None)
 
     def _group_over(self, name: str) -> Outgoing:
         """Delete the keys of a group that all ranks have left, and answer the requests that wait for that."""
         self._on_end(name)
         parts = self._groups.below(name)
         self._keys.drop(_prefixes(name), tuple(prefix for part in parts for prefix in _prefixes(part)))
-        return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, [])]
+        return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, {}).items()]
 
 
 def _prefixes(name: str) -> tuple[str, ...]:

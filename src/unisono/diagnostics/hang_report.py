@@ -83,6 +83,9 @@ def with_hang_report(error: BaseException, control: ControlPlane, group: Group) 
     """
     if not isinstance(error, CommError) or "\n" in str(error) or group.size == 1:
         return error
+    if isinstance(error, DeadlockError) and group.size > _MOST_RANKS:
+        # The simulator has found it, and names the ranks. A query by each of many would take long.
+        return error
     if isinstance(error, MismatchError):
         error.message += last_calls(control, group)
     elif isinstance(error, CommTimeoutError):

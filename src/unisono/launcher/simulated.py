@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal
@@ -159,12 +159,13 @@ def run_simulated(
     with unpatched(), interposed(), _generators(seed, size) as switch:
         scheduler = Scheduler(seed, job.options.timeout_s, on_rank=switch, preempt=preempt)
         hubs: list[SimulatedHub] = []
+        world = Group.world(0, size)
 
         def main(rank: int) -> None:
             # Made by the first rank, so that its locks are of the simulation.
             hub = hubs[0] if hubs else SimulatedHub(network.request_s, network.notice_s)
             hubs[:] = [hub]
-            outcome = _be(job, Group.world(rank, size), hub)
+            outcome = _be(job, replace(world, rank=rank), hub)
             scheduler.note("has ended" if outcome.error is None else f"has ended with {type(outcome.error).__name__}")
             ended.append(outcome)
             if outcome.error is not None and on_failure == "end":

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import _thread
-import sys
 import threading
-import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from random import Random
 
-from unisono.errors import CommTimeoutError, DeadlockError
+from unisono.errors import DeadlockError
 from unisono.simulation.events import NS, Action, EventQueue, Timeout, Timer, nanoseconds
-from unisono.simulation.report import deadlock_report
+from unisono.simulation.report import deadlock_report, stuck_error
 from unisono.simulation.tasks import Task, as_task, here
 
 __all__ = ["EndedError", "Scheduler"]
@@ -62,12 +61,14 @@ class Scheduler:
         self._patience = int(_PATIENT * patience_s * NS)
         self._stuck_s, self._on_rank, self._preempt = stuck_s, on_rank, preempt
         self._tasks: list[Task] = []
+        # Those that have not ended, in order, by rank.
+        self._alive: defaultdict[int | None, dict[Task, None]] = defaultdict(dict)
         self._ready: list[Task] = []
         self._calendar = EventQueue(self._random)
         self._due: list[Action] = []
         self._rank: int | None = None
         self._running: Task | None = None
-        self._turns = self._left = 0
+        self._turns = self._mains = self._left = 0
         self._over = False
         self._failure: BaseException | None = None
         self._driver = _thread.allocate_lock()
@@ -87,7 +88,9 @@ class Scheduler:
     def admit(self, task: Task) -> None:
         """Add a task with a thread that is about to call `live`."""
         self._tasks.append(task)
+        self._alive[task.rank][task] = None
         self._ready.append(task)
+        self._mains += task.main
         self._left += task.main
 
     def run(self) -> None:
@@ -101,7 +104,7 @@ class Scheduler:
             turns = -1
             while not self._driver.acquire(timeout=self._stuck_s):
                 if turns == self._turns:
-                    raise self._stuck()
+                    raise stuck_error(self._running, self._stuck_s)
                 turns = self._turns
             self._running = None
         finally:
@@ -184,7 +187,7 @@ class Scheduler:
 
     def of_rank(self, rank: int) -> list[Task]:
         """Return the tasks of a rank that have not ended."""
-        return [task for task in self._tasks if task.rank == rank and not task.done]
+        return list(self._alive.get(rank, ()))
 
     def live(self, task: Task, run: Action) -> None:
         """Run a task from start to end, in its own thread."""
@@ -198,6 +201,7 @@ class Scheduler:
             pass
         finally:
             task.done = True
+            del self._alive[task.rank][task]
             self._left -= task.main
             for joiner in task.joiners:
                 self.wake(joiner)
@@ -251,14 +255,13 @@ class Scheduler:
             event.fire(self.wake)
 
     def _break_deadlock(self) -> None:
-        mains = [task for task in self._tasks if task.main and not task.done]
-        report, operations = deadlock_report(self._tasks, self.now / NS)
+        ranks = {rank: list(tasks) for rank, tasks in self._alive.items() if rank is not None}
+        report, operations = deadlock_report(ranks, self.now / NS)
         self.trace.append(f"{self.now / NS:.9f} deadlock: {report}")
-        for task in mains:
-            assert task.rank is not None
-            size = sum(other.main for other in self._tasks)
-            error = DeadlockError(report, rank=task.rank, size=size, operation=operations.get(task.rank))
-            self.throw(task, error)
+        for rank, tasks in ranks.items():
+            for task in filter(lambda task: task.main, tasks):
+                error = DeadlockError(report, rank=rank, size=self._mains, operation=operations.get(rank))
+                self.throw(task, error)
 
     def _tick(self) -> None:
         """Body of the clock task: run all due actions."""
@@ -287,14 +290,3 @@ class Scheduler:
         for task in self._tasks:
             if task.thread is not None:
                 task.thread.join(_LEAVE_S)
-
-    def _stuck(self) -> CommTimeoutError:
-        task = self._running
-        frame = sys._current_frames().get(task.ident or 0) if task is not None else None
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else "nowhere\n"
-        name = task.name if task is not None else "a task"
-        return CommTimeoutError(
-            f"{name} has blocked all other tasks for {self._stuck_s:.0f} s of real time: it computes without end, or "
-            f"waits for something outside the simulation. Its stack:\n{stack}",
-            waited_s=self._stuck_s,
-        )

@@ -16,6 +16,8 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from _questions import parser
+
 from unisono.tools import bench
 
 HERE = Path(__file__).parent
@@ -65,13 +67,13 @@ def section(script: Path) -> str:
     if running.returncode:
         raise SystemExit(f"{script.name} failed")
     command = f"`python benchmarks/{script.name}` ({machine()})"
-    return f"## {text.splitlines()[0]}\n\n{command}\n\n```text\n{''.join(lines)}```\n"
+    return f"## {text.splitlines()[0].rstrip('.')}\n\n{command}\n\n```text\n{''.join(lines)}```\n"
 
 
 def main() -> None:
-    parser = bench.parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], help="scripts, without .py")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--only", nargs="+", default=[], help="scripts, without .py")
+    options = arguments.parse_args()
     for script in questions(options.only):
         # Write after each script, because all of them take long.
         answers = {**known(), script.name: section(script)}

@@ -15,10 +15,10 @@ STAMP := $(VENV)/installed-in-$(shell pwd -P | cksum | cut -d ' ' -f 1)
 # The tests start hundreds of interpreters, each of which would compile everything anew if nothing were kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test soak gpu bench lint format docs package site clean
+.PHONY: help install demo test soak gpu bench lint format docs docs-check package site clean
 
 help: ## print this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 install: $(STAMP) ## make .venv with all that the tests and benchmarks need
 
@@ -29,7 +29,7 @@ test: $(STAMP) ## all tests but the long ones: a few minutes
 	$(PY) -m pytest -n 3 --dist worksteal $(ARGS)
 
 soak: $(STAMP) ## all tests, the long ones too
-	$(INSTALL) '.[frameworks]'
+	$(INSTALL) '.[browser,frameworks]'
 	$(PY) -m pytest -m 'not gpu' --hypothesis-profile soak --timeout 1800 $(ARGS)
 
 gpu: ## the tests that need a GPU, with the torch that PYTHON has (8 minutes at most)
@@ -57,6 +57,10 @@ package: ## build the sdist and the wheel, and try the wheel in a fresh environm
 site: $(STAMP) ## build the documents' site in site/; a warning or a broken link fails
 	$(PY) docs/site/stage.py
 	$(PY) -m zensical build --strict --clean
+
+docs-check: site ## open every page in Chromium, on a phone and a desktop, light and dark (quarter of an hour)
+	$(INSTALL) '.[browser]'
+	$(PY) docs/site/check.py $(ARGS)
 
 clean: ## remove all that was made here
 	rm -rf $(VENV) .gpu-packages .cache build dist site src/unisono/*.so src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -26,6 +26,7 @@ STYLE = """
 .un-picture .r3{fill:var(--r3)}
 """
 RANKS = 4
+DIGITS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#ee8866", "#44bb99", "#99ddff")
 
 
 def rect(x: float, y: float, width: float, height: float, name: str, more: str = "") -> str:
@@ -48,7 +49,8 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 def picture(width: int, height: int, title: str, parts: Iterable[str], style: str = "") -> str:
     """Return the picture with its title, which screen readers read."""
-    head = f'<svg class="un-picture" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+    size = "un-picture un-wide" if width > 500 else "un-picture"
+    head = f'<svg class="{size}" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
     lines = [f'{head} aria-label="{title}" width="{width}">', f"<style>{STYLE}{style}</style>", *parts, "</svg>\n"]
     return "\n".join(lines)
 
@@ -103,12 +105,14 @@ def ring() -> str:
     ends = ((268, 80, 318, 142), (322, 222, 268, 300), (152, 300, 98, 222), (102, 142, 152, 80))
     arrows = [arrow(*each) for each in ends]
     colours = "".join(f".un-picture .c{n}{{fill:var(--r{n})}}" for n in range(RANKS))
+    style.append(".un-picture:hover *{animation-play-state:paused}")
     motion = "@media(prefers-reduced-motion:no-preference){" + "".join(style) + "}"
     title = (
         "Four ranks in a ring, each with four chunks. In three steps every rank passes a partial sum to the next; "
         "in three more the complete sums go round, until all ranks hold the same."
     )
-    middle = [text(210, 186, "all_reduce", "m"), text(210, 206, "6 steps", "m f")]
+    middle = [text(210, 176, "all_reduce", "m"), text(210, 196, "3 steps add,", "m f")]
+    middle.append(text(210, 214, "3 steps copy", "m f"))
     return picture(
         420, 370, title, [*arrows, *cells, *parts, *middle], f"{colours}.un-picture .move{{opacity:0}}{motion}"
     )
@@ -195,6 +199,42 @@ def partitions() -> str:
     return picture(800, 284, title, parts)
 
 
+def clients() -> str:
+    """Return a bar for each of 20 clients, cut by how many samples of each digit it holds."""
+    from sklearn.datasets import load_digits
+
+    labels, count = load_digits().target[:1400].tolist(), 20
+    mixes = (
+        ("same mix (stratified)", un.data.stratified(labels)),
+        ("Dirichlet, alpha = 0.1", un.data.dirichlet(labels, alpha=0.1)),
+    )
+    parts = []
+    for half, (words, partition) in enumerate(mixes):
+        left = 10 + 320 * half
+        parts.append(text(left, 18, words))
+        dealt = un.data.DataPartitioner(labels, [1 / count] * count, 0, partition=partition)
+        for client in range(count):
+            held, top = list(dealt.use(client)), 30.0
+            for digit, colour in enumerate(DIGITS):
+                height = round(140 * held.count(digit) / len(held), 2)
+                if height:
+                    parts.append(rect(left + 14 * client, top, 12, height, "", f' fill="{colour}"'))
+                top += height
+    for digit, colour in enumerate(DIGITS):
+        parts += [rect(10 + 40 * digit, 186, 12, 12, "", f' fill="{colour}"'), text(26 + 40 * digit, 197, str(digit))]
+    title = "Digits that each of 20 clients holds: all ten in the left half, few in the right."
+    return picture(620, 210, title, parts)
+
+
+def logo() -> str:
+    """Return the mark of the project: four ranks on a ring, which hold the same."""
+    dots = [f'<circle cx="{x}" cy="{y}" r="9"/>' for x, y in ((32, 12), (52, 32), (32, 52), (12, 32))]
+    ring = '<circle cx="32" cy="32" r="20" fill="none" stroke="#5b6fd6" stroke-width="5"/>'
+    return "\n".join(
+        ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64" fill="#5b6fd6">', ring, *dots, "</svg>\n"]
+    )
+
+
 def stack(layers: list[str]) -> str:
     """Return layers one above the other, each with an arrow to the next."""
     parts: list[str] = []
@@ -209,6 +249,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "buckets": buckets,
     "hierarchy": hierarchy,
     "partitions": partitions,
+    "federated-averaging": clients,
+    "logo": logo,
 }
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,9 +75,13 @@ def figure(svg: str) -> str:
 
 def program(path: Path) -> str:
     """Return the page of a program: its docstring, then all of it."""
-    text = path.read_text()
-    first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].rstrip(".")
-    return f'# {path.stem.replace("_", " ")}\n\n{first}.\n\n```py title="{path.relative_to(ROOT)}"\n{text}```\n'
+    title = path.stem.replace("_", " ")
+    return f'# {title}\n\n{summary(path)}\n\n```py title="{path.relative_to(ROOT)}"\n{path.read_text()}```\n'
+
+
+def summary(path: Path) -> str:
+    """Return the first line of a program's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0].rstrip(".") + "."
 
 
 def notebook(path: Path) -> str:
@@ -96,8 +101,16 @@ def cell_text(cell: dict[str, object]) -> Iterator[str]:
 def index(folder: Path) -> str:
     """Return the page of a folder that has none: its pages and programs."""
     entries = sorted(each for each in folder.iterdir() if place(each) and each.suffix in (".md", ".py", ".ipynb", ""))
-    links = [f"- [{each.stem.replace('_', ' ')}]({each.name})" for each in entries if not each.name.startswith("_")]
-    return f"# {folder.name.replace('-', ' ').capitalize()}\n\n" + "\n".join(links) + "\n"
+    links = [f"- {entry(each)}" for each in entries if not each.name.startswith("_")]
+    return f"# {folder.name.replace('-', ' ').replace('_', ' ').capitalize()}\n\n" + "\n".join(links) + "\n"
+
+
+def entry(path: Path) -> str:
+    """Return a link to a page by its title, or to a program by its name and with its summary."""
+    title = path.stem.replace("_", " ").replace("-", " ")
+    if path.suffix == ".md":
+        title = re.search("^# (.*)", path.read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    return f"[{title}]({path.name})" + (f": {summary(path)}" if path.suffix == ".py" else "")
 
 
 def stage() -> None:
@@ -116,11 +129,20 @@ def stage() -> None:
         (OUT / "api" / name).write_text(text)
 
 
+def described(text: str) -> str:
+    """Return a page's text with its first sentences as its description, which search engines show."""
+    paragraph = re.search(r"^(?=[\w`*[])[^:].+?(?=\n *\n|\Z)", FENCE.sub("", text), re.MULTILINE | re.DOTALL)
+    if text.startswith("---") or paragraph is None:
+        return text
+    plain = re.sub(r"[`*]|!?\[([^]]*)\]\([^)]*\)", r"\1", paragraph.group())
+    return f"---\ndescription: {json.dumps(textwrap.shorten(plain, 160, placeholder=' ...'))}\n---\n\n{text}"
+
+
 def write(source: Path, text: str, page: Path | None = None) -> None:
     to = place(source)
     assert to is not None
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(relink(text, page or source))
+    to.write_text(described(relink(text, page or source)))
 
 
 if __name__ == "__main__":

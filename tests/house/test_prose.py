@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import sys
 import tokenize
@@ -55,6 +56,7 @@ FOLDERS = (
     "docs/how-to",
     "docs/recipes",
     "docs/index.md",
+    "docs/notebooks",
     "docs/reference.md",
     "docs/reliability.md",
     "docs/security.md",
@@ -115,7 +117,10 @@ def prose(path: Path) -> Iterator[tuple[int, str, bool]]:
             yield line, found, False
         for line, found in messages_to_users(path):
             yield line, found, False
-    elif path.suffix == ".md":
+    elif path.suffix in (".md", ".ipynb"):
+        if path.suffix == ".ipynb":
+            cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+            text = "\n".join("".join(cell["source"]) for cell in cells)
         text = re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), text, flags=re.DOTALL)
         for line, found in enumerate(text.split("\n"), 1):
             yield line, re.sub(r"`[^`]*`", "", found), False
@@ -143,7 +148,8 @@ def faults(path: Path) -> list[str]:
 def files(folder: str = "") -> list[Path]:
     where = [ROOT / name for name in ([folder] if folder else FOLDERS)]
     found = [path for place in where for path in ([place] if place.is_file() else sorted(place.rglob("*")))]
-    return [path for path in found if path.suffix in (".py", ".md", ".hpp", ".cpp") and path.name != "benchmarks.md"]
+    read = (".py", ".md", ".ipynb", ".hpp", ".cpp")
+    return [path for path in found if path.suffix in read and path.name != "benchmarks.md"]
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))

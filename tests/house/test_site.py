@@ -75,6 +75,15 @@ def test_site_builds_without_warnings_or_broken_links() -> None:
     assert loaded(ROOT / "site") == []
 
 
+@pytest.mark.soak
+def test_pages_have_no_faults_in_a_browser() -> None:
+    if importlib.import_module("check").browser() is None:
+        pytest.skip("no Chromium or Chrome on PATH")
+    test_site_builds_without_warnings_or_broken_links()
+    done = subprocess.run([sys.executable, "docs/site/check.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_broken_links_are_found(tmp_path: Path) -> None:
     (tmp_path / "other.html").write_text('<p id="here"></p><img src="x.png"><script src="https://a.example/b.js">')
     (tmp_path / "index.html").write_text(

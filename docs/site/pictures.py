@@ -218,12 +218,12 @@ def clients() -> str:
             for digit, colour in enumerate(DIGITS):
                 height = round(140 * held.count(digit) / len(held), 2)
                 if height:
-                    parts.append(rect(left + 14 * client, top, 12, height, "", f' fill="{colour}"'))
+                    parts.append(rect(left + 14 * client, top, 12, height, "bar", f' fill="{colour}"'))
                 top += height
     for digit, colour in enumerate(DIGITS):
         parts += [rect(10 + 40 * digit, 186, 12, 12, "", f' fill="{colour}"'), text(26 + 40 * digit, 197, str(digit))]
     title = "Digits that each of 20 clients holds: all ten in the left half, few in the right."
-    return picture(620, 210, title, parts)
+    return picture(620, 210, title, parts, ".un-picture .bar{rx:0}")
 
 
 def logo() -> str:

@@ -1,11 +1,11 @@
-// Wide tables, pictures and code scroll by the keyboard too, names in tables break after dots and underscores only, and
+// Wide tables, pictures and code scroll by the keyboard too, long names in tables break after dots and underscores, and
 // the buttons beside each block of code have a name of their own. The theme wraps tables and adds buttons late.
 let blocks = 0
 const WIDE = ".md-typeset__scrollwrap, .un-figure, pre > code"
 new MutationObserver(() => {
   for (const wide of document.querySelectorAll(WIDE)) if (!wide.hasAttribute("tabindex")) wide.tabIndex = 0
   for (const name of document.querySelectorAll("td code:not(:has(*))")) {
-    const parts = name.textContent.split(/(?<=[._(,/=:])(?=\w)/)
+    const parts = name.textContent.length > 20 ? name.textContent.split(/(?<=[._(,/=:])(?=\w)/) : []
     if (parts.length > 1) name.replaceChildren(...parts.flatMap(part => [document.createElement("wbr"), part]).slice(1))
   }
   document.querySelectorAll(".md-code__nav:not([aria-label])").forEach(nav => {

@@ -115,7 +115,7 @@ def entry(path: Path) -> str:
 
 def stage() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
-    shutil.copytree(DOCS, OUT, ignore=shutil.ignore_patterns("*.py", "*.ipynb", "*.md", "__pycache__", "api"))
+    shutil.copytree(DOCS, OUT, ignore=shutil.ignore_patterns("*.py", "*.ipynb", "*.md", "__pycache__", "api", "theme"))
     make = {".md": Path.read_text, ".py": program, ".ipynb": notebook}
     sources = [each for each in ROOT.glob("*.md") if each.stem != "README"]
     sources += [each for each in DOCS.rglob("*") if each.suffix in make and "site" not in each.relative_to(DOCS).parts]

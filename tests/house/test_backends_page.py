@@ -38,7 +38,7 @@ def tables() -> str:
     for device in DEVICES:
         shown = [name for name in backends() if device in TRANSPORTS[name].declared(name).devices]
         rows = [[operation, *(how(name, operation, device) for name in shown)] for operation in operations]
-        parts.append("\n".join([f"### Tensors on {device.upper()}", "", *table(["operation", *shown], rows)]))
+        parts.append("\n".join([f"## Tensors on {device.upper()}", "", *table(["operation", *shown], rows)]))
     return "\n\n".join(parts) + "\n"
 
 

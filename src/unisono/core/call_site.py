@@ -8,7 +8,17 @@ import threading
 from importlib.util import find_spec
 from types import CodeType, FrameType
 
-__all__ = ["NOT_THE_USERS", "call_site", "is_installed", "is_internal", "line_of", "nearest", "site_of", "users_frame"]
+__all__ = [
+    "NOT_THE_USERS",
+    "call_site",
+    "is_installed",
+    "is_internal",
+    "is_users",
+    "line_of",
+    "nearest",
+    "site_of",
+    "users_frame",
+]
 
 # Torch is found without being loaded: processes that only speak to the control plane need none.
 _TORCH = getattr(find_spec("torch"), "origin", None) or __file__
@@ -53,6 +63,11 @@ def is_internal(filename: str) -> bool:
 def is_installed(filename: str) -> bool:
     """Return whether a file of source is of Python's own library, or of an installed one."""
     return filename.startswith((_LIBRARY, "<frozen")) or f"{os.sep}site-packages{os.sep}" in filename
+
+
+def is_users(filename: str) -> bool:
+    """Return whether a file of source is what the user writes: neither internal nor installed."""
+    return not filename.startswith(NOT_THE_USERS) and not is_installed(filename)
 
 
 def line_of(code: CodeType, instruction: int) -> str:

@@ -58,9 +58,10 @@ def left_error(rank: int) -> PeerLostError:
 
     Example:
         >>> print(left_error(2))
-        rank 2 has left (it closed the communicator, or its program has ended)
+        rank 2 has left (it closed the communicator, or its program has ended). Did it make fewer calls?
     """
-    return PeerLostError(f"rank {rank} has left (it closed the communicator, or its program has ended)", peer=rank)
+    text = f"rank {rank} has left (it closed the communicator, or its program has ended). Did it make fewer calls?"
+    return PeerLostError(text, peer=rank)
 
 
 def text_of(error: BaseException) -> str:

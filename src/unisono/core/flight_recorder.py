@@ -9,10 +9,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
-from unisono.core.call_site import line_of, site_of, users_frame
+from unisono.core.call_site import is_users, line_of, site_of, users_frame
 from unisono.core.group import Group
 
 __all__ = ["Activity", "ActivityRegistry", "CallRecord", "PendingMessage", "Recorder", "format_call"]
@@ -188,13 +188,15 @@ class ActivityRegistry:
             "site": site_of(at),
             "function": None if at is None else at.f_code.co_qualname,
             "stack": _stack(frame),
+            "callers": _stack(None if at is None else at.f_back, is_users),
         }
 
 
-def _stack(frame: Any) -> list[str]:
-    """The innermost frames, the newest at the end."""
+def _stack(frame: FrameType | None, is_told: Callable[[str], bool] = bool) -> list[str]:
+    """The innermost frames of some files, the newest at the end."""
     lines: list[str] = []
     while frame is not None and len(lines) < _FRAMES:
-        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+        if is_told(frame.f_code.co_filename):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
         frame = frame.f_back
     return lines[::-1]

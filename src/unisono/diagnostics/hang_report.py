@@ -18,7 +18,7 @@ _PATIENCE_S = 0.15
 _MOST_RANKS = 16
 _NAMED = 8
 _NOTHING: _Report = {"calls": -1, "inside": False}
-_STACK_LINES = 4
+_CALLERS = 3
 _FIELDS = ("operation", "call", "peer", "nbytes", "waited_s")
 _SILENT = "does not answer: its process is stopped, or busy in code that blocks its other threads"
 
@@ -58,7 +58,7 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
         lines.append(f"(and {len(told) - len(shown)} ranks more)")
     if circle:
         first, *others = (f"rank {rank}" for rank in circle)
-        lines.insert(0, f"a deadlock: {first} waits for {', which waits for '.join(others)}")
+        lines.insert(0, f"a deadlock: {first} waits for {', which waits for '.join(others)}; change the order of their calls")
     return Hang("".join(f"\n  {line}" for line in lines), bool(circle), *_verdict(told, group))
 
 
@@ -111,7 +111,7 @@ def lines_of(name: str, told: _Report | None) -> list[str]:
         elsewhere = f"; {at}" if current["aside"] or f" at {told['site']}" not in current["call"] else ""
         how = "has just given up in" if current["gave_up"] else "is in"
         return [f"{name} {how} {current['call']}, in group {current['group']}, for {current['for_s']:.1f} s{elsewhere}"]
-    stack = [f"    {line}" for line in told["stack"][-_STACK_LINES:]]
+    stack = [f"    called by {line}" for line in reversed(told["callers"][-_CALLERS:])]
     latest = told["groups"][-1] if told["groups"] else None
     if latest is None or latest["call"] is None:
         return [f"{name} has made no call; {at}", *stack]

@@ -1,4 +1,4 @@
-"""Tracebacks that show the user's lines: the library's own frames are hidden.
+"""Tracebacks that show the user's lines: frames of the library, and of torch, are hidden.
 
 `UNISONO_TRACEBACK=full` shows all frames, as Python does.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -15,21 +16,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from unisono.core.call_site import is_installed, is_internal
+from unisono.core.call_site import NOT_THE_USERS, is_installed, is_internal
+from unisono.diagnostics.torchrun_report import TorchrunReport
 from unisono.errors import AbortedError, MismatchError, PeerLostError
 
-__all__ = ["format_error", "show_errors"]
+__all__ = ["brief_error", "format_error", "hide_frames", "show_errors"]
 
 _SETTING = "UNISONO_TRACEBACK"
 _ERROR_FILE = "UNISONO_ERROR_FILE"
-_TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 _MOST_LETTERS = 160
+_PATIENCE_S = 1.0
+"""Seconds that a rank that ends by another rank's error waits for that rank to show it."""
+_IS_SHOWN_ELSEWHERE = re.compile(r"rank \d+ (failed|gave up) in ")
+"""Beginning of the text of a lost peer that ends by an error of its own."""
 _STARTERS = ("<frozen runpy>", str(Path("IPython", "core", "interactiveshell.py")))
 """Ends of the names of files that start a user's program."""
 
 
 def format_error(error: BaseException, rank: int | None = None, size: int | None = None) -> str:
-    """Return the traceback of an error as text, without frames of this library, and with the rank in front.
+    """Return the traceback of an error as text, without internal frames, and with the rank in front.
 
     Args:
         error: Raised, so that it has a traceback.
@@ -45,16 +50,26 @@ def format_error(error: BaseException, rank: int | None = None, size: int | None
     report = traceback.TracebackException.from_exception(error)
     hidden = _hide_frames(report)
     text = "".join(report.format())
-    note = f"; {hidden} frames of unisono are hidden, {_SETTING}=full shows them" if hidden else ""
+    note = f"; {hidden} frames of unisono and torch are hidden, {_SETTING}=full shows them" if hidden else ""
     return front + text.replace("(most recent call last)", f"(most recent call last{note})", 1)
 
 
-def _brief(error: BaseException, rank: int | None, size: int | None) -> str:
-    """Return one line about a failure that another rank shows in full."""
+def brief_error(error: BaseException, rank: int | None, size: int | None, instead: str | None = None) -> str:
+    """Return one line about a failure that another rank shows in full.
+
+    Args:
+        error: Raised, so that it has a traceback.
+        rank, size: Of the process; no rank is shown if None.
+        instead: Words instead of the error's sentence.
+
+    Example:
+        >>> print(brief_error(KeyError("lr"), 1, 4), end="")
+        [rank 1 of 4] KeyError: 'lr'
+    """
     report = traceback.TracebackException.from_exception(error)
     _hide_frames(report)
     place = f"{os.path.basename(report.stack[-1].filename)}:{report.stack[-1].lineno}: " if report.stack else ""
-    sentence = "".join(report.format_exception_only()).partition("\n")[0]
+    sentence = instead or "".join(report.format_exception_only()).partition("\n")[0]
     shown = sentence if len(sentence) <= _MOST_LETTERS else f"{sentence[:_MOST_LETTERS]}..."
     return f"{_front(rank, size)}{place}{shown}\n"
 
@@ -63,29 +78,77 @@ def _front(rank: int | None, size: int | None) -> str:
     return "" if rank is None else f"[rank {rank} of {size}] "
 
 
+def hide_frames(error: BaseException) -> None:
+    """Remove internal frames from an error and its causes, for a program that prints them itself, such as pytest.
+
+    Args:
+        error: Raised. A traceback without frames of the user is left as it is.
+
+    Example:
+        >>> try:
+        ...     un.init(init_method="tcp://")
+        ... except ValueError as error:
+        ...     hide_frames(error)
+        ...     print(error.__traceback__.tb_next)
+        None
+    """
+    frames, files = list(traceback.walk_tb(error.__traceback__)), _files(error)
+    trace: TracebackType | None = None
+    for frame, line in (frames[index] for index in reversed(_shown(files))):
+        # Without an instruction, whose columns are unknown for another process's frames.
+        trace = TracebackType(trace, frame, -1, line)
+    if _is_ours(files):
+        error.__cause__ = error.__cause__ if _has_user_frames(_files(error.__cause__)) else None
+        error.__context__ = error.__context__ if _has_user_frames(_files(error.__context__)) else None
+    for other in (error.__cause__, error.__context__, *getattr(error, "exceptions", ())):
+        if other is not None:
+            hide_frames(other)
+    error.__traceback__ = trace or error.__traceback__
+
+
+def _files(error: BaseException | None) -> list[str]:
+    trace = None if error is None else error.__traceback__
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+
+
+def _shown(files: list[str]) -> list[int]:
+    """Return which frames of a traceback to show, by the files that they are in."""
+    kept = [i for i, file in enumerate(files) if not file.startswith(NOT_THE_USERS) and not file.endswith(_STARTERS)]
+    if _is_ours(files):
+        # What calls the user's code, such as runpy, does not matter to an error of this library.
+        kept = [i for i in kept if not is_installed(files[i])] or kept
+    return kept
+
+
+def _is_ours(files: list[str]) -> bool:
+    """Return whether an error with these files in its traceback was raised by this library."""
+    return bool(files) and is_internal(files[-1])
+
+
 def _hide_frames(report: traceback.TracebackException) -> int:
     """Remove internal frames from a report and its causes, and return how many they were."""
     frames = list(report.stack)
-    kept = [frame for frame in frames if not is_internal(frame.filename) and not frame.filename.endswith(_STARTERS)]
-    ours = bool(frames) and is_internal(frames[-1].filename)
-    if ours:
-        # What calls the user's code, such as runpy or torch's autograd, does not matter to an error of this library.
-        kept = [frame for frame in kept if not is_installed(frame.filename)] or kept
+    files = [frame.filename for frame in frames]
+    kept = [frames[index] for index in _shown(files)]
     # Without columns: those of another process's frames are unknown.
     plain = [(each.filename, each.lineno or 0, each.name, each.line) for each in kept]
     report.stack = traceback.StackSummary.from_list(plain)
     hidden = len(frames) - len(kept)
     for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
         hidden += 0 if other is None else _hide_frames(other)
-    if ours:
+    if _is_ours(files):
         # The error of this library says what its cause means; only a cause in the user's code adds to it.
-        report.__cause__ = report.__cause__ if _has_user_frames(report.__cause__) else None
-        report.__context__ = report.__context__ if _has_user_frames(report.__context__) else None
+        report.__cause__ = report.__cause__ if _has_user_frames(_files_in(report.__cause__)) else None
+        report.__context__ = report.__context__ if _has_user_frames(_files_in(report.__context__)) else None
     return hidden
 
 
-def _has_user_frames(report: traceback.TracebackException | None) -> bool:
-    return report is not None and any(not is_installed(frame.filename) for frame in report.stack)
+def _files_in(report: traceback.TracebackException | None) -> list[str]:
+    return [] if report is None else [frame.filename for frame in report.stack]
+
+
+def _has_user_frames(files: list[str]) -> bool:
+    return any(not is_internal(file) and not is_installed(file) for file in files)
 
 
 def _name_cells(text: str, shell: Any) -> str:
@@ -94,6 +157,9 @@ def _name_cells(text: str, shell: Any) -> str:
         text = text.replace(f'File "{path}"', f"Cell In[{number}]")
         text = text.replace(f"{os.path.basename(path)}:", f"In[{number}]:")
     return text
+
+
+_FORMS = {"text": format_error, "brief": brief_error}
 
 
 class _ErrorDisplay:
@@ -108,10 +174,10 @@ class _ErrorDisplay:
         self._rank, self._size = (rank, size) if size > 1 else (None, None)
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Show an error in one write, so that texts of several ranks do not mix; and record it for torchrun.
+        """Show an error in one write, so that texts of several ranks do not mix; or leave that to torchrun's report.
 
         An error that another rank shows in full is one line here: the loss of a peer, and a mismatch, which all ranks
-        raise, on other ranks than rank 0.
+        raise, on other ranks than rank 0; under torchrun, any error after the first one of this host.
         """
         path = os.environ.get(_ERROR_FILE)
         if isinstance(error, KeyboardInterrupt) or not self._concerns(error):
@@ -119,17 +185,33 @@ class _ErrorDisplay:
             if not (path and isinstance(error, KeyboardInterrupt)):
                 sys.__excepthook__(kind, error, trace)
             return
-        elsewhere = isinstance(error, PeerLostError | AbortedError) or (isinstance(error, MismatchError) and self._rank)
-        whole = path or os.environ.get(_SETTING) == "full" or not elsewhere
-        text = (format_error if whole else _brief)(error, self._rank, self._size)
-        self._record(error, text)
         with suppress(AttributeError, OSError, ValueError):
             if path:
                 # For `unisono run`, which shows the first error of all ranks.
-                Path(path).write_text(json.dumps({"kind": kind.__name__, "text": text, "time": time.time()}))
+                texts = {name: form(error, self._rank, self._size) for name, form in _FORMS.items()}
+                Path(path).write_text(json.dumps({"kind": kind.__name__, "time": time.time(), **texts}))
             else:
-                sys.stderr.write(text)
+                sys.stderr.write(self._text(error))
                 sys.stderr.flush()
+
+    def _text(self, error: BaseException) -> str:
+        """Return what this rank prints about an error, and record it for torchrun."""
+        report, kind = TorchrunReport(), type(error).__name__
+        follows = isinstance(error, PeerLostError | AbortedError)
+        if follows:
+            first = report.await_first(_PATIENCE_S if _IS_SHOWN_ELSEWHERE.match(getattr(error, "message", "")) else 0.0)
+        else:
+            first = report.claim(kind if self._rank is None else f"{kind} on rank {self._rank}")
+        elsewhere = first or follows or (isinstance(error, MismatchError) and self._rank and not report.shared)
+        if not elsewhere or os.environ.get(_SETTING) == "full":
+            text = format_error(error, self._rank, self._size)
+        else:
+            text = brief_error(error, self._rank, self._size, first and f"{kind}, after {first}")
+        report.record(f"{kind}: {error}", text, follows)
+        if not report.prints:
+            return text
+        hint = f"{kind}; torchrun's report tells it when all ranks have ended"
+        return "" if elsewhere else brief_error(error, self._rank, self._size, hint)
 
     def notebook(self, shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any) -> Any:
         """Show an error of a cell; IPython's handler of custom exceptions."""
@@ -143,18 +225,6 @@ class _ErrorDisplay:
         """Return whether an error was raised on a rank among others, or has frames of this library."""
         frames = traceback.walk_tb(error.__traceback__)
         return self._rank is not None or any(is_internal(frame.f_code.co_filename) for frame, _ in frames)
-
-    def _record(self, error: BaseException, text: str) -> None:
-        """Write the file from which torchrun's report has its text, unless torch's `record` has written it."""
-        path = os.environ.get(_TORCHRUN_FILE)
-        if not path or Path(path).exists():
-            return
-        # The report calls the earliest error the cause, in whole seconds.
-        follows = isinstance(error, PeerLostError | AbortedError)
-        details = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
-        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message}))
 
 
 _display = _ErrorDisplay()

@@ -110,11 +110,14 @@ def comm() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
-    """Hide frames of the library from the traceback of a failure, unless `UNISONO_TRACEBACK=full`."""
-    if call.excinfo is not None and os.environ.get("UNISONO_TRACEBACK") != "full":
-        for entry in call.excinfo.traceback:
-            if str(entry.path).startswith(_LIBRARY):
-                entry.frame.f_globals["__tracebackhide__"] = True
+    """Hide frames and causes inside the library from the report of a failure, unless `UNISONO_TRACEBACK=full`."""
+    if call.excinfo is None or os.environ.get("UNISONO_TRACEBACK") == "full":
+        return
+    if any(str(entry.path).startswith(_LIBRARY) for entry in call.excinfo.traceback):
+        from unisono.diagnostics.tracebacks import hide_frames
+
+        hide_frames(call.excinfo.value)
+        call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -26,7 +26,7 @@ with un.init(timeout=30) as comm:
     comm.all_reduce(total)
     print(f"sum {total.item()} backend {comm.backend}", flush=True)
     if comm.rank == 1:
-        if what == "raise":
+        if what in ("raise", "survive"):
             raise KeyError("lr")
         if what == "exit":
             sys.exit(7)
@@ -34,6 +34,11 @@ with un.init(timeout=30) as comm:
             os.kill(os.getpid(), 9)
         if what == "once" and os.environ["UNISONO_RESTARTS"] == "0":
             raise KeyError("first time")
+    if what == "survive":
+        try:
+            comm.barrier()
+        except un.errors.PeerLostError:
+            sys.exit(print("goes on", flush=True))
     if what == "wait":
         open(f"{sys.argv[2]}/{comm.rank}", "w").write(str(os.getpid()))
         time.sleep(1000)
@@ -75,12 +80,22 @@ def test_the_first_error_is_shown_once_and_the_others_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("what", "status", "sentence"),
-    [("exit", 7, "[rank 1 of 2] exited with status 7"), ("kill", 128 + 9, "[rank 1 of 2] was ended by SIGKILL")],
+    [
+        ("exit", 7, "[rank 1 of 2] exited with status 7"),
+        ("kill", 128 + 9, "[rank 1 of 2] was ended by SIGKILL (by the kernel, if memory ran out)"),
+    ],
 )
 def test_a_rank_without_an_error_is_named(what: str, status: int, sentence: str) -> None:
     ended = run("-n", "2", "train.py", what)
     assert ended.returncode == status
     assert ended.stderr.splitlines()[0] == sentence
+
+
+def test_others_go_on_after_a_failure_if_asked_to() -> None:
+    ended = run("-n", "2", "--on-failure", "continue", "train.py", "survive")
+    assert ended.returncode == 0
+    assert ended.stdout.splitlines()[-1] == "[0] goes on"
+    assert ended.stderr.splitlines()[-1] == "KeyError: 'lr'"
 
 
 def test_all_ranks_start_again_after_a_failure() -> None:

@@ -287,13 +287,10 @@ def _left(rank: int) -> Cause:
 
 def _waited(topic: str, waited_s: float, missing: list[int]) -> str:
     first, others = missing[0], missing[1:]
+    begun = "started, and is WORLD_SIZE right?" if topic == "init" else ""
     if not others:
-        return (
-            f"waited {waited_s:.1f} s in {topic} for rank {first}, which has not arrived. "
-            "Is it alive, or did it skip a call?"
-        )
+        hint = f"Was it {begun}" if begun else "Is it alive, or did it skip a call?"
+        return f"waited {waited_s:.1f} s in {topic} for rank {first}, which has not arrived. {hint}"
+    hint = f"Were they {begun}" if begun else "Are they alive, or did they skip a call?"
     listed = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
-    return (
-        f"waited {waited_s:.1f} s in {topic} for rank {first} (and {listed}), which have not arrived. "
-        "Are they alive, or did they skip a call?"
-    )
+    return f"waited {waited_s:.1f} s in {topic} for rank {first} (and {listed}), which have not arrived. {hint}"

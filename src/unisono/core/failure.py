@@ -9,7 +9,7 @@ from unisono import errors
 from unisono.core.group import Group
 from unisono.errors import CommError, MismatchError, PeerLostError
 
-__all__ = ["Cause", "error_of", "left_error", "signal_name", "text_of", "to_cause"]
+__all__ = ["Cause", "ended_by", "error_of", "left_error", "signal_name", "text_of", "to_cause"]
 
 _MOST_SAID = 10_000
 
@@ -76,6 +76,17 @@ def text_of(error: BaseException) -> str:
     except Exception as another:
         text = f"(its str() failed: {type(another).__name__})"
     return f"{text[:_MOST_SAID]}... ({len(text)} characters)" if len(text) > _MOST_SAID else text
+
+
+def ended_by(number: int) -> str:
+    """Return how a process ended that a signal has ended.
+
+    Example:
+        >>> ended_by(9)
+        'was ended by SIGKILL (by the kernel, if memory ran out)'
+    """
+    name = signal_name(number)
+    return f"was ended by {name}{' (by the kernel, if memory ran out)' if name == 'SIGKILL' else ''}"
 
 
 def signal_name(number: int) -> str:

@@ -91,12 +91,12 @@ class PartitionSampler(Sampler[Any]):
         self._pass: EpochProgress | None = None
         # The epoch that was requested since the last pass ended.
         self._requested_epoch: int | None = None
-        self._warned = False
+        self._warned = self.rank > 0
 
     def __iter__(self) -> StatefulIterator:
         """Iterate over this rank's uncommitted samples of this epoch, or over all of them if the epoch was complete.
 
-        Warns (`EpochWarning`, once) if a loop has reached the end, and `set_epoch` was not called since.
+        Rank 0 warns (`EpochWarning`, once) if a loop has reached the end, and `set_epoch` was not called since.
         """
         current = self._now()
         again = current.ended and current.taken == current.start
@@ -105,8 +105,8 @@ class PartitionSampler(Sampler[Any]):
             self._warned = True
             left = f"continues with {self.remaining} samples not committed"
             action = "begins again, in the same order" if through else left
-            text = f"epoch {self.epoch} {action}: call set_epoch(epoch) before each epoch"
-            warnings.warn(text, EpochWarning, stacklevel=2)
+            hint = "call set_epoch(epoch) before each epoch; for evaluation, pass shuffle=False"
+            warnings.warn(f"epoch {self.epoch} {action}: {hint}", EpochWarning, stacklevel=2)
         if through:
             self._begin(self.epoch)
             current = self._now()

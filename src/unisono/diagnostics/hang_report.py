@@ -105,7 +105,7 @@ def lines_of(name: str, told: _Report | None) -> list[str]:
         return [f"{name} {_SILENT}"]
     if not told:
         return [f"{name} is gone"]
-    at = f"its thread is at {told['site']} in {told['function']}" if told["site"] else "its thread has ended"
+    at = f"its thread is at {told['site']} in {told['function']}" if told["site"] else "its thread has ended, or was released"
     current = _inside(told)
     if current is not None:
         elsewhere = f"; {at}" if current["aside"] or f" at {told['site']}" not in current["call"] else ""

@@ -24,7 +24,7 @@ __all__ = ["brief_error", "format_error", "hide_frames", "show_errors"]
 
 _SETTING = "UNISONO_TRACEBACK"
 _ERROR_FILE = "UNISONO_ERROR_FILE"
-_MOST_LETTERS = 160
+_MOST_LETTERS = 240
 _PATIENCE_S = 1.0
 """Seconds that a rank that ends by another rank's error waits for that rank to show it."""
 _IS_SHOWN_ELSEWHERE = re.compile(r"rank \d+ (failed|gave up) in ")
@@ -207,7 +207,7 @@ class _ErrorDisplay:
             text = format_error(error, self._rank, self._size)
         else:
             text = brief_error(error, self._rank, self._size, first and f"{kind}, after {first}")
-        report.record(f"{kind}: {error}", text, follows)
+        report.record(f"{kind}: {error}", text, follows or first is not None)
         if not report.prints:
             return text
         hint = f"{kind}; torchrun's report tells it when all ranks have ended"

@@ -134,7 +134,12 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
     if isinstance(error, SystemExit | KeyboardInterrupt):
         # Raised here unchanged, it would silently end the caller, which did not ask for that.
         error = PeerLostError(f"rank {first.rank} of {size} ended by {type(error).__name__}({error})", peer=first.rank)
-    if not isinstance(error, CommError) or error.rank is None:
+    witness = next((outcome for outcome in failures if outcome.reported), None)
+    if not first.reported and witness is not None and witness.error is not None:
+        # A rank that ended unheard has no traceback; another one's shows where it was missed.
+        error.__traceback__ = witness.error.__traceback__
+        error.add_note(f"noticed by rank {witness.rank} of {size}")
+    elif not isinstance(error, CommError) or error.rank is None:
         error.add_note(f"raised on rank {first.rank} of {size}")
     others = Counter(type(outcome.error).__name__ for outcome in failures if outcome is not first)
     if others:

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 
 from unisono.control.server import Server
-from unisono.core.failure import signal_name
+from unisono.core.failure import ended_by
 from unisono.errors import PeerLostError, UnavailableError
 from unisono.host.cpu_count import cores
 from unisono.host.distribution import install_command
@@ -161,7 +161,7 @@ def _no_result(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcom
         process.wait(1.0)
     code = process.returncode
     if code is not None and 128 < code < 128 + signal.NSIG:
-        how = f"was ended by {signal_name(code - 128)}"
+        how = ended_by(code - 128)
     else:
         how = "ended before it could report; see its output and mpirun's"
     return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} {how}", peer=rank), reported=False)

@@ -24,7 +24,7 @@ from typing import Any
 import cloudpickle
 
 from unisono.control.server import Server
-from unisono.core.failure import signal_name
+from unisono.core.failure import ended_by
 from unisono.errors import CommError, PeerLostError
 from unisono.host.cpu_count import cores
 from unisono.launcher.job import GRACE_S, Job, Outcome, reported
@@ -119,7 +119,7 @@ def _outcome(rank: int, size: int, process: BaseProcess, reader: connection.Conn
 
 def _no_result(rank: int, size: int, code: int | None) -> PeerLostError:
     if code is not None and code < 0:
-        how = f"was ended by {signal_name(-code)}"
+        how = ended_by(-code)
     else:
         how = (
             f"ended with exit code {code} before it could report; see its output. (A script that calls launch "
@@ -221,11 +221,23 @@ def by_value(job: Job) -> bytes:
     try:
         return bytes(cloudpickle.dumps(job))
     except Exception as error:
-        raise TypeError(f"fn, args or kwargs cannot be sent to the ranks: {error}") from error
+        raise TypeError(f"{_unsendable(job)} cannot be sent to the ranks: {error}") from error
     finally:
         if unknown:
             assert module is not None
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _unsendable(job: Job) -> str:
+    """Return which part of a job cannot be pickled."""
+    arguments = {f"args[{index}]": value for index, value in enumerate(job.args)}
+    keywords = {f"kwargs[{name!r}]": value for name, value in job.kwargs.items()}
+    for name, value in {"fn": job.fn, **arguments, **keywords}.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return name if name != "fn" else "fn, or a variable that it uses,"
+    return "the program"
 
 
 def _importable(fn: Any, main: ModuleType | None) -> bool:

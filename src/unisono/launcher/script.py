@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from unisono.core.failure import signal_name
+from unisono.core.failure import ended_by
 from unisono.host.cpu_count import cores
 
 __all__ = ["ScriptJob", "run_script"]
@@ -72,7 +72,7 @@ class ScriptJob:
         return {**os.environ, **{name: str(value) for name, value in places.items()}, **chosen}
 
 
-def run_script(job: ScriptJob, restarts: int = 0) -> int:
+def run_script(job: ScriptJob, restarts: int = 0, on_failure: str = "end") -> int:
     """Run a script's ranks to their end, again after a failure, and return the exit status.
 
     Standard output and error of the ranks are passed on line by line. When a rank fails, the others may end by their
@@ -81,12 +81,14 @@ def run_script(job: ScriptJob, restarts: int = 0) -> int:
     Args:
         job: The script, and its ranks.
         restarts: How often all ranks are started again after a failure.
+        on_failure: "continue" lets the others go on after a failure, which is printed immediately.
 
     Returns:
-        0, or the exit status of the rank that failed first: 128 and the signal's number if a signal ended it.
+        0, or the exit status of the rank that failed first: 128 and the signal's number if a signal ended it. With
+        "continue", 0 if any rank has ended well.
     """
     for attempt in range(restarts + 1):
-        attempted = _Attempt(job, attempt)
+        attempted = _Attempt(job, attempt, on_failure)
         status = attempted.run()
         if not status or attempted.interrupted:
             break
@@ -98,8 +100,8 @@ def run_script(job: ScriptJob, restarts: int = 0) -> int:
 class _Attempt:
     """One start of all ranks."""
 
-    def __init__(self, job: ScriptJob, number: int) -> None:
-        self._job, self._number = job, number
+    def __init__(self, job: ScriptJob, number: int, on_failure: str) -> None:
+        self._job, self._number, self._continues = job, number, on_failure == "continue"
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._failures: list[tuple[int, int]] = []
         self._readers: list[threading.Thread] = []
@@ -115,7 +117,7 @@ class _Attempt:
             ranks = [self._start(rank, ports, folder, alive) for rank in range(self._job.ranks)]
             os.close(alive)
             try:
-                self._wait(ranks)
+                self._wait(ranks, folder)
             except KeyboardInterrupt:
                 self.interrupted = True
                 self._end(ranks, signal.SIGINT)
@@ -160,7 +162,7 @@ class _Attempt:
                     target.write(f"{front}{text}\n")
                     target.flush()
 
-    def _wait(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+    def _wait(self, ranks: list[subprocess.Popen[bytes]], folder: str) -> None:
         """Wait until all ranks have ended, or the grace after a failure is over."""
         deadline: float | None = None
         for _ in ranks:
@@ -171,7 +173,10 @@ class _Attempt:
                 return
             if status:
                 self._failures.append((rank, status))
-                deadline = deadline or time.monotonic() + _GRACE_S
+                if self._continues:
+                    self._print_failure(rank, status, _read_report(Path(folder) / str(rank)))
+                else:
+                    deadline = deadline or time.monotonic() + _GRACE_S
 
     def _end(self, ranks: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
         """End the ranks that still run, first by a signal."""
@@ -188,7 +193,7 @@ class _Attempt:
 
     def _conclude(self, folder: str) -> int:
         """Print the first failure, and return its exit status."""
-        if not self._failures:
+        if not self._failures or (self._continues and len(self._failures) < self._job.ranks):
             return 0
         reports = {rank: _read_report(Path(folder) / str(rank)) for rank, _ in self._failures}
 
@@ -200,14 +205,21 @@ class _Attempt:
             return (2 if report["kind"] in _CONSEQUENCES else 1), float(report["time"])
 
         first, status = min(self._failures, key=order)
-        report, number = reports[first], self._job.host * self._job.ranks + first
-        how = f"was ended by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
-        world = self._job.hosts * self._job.ranks
-        _print_error(report["text"] if report else f"[rank {number} of {world}] {how}\n")
-        others = len(self._failures) - 1
-        if others:
-            _print_error(f"({others} other {'rank' if others == 1 else 'ranks'} failed too)\n")
+        if not self._continues:
+            self._print_failure(first, status, reports.pop(first))
+            # Where the others missed a rank that ended unheard.
+            witness = next((report for report in reports.values() if report), None)
+            if status < 0 and witness:
+                _print_error(witness["brief"])
+            others = len(reports) - (status < 0 and witness is not None)
+            if others:
+                _print_error(f"({others} other {'rank' if others == 1 else 'ranks'} failed too)\n")
         return 128 - status if status < 0 else status
+
+    def _print_failure(self, rank: int, status: int, report: dict[str, Any] | None) -> None:
+        number, world = self._job.host * self._job.ranks + rank, self._job.hosts * self._job.ranks
+        how = ended_by(-status) if status < 0 else f"exited with status {status}"
+        _print_error(report["text"] if report else f"[rank {number} of {world}] {how}\n")
 
 
 def _read_report(path: Path) -> dict[str, Any] | None:

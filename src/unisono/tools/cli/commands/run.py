@@ -26,13 +26,20 @@ _PORT = 29500
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options, the script, and its own arguments."""
     parser.epilog = (
-        "exit status: 0 ok, 2 usage error, else that of the rank that failed first (128 + a signal's number)"
+        "exit status: 0 ok (with --on-failure continue, if any rank ends well), 2 usage error, else that of the rank "
+        "that failed first (128 + a signal's number)"
     )
     add = parser.add_argument
     add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks to start on this host")
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("--backend", help="the backend of unisono.init() where the script passes none")
     add("--restarts", type=int, default=0, metavar="R", help="start all ranks again after a failure, R times at most")
+    add(
+        "--on-failure",
+        choices=("end", "continue"),
+        default="end",
+        help="what the other ranks do after a failure (default end)",
+    )
     add("--hosts", default="", metavar="A,B", help="names or addresses; run the same command on each of them")
     add("--host", type=int, metavar="I", help="index of this host in --hosts, from 0 (found by its addresses)")
     add(
@@ -68,7 +75,7 @@ def run(given: argparse.Namespace) -> int:
         backend=given.backend,
         prefix=not given.no_prefix,
     )
-    return run_script(job, given.restarts)
+    return run_script(job, given.restarts, given.on_failure)
 
 
 def _index(hosts: list[str], given: int | None) -> int:

@@ -1,0 +1,130 @@
+"""Common mistakes are shown in a few lines, once, with the user's own line, however the ranks are started.
+
+A block is what is printed of an error. Of torchrun it is what the ranks print, and the text of each rank in its report;
+the form around that (its own traceback, rules, and fields such as the host) is torchrun's.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from mistakes import MISTAKES, Mistake
+from nbformat.v4 import new_code_cell, new_notebook
+
+MOST_LINES = 12
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+BANNER = re.compile(
+    r"\*+$|Setting OMP_NUM_THREADS|[WE]\d{4} |=+$|-+$|train.py FAILED|Failures:|Root Cause|\[\d\]:|  <NO_OTHER_FAILURES>"
+    r"|  (time|host|rank|exitcode|error_file) *:"
+)
+NAMES = [mistake.name for mistake in MISTAKES]
+NAMED = {mistake.name: mistake for mistake in MISTAKES}
+
+
+def run(folder: Path, *command: str) -> str:
+    """Return what a program prints."""
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, cwd=folder)
+    return ended.stdout + ended.stderr
+
+
+def under_unisono_run(folder: Path, mistake: Mistake) -> str:
+    (folder / "train.py").write_text(mistake.script())
+    return run(folder, sys.executable, "-m", "unisono", "run", "-n", "2", "train.py")
+
+
+def under_torchrun(folder: Path, mistake: Mistake) -> str:
+    (folder / "train.py").write_text(mistake.script())
+    said = run(folder, *TORCHRUN)
+    said = re.sub(r"^Traceback(.|\n)*ChildFailedError: *$", "", said, count=1, flags=re.MULTILINE)
+    return "\n".join(line for line in said.splitlines() if not BANNER.match(line))
+
+
+def under_pytest(folder: Path, chosen: list[Mistake], backend: str) -> dict[str, str]:
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    # Where the package is not installed, its entry point is not there either.
+    (folder / "conftest.py").write_text(
+        "import importlib.metadata as m\nif not any(e.value == 'unisono.testing.plugin' "
+        "for e in m.entry_points(group='pytest11')):\n    pytest_plugins = ['unisono.testing.plugin']\n"
+    )
+    for mistake in chosen:
+        (folder / f"test_{mistake.name}.py").write_text(mistake.test(backend))
+    said = run(folder, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no")
+    failures, _, summary = said.partition("warnings summary")
+    parts = re.split(r"^_+ test_(\w+).* _+$", failures.partition("= short test summary")[0], flags=re.MULTILINE)
+    blocks = dict(zip(parts[1::2], parts[2::2], strict=True))
+    # A warning is in the summary of warnings.
+    return {"forgotten_set_epoch": summary.partition("-- Docs")[0].partition("\n")[2], **blocks}
+
+
+def under_notebook(folder: Path, chosen: list[Mistake]) -> dict[str, str]:
+    cells = [new_code_cell(mistake.cell(), metadata={"tags": ["raises-exception"]}) for mistake in chosen]
+    file = folder / "notebook.ipynb"
+    nbformat.write(new_notebook(cells=cells), file)
+    command = "import os; os.environ['IPYTHONDIR'] = '.'; from nbclient.cli import main; main()"
+    said = run(folder, sys.executable, "-c", command, "--inplace", "--timeout=100", str(file))
+    assert not re.search("^Traceback", said), said
+    return {
+        mistake.name: "\n".join(
+            "\n".join(output.traceback) if output.output_type == "error" else output.text for output in cell.outputs
+        )
+        for mistake, cell in zip(chosen, nbformat.read(file, as_version=4).cells, strict=True)
+    }
+
+
+def check(mistake: Mistake, block: str) -> None:
+    """Assert what every block must be."""
+    print(block)
+    lines = [line for line in block.splitlines() if line.strip()]
+    assert len(lines) <= MOST_LINES
+    assert block.count(mistake.sentence) == 1
+    number = mistake.line
+    assert re.search(rf'(\.py"|In\[\d+\]), line {number},|\.py:{number}:', block)
+    assert "src/unisono" not in block
+    assert "site-packages" not in block
+    assert "direct cause" not in block
+
+
+@pytest.mark.parametrize("name", ["killed_rank", "wrong_size"])
+def test_unisono_run(name: str, tmp_path: Path) -> None:
+    check(NAMED[name], under_unisono_run(tmp_path, NAMED[name]))
+
+
+def test_pytest(tmp_path: Path) -> None:
+    chosen = [NAMED["wrong_size"], NAMED["unused_parameters"], NAMED["missing_package"]]
+    blocks = under_pytest(tmp_path, chosen, "thread")
+    for mistake in chosen:
+        check(mistake, blocks[mistake.name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start", [under_unisono_run, under_torchrun])
+@pytest.mark.parametrize("name", NAMES)
+def test_scripts(start: Callable[[Path, Mistake], str], name: str, tmp_path: Path) -> None:
+    check(NAMED[name], start(tmp_path, NAMED[name]))
+
+
+@pytest.fixture(scope="module")
+def all_blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("thread", "shm", "notebook")}
+    return {
+        # A killed thread would end pytest.
+        "thread": under_pytest(folders["thread"], [m for m in MISTAKES if m.name != "killed_rank"], "thread"),
+        # Warnings of processes are in their output, which pytest shows of tests that fail.
+        "shm": under_pytest(folders["shm"], [m for m in MISTAKES if m.name != "forgotten_set_epoch"], "shm"),
+        "notebook": under_notebook(folders["notebook"], MISTAKES),
+    }
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("where", ["thread", "shm", "notebook"])
+@pytest.mark.parametrize("name", NAMES)
+def test_tests_and_notebooks(all_blocks: dict[str, dict[str, str]], where: str, name: str) -> None:
+    if (where, name) not in (("thread", "killed_rank"), ("shm", "forgotten_set_epoch")):
+        check(NAMED[name], all_blocks[where][name])

@@ -37,10 +37,10 @@ import unisono as un
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake, and the part of its error's sentence that must be there once."""
+    """A mistake, and parts of its error's sentence, one of which must be there once."""
 
     function: Callable[..., Any]
-    sentence: str
+    sentences: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -87,23 +87,23 @@ def _shown(program: str) -> str:
 MISTAKES: list[Mistake] = []
 
 
-def mistake(sentence: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def mistake(*sentences: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a function to the mistakes."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        MISTAKES.append(Mistake(function, sentence))
+        MISTAKES.append(Mistake(function, sentences))
         return function
 
     return add
 
 
-@mistake("rank 1 has left")
+@mistake("rank 1 has left", "for rank 1. Is it alive, or did it skip a call?")
 def rank_0_only(comm: un.Communicator) -> None:
     if comm.rank == 0:
         comm.all_reduce(torch.ones(2))  # here
 
 
-@mistake("rank 1 has left")
+@mistake("rank 1 has left", "for rank 1. Is it alive, or did it skip a call?")
 def unequal_batch_counts(comm: un.Communicator) -> None:
     model = torch.nn.Linear(2, 1)
     _averager = un.GradientAverager(model, comm)

@@ -58,7 +58,9 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
         lines.append(f"(and {len(told) - len(shown)} ranks more)")
     if circle:
         first, *others = (f"rank {rank}" for rank in circle)
-        lines.insert(0, f"a deadlock: {first} waits for {', which waits for '.join(others)}; change the order of their calls")
+        lines.insert(
+            0, f"a deadlock: {first} waits for {', which waits for '.join(others)}; change the order of their calls"
+        )
     return Hang("".join(f"\n  {line}" for line in lines), bool(circle), *_verdict(told, group))
 
 
@@ -105,7 +107,11 @@ def lines_of(name: str, told: _Report | None) -> list[str]:
         return [f"{name} {_SILENT}"]
     if not told:
         return [f"{name} is gone"]
-    at = f"its thread is at {told['site']} in {told['function']}" if told["site"] else "its thread has ended, or was released"
+    at = (
+        f"its thread is at {told['site']} in {told['function']}"
+        if told["site"]
+        else "its thread has ended, or was released"
+    )
     current = _inside(told)
     if current is not None:
         elsewhere = f"; {at}" if current["aside"] or f" at {told['site']}" not in current["call"] else ""

@@ -20,8 +20,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 MOST_LINES = 12
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
 BANNER = re.compile(
-    r"\*+$|Setting OMP_NUM_THREADS|[WE]\d{4} |=+$|-+$|train.py FAILED|Failures:|Root Cause|\[\d\]:|  <NO_OTHER_FAILURES>"
-    r"|  (time|host|rank|exitcode|error_file) *:"
+    r"\*+$|Setting OMP_NUM_THREADS|[WE]\d{4} |=+$|-+$|train.py FAILED|Failures:|Root Cause|\[\d\]:"
+    r"|  <NO_OTHER_FAILURES>|  (time|host|rank|exitcode|error_file) *:"
 )
 NAMES = [mistake.name for mistake in MISTAKES]
 NAMED = {mistake.name: mistake for mistake in MISTAKES}

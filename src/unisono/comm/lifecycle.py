@@ -47,7 +47,8 @@ class LifecycleMixin(CommunicatorBase):
             ...     worker.join()
         """
         self._engine.own("release_thread")
-        self._engine.owner = self._engine.activity.owner = None
+        self._engine.owner = None
+        self._engine.activity.owner = 0
 
     def allow_any_thread(self) -> None:
         """Allow every thread to use it from now on. The caller ensures that only one is in a collective at a time.

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -159,7 +160,7 @@ def _name_cells(text: str, shell: Any) -> str:
     return text
 
 
-_FORMS = {"text": format_error, "brief": brief_error}
+_FORMS: dict[str, Callable[..., str]] = {"text": format_error, "brief": brief_error}
 
 
 class _ErrorDisplay:

@@ -25,7 +25,7 @@ import unisono as un
 
 __all__ = ["MISTAKES", "Mistake"]
 
-TIMEOUT_S = 3
+TIMEOUT_S = 8
 PREAMBLE = """\
 import os, pytest, signal, socket, sys, threading, time
 import torch

@@ -211,7 +211,7 @@ class _ErrorDisplay:
         report.record(f"{kind}: {error}", text, follows or first is not None)
         if not report.prints:
             return text
-        hint = f"{kind}; torchrun's report tells it when all ranks have ended"
+        hint = f"{kind}; torchrun's report shows it when all ranks have ended"
         return "" if elsewhere else brief_error(error, self._rank, self._size, hint)
 
     def notebook(self, shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any) -> Any:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from unisono.comm.tracing import trace
     from unisono.communicator import Communicator
-    from unisono.core.types import ReduceOp, Work
+    from unisono.core.types import Recv, ReduceOp, Send, Work
     from unisono.diagnostics.metrics import Metrics
     from unisono.elastic.admission import join
     from unisono.errors import CommError
@@ -43,7 +43,9 @@ __all__ = [
     "Communicator",
     "GradientAverager",
     "Metrics",
+    "Recv",
     "ReduceOp",
+    "Send",
     "Work",
     "algorithms",
     "average_gradients",
@@ -70,7 +72,9 @@ _HOME = {
     "Communicator": "unisono.communicator",
     "GradientAverager": "unisono.gradients",
     "Metrics": "unisono.diagnostics.metrics",
+    "Recv": "unisono.core.types",
     "ReduceOp": "unisono.core.types",
+    "Send": "unisono.core.types",
     "Work": "unisono.core.types",
     "average_gradients": "unisono.gradients",
     "broadcast_parameters": "unisono.gradients",

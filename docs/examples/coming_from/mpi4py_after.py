@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 import unisono as un
-from unisono.core.types import Recv, Send
 
 
 def solve(comm: un.Communicator, cells: int = 50, tolerance: float = 1e-4) -> tuple[int, float]:
@@ -17,14 +16,14 @@ def solve(comm: un.Communicator, cells: int = 50, tolerance: float = 1e-4) -> tu
     mine = len(range(comm.rank, cells, comm.size))
     heat = torch.zeros(mine + 2, dtype=torch.float64)  # one more cell at each end, a copy of a neighbour's
     heat[0] = 1.0 if comm.rank == 0 else 0.0
-    messages: list[Send | Recv] = []  # none to the left of the first rank, nor to the right of the last
+    messages: list[un.Send | un.Recv] = []  # none to the left of the first rank, nor to the right of the last
     if comm.rank > 0:
-        messages += [Send(heat[1:2], comm.rank - 1), Recv(heat[:1], comm.rank - 1)]
+        messages += [un.Send(heat[1:2], comm.rank - 1), un.Recv(heat[:1], comm.rank - 1)]
     if comm.rank + 1 < comm.size:
-        messages += [Send(heat[-2:-1], comm.rank + 1), Recv(heat[-1:], comm.rank + 1)]
+        messages += [un.Send(heat[-2:-1], comm.rank + 1), un.Recv(heat[-1:], comm.rank + 1)]
     change, steps = torch.ones(1, dtype=torch.float64), 0
     while change.item() > tolerance:
-        for work in comm.batch_isend_irecv(messages) if messages else []:
+        for work in comm.batch_isend_irecv(messages):
             work.wait()
         new = (heat[:-2] + heat[2:]) / 2
         change[0] = (new - heat[1:-1]).abs().max()

@@ -155,27 +155,32 @@ class PointToPointMixin(CommunicatorBase):
         """Start many messages in one call.
 
         Args:
-            messages: At least one `unisono.core.types.Send` or `Recv`, each with a tensor, a peer and a tag.
+            messages: `un.Send` and `un.Recv`, each with a tensor, a peer and a tag.
 
-        Returns: A list of one work for all messages, as torch's function of the same name with nccl.
+        Returns: A list of one work for all messages, as torch's function of the same name with nccl; an empty list
+            if there are none.
 
         Raises:
-            TypeError: The list is empty, or has other elements.
+            TypeError: An element is neither a `Send` nor a `Recv`.
 
         Example:
-            >>> from unisono.core.types import Recv, Send
             >>> def program(comm):
             ...     mine, other = torch.tensor([comm.rank]), torch.zeros(1, dtype=torch.int64)
-            ...     [work] = comm.batch_isend_irecv([Send(mine, 1 - comm.rank), Recv(other, 1 - comm.rank)])
-            ...     work.wait()
+            ...     works = comm.batch_isend_irecv([un.Send(mine, 1 - comm.rank), un.Recv(other, 1 - comm.rank)])
+            ...     for work in works:
+            ...         work.wait()
             ...     return other.item()
             >>> un.launch(program, nprocs=2, backend="thread")
             [1, 0]
         """
         messages = list(messages)
-        if not messages or not all(isinstance(m, Send | Recv) for m in messages):
-            raise TypeError("batch_isend_irecv needs a list of unisono.core.types.Send and Recv, at least one")
-        return [self._post("batch_isend_irecv", messages)]
+        for message in messages:
+            if not isinstance(message, Send | Recv):
+                raise TypeError(
+                    f"batch_isend_irecv takes unisono.Send and unisono.Recv, not {type(message).__name__}. "
+                    "Pass a list such as [unisono.Send(tensor, dst), unisono.Recv(other, src)]"
+                )
+        return [self._post("batch_isend_irecv", messages)] if messages else []
 
     def _post(self, operation: str, messages: Sequence[Message]) -> PointToPointWork:
         self._engine.enter(operation)

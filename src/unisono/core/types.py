@@ -43,7 +43,17 @@ class ReduceOp(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Send:
-    """Send a one-dimensional contiguous tensor to `peer`; it must not change until the work is done."""
+    """One message to another rank, for `Communicator.batch_isend_irecv`.
+
+    Args:
+        tensor: Must not change until the work is done. One-dimensional and contiguous where a transport gets it.
+        peer: Rank that receives it.
+        tag: As for `Communicator.send`.
+
+    Example:
+        >>> un.Send(torch.ones(2), 1).peer
+        1
+    """
 
     tensor: torch.Tensor
     peer: int
@@ -52,7 +62,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recv:
-    """Receive into a one-dimensional contiguous tensor from `peer`; dtype and length match the send's."""
+    """One message from another rank, for `Communicator.batch_isend_irecv`.
+
+    Args:
+        tensor: Written; of the dtype and length of the send. One-dimensional and contiguous where a transport gets it.
+        peer: Rank that sends it.
+        tag: As for `Communicator.recv`.
+
+    Example:
+        >>> un.Recv(torch.empty(2), 1, tag=7).tag
+        7
+    """
 
     tensor: torch.Tensor
     peer: int

@@ -230,6 +230,21 @@ def test_slow_rank_is_synchronized() -> None:
     assert run_ranks(program, 2) == [(1, 0.0, 2.0)] * 2
 
 
+def test_commit_advances_each_sampler_by_its_own_unit() -> None:
+    with un.init("thread") as comm:
+        batches = un.data.GlobalBatchSampler(range(12), comm, batch_size=4)
+        for given in ((), (4,)):
+            un.elastic.Recovery(comm, batches=batches).commit(*given)
+        assert batches.state_dict()["taken"] == 8
+        samples = un.data.PartitionSampler(range(12), comm)
+        training = un.elastic.Recovery(comm, batches=batches, samples=samples)
+        with pytest.raises(TypeError, match=r"commit\(len\(batch\)\)"):
+            training.commit()
+        assert training.step == 0
+        training.commit(4)
+        assert (batches.state_dict()["taken"], samples.remaining) == (12, 8)
+
+
 TRAINEE = """
 import sys, torch
 import unisono as un

@@ -39,7 +39,7 @@ def train(
                 averager.weight(len(x))
                 nn.functional.mse_loss(model(x), y).backward()
                 optimizer.step()
-                training.commit(1)  # the step counts
+                training.commit()  # the step counts
             epoch += 1
         except un.CommError as error:
             lost = str(error).splitlines()[0]

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from unisono.communicator import Communicator
 from unisono.core.types import Timeout
+from unisono.data import GlobalBatchSampler
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
 __all__ = ["Recovery"]
@@ -30,9 +31,9 @@ class Recovery:
 
     Args:
         comm: The communicator that the loop uses; afterwards `recovery.comm`.
-        parts: Parts of the training, by any name. A part with `rebuild` is a sampler (`un.data.PartitionSampler`),
-            and is notified of each commit; a part with `move_to` (`un.GradientAverager`) moves to the new
-            communicator; a part with `state_dict` and `load_state_dict` (a model, an optimizer, a scheduler) is synced.
+        parts: Parts of the training, by any name. A part with `rebuild` is a sampler (`un.data.PartitionSampler` or
+            `GlobalBatchSampler`), and is advanced by each commit; a part with `move_to` (`un.GradientAverager`) moves
+            to the new communicator; a part with `state_dict` and `load_state_dict` (a model, an optimizer, a scheduler) is synced.
 
     Attributes:
         comm: The current communicator.
@@ -79,16 +80,25 @@ class Recovery:
                 raise TypeError(f"{name} is a {kind}, which has no state_dict and load_state_dict, move_to, or rebuild")
         self._stateful: Mapping[str, _Stateful] = rest
 
-    def commit(self, samples: int = 0) -> None:
-        """The step is done on this rank: its parameters are those of all. Never waits.
+    def commit(self, samples: int | None = None) -> None:
+        """Count the step, whose parameters this rank now has as all others, and advance the samplers. Never waits.
 
         Args:
-            samples: Number of samples that this rank has trained on in this step; passed to the samplers.
+            samples: Number of samples that this rank has trained on in this step, such as `len(batch)`, which may be 0.
+                A `PartitionSampler` needs it. A `GlobalBatchSampler` goes one step on, whatever it is.
+
+        Raises:
+            TypeError: A sampler needs the number of samples.
         """
+        by_samples = [each for each in self._samplers.values() if not isinstance(each, GlobalBatchSampler)]
+        if by_samples and samples is None:
+            raise TypeError(
+                "a PartitionSampler counts samples, not steps. Pass how many this rank trained on: commit(len(batch))"
+            )
         self.step += 1
-        self._samples += samples
+        self._samples += samples or 0
         for sampler in self._samplers.values():
-            sampler.advance(samples)
+            sampler.advance(1 if isinstance(sampler, GlobalBatchSampler) else samples)
 
     def recover(self, *, grow: int = 0, timeout: Timeout | None = None) -> Communicator:
         """Resume with the survivors (and `grow` newcomers). Collective over them; restart iteration over samplers.

@@ -131,7 +131,8 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
         """Return a communicator on a torch process group of another owner; unisono never destroys the group.
 
         Collective over the group: every member calls it. The owner may continue to use the group
-        while the communicator does not. Sub-groups are created without `dist.new_group`.
+        while the communicator does not. Sub-groups are created without `dist.new_group`. On a group of
+        the backend `unisono` the communicator has a transport of its own, of the same kind.
 
         Args:
             group: As created by `dist.init_process_group` or `dist.new_group`; None is the default group.
@@ -155,9 +156,14 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
             <Communicator gloo rank 0 of 1>
             >>> dist.destroy_process_group()
         """
-        from unisono.transports.torch.from_group import adopt
+        from unisono.transports.torch.from_group import adopt, resolve_group
 
-        return cls._owning(*adopt(group, resolve_timeout(timeout), chunk_bytes), check)
+        group, timeout_s = resolve_group(group), resolve_timeout(timeout)
+        if make := getattr(group, "make_communicator", None):
+            # A `UnisonoGroup`, whose module imports this one.
+            made: Communicator = make(timeout_s, chunk_bytes, check)
+            return made
+        return cls._owning(*adopt(group, timeout_s, chunk_bytes), check)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dim: str | int | None = None, **options: Any) -> Communicator:

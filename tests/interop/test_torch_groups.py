@@ -56,6 +56,27 @@ def test_many_groups_concurrently(tmp_path: Path) -> None:
     ]
 
 
+def communicators_beside_groups() -> list[Any]:
+    part, seen = dist.new_group([0, 2]), []
+    for group in (None, part) if dist.get_rank() != 1 else (None,):
+        with un.Communicator.from_group(group, timeout=7.0) as comm:
+            total = torch.ones(1)
+            work = dist.all_reduce(torch.ones(9), group=group, async_op=True)
+            comm.all_reduce(total)
+            work.wait()
+            seen.append((comm.backend, comm.rank, total.item()))
+    return [*seen, summed()]
+
+
+def test_from_group_makes_a_communicator_beside_the_group(tmp_path: Path) -> None:
+    whole = [("shm", rank, 3.0) for rank in range(3)]
+    assert on_ranks(communicators_beside_groups, 3, tmp_path) == [
+        [whole[0], ("shm", 0, 2.0), 111.0],
+        [whole[1], 111.0],
+        [whole[2], ("shm", 1, 2.0), 111.0],
+    ]
+
+
 def groups_made_in_other_ways() -> list[Any]:
     rank = dist.get_rank()
     listed, _ = dist.new_subgroups_by_enumeration([[0, 2], [1]])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from unisono.communicator import Communicator
 from unisono.interop.collectives import Collectives
 from unisono.interop.device_backends import DeviceBackends
 from unisono.interop.from_store import meet
@@ -54,7 +55,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._name = self._desc = "undefined"
         self._batch: list[TorchWork] | None = None
-        self._barriers = 0
+        self._barriers = self._communicators = 0
         self.others = DeviceBackends(self, store, timeout, others_options)
         self._connection = meet(store, rank, size, self._timeout_s, group_options)
         label = f"unisono {self._connection.group.name} rank {rank}"
@@ -128,6 +129,24 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
             return self.others.of(device)._end_coalescing(device)
         works, self._batch = self._batch or [], None
         return together(works)
+
+    # -- beside it -----------------------------------------------------------------------------
+    def make_communicator(
+        self, timeout_s: float, chunk_bytes: int, check: Literal["auto", "full", "off"]
+    ) -> Communicator:
+        """Return a communicator of the same ranks for `Communicator.from_group`, independent of this group. Collective.
+
+        Args:
+            timeout_s: Of joining, and default of every operation.
+            chunk_bytes, check: As for `unisono.init`.
+        """
+        self._communicators += 1
+        store = dist.PrefixStore(f"communicator {self._communicators}", self._store)
+        options = GroupOptions(self._connection.comm.backend, check, chunk_bytes)
+        comm = meet(store, self.rank(), self.size(), timeout_s, options).comm
+        # As every other communicator, it belongs to the first thread that uses it.
+        comm.release_thread()
+        return comm
 
     # -- life ----------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:

@@ -10,6 +10,7 @@ from unisono.bootstrap.mpi import find_on
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.transport import Options
+from unisono.diagnostics.tracebacks import show_errors
 from unisono.host.mpi_library import library
 from unisono.transports.mpi.communicators import CommHandle, MpiCommunicators
 from unisono.transports.mpi.transport import MpiTransport
@@ -30,6 +31,7 @@ def adopt(
         ValueError: It is none of MPI's intracommunicators, or null.
     """
     mpi = library()
+    show_errors(mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
     if not isinstance(comm, mpi.Comm):
         raise TypeError(f"comm must be a communicator of mpi4py, such as MPI.COMM_WORLD, not {type(comm).__name__}")
     if comm == mpi.COMM_NULL:

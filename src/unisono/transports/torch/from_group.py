@@ -20,18 +20,19 @@ from unisono.control.client import SocketControl
 from unisono.control.server import Server
 from unisono.core.group import Group
 from unisono.core.transport import Options
+from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError, CommTimeoutError
 from unisono.host.network import address_towards, host_identity
 from unisono.transports.torch.errors import translated
 from unisono.transports.torch.transport import TorchTransport
 
-__all__ = ["adopt"]
+__all__ = ["adopt", "resolve_group"]
 
 _RECORD_BYTES = 256
 
 
 def adopt(
-    group: dist.ProcessGroup | None, timeout_s: float, chunk_bytes: int
+    group: dist.ProcessGroup, timeout_s: float, chunk_bytes: int
 ) -> tuple[TorchTransport, SocketControl, Options, Callable[[], None]]:
     """Return the transport, control handle and options of this rank, and a function to call at the end.
 
@@ -39,16 +40,9 @@ def adopt(
     used unchanged, and never closed; sub-groups are created on the control plane's store.
 
     Raises:
-        TypeError: It is no process group.
-        ValueError: There is no default group, or this process is not in the group.
         CommError: The group's backend is one that cannot be wrapped.
         CommTimeoutError: Not all members have joined in time.
     """
-    if group is None:
-        if not dist.is_initialized():
-            raise ValueError("torch has no default group yet: call dist.init_process_group, or pass a group")
-        group = dist.distributed_c10d._get_default_group()
-    _check_group(group)
     device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(group) else torch.device("cpu")
     backend = group._get_backend(device)
     kind = backend.name().lower()
@@ -74,9 +68,21 @@ def adopt(
         return transport, control, options, undo.pop_all().close
 
 
-def _check_group(group: object) -> None:
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group, or the default group for None; from now on errors are shown as after `unisono.init`.
+
+    Raises:
+        TypeError: It is no process group.
+        ValueError: There is no default group, or this process is not in the group.
+    """
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()
+    show_errors(*ranks)
+    if group is None:
+        if not ranks:
+            raise ValueError("torch has no default group yet: call dist.init_process_group, or pass a group")
+        group = dist.distributed_c10d._get_default_group()
     if isinstance(group, dist.ProcessGroup):
-        return
+        return group
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process is not in the group; only its members call from_group")
     raise TypeError(f"group must be a torch.distributed.ProcessGroup, not {type(group).__name__}")

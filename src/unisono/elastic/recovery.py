@@ -33,7 +33,8 @@ class Recovery:
         comm: The communicator that the loop uses; afterwards `recovery.comm`.
         parts: Parts of the training, by any name. A part with `rebuild` is a sampler (`un.data.PartitionSampler` or
             `GlobalBatchSampler`), and is advanced by each commit; a part with `move_to` (`un.GradientAverager`) moves
-            to the new communicator; a part with `state_dict` and `load_state_dict` (a model, an optimizer, a scheduler) is synced.
+            to the new communicator; a part with `state_dict` and `load_state_dict` (a model, an optimizer, a
+            scheduler) is synced.
 
     Attributes:
         comm: The current communicator.

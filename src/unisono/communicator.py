@@ -89,14 +89,15 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
 
     def _handshake(self, transport: Transport, group: Group) -> Sequence[str]:
         """Agree with the other ranks on common capabilities. Return the name of each rank's host."""
-        mine = (self._host(group), sorted(transport.native), transport.checks, self._options.chunk_bytes, self._check)
+        settings = self._options.chunk_bytes, self._check, self._options.deterministic
+        mine = (self._host(group), sorted(transport.native), transport.checks, *settings)
         cards = self._control.agree(group, "introduction", mine, self._options.timeout_s)
         if cards is None:
             return [mine[0]] * group.size
         for rank, card in enumerate(cards):
             if card[2:] != cards[0][2:]:
                 raise MismatchError(
-                    f"rank 0 was created with (checks, chunk_bytes, check) = {tuple(cards[0][2:])}, "
+                    f"rank 0 was created with (checks, chunk_bytes, check, deterministic) = {tuple(cards[0][2:])}, "
                     f"rank {rank} with {tuple(card[2:])}; they must be equal",
                     rank=group.rank,
                     size=group.size,
@@ -221,7 +222,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
     def overlaps(self) -> bool:
         """Return whether an asynchronous collective progresses while the caller computes, at little cost to it."""
         transport = self._engine.transport
-        return transport.overlaps or transport.background
+        return (transport.overlaps or transport.background) and not self._options.deterministic
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return an uninitialised tensor in memory that this backend reduces best. Collective: the same on every rank.

@@ -64,7 +64,9 @@ class Engine(CommunicatorState, FastPathCalls):
         self, transport: Transport, control: ControlPlane, options: Options, *, full_check: bool = False
     ) -> None:
         super().__init__(transport, control, options)
-        self.fast_path, self._full_check = transport.fast_path, full_check
+        # The native core sums in an order of its own.
+        self.fast_path = None if options.deterministic else transport.fast_path
+        self._full_check = full_check
         self._sink, self._limit_s = SINK, options.timeout_s
         self._rank, self._inside = self.group.rank, set()
         self._spare = ScratchPool()
@@ -159,7 +161,9 @@ class Engine(CommunicatorState, FastPathCalls):
                 plan.collective.name,
             )
         # What is refused has no number.
-        job = make_request(plan, self.transport, self._calls + 1, algorithm, limit)
+        job = make_request(
+            plan, self.transport, self._calls + 1, algorithm, limit, deterministic=self.options.deterministic
+        )
         self._calls += 1
         self.activity.note(job.noted)
         return job

@@ -42,10 +42,11 @@ class CollectiveRequest:
 
 
 def make_request(
-    plan: Plan, transport: Transport, number: int, algorithm: str | None, timeout: float
+    plan: Plan, transport: Transport, number: int, algorithm: str | None, timeout: float, *, deterministic: bool = False
 ) -> CollectiveRequest:
     """Return the request of this number among a group's collectives."""
-    chosen = choose(transport, plan.call, message_bytes(plan.call, transport.size), algorithm)
+    nbytes = message_bytes(plan.call, transport.size)
+    chosen = choose(transport, plan.call, nbytes, algorithm, deterministic=deterministic)
     fingerprint = fingerprint_of(plan, number, chosen)
     noted = fingerprint.operation, number, _detail(fingerprint), fingerprint.site
     return CollectiveRequest(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self, overload
 
 from unisono import serialization
@@ -58,9 +59,9 @@ class SubgroupMixin(LifecycleMixin):
             >>> un.launch(program, nprocs=4, backend="thread")
             [2, 4, 2, 4]
         """
-        return self._split(color, key, self._check)
+        return self._split(color, key, self._check, self._options)
 
-    def _split(self, color: int | None, key: int, check: Any) -> Self | None:
+    def _split(self, color: int | None, key: int, check: Any, options: Options) -> Self | None:
         self._engine.enter("split")
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and (value is not None or name == "key"):
@@ -83,7 +84,7 @@ class SubgroupMixin(LifecycleMixin):
         # From now on the child group detects a lost rank, even before that rank has joined.
         self._control.join(child)
         try:
-            part = self._alike(self._plain().split(child), check)
+            part = self._alike(self._plain().split(child), check, options)
         except BaseException as error:
             self._control.report_failure(child, to_cause(error, child.rank, "split"))
             self._control.leave(child)
@@ -94,10 +95,10 @@ class SubgroupMixin(LifecycleMixin):
         self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
         return part
 
-    def _alike(self, transport: Transport, check: Any) -> Self:
+    def _alike(self, transport: Transport, check: Any, options: Options) -> Self:
         """Return a communicator like this one, on another transport."""
         make: Callable[..., Self] = type(self)
-        return make(transport, self._control, self._options, check=check)
+        return make(transport, self._control, options, check=check)
 
     def subgroup(self, ranks: Sequence[int]) -> Self | None:
         """Return a communicator of these ranks, in the order of the list; None on the other ranks.
@@ -136,13 +137,13 @@ class SubgroupMixin(LifecycleMixin):
             differ = MismatchError(f"ranks gave different lists to subgroup: {quoted}")
             raise self._engine.with_context(differ, "subgroup", number)
         inside = self.rank in ranks
-        return self._split(0 if inside else None, ranks.index(self.rank) if inside else 0, self._check)
+        return self._split(0 if inside else None, ranks.index(self.rank) if inside else 0, self._check, self._options)
 
-    def dup(self, *, check: Any = None) -> Self:
+    def dup(self, *, check: Any = None, deterministic: bool | None = None) -> Self:
         """Return a second communicator of the same ranks, for another thread or library. Collective.
 
         Args:
-            check: As for `init`; None is as this one was made. "off" is for a library that has
+            check, deterministic: As for `init`; None is as this one was made. check="off" is for a library that has
                 agreed with all ranks on what it is going to call.
 
         Example:
@@ -152,7 +153,8 @@ class SubgroupMixin(LifecycleMixin):
             >>> un.launch(program, nprocs=2, backend="thread")
             [True, True]
         """
-        twin = self._split(0, self.rank, check or self._check)
+        options = self._options if deterministic is None else replace(self._options, deterministic=deterministic)
+        twin = self._split(0, self.rank, check or self._check, options)
         assert twin is not None
         return twin
 
@@ -239,7 +241,7 @@ class SubgroupMixin(LifecycleMixin):
         self._control.join(new)
         transport = self._plain().reconfigure(new)
         try:
-            made = self._alike(transport, self._check)
+            made = self._alike(transport, self._check, self._options)
             self._control.exchange(new, "rebuilt", None, max(_left(deadline), 1.0))
         except BaseException as error:
             transport.abort(error)
@@ -249,7 +251,9 @@ class SubgroupMixin(LifecycleMixin):
     def _terms(self) -> bytes:
         """Return the terms that a newcomer needs."""
         options = self._options
-        return serialization.encode((options.backend, options.timeout_s, options.chunk_bytes, self._check))
+        return serialization.encode(
+            (options.backend, options.timeout_s, options.chunk_bytes, options.deterministic, self._check)
+        )
 
 
 def _left(deadline: float) -> float:

@@ -51,7 +51,8 @@ class Options:
         device: Default device of tensors.
         timeout_s: Default timeout of one operation in seconds.
         address: The address of this host that its peers can reach.
-        chunk_bytes: Largest message that a schedule sends; longer ones are cut and pipelined.
+        chunk_bytes: Largest message that an algorithm sends; longer ones are cut and pipelined.
+        deterministic: Whether sums of rounded numbers have one fixed order; see `unisono.init`.
         hosts: For each host, its ranks (of the first group of the job); detected if None.
         extra: For transports of other packages.
     """
@@ -61,6 +62,7 @@ class Options:
     timeout_s: float = 300.0
     address: str = "127.0.0.1"
     chunk_bytes: int = 2 << 20
+    deterministic: bool = False
     hosts: tuple[tuple[int, ...], ...] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -103,9 +103,10 @@ def _taken_in(
     """Apply until it goes well: ranks may be lost while the new communicator is made, and then all try again."""
     while True:
         rebuilt, rank, terms = control.request_admission(max(0.0, deadline - time.monotonic()))
-        backend, default_s, chunk_bytes, check = serialization.decode(terms)
+        backend, default_s, chunk_bytes, deterministic, check = serialization.decode(terms)
         group = Group(rebuilt.name, rank, rebuilt.members)
-        options = Options(backend, "cpu" if device is None else str(device), default_s, control.local_host, chunk_bytes)
+        where = "cpu" if device is None else str(device), default_s, control.local_host
+        options = Options(backend, *where, chunk_bytes, deterministic)
         _log.info("unisono: rank %d of %d, joined %s", rank, group.size, group.name)
         control.join(group)
         try:

@@ -44,6 +44,10 @@ class GradientAverager(AveragerPasses):
             module, not its parameters, if a rank may lack all gradients.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         broadcast_buffers: Whether to broadcast rank 0's buffers after each backward pass.
+        deterministic: Whether gradients are summed in one fixed order, whatever the backend, its algorithms and the
+            bucket sizes; see `unisono.init`.
+        shards: Number of logical shards of each step's data, a multiple of the number of ranks: each shard's backward
+            pass runs in `shard(number)`. On all numbers of ranks that divide it, gradients then have the same bits.
 
     Raises:
         ValueError: Another averager has the model, or a part of it; or an argument is out of range.
@@ -84,6 +88,8 @@ class GradientAverager(AveragerPasses):
         find_unused_parameters: bool = False,
         init_sync: bool = True,
         broadcast_buffers: bool = False,
+        deterministic: bool = False,
+        shards: int | None = None,
     ) -> None:
         if average not in ("mean", "sum"):
             raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
@@ -97,6 +103,8 @@ class GradientAverager(AveragerPasses):
                 average == "sum",
                 find_unused_parameters,
                 broadcast_buffers,
+                deterministic,
+                shards,
             )
         )
         self._attach(comm, init_sync=init_sync)
@@ -116,11 +124,64 @@ class GradientAverager(AveragerPasses):
             >>> un.launch(program, nprocs=2, backend="thread")
             [3.0, 3.0]
         """
+        self._refuse_shards("no_sync(): a shard may run several backward passes, which are added up")
         before, self._syncing = self._syncing, False
         try:
             yield
         finally:
             self._syncing = before
+
+    @property
+    def shards(self) -> range:
+        """The numbers of this rank's logical shards; one for each rank, without the argument of this name."""
+        return range(self.rank, self.rank + 1) if self._shards is None else self._shards.local
+
+    @contextmanager
+    def shard(self, number: int) -> Iterator[None]:
+        """Return a context for the backward passes of one logical shard: `with averager.shard(number):`.
+
+        Each rank runs each of its `shards` once a step, in any order. When the last one ends, each `p.grad` is the
+        mean over all shards: their sum in one balanced binary tree over the shards, in which the first half is the
+        longer one, each addition rounded in the parameter's dtype. So the bits depend neither on the number of ranks
+        nor on the backend, if what each shard computes does not either: torch's version, kernels and number of
+        threads, and the shape of its batch.
+
+        Args:
+            number: The shard, one of `shards`; the same data has the same number on any number of ranks.
+
+        Raises:
+            ValueError: The shard is not one of this rank, or was run in this step already.
+            RuntimeError: From `backward()`: it runs outside of a shard.
+
+        Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards a rank. One
+        all_reduce of the gradients if the number of ranks is a power of two or the number of shards, else an
+        all_gather of up to 2 log2(s) gradients from each rank.
+
+        Example:
+            >>> def program(comm):
+            ...     model = torch.nn.Linear(3, 1)
+            ...     torch.nn.init.ones_(model.weight)
+            ...     averager = un.GradientAverager(model, comm, shards=4)
+            ...     for number in averager.shards:
+            ...         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
+            ...         with averager.shard(number):
+            ...             model(x).square().mean().backward()
+            ...     return model.weight.grad.tolist()
+            >>> un.launch(program, 1, "thread")[0] == un.launch(program, 4, "thread")[3]
+            True
+        """
+        if self._shards is None:
+            raise RuntimeError("this averager has no logical shards; create it with shards=their number")
+        with self._shards.shard(number):
+            yield
+        if not self._shards.unfinished:
+            self._steps[-1] += 1
+            if self._sync_buffers and self._model is not None:
+                broadcast_all(self._model.buffers(), self._comms.control)
+
+    def _refuse_shards(self, what: str) -> None:
+        if self._shards is not None:
+            raise RuntimeError(f"an averager with logical shards has no {what}")
 
     def weight(self, n_samples: float) -> None:
         """Set the weight of this rank's next gradient. Every rank sets one, before `backward()`.
@@ -146,6 +207,7 @@ class GradientAverager(AveragerPasses):
             >>> un.launch(program, nprocs=2, backend="thread")
             [3.0, 3.0]
         """
+        self._refuse_shards("weight()")
         self._weights.say(n_samples)
 
     @contextmanager
@@ -174,6 +236,7 @@ class GradientAverager(AveragerPasses):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[1.5], [1.5, 2.0]]
         """
+        self._refuse_shards("join()")
         tensors = self._parameters if self._model is None else [*self._parameters, *self._model.buffers()]
         weights, before = self._weights, self._steps[-1]
         weights.joining = weights.uneven = True

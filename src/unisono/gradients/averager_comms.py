@@ -22,14 +22,15 @@ class AveragerComms:
 
     Args:
         comm: The ranks that average. Collective.
+        deterministic: Whether sums are reduced in one fixed order; as for `comm` if not.
 
     Attributes:
         data: Communicator for buckets: calls are not checked.
         control: Communicator for everything else.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._base = comm.dup()
+    def __init__(self, comm: Communicator, *, deterministic: bool = False) -> None:
+        self._base = comm.dup(deterministic=deterministic or None)
         self._base.allow_any_thread()
         self.data = self._dup(check="off")
         self.control = self._base

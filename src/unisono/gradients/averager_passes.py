@@ -18,6 +18,7 @@ from unisono.gradients.bucket_plan import agree_on_parameters, bucket_sizes, in_
 from unisono.gradients.error_context import ErrorContext, check_skipped
 from unisono.gradients.flatten import broadcast_all, share
 from unisono.gradients.graph import adds_to_leaves, watch_outputs
+from unisono.gradients.logical_shards import LogicalShards
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.sparse import average_sparse, sparse_parameters
@@ -42,6 +43,8 @@ class AveragerPasses:
         total: bool,
         find_unused_parameters: bool,
         broadcast_buffers: bool,
+        deterministic: bool,
+        shards: int | None,
     ) -> None:
         self._named = named_parameters(model)
         self._names, self._parameters = [n for n, _ in self._named], [p for _, p in self._named]
@@ -53,17 +56,21 @@ class AveragerPasses:
             compression,
         )
         self._weights, self._total, self._steps = Weights(comm, total), total, [0]
+        self._deterministic, self._shard_count = deterministic or shards is not None, shards
+        if self._deterministic and compression is not None:
+            raise ValueError("compressed gradients are not summed in the balanced tree of deterministic=True")
 
     def _attach(self, comm: Communicator, *, init_sync: bool) -> None:
         self._registry = ParameterRegistry(self._model, self._named, self._report)
         codec = codec_for(self._compression)
-        settings = (*self._sizes, self._total, self._find_unused, self._sync_buffers, repr(codec))
+        how_summed = self._total, self._deterministic, self._shard_count
+        settings = (*self._sizes, *how_summed, self._find_unused, self._sync_buffers, repr(codec))
         buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
         agree_on_parameters([*self._named, *buffers], comm, settings)
         if init_sync:
             share([*self._named, *buffers], comm)
         self.rank, self.size = comm.rank, comm.size
-        self._comms = AveragerComms(comm)
+        self._comms = AveragerComms(comm, deterministic=self._deterministic)
         data = self._comms.data
         how = {"background": data.overlaps and codec is None, "compressed": codec is not None}
         sizes = bucket_sizes(self._sizes, self._parameters, comm, **how)
@@ -83,7 +90,11 @@ class AveragerPasses:
         self._seen: list[torch.Tensor] | None = [] if self._reducer.background else None
         self._chunk_hooks: list[Any] = []
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
-        if self.size > 1:
+        self._shards: LogicalShards | None = None
+        if self._shard_count is not None:
+            self._shards = LogicalShards(self._named, self._comms.data, self._shard_count, total=self._total)
+            self._registry.watch_gradients(self._shards.arrive)
+        elif self.size > 1:
             self._install()
         self._comms.ready()
         self._weights.attach(self._comms.control)

@@ -45,6 +45,7 @@ def init(
     device: str | torch.device | None = None,
     secret: str | bytes | None = None,
     check: Check = "auto",
+    deterministic: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     wrap: Wrap | None = None,
     interface: str | None = None,
@@ -68,7 +69,11 @@ def init(
         secret: Key by which ranks authenticate each other. If None, the variable
             UNISONO_SECRET, else a key of this user that the first rank of a host creates (mode 0600).
         check: "auto" compares the calls of all ranks before each collective; "off" does not.
-        chunk_bytes: Largest message of a schedule; the same on all ranks.
+        deterministic: Whether sums and products of rounded numbers are reduced in one fixed order: the balanced binary
+            tree over the ranks, whose first half is the longer one, each addition rounded in the tensor's dtype. All
+            algorithms that keep it, chunk sizes and transports then give the same bits; others are refused. The
+            native core and other native collectives are not used then.
+        chunk_bytes: Largest message of an algorithm; the same on all ranks.
         wrap: Applied to the transport, for tracing or fault injection.
         interface: The network interface, such as "eth0", by which ranks on other hosts reach this one. If None, the
             variable UNISONO_INTERFACE, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one on the route to the
@@ -101,6 +106,7 @@ def init(
         name = choose_backend(around.sharing, gpus=around.gpus, network=place.network) if backend == "auto" else backend
         local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
         options = _options(name, device, local_rank, timeout_s, chunk_bytes, around.address)
+        options = replace(options, deterministic=deterministic)
         if backend == "auto":
             options = replace(options, hosts=around.sharing)
         _log.info("unisono: %s, backend %s, reached at %s (%s)", place.source, name, around.address, around.interface)
@@ -133,6 +139,7 @@ def launch(
     check: Check = "auto",
     device: str | torch.device | None = None,
     threads: int | None = None,
+    deterministic: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     wrap: Wrap | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
@@ -155,7 +162,7 @@ def launch(
         on_failure: "end": after a rank's exception the others have 3 s to end by their own error, then
             are ended, and the first error is raised here, with that rank's traceback before it.
             "continue": the results of the survivors are returned; a failed rank's entry is its error.
-        check, device, chunk_bytes, wrap: As for `init`.
+        check, device, deterministic, chunk_bytes, wrap: As for `init`.
         threads: Torch threads of each rank; OMP_NUM_THREADS or an equal share of the cores if None.
         hosts: Groups of ranks to treat as one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
             to test programs for several hosts.
@@ -187,7 +194,8 @@ def launch(
     if why_no_shm() is not None:
         sharing = tuple((rank,) for rank in range(nprocs))
     name = choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs) if backend == "auto" else backend
-    options = replace(_options(name, device, None, timeout_s, chunk_bytes, "127.0.0.1"), hosts=given)
+    options = _options(name, device, None, timeout_s, chunk_bytes, "127.0.0.1")
+    options = replace(options, hosts=given, deterministic=deterministic)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
     return _run(job, nprocs, on_failure, threads, seed)
 

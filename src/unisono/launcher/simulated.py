@@ -71,6 +71,7 @@ def simulate(
     timeout: Timeout = 300.0,
     on_failure: Literal["end", "continue"] = "end",
     check: Check = "auto",
+    deterministic: bool = False,
     chunk_bytes: int = 2 << 20,
     wrap: Callable[[Transport], Transport] | None = None,
     backend: str = "sim",
@@ -96,7 +97,7 @@ def simulate(
         faults: Arguments of `unisono.testing.Faulty`, which then wraps each rank's transport, inside of `wrap`.
         preempt: Chance that the seed also switches ranks at a lock that is free: to find races between a check and
             the lock.
-        timeout, on_failure, check, chunk_bytes, wrap: As for `launch`; the timeout is of virtual time.
+        timeout, on_failure, check, deterministic, chunk_bytes, wrap: As for `launch`; the timeout is of virtual time.
         backend: "sim", or another transport with threads as ranks.
 
     Returns: The results of all ranks, the virtual time, and the trace.
@@ -129,7 +130,8 @@ def simulate(
         )
     chosen = seed_of(seed)
     whole = wrap if faults is None else partial(_faulty, seed=chosen, faults=dict(faults), wrap=wrap)
-    options = Options(backend, timeout_s=timeout_s, chunk_bytes=chunk_bytes, extra={"network": network or Network()})
+    extra = {"network": network or Network()}
+    options = Options(backend, "cpu", timeout_s, chunk_bytes=chunk_bytes, deterministic=deterministic, extra=extra)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport, options, check, whole)
     return run_simulated(job, nprocs, on_failure, chosen, preempt)
 

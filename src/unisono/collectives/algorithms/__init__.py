@@ -56,7 +56,9 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
     return Algorithm(collective, name, ALGORITHMS[collective][name], options)
 
 
-def serving(collective: str, size: int, *, rounded: bool = True, uneven: bool = True) -> list[str]:
+def serving(
+    collective: str, size: int, *, rounded: bool = True, uneven: bool = True, balanced: bool = False
+) -> list[str]:
     """Return the names of the algorithms that can serve a call.
 
     Args:
@@ -64,6 +66,7 @@ def serving(collective: str, size: int, *, rounded: bool = True, uneven: bool = 
         size: Number of ranks, from 1.
         rounded: Whether the call adds or multiplies floating-point numbers.
         uneven: Whether parts may differ in length.
+        balanced: Whether sums must be reduced in the balanced binary tree over the ranks.
 
     Example:
         >>> "recursive_doubling" in serving("all_gather", 3), "recursive_doubling" in serving("all_gather", 4)
@@ -76,4 +79,5 @@ def serving(collective: str, size: int, *, rounded: bool = True, uneven: bool = 
         if not algorithm.unsupported(size)
         and (algorithm.same_bits or not rounded)
         and not (algorithm.uniform and uneven)
+        and (algorithm.balanced or not balanced)
     ]

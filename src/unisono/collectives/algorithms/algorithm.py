@@ -22,6 +22,7 @@ class AlgorithmFile(Protocol):
       2p-1 (chunks from 2p on are scratch), 1 for a barrier, and p for all other collectives.
     - `unsupported(size)`: why it cannot serve this number of ranks; an empty string if it can.
     - `SAME_BITS = False`, if ranks may end with differently rounded sums. Such an algorithm serves exact dtypes only.
+    - `BALANCED = True`, if sums are reduced in the balanced binary tree over the ranks, for any number of them.
     - `UNIFORM = True`, if all parts of an all_to_all must be equally long.
     - `OPTIONS`: a dict of keyword arguments, with defaults, that all its functions take (`{"segments": 1}`).
 
@@ -85,6 +86,11 @@ class Algorithm:
     def same_bits(self) -> bool:
         """True if all ranks end with the same bits, even if sums are rounded."""
         return bool(getattr(self.file, "SAME_BITS", True))
+
+    @property
+    def balanced(self) -> bool:
+        """True if sums are reduced in the balanced binary tree over the ranks, for any number of them."""
+        return bool(getattr(self.file, "BALANCED", False))
 
     @property
     def uniform(self) -> bool:

@@ -75,6 +75,8 @@ def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: in
     for model in checker.models:
         _check_contributions(model)
     same_bits, is_balanced = _compare_trees(checker, algorithm.same_bits)
+    if algorithm.balanced and not is_balanced:
+        raise _error(checker, "sums are not reduced in the balanced tree, which the file declares: BALANCED")
     uneven = () if algorithm.uniform else (checker.chunks + 1, 3 * checker.chunks - 1)
     for numel in (checker.chunks, *uneven):
         _check_cost(algorithm, checker, numel)

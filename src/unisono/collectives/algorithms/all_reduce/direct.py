@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
-__all__ = ["chunks", "cost", "steps"]
+__all__ = ["BALANCED", "chunks", "cost", "steps"]
+
+BALANCED = True
 
 
 def chunks(size: int) -> int:

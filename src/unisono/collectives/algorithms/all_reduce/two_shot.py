@@ -12,7 +12,9 @@ from unisono.collectives.algorithms.all_gather import direct as all_gather
 from unisono.collectives.algorithms.reduce_scatter import direct as reduce_scatter
 from unisono.collectives.algorithms.step import Cost, Step, elements
 
-__all__ = ["cost", "steps"]
+__all__ = ["BALANCED", "cost", "steps"]
+
+BALANCED = True
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
-__all__ = ["cost", "steps"]
+__all__ = ["BALANCED", "cost", "steps"]
+
+BALANCED = True
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -154,7 +154,7 @@ class LogicalShards:
         numel = partial[0].numel()
         gathered = [partial[0].new_empty(numel * len(cover)) for cover in covers]
         self._comm.all_gather(gathered, torch.cat(partial))
-        known = {
+        known: dict[_Node, torch.Tensor] = {
             node: part
             for cover, parts in zip(covers, gathered, strict=True)
             for node, part in zip(cover, parts.split(numel), strict=True)

@@ -54,7 +54,7 @@ def choose(
 
 
 class _Needs(NamedTuple):
-    """What an algorithm must be able to do for a call.
+    """Requirements of a call that an algorithm must meet.
 
     Attributes:
         rounded: Whether results depend on the order of operations: sums and products of floating point.

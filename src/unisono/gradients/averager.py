@@ -159,7 +159,7 @@ class GradientAverager(AveragerPasses):
 
         Example:
             >>> def program(comm):
-            ...     model = torch.nn.Linear(3, 1)
+            ...     model = torch.nn.Linear(3, 1, bias=False)
             ...     torch.nn.init.ones_(model.weight)
             ...     averager = un.GradientAverager(model, comm, shards=4)
             ...     for number in averager.shards:

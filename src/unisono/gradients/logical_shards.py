@@ -24,7 +24,7 @@ _Gradients = list[torch.Tensor | None]
 class LogicalShards:
     """Sums of the gradients of logical shards, which the ranks have in consecutive runs of equal length.
 
-    Shards that are done are added up at once where the tree adds them to each other, so a rank with s shards keeps at
+    Shards that are done are added up immediately where the tree adds them to each other, so a rank with s shards keeps at
     most log2(s) + 1 gradients of each parameter. If the tree adds each rank's shards to one sum, ranks all-reduce
     these; else (three ranks with two shards each, say) every rank gathers the partial sums of all.
 

@@ -110,7 +110,7 @@ def _(comm: Any) -> None:
 
 @fault("algorithms differ", MismatchError)
 def _(comm: Any) -> None:
-    comm.all_reduce(torch.ones(8), algorithm="ring" if odd(comm) else "direct")
+    comm.all_reduce(torch.ones(8), algorithm="ring" if odd(comm) else "one_shot")
 
 
 @fault("unequal lists in all_gather", MismatchError)

@@ -22,20 +22,14 @@ def hierarchical_all_to_all(p: int, n: int) -> tuple[int, int, int]:
 
 # Rounds; messages of the busiest rank; elements that it sends, of a message of n = k p elements among p ranks.
 FORMULAS: dict[tuple[str, str], Formula] = {
-    ("all_reduce", "direct"): lambda p, n: (1, p - 1, (p - 1) * n),
-    ("all_reduce", "ring"): lambda p, n: (2 * (p - 1), 2 * (p - 1), 2 * (p - 1) * n // p),
-    ("all_reduce", "two_shot"): lambda p, n: (2, 2 * (p - 1), 2 * (p - 1) * n // p),
     ("all_gather", "direct"): lambda p, n: (1, p - 1, (p - 1) * n // p),
     ("all_gather", "ring"): lambda p, n: (p - 1, p - 1, (p - 1) * n // p),
-    ("reduce_scatter", "direct"): lambda p, n: (1, p - 1, (p - 1) * n // p),
-    ("reduce_scatter", "ring"): lambda p, n: (p - 1, p - 1, (p - 1) * n // p),
     ("all_gather", "bruck"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), (p - 1) * n // p),
     ("all_gather", "pat"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), (p - 1) * n // p),
     ("all_gather", "recursive_doubling"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), (p - 1) * n // p),
-    ("reduce_scatter", "bruck"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), (p - 1) * n // p),
     ("reduce_scatter", "pat"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), (p - 1) * n // p),
     ("broadcast", "chain"): lambda p, n: (p - 2 + 8, 8, n),
-    ("broadcast", "double_tree"): lambda p, n: (
+    ("broadcast", "double_binary_tree"): lambda p, n: (
         4 + floor(log2(p - 1)),
         8,
         n if p < 4 else max(n, 2 * (n // 8 * 4 + min(n % 8, 4))),
@@ -55,7 +49,6 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_to_all", "hierarchical"): hierarchical_all_to_all,
     ("barrier", "tree"): lambda p, n: (2 * ceil(log2(p)), ceil(log2(p)), ceil(log2(p)) * n),
     ("broadcast", "binomial"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), ceil(log2(p)) * n),
-    ("reduce", "binomial"): lambda p, n: (ceil(log2(p)), 1, n),
     ("scatter", "binomial"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), (p - 1) * n // p),
     ("all_to_all", "direct"): lambda p, n: (1, p - 1, (p - 1) * n // p),
     ("all_to_all", "pairwise"): lambda p, n: (p - 1, p - 1, (p - 1) * n // p),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,24 @@ def test_file_without_registration_is_proved() -> None:
 def test_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="the all_reduce algorithm 'ring' has no option 'segments'; it has none"):
         find("all_reduce", "ring", segments=4)
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="'double_binary_tree' needs at least 1 segment, not 0"):
+        verify("all_reduce", find("all_reduce", "double_binary_tree", segments=0), 4)
+    with pytest.raises(ValueError, match=r"needs levels whose product is the number of ranks, 6, not \(4, 2\)"):
+        verify("all_reduce", find("all_reduce", "hierarchical", levels=(4, 2)), 6)
+
+
+@pytest.mark.parametrize("levels", [(2, 2, 2), (3, 4), (2, 3, 5), (6,), (1, 5), (4, 2, 1)])
+def test_hierarchy_of_any_depth(levels: tuple[int, ...]) -> None:
+    verify("all_reduce", find("all_reduce", "hierarchical", levels=levels), prod(levels))
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_sums_are_balanced_for_any_number_of_ranks(size: int) -> None:
+    for name in ("binomial", "halving_doubling", "one_shot", "recursive_doubling", "two_shot"):
+        assert verify("all_reduce", name, size).balanced, name
 
 
 def test_bad_input() -> None:

@@ -24,7 +24,7 @@ def test_calls_in_inference_mode() -> None:
     assert on_threads(program) == [[4.0] * 4] * 2
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "ring"])
 def test_calls_alternate_in_and_out_of_inference_mode(algorithm: str) -> None:
     def program(comm: un.Communicator) -> list[float]:
         for inference in (True, False, True):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.averager_passes import AveragerPasses
+from unisono.gradients.averager_shards import AveragerShards
 from unisono.gradients.flatten import broadcast_all
 from unisono.gradients.weights import AllRanksDone
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["GradientAverager"]
 
 
-class GradientAverager(AveragerPasses):
+class GradientAverager(AveragerShards):
     """Hooks that average the gradients of a plain model over all ranks while `backward()` computes them.
 
     Needs one line before the training loop; the loop, the model and the optimizer stay unchanged. When
@@ -93,20 +93,8 @@ class GradientAverager(AveragerPasses):
     ) -> None:
         if average not in ("mean", "sum"):
             raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
-        super().__init__(
-            *(
-                model,
-                comm,
-                bucket_cap_mb,
-                first_bucket_mb,
-                compression,
-                average == "sum",
-                find_unused_parameters,
-                broadcast_buffers,
-                deterministic,
-                shards,
-            )
-        )
+        sizes, sums = (bucket_cap_mb, first_bucket_mb), (average == "sum", deterministic, shards)
+        super().__init__(model, comm, sizes, compression, sums, find_unused_parameters, broadcast_buffers)
         self._attach(comm, init_sync=init_sync)
 
     @contextmanager
@@ -130,58 +118,6 @@ class GradientAverager(AveragerPasses):
             yield
         finally:
             self._syncing = before
-
-    @property
-    def shards(self) -> range:
-        """The numbers of this rank's logical shards; one for each rank, without the argument of this name."""
-        return range(self.rank, self.rank + 1) if self._shards is None else self._shards.local
-
-    @contextmanager
-    def shard(self, number: int) -> Iterator[None]:
-        """Return a context for the backward passes of one logical shard: `with averager.shard(number):`.
-
-        Each rank runs each of its `shards` once a step, in any order. When the last one ends, each `p.grad` is the
-        mean over all shards: their sum in one balanced binary tree over the shards, in which the first half is the
-        longer one, each addition rounded in the parameter's dtype. So the bits depend neither on the number of ranks
-        nor on the backend, if what each shard computes does not either: torch's version, kernels and number of
-        threads, and the shape of its batch.
-
-        Args:
-            number: The shard, one of `shards`; the same data has the same number on any number of ranks.
-
-        Raises:
-            ValueError: The shard is not one of this rank, or was run in this step already.
-            RuntimeError: From `backward()`: it runs outside of a shard.
-
-        Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards a rank. One
-        all_reduce of the gradients if the number of ranks is a power of two or the number of shards, else an
-        all_gather of up to 2 log2(s) gradients from each rank.
-
-        Example:
-            >>> def program(comm):
-            ...     model = torch.nn.Linear(3, 1, bias=False)
-            ...     torch.nn.init.ones_(model.weight)
-            ...     averager = un.GradientAverager(model, comm, shards=4)
-            ...     for number in averager.shards:
-            ...         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
-            ...         with averager.shard(number):
-            ...             model(x).square().mean().backward()
-            ...     return model.weight.grad.tolist()
-            >>> un.launch(program, 1, "thread")[0] == un.launch(program, 4, "thread")[3]
-            True
-        """
-        if self._shards is None:
-            raise RuntimeError("this averager has no logical shards; create it with shards=their number")
-        with self._shards.shard(number):
-            yield
-        if not self._shards.unfinished:
-            self._steps[-1] += 1
-            if self._sync_buffers and self._model is not None:
-                broadcast_all(self._model.buffers(), self._comms.control)
-
-    def _refuse_shards(self, what: str) -> None:
-        if self._shards is not None:
-            raise RuntimeError(f"an averager with logical shards has no {what}")
 
     def weight(self, n_samples: float) -> None:
         """Set the weight of this rank's next gradient. Every rank sets one, before `backward()`.

@@ -37,19 +37,17 @@ class AveragerPasses:
         self,
         model: torch.nn.Module | Iterable[torch.Tensor],
         comm: Communicator,
-        bucket_cap_mb: float | None,
-        first_bucket_mb: float | None,
+        sizes: tuple[float | None, float | None],
         compression: str | Codec | Callable[[], Codec] | None,
-        total: bool,
+        sums: tuple[bool, bool, int | None],
         find_unused_parameters: bool,
         broadcast_buffers: bool,
-        deterministic: bool,
-        shards: int | None,
     ) -> None:
+        total, deterministic, shards = sums
         self._named = named_parameters(model)
         self._names, self._parameters = [n for n, _ in self._named], [p for _, p in self._named]
         self._model = model if isinstance(model, torch.nn.Module) else None
-        self._sizes = in_bytes(bucket_cap_mb), in_bytes(first_bucket_mb)
+        self._sizes = in_bytes(sizes[0]), in_bytes(sizes[1])
         self._find_unused, self._sync_buffers, self._compression = (
             find_unused_parameters,
             broadcast_buffers,

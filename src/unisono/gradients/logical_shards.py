@@ -24,9 +24,9 @@ _Gradients = list[torch.Tensor | None]
 class LogicalShards:
     """Sums of the gradients of logical shards, which the ranks have in consecutive runs of equal length.
 
-    Shards that are done are added up immediately where the tree adds them to each other, so a rank with s shards keeps at
-    most log2(s) + 1 gradients of each parameter. If the tree adds each rank's shards to one sum, ranks all-reduce
-    these; else (three ranks with two shards each, say) every rank gathers the partial sums of all.
+    Sums are formed as soon as both parts of a subtree are there, so a rank with s shards keeps at most log2(s) + 1
+    gradients of each parameter. If the tree adds each rank's shards to one sum, ranks all-reduce these; else (three
+    ranks with two shards each, say) every rank gathers the partial sums of all.
 
     Args:
         named: The parameters, with their names.

@@ -10,7 +10,7 @@ import torch
 
 from unisono.core.types import ReduceOp
 
-__all__ = ["DTYPES", "Expected", "ops_for", "permuted", "reduced"]
+__all__ = ["DTYPES", "EXACT", "Expected", "ops_for", "permuted", "reduced"]
 
 DTYPES = (
     torch.float16,
@@ -25,6 +25,9 @@ DTYPES = (
     torch.bool,
     torch.complex64,
 )
+
+EXACT = tuple(dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.is_complex))
+"""Dtypes whose sums are not rounded."""
 """Every dtype that collectives are tested with."""
 
 _REAL = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)

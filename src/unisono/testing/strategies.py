@@ -274,16 +274,19 @@ def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int 
     """
     call = draw(calls()) if call is None else call
     dtype, uneven = draw(dtypes()), draw(st.booleans())
-    rounded = dtype.is_floating_point or dtype.is_complex
+    op = draw(ops(dtype)) if COLLECTIVES[call].reduces else ReduceOp.SUM
+    exact = op not in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) or not (
+        dtype.is_floating_point or dtype.is_complex
+    )
     return Case(
         call,
         size,
         draw(counts(size, dtype, chunk_bytes)),
         dtype,
-        draw(ops(dtype)) if COLLECTIVES[call].reduces else ReduceOp.SUM,
+        op,
         draw(roots(size)) if COLLECTIVES[call].root else 0,
         draw(layouts()),
-        draw(algorithms(COLLECTIVES[call].family, size, rounded=rounded, uneven=uneven)),
+        draw(algorithms(COLLECTIVES[call].family, size, rounded=not exact, uneven=uneven)),
         async_op=draw(st.booleans()),
         uneven=uneven,
         numbers=draw(st.sampled_from(["whole", "any", "nan"])),

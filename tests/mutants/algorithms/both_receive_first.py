@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.all_reduce import direct
-from unisono.collectives.algorithms.all_reduce.direct import chunks, cost
+from unisono.collectives.algorithms.all_reduce import one_shot
+from unisono.collectives.algorithms.all_reduce.one_shot import chunks, cost
 from unisono.collectives.algorithms.step import Step
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
@@ -17,6 +17,6 @@ ERROR = (
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    for step in direct.steps(rank, size):
+    for step in one_shot.steps(rank, size):
         yield Step(recv=step.recv, reduce=True)
         yield Step(send=step.send)

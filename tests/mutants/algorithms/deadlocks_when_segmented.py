@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.all_reduce import direct
-from unisono.collectives.algorithms.all_reduce.direct import chunks, cost
+from unisono.collectives.algorithms.all_reduce import one_shot
+from unisono.collectives.algorithms.all_reduce.one_shot import chunks, cost
 from unisono.collectives.algorithms.step import Step
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
@@ -15,7 +15,7 @@ ERROR = r"deadlock of waiting ranks: rank 1 in its step 1 to send chunk 0 to ran
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    for step in direct.steps(rank, size):
+    for step in one_shot.steps(rank, size):
         if rank == 0:
             yield Step(step.send, step.recv[-1:], reduce=True)
             yield from [Step(recv=step.recv[:-1], reduce=True)] * (size > 2)

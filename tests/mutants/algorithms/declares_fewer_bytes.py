@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unisono.collectives.algorithms.all_reduce import tree
-from unisono.collectives.algorithms.all_reduce.tree import chunks, steps
+from unisono.collectives.algorithms.all_reduce import binomial
+from unisono.collectives.algorithms.all_reduce.binomial import chunks, steps
 from unisono.collectives.algorithms.step import Cost
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
@@ -13,4 +13,4 @@ ERROR = r"cost declares 1 of 1 elements sent; counted are 2"
 
 
 def cost(size: int, numel: int) -> Cost:
-    return Cost(*tree.cost(size, numel)[:2], numel)
+    return Cost(*binomial.cost(size, numel)[:2], numel)

@@ -7,7 +7,7 @@ arrived. Peers' steps need not have the same number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 __all__ = ["Cost", "Move", "Step", "elements", "mirrored", "move_of", "wrapped"]
@@ -104,19 +104,39 @@ class Step(NamedTuple):
     recv: tuple[Move, ...] = ()
     reduce: bool = False
 
+    def renumbered(self, peer: Callable[[int], int], chunk: int = 0) -> Step:
+        """Return this step of an algorithm among some of the ranks, as a step among all ranks.
 
-def mirrored(steps: Iterable[Step]) -> Iterator[Step]:
-    """Return the steps of a reduce-scatter, from those of an all-gather: in reverse, with sends and receives exchanged.
+        Args:
+            peer: Returns a rank's number among all ranks.
+            chunk: First chunk of the part of the message that it works on.
+
+        Example:
+            >>> Step(send=(Move(1, 0, 2),)).renumbered(lambda rank: 10 * rank, chunk=5).send
+            (Move(peer=10, start=5, stop=7, further=()),)
+        """
+
+        def moved(move: Move) -> Move:
+            further = tuple((start + chunk, stop + chunk) for start, stop in move.further)
+            return Move(peer(move.peer), move.start + chunk, move.stop + chunk, further)
+
+        return Step(tuple(map(moved, self.send)), tuple(map(moved, self.recv)), self.reduce)
+
+
+def mirrored(steps: Iterable[Step], *, reduce: bool = False) -> Iterator[Step]:
+    """Return steps in reverse, with sends and receives exchanged.
+
+    Makes a broadcast of a reduce, an all_gather of a reduce_scatter, and the opposite of each with `reduce`.
 
     Args:
-        steps: A rank's steps in which each chunk travels along a tree from the rank that owns it to all others.
+        steps: Steps of one rank, in which each chunk travels along a tree.
+        reduce: Whether received data is reduced into the present data.
 
     Example:
-        >>> from unisono.collectives.algorithms.all_gather import ring
-        >>> next(mirrored(ring.steps(rank=0, size=2)))
-        Step(send=(Move(peer=1, start=1, stop=2, further=()),), recv=(...,), reduce=True)
+        >>> list(mirrored([Step(send=(Move(1, 0, 1),)), Step(recv=(Move(2, 0, 1),), reduce=True)]))[0].send
+        (Move(peer=2, start=0, stop=1, further=()),)
     """
-    return (Step(send=step.recv, recv=step.send, reduce=True) for step in reversed(list(steps)))
+    return (Step(step.recv, step.send, reduce) for step in reversed(list(steps)))
 
 
 class Cost(NamedTuple):

@@ -6,12 +6,14 @@ __all__ = ["ReductionTrees"]
 
 
 class ReductionTrees:
-    """Trees by number. Equal trees have equal numbers, and equal trees give equal bits: x + y is y + x.
+    """Trees by number. Equal trees have equal numbers, and give equal bits.
+
+    The order of operands counts, because the sum of two NaNs has the bits of the first.
 
     Example:
         >>> trees = ReductionTrees()
         >>> trees.plus(trees.leaf(1), trees.leaf(0)) == trees.plus(trees.leaf(0), trees.leaf(1))
-        True
+        False
     """
 
     def __init__(self) -> None:
@@ -23,8 +25,8 @@ class ReductionTrees:
         return self._number((-1, contribution))
 
     def plus(self, some: int, other: int) -> int:
-        """Return the number of the sum of two trees."""
-        return self._number((some, other) if some < other else (other, some))
+        """Return the number of the sum of two trees, in this order."""
+        return self._number((some, other))
 
     def _number(self, node: tuple[int, int]) -> int:
         number = self._numbers.setdefault(node, len(self._nodes))

@@ -1,42 +1,38 @@
 """Halving and doubling: exchange halves, quarters, ... until each of q ranks owns a chunk; then in reverse.
 
-Ranks beyond the power of two q exchange chunks with each owner directly. Cost: 2 log2(q) rounds, (2(q-1) + p-q)/q of
-the message. Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, for p = q.
+Neighbours exchange halves, and distances double, so that sums are balanced. Beyond a power of two q, pairs of adjacent
+ranks are reduced first, and the result is shared at the end. Cost: 2 log2(q) rounds, 2(q-1)/q of the message, the least
+possible; beyond a power of two 2 rounds, 1 message and once the message more.
+Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 3; the fold of whole
+messages is that of Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005, section 4.5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.step import Cost, Move, Step, elements
+from unisono.collectives.algorithms.butterfly import doubling, halvings, halvings_cost
+from unisono.collectives.algorithms.fold import extra_ranks, folded, nodes_of
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
 
-__all__ = ["chunks", "cost", "steps"]
+__all__ = ["BALANCED", "chunks", "cost", "steps"]
+
+BALANCED = True
 
 
 def chunks(size: int) -> int:
-    return 1 << (size.bit_length() - 1)
+    return nodes_of(size)
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    doublings = list(_doublings(rank, size, owners=chunks(size)))
-    yield from (Step(send=step.recv, recv=step.send, reduce=True) for step in reversed(doublings))
-    yield from doublings
+    def among(node: int, nodes: int) -> Iterator[Step]:
+        yield from halvings(node, nodes, doubling)
+        yield from mirrored(halvings(node, nodes, doubling))
 
-
-def _doublings(rank: int, size: int, owners: int) -> Iterator[Step]:
-    if rank >= owners:
-        yield Step(recv=tuple(Move(owner, owner, owner + 1) for owner in range(owners)))
-        return
-    beyond = tuple(Move(peer, rank, rank + 1) for peer in range(owners, size))
-    for run in (1 << bit for bit in range(owners.bit_length() - 1)):
-        mine, theirs = rank // run * run, (rank ^ run) // run * run
-        yield Step((Move(rank ^ run, mine, mine + run), *beyond), (Move(rank ^ run, theirs, theirs + run),))
-        beyond = ()
+    yield from folded(rank, size, chunks(size), among)
 
 
 def cost(size: int, numel: int) -> Cost:
-    doublings, owners = size.bit_length() - 1, chunks(size)
-    beyond = size - owners
-    runs = sum(elements(numel, owners, 0, 1 << bit) for bit in range(1, doublings))
-    sent = numel + runs + beyond * elements(numel, owners)
-    return Cost(2 * doublings, max(2 * doublings + beyond, owners * (beyond > 0)), sent)
+    halves, extra, nodes = size.bit_length() - 1, extra_ranks(size), nodes_of(size)
+    sent = halvings_cost(numel, nodes, [nodes >> half for half in range(1, halves + 1)])
+    return Cost(2 * halves + 2 * extra, 2 * halves + extra, sent + extra * numel)

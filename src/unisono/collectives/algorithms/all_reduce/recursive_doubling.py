@@ -1,17 +1,23 @@
 """Recursive doubling: ranks exchange their partial results with a peer at a distance that doubles every round.
 
-Each rank beyond a power of two first sends its message to a partner below it, and receives the result at the end.
-Cost: log2(p) rounds and messages; beyond a power of two 2 rounds and 1 message more. Best for short messages.
-Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
+Beyond a power of two, pairs of adjacent ranks are reduced first, and the result is shared at the end. Cost: log2(p)
+rounds and messages; beyond a power of two 2 rounds and 1 message more. Best for short messages.
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
+IJHPCA 19(1), 2005, section 4.5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
-from unisono.collectives.algorithms.step import Cost, Move, Step
+from unisono.collectives.algorithms.butterfly import doubling, exchanges
+from unisono.collectives.algorithms.fold import extra_ranks, folded
+from unisono.collectives.algorithms.step import Cost, Step
 
-__all__ = ["chunks", "cost", "steps"]
+__all__ = ["BALANCED", "chunks", "cost", "steps"]
+
+BALANCED = True
 
 
 def chunks(size: int) -> int:
@@ -19,20 +25,9 @@ def chunks(size: int) -> int:
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    core = 1 << (size.bit_length() - 1)
-    twin = (Move(rank ^ core, 0, 1),)
-    if rank >= core:
-        yield from (Step(send=twin), Step(recv=twin))
-        return
-    if rank + core < size:
-        yield Step(recv=twin, reduce=True)
-    for distance in (1 << bit for bit in range(core.bit_length() - 1)):
-        peer = (Move(rank ^ distance, 0, 1),)
-        yield Step(peer, peer, reduce=True)
-    if rank + core < size:
-        yield Step(send=twin)
+    yield from folded(rank, size, 1, partial(exchanges, peer=doubling))
 
 
 def cost(size: int, numel: int) -> Cost:
-    doublings, beyond = size.bit_length() - 1, size & (size - 1) > 0
-    return Cost(doublings + 2 * beyond, doublings + beyond, (doublings + beyond) * numel)
+    doublings, extra = size.bit_length() - 1, extra_ranks(size)
+    return Cost(doublings + 2 * extra, doublings + extra, (doublings + extra) * numel)

@@ -22,4 +22,4 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 
 def cost(size: int, numel: int) -> Cost:
-    return Cost(2 * (size - 1), 2 * (size - 1), 2 * (numel - numel // size) - (numel % size == size - 1))
+    return Cost(2 * (size - 1), 2 * (size - 1), 2 * numel - numel // size - (numel + 1) // size)

@@ -1,7 +1,8 @@
-"""Binomial reduce: ranks pair up, one of each pair continues with their reduction, up to rank 0.
+"""Binomial reduce: the ranks' second half is reduced to its first rank, which sends the sum to rank 0; so on in halves.
 
-Cost: log2(p) rounds, rounded up; every rank sends its message once. Source: Thakur, Rabenseifner and
-Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1), 2005.
+Sums are balanced for any number of ranks. Cost: log2(p) rounds, rounded up; every rank sends its message once.
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1),
+2005, section 4.4.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 
 from unisono.collectives.algorithms.step import Cost, Move, Step
 
-__all__ = ["chunks", "cost", "steps"]
+__all__ = ["BALANCED", "chunks", "cost", "steps"]
+
+BALANCED = True
 
 
 def chunks(size: int) -> int:
@@ -18,13 +21,15 @@ def chunks(size: int) -> int:
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    for bit in range((size - 1).bit_length()):
-        span = 1 << bit
-        if rank & span:
-            yield Step(send=(Move(rank - span, 0, 1),))
-            return
-        if rank + span < size:
-            yield Step(recv=(Move(rank + span, 0, 1),), reduce=True)
+    found, first, stop = [], 0, size
+    while stop - first > 1:
+        half = (first + stop + 1) // 2
+        if rank == first:
+            found.append(Step(recv=(Move(half, 0, 1),), reduce=True))
+        elif rank == half:
+            found.append(Step(send=(Move(first, 0, 1),)))
+        first, stop = (first, half) if rank < half else (half, stop)
+    yield from reversed(found)
 
 
 def cost(size: int, numel: int) -> Cost:

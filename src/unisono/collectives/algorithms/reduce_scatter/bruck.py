@@ -1,22 +1,35 @@
-"""Bruck reduce-scatter: the all-gather of this name, in reverse.
+"""Bruck reduce-scatter: partial sums are passed on to ranks at distances that halve, each towards its owner.
 
-Cost: log2(p) rounds, rounded up, (p-1)/p of the message, for any number of ranks. Source: Bruck, Ho, Kipnis, Upfal and
-Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11),
-1997, section 4, of which this is the dual.
+It is Bruck's all_gather backwards, and does for any number of ranks what halving does for powers of two.
+Cost: log2(p) rounds, rounded up, and (p-1)/p of the message: both the least possible.
+Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE
+TPDS 8(11), 1997, section 4; as a reduce_scatter, Bernaschi, Iannello and Lauria, "Efficient implementation of
+reduce-scatter in MPI", Journal of Systems Architecture 49(3), 2003.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.all_gather import bruck as all_gather
-from unisono.collectives.algorithms.step import Cost, Step, mirrored
+from unisono.collectives.algorithms.step import Cost, Step, move_of
 
-__all__ = ["cost", "steps"]
+__all__ = ["cost", "runs", "steps"]
+
+
+def runs(size: int) -> list[tuple[int, int]]:
+    """Return for each round the distance, and the number of chunks that are at least that far ahead."""
+    distances = [1 << bit for bit in reversed(range((size - 1).bit_length()))]
+    return [(distance, min(distance, size - distance)) for distance in distances]
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    return mirrored(all_gather.steps(rank, size))
+    for distance, run in runs(size):
+        ahead, behind = (rank + distance) % size, (rank - distance) % size
+        yield Step(
+            (move_of(ahead, ((ahead + chunk) % size for chunk in range(run))),),
+            (move_of(behind, ((rank + chunk) % size for chunk in range(run))),),
+            reduce=True,
+        )
 
 
 def cost(size: int, numel: int) -> Cost:

@@ -15,7 +15,7 @@ __all__ = ["cost", "steps"]
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    return mirrored(all_gather.steps(rank, size))
+    return mirrored(all_gather.steps(rank, size), reduce=True)
 
 
 def cost(size: int, numel: int) -> Cost:

@@ -16,7 +16,7 @@ __all__ = ["cost", "steps"]
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    return (step._replace(reduce=False) for step in mirrored(gather.steps(rank, size)))
+    return mirrored(gather.steps(rank, size))
 
 
 def cost(size: int, numel: int) -> Cost:

@@ -1,4 +1,4 @@
-"""Direct all-reduce: every rank sends its whole message to every other rank in one step.
+"""One-shot all-reduce: every rank sends its whole message to every other rank in one step.
 
 Cost: 1 round, p - 1 times the message. Best for tiny messages among up to about 8 ranks.
 """

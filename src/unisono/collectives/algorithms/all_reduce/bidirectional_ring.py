@@ -1,0 +1,30 @@
+"""Bidirectional ring all-reduce: one half of the message goes round the ring one way, the other half the other way.
+
+Cost: 2(p-1) rounds of 2 messages each, 2(p-1)/p of the message, the least possible, half of it in each direction. Best
+for long messages on full-duplex links to two neighbours. Source: two of the rings of Patarasu and Yuan, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009, in opposite directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.all_reduce import ring
+from unisono.collectives.algorithms.step import Cost, Step
+
+__all__ = ["chunks", "cost", "steps"]
+
+
+def chunks(size: int) -> int:
+    return 2 * size
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    last = size - 1
+    for ahead, back in zip(ring.steps(rank, size), ring.steps(last - rank, size), strict=True):
+        other = back.renumbered(lambda peer: last - peer, chunk=size)
+        yield Step(ahead.send + other.send, ahead.recv + other.recv, ahead.reduce)
+
+
+def cost(size: int, numel: int) -> Cost:
+    return Cost(2 * (size - 1), 4 * (size - 1), 2 * numel - numel // size - (numel + 1) // size)

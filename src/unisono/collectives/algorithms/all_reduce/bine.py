@@ -1,0 +1,28 @@
+"""Bine all-reduce: halvings in the butterfly of negabinary numbers, nearest peers first; then the same backwards.
+
+Peers are those of Swing. Chunks are in the order in which the butterfly reaches their owners, not in that of the
+ranks, so that each message is one run. For powers of two. Cost: 2 log2(p) rounds, 2(p-1)/p of the message, the least
+possible. Source: De Sensi et al., "Bine trees: enhancing collective operations by optimizing communication locality",
+SC 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.all_reduce import halving_doubling
+from unisono.collectives.algorithms.butterfly import halvings, needs_power_of_two, swinging
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
+
+__all__ = ["cost", "steps", "unsupported"]
+
+unsupported = needs_power_of_two
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from halvings(rank, size, swinging)
+    yield from mirrored(halvings(rank, size, swinging))
+
+
+def cost(size: int, numel: int) -> Cost:
+    return halving_doubling.cost(size, numel)

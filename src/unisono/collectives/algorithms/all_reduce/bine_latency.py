@@ -1,0 +1,37 @@
+"""Latency-optimal Bine: exchanges of the whole message in the distance-halving butterfly of negabinary numbers.
+
+Distances are those of Swing, the largest first: ..., 11, -5, 3, -1, 1. Ranks add the same sums, but not in the same
+order of operands, which shows in the bits of NaNs; so it serves exact dtypes only. For powers of two. Cost: log2(p)
+rounds, log2(p) times the message.
+Source: De Sensi et al., "Bine trees: enhancing collective operations by optimizing communication locality", SC 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.butterfly import exchanges, needs_power_of_two, swinging
+from unisono.collectives.algorithms.step import Cost, Step
+
+__all__ = ["SAME_BITS", "chunks", "cost", "steps", "unsupported"]
+
+SAME_BITS = False
+
+unsupported = needs_power_of_two
+
+
+def chunks(size: int) -> int:
+    return 1
+
+
+def _halving(rank: int, step: int, size: int) -> int:
+    return swinging(rank, size.bit_length() - 2 - step, size)
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from exchanges(rank, size, _halving)
+
+
+def cost(size: int, numel: int) -> Cost:
+    rounds = size.bit_length() - 1
+    return Cost(rounds, rounds, rounds * numel)

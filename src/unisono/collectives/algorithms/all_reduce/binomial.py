@@ -1,0 +1,31 @@
+"""Binomial all-reduce: a binomial tree reduces to rank 0, and the same messages backwards spread the result.
+
+Sums are balanced. Cost: 2 log2(p) rounds, rounded up; rank 0 sends log2(p) messages, most ranks only one. Best for
+short messages where many at a time cost much. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH", IJHPCA 19(1), 2005, sections 4.2 and 4.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.reduce import binomial
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
+
+__all__ = ["BALANCED", "chunks", "cost", "steps"]
+
+BALANCED = True
+
+
+def chunks(size: int) -> int:
+    return 1
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from binomial.steps(rank, size)
+    yield from mirrored(binomial.steps(rank, size))
+
+
+def cost(size: int, numel: int) -> Cost:
+    depth = (size - 1).bit_length()
+    return Cost(2 * depth, depth, depth * numel)

@@ -1,0 +1,26 @@
+"""Bruck all-reduce: Bruck's reduce_scatter, then the same messages backwards.
+
+Cost: 2 log2(p) rounds, rounded up, and 2(p-1)/p of the message, the least possible, for any number of ranks.
+Source: Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", arXiv 2410.14234, 2024; see
+`reduce_scatter/bruck.py` for its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.butterfly import halvings_cost
+from unisono.collectives.algorithms.reduce_scatter import bruck
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
+
+__all__ = ["cost", "steps"]
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from bruck.steps(rank, size)
+    yield from mirrored(bruck.steps(rank, size))
+
+
+def cost(size: int, numel: int) -> Cost:
+    runs = [run for _, run in bruck.runs(size)]
+    return Cost(2 * len(runs), 2 * len(runs), halvings_cost(numel, size, runs))

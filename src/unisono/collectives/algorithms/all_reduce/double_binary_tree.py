@@ -1,0 +1,70 @@
+"""Double binary tree all-reduce: each half of the message is reduced up a tree of its own and spread down that tree.
+
+A rank inside one tree is a leaf of the other, so that all ranks send about as much. Each half is cut into k `segments`,
+which follow each other up and down the trees. Cost: 2(log2(p) + k - 1) rounds, rounded down, and 2 times the message;
+4k messages. Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
+Parallel Computing 35(12), 2009, sections 2 and 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from unisono.collectives.algorithms.fold import nodes_of
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored
+
+__all__ = ["OPTIONS", "chunks", "cost", "steps", "unsupported"]
+
+OPTIONS = {"segments": 4}
+
+
+def unsupported(size: int, segments: int = 4) -> str:
+    return "" if segments > 0 else f"needs at least 1 segment, not {segments}"
+
+
+def chunks(size: int, segments: int = 4) -> int:
+    return 2 * segments
+
+
+def _path(place: int, size: int) -> list[int]:
+    """Return the places from the root to a place, of 1 to `size`: all subtrees to the left are complete."""
+    path: list[int] = []
+    before = 0
+    while not path or path[-1] != place:
+        top = nodes_of(size)
+        path.append(before + top)
+        before, size = (before, top - 1) if place < path[-1] else (before + top, size - top)
+    return path
+
+
+def _children(place: int, size: int) -> list[int]:
+    """Return the places below a place: in the middle of the complete tree on the left, and of the rest on the right."""
+    low = place & -place
+    rest = min(low - 1, size - place)
+    left = [place - low // 2] if low > 1 else []
+    return [*left, place + nodes_of(rest)] if rest else left
+
+
+def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
+    depth = size.bit_length() - 1
+    rounds: list[tuple[list[Move], list[Move]]] = [([], []) for _ in range(depth + segments - 1)]
+    for tree in range(2):
+        place = (rank + tree) % size + 1
+        path = _path(place, size)
+        for receives, others in enumerate((path[-2:-1], _children(place, size))):
+            # Segments rise from depth d to d - 1 in round depth - d and those that follow.
+            start = depth - len(path) + 1 - receives
+            for other, segment in product(others, range(segments)):
+                chunk = tree * segments + segment
+                move = Move((other - 1 - tree) % size, chunk, chunk + 1)
+                rounds[start + segment][receives].append(move)
+    reducing = [Step(tuple(send), tuple(recv), reduce=True) for send, recv in rounds if send or recv]
+    yield from reducing
+    yield from mirrored(reducing)
+
+
+def cost(size: int, numel: int, segments: int = 4) -> Cost:
+    # The rank at place 2 of the first tree has two children and, from 4 ranks on, a parent.
+    half, more = elements(numel, 2 * segments, 0, segments), min(size - 2, 2)
+    return Cost(2 * (size.bit_length() + segments - 2), (more + 2) * segments, numel + more * half)

@@ -1,0 +1,67 @@
+"""Hierarchical all-reduce of any depth: little crosses the slow links between hosts, racks, ...
+
+`levels` are the numbers of members of the groups, the innermost first: (8, 128) are 128 hosts of 8 consecutive ranks;
+by default two levels, as equal as possible. In each group but the outermost, members reduce one part each by direct
+messages, and continue with the same part's owners in other groups. The outermost level halves as in
+`halving_doubling`, or as in `bruck` if it is no power of two. Results return the same way.
+Cost: 2 rounds for each inner level and 2 log2(N), rounded up, for N groups at the outermost level. Each of these sends
+2(N-1)/N of the message to the others. Source: Karonis et al., "Exploiting hierarchy in parallel computer networks to
+optimize collective operation performance", IPDPS 2000, for several levels; here each level reduces and gathers parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isqrt, prod
+
+from unisono.collectives.algorithms.butterfly import doubling, halvings, halvings_cost, needs_power_of_two
+from unisono.collectives.algorithms.reduce_scatter import bruck
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored
+
+__all__ = ["OPTIONS", "cost", "steps", "unsupported"]
+
+OPTIONS: dict[str, tuple[int, ...]] = {"levels": ()}
+
+
+def unsupported(size: int, levels: tuple[int, ...] = ()) -> str:
+    if not levels or (min(levels) > 0 and prod(levels) == size):
+        return ""
+    return f"needs levels whose product is the number of ranks, {size}, not {tuple(levels)}"
+
+
+def _split(size: int, levels: tuple[int, ...]) -> tuple[list[int], int]:
+    """Return the members of each inner level that has several, and of the outermost level."""
+    inner = max(count for count in range(1, isqrt(size) + 1) if size % count == 0)
+    *inside, outermost = levels or (inner, size // inner)
+    return [count for count in inside if count > 1], outermost
+
+
+def steps(rank: int, size: int, levels: tuple[int, ...] = ()) -> Iterator[Step]:
+    inside, outermost = _split(size, levels)
+    reducing, start, width, stride = [], 0, size, 1
+    for count in inside:
+        width //= count
+        member = rank // stride % count
+        others = [other for other in range(count) if other != member]
+        parts = [start + other * width for other in range(count)]
+        peers = [rank + (other - member) * stride for other in others]
+        start = parts[member]
+        send = tuple(Move(peer, parts[other], parts[other] + width) for peer, other in zip(peers, others, strict=True))
+        reducing.append(Step(send, tuple(Move(peer, start, start + width) for peer in peers), reduce=True))
+        stride *= count
+    group = rank // stride
+    across = bruck.steps(group, outermost) if needs_power_of_two(outermost) else halvings(group, outermost, doubling)
+    reducing += [step.renumbered(lambda peer: rank + (peer - group) * stride, start) for step in across]
+    yield from reducing
+    yield from mirrored(reducing)
+
+
+def cost(size: int, numel: int, levels: tuple[int, ...] = ()) -> Cost:
+    inside, outermost = _split(size, levels)
+    runs = [run for _, run in bruck.runs(outermost)]
+    sent, width = halvings_cost(numel, size, runs), size
+    for count in inside:
+        width //= count
+        sent += (count - 1) * elements(numel, size, 0, width)
+    direct = sum(count - 1 for count in inside)
+    return Cost(2 * (len(inside) + len(runs)), 2 * (direct + len(runs)), sent)

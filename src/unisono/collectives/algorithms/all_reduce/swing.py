@@ -1,0 +1,35 @@
+"""Swing all-reduce: Swing's reduce_scatter, then the same messages backwards.
+
+Each chunk is owned by the rank of its number, so that messages are of several runs. For powers of two. Cost: 2 log2(p)
+rounds, 2(p-1)/p of the message, the least possible; if chunks do not divide it, what a rank sends depends on how many
+of the longer ones meet in its messages. Source: De Sensi et al., "Swing: short-cutting rings for higher bandwidth
+allreduce", NSDI 2024, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.butterfly import needs_power_of_two, owners, swinging
+from unisono.collectives.algorithms.reduce_scatter import swing
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
+
+__all__ = ["cost", "steps", "unsupported"]
+
+unsupported = needs_power_of_two
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from swing.steps(rank, size)
+    yield from mirrored(swing.steps(rank, size))
+
+
+def cost(size: int, numel: int) -> Cost:
+    rounds = size.bit_length() - 1
+    least, longer = divmod(numel, size)
+    # By runs of one chunk, two, four, ...: the longer chunks in it, and the most that a rank sends of them.
+    runs = [(int(owner < longer), 0) for owner in owners(swinging, size)]
+    while len(runs) > 1:
+        pairs = zip(runs[::2], runs[1::2], strict=True)
+        runs = [(low + high, low + high + max(some, others)) for (low, some), (high, others) in pairs]
+    return Cost(2 * rounds, 2 * rounds, 2 * (size - 1) * least + runs[0][1])

@@ -1,0 +1,32 @@
+"""Latency-optimal Swing: exchanges of the whole message with peers at distances 1, -1, 3, -5, 11, ...
+
+Every rank adds in another order, so that it serves exact dtypes only. For powers of two. Cost: log2(p) rounds, log2(p)
+times the message. Source: De Sensi et al., "Swing: short-cutting rings for higher bandwidth allreduce", NSDI 2024,
+section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.butterfly import exchanges, needs_power_of_two, swinging
+from unisono.collectives.algorithms.step import Cost, Step
+
+__all__ = ["SAME_BITS", "chunks", "cost", "steps", "unsupported"]
+
+SAME_BITS = False
+
+unsupported = needs_power_of_two
+
+
+def chunks(size: int) -> int:
+    return 1
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    yield from exchanges(rank, size, swinging)
+
+
+def cost(size: int, numel: int) -> Cost:
+    rounds = size.bit_length() - 1
+    return Cost(rounds, rounds, rounds * numel)

@@ -1,0 +1,36 @@
+"""Recursive halving: ranks exchange halves, quarters, ... of the message with peers at distances 1, 2, 4, ...
+
+Neighbours meet first, so that sums are balanced. Beyond a power of two q, pairs of adjacent ranks are reduced first.
+Cost: log2(q) rounds, (q-1)/q of the message; beyond a power of two 2 rounds more, and one rank of each pair sends its
+whole message. Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.collectives.algorithms.butterfly import doubling, halvings, owners
+from unisono.collectives.algorithms.fold import extra_ranks, folded, heads
+from unisono.collectives.algorithms.step import Cost, Move, Step, move_of
+
+__all__ = ["BALANCED", "cost", "steps"]
+
+BALANCED = True
+
+
+def steps(rank: int, size: int) -> Iterator[Step]:
+    first = heads(size)
+
+    def among(node: int, nodes: int) -> Iterator[Step]:
+        def move(peer: int, start: int, stop: int) -> Move:
+            owned = owners(doubling, nodes)[start:stop]
+            return move_of(peer, (chunk for node in owned for chunk in range(first[node], first[node + 1])))
+
+        yield from halvings(node, nodes, doubling, move)
+
+    yield from folded(rank, size, size, among, scattered=True)
+
+
+def cost(size: int, numel: int) -> Cost:
+    halves, extra = size.bit_length() - 1, extra_ranks(size)
+    return Cost(halves + 2 * extra, halves + extra, numel if extra else numel - numel // size)

@@ -1,0 +1,167 @@
+"""The replay of an algorithm: each message takes one round, and begins when both its ranks have reached its step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import groupby
+from os import PathLike
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from unisono.collectives.algorithms import Algorithm, Move, Step, elements, find
+from unisono.collectives.algorithms.semantics import goal, start
+from unisono.collectives.player.page import write
+from unisono.collectives.player.replay import Change, Message, Replay
+from unisono.collectives.verify.prover import verify
+
+__all__ = ["play", "replay_algorithm"]
+
+
+class _Pair(NamedTuple):
+    """A message: the positions of its ranks' steps, from 0, and its two ends."""
+
+    sender: int
+    sent_in: int
+    send: Move
+    receiver: int
+    received_in: int
+    recv: Move
+
+
+def play(
+    path: str | PathLike[str], collective: str, algorithm: str, size: int, *, nbytes: int = 1 << 20, **options: Any
+) -> None:
+    """Write an HTML page that replays an algorithm: one file, which any browser opens without a network.
+
+    Args:
+        path: The file to write; an existing one is replaced.
+        collective: "all_reduce", ...; roots are rank 0.
+        algorithm: Name of one of its algorithms.
+        size: Number of ranks, up to 32.
+        nbytes: Length of the message that is cut into chunks.
+        options: Options of this algorithm, as its file lists them.
+
+    Raises:
+        ValueError: No such collective, algorithm or option, or more than the page can show.
+
+    Example:
+        >>> import tempfile
+        >>> path = f"{tempfile.mkdtemp()}/ring.html"
+        >>> un.algorithms.play(path, "all_reduce", "ring", size=4)
+        >>> open(path).read(15)
+        '<!doctype html>'
+    """
+    write(replay_algorithm(find(collective, algorithm, **options), size, nbytes), path)
+
+
+def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int) -> Replay:
+    """Return the replay of an algorithm, after a proof that it is correct.
+
+    Args:
+        algorithm: The algorithm.
+        size: Number of ranks.
+        nbytes: Length of the message that is cut into chunks.
+
+    Raises:
+        ValueError: The algorithm is wrong or does not serve this number of ranks, or there is too much to show.
+    """
+    chunks, collective = algorithm.chunks(size), algorithm.collective
+    about = (algorithm.file.__doc__ or "") if isinstance(algorithm.file, ModuleType) else ""
+    empty = Replay(
+        title=f"{collective} by {algorithm.name.replace('_', ' ')}",
+        about=" ".join(about.partition("\n\n")[0].split()),
+        ranks=tuple(f"rank {rank}" for rank in range(size)),
+        chunks=tuple(_name(collective, chunk, size) for chunk in range(chunks)),
+    )
+    verify(collective, algorithm, size)
+    messages = _messages(algorithm, size, nbytes if collective != "barrier" else 0)
+
+    def contents(at: Callable[[str, int, int, int], int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(_sources(collective, at(collective, rank, chunk, size), size) for chunk in range(chunks))
+            for rank in range(size)
+        )
+
+    first = contents(start)
+    changes, ordered = tuple(_changes(first, messages)), tuple(messages.values())
+    return replace(empty, messages=ordered, start=first, changes=changes, goal=contents(goal))
+
+
+def _messages(algorithm: Algorithm, size: int, nbytes: int) -> dict[_Pair, Message]:
+    """Return every message, ordered by its start."""
+    programs = [list(algorithm.steps(rank, size)) for rank in range(size)]
+    pairs = list(_pairs(programs))
+    rounds = _rounds(programs, pairs)
+    parts = size if algorithm.collective == "all_to_all" else algorithm.chunks(size)
+    messages = {}
+    for pair in pairs:
+        begin = max(rounds[pair.sender][pair.sent_in], rounds[pair.receiver][pair.received_in])
+        # In an all_to_all of p ranks, chunks c and c + p are equally long.
+        length = sum(elements(nbytes, parts, chunk % parts, chunk % parts + 1) for chunk in pair.send.chunks)
+        reduce, step = programs[pair.receiver][pair.received_in].reduce, pair.sent_in + 1
+        messages[pair] = Message(pair.sender, pair.receiver, pair.send.runs, length, begin, begin + 1, reduce, step)
+    return dict(sorted(messages.items(), key=lambda item: item[1].start_s))
+
+
+def _name(collective: str, chunk: int, size: int) -> str:
+    if collective != "all_to_all":
+        return str(chunk)
+    return f"to {chunk}" if chunk < size else f"of {chunk - size}" if chunk < 2 * size else f"tmp {chunk - 2 * size}"
+
+
+def _sources(collective: str, members: int, size: int) -> int:
+    """Return the ranks that contributed; in an all_to_all, a contribution also has a destination."""
+    if collective != "all_to_all":
+        return members
+    return sum(1 << rank for rank in range(size) if members >> rank * size & ((1 << size) - 1))
+
+
+def _pairs(programs: list[list[Step]]) -> Iterator[_Pair]:
+    """Yield every message. The n-th send from one rank to another is its n-th receive from there."""
+    receives: defaultdict[tuple[int, int], list[tuple[int, Move]]] = defaultdict(list)
+    for rank, steps in enumerate(programs):
+        for index, step in enumerate(steps):
+            for move in step.recv:
+                receives[move.peer, rank].append((index, move))
+    queues = {ends: iter(moves) for ends, moves in receives.items()}
+    for rank, steps in enumerate(programs):
+        for index, step in enumerate(steps):
+            for move in step.send:
+                yield _Pair(rank, index, move, move.peer, *next(queues[rank, move.peer]))
+
+
+def _rounds(programs: list[list[Step]], pairs: list[_Pair]) -> list[list[int]]:
+    """Return for each rank how many rounds have passed before each of its steps, and after the last."""
+    partners: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    for pair in pairs:
+        partners[pair.sender, pair.sent_in].add((pair.receiver, pair.received_in))
+        partners[pair.receiver, pair.received_in].add((pair.sender, pair.sent_in))
+    rounds = [[0] for _ in programs]
+    waiting = {rank for rank, steps in enumerate(programs) if steps}
+    while waiting:
+        for rank in sorted(waiting):
+            index = len(rounds[rank]) - 1
+            others = partners[rank, index]
+            if all(index < len(rounds[peer]) for peer, index in others):
+                rounds[rank].append(1 + max(rounds[rank][-1], *(rounds[peer][index] for peer, index in others)))
+            if len(rounds[rank]) > len(programs[rank]):
+                waiting.discard(rank)
+    return rounds
+
+
+def _changes(first: tuple[tuple[int, ...], ...], messages: dict[_Pair, Message]) -> Iterator[Change]:
+    """Yield what arrives, in the order of time. A step sends what its rank held when the step began."""
+    contents = [list(row) for row in first]
+    before: dict[tuple[int, int], list[int]] = {}
+    for _, group in groupby(messages.items(), key=lambda item: item[1].start_s):
+        arriving = list(group)
+        for pair, _ in arriving:
+            for step in ((pair.sender, pair.sent_in), (pair.receiver, pair.received_in)):
+                before.setdefault(step, contents[step[0]].copy())
+        for pair, message in arriving:
+            for sent, chunk in zip(pair.send.chunks, pair.recv.chunks, strict=True):
+                present = contents[pair.receiver][chunk] if message.reduce else 0
+                members = contents[pair.receiver][chunk] = present | before[pair.sender, pair.sent_in][sent]
+                yield Change(message.end_s, pair.receiver, chunk, members)

@@ -1,0 +1,113 @@
+"""Everything that the player shows, as plain data, whether an algorithm, a simulator or a recorded run produced it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["MOST_CHUNKS", "MOST_MESSAGES", "MOST_RANKS", "Change", "Message", "Replay"]
+
+MOST_RANKS, MOST_CHUNKS, MOST_MESSAGES = 32, 128, 20_000
+"""Limits of what a page can show legibly, and a browser draw smoothly."""
+
+
+class Message(NamedTuple):
+    """One message between two ranks.
+
+    Attributes:
+        sender, receiver: Positions of the ranks in `Replay.ranks`.
+        runs: Runs of chunks that it carries, as pairs of the first chunk and the chunk after the last. Empty if they
+            are not known, as in a recorded run.
+        nbytes: Its length.
+        start_s, end_s: When it begins to move, and when it has arrived; in rounds if `Replay.unit` is "round".
+        reduce: Whether it is reduced into what the receiver holds, or overwrites it.
+        step: Number of the sender's step, from 1.
+        call: The call that it belongs to, for people to read; may be empty.
+
+    Example:
+        >>> Message(sender=0, receiver=1, runs=((2, 3),), nbytes=1024, start_s=0, end_s=1, reduce=True, step=1).call
+        ''
+    """
+
+    sender: int
+    receiver: int
+    runs: tuple[tuple[int, int], ...]
+    nbytes: int
+    start_s: float
+    end_s: float
+    reduce: bool
+    step: int
+    call: str = ""
+
+
+class Change(NamedTuple):
+    """New contents of a chunk of a rank, from a moment on.
+
+    Attributes:
+        time_s: The moment, in the unit of the messages' times.
+        rank, chunk: The place.
+        members: Ranks whose contributions it holds; bit r is the rank at position r.
+
+    Example:
+        >>> Change(time_s=1.0, rank=0, chunk=2, members=0b101)
+        Change(time_s=1.0, rank=0, chunk=2, members=5)
+    """
+
+    time_s: float
+    rank: int
+    chunk: int
+    members: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Messages among ranks, and what each chunk of each rank holds over time. Checked when it is made.
+
+    Attributes:
+        title: Heading of the page.
+        about: A sentence below it; may be empty.
+        ranks: Name of each rank.
+        chunks: Name of each chunk, the same on all ranks; empty if chunks are not known.
+        messages: The messages, ordered by start.
+        start: For each rank, the members of each chunk at the beginning, as in `Change`.
+        changes: Further contents, ordered by time.
+        goal: For each rank, the members of each chunk at the end; 0 where any contents may remain.
+        unit: "round" or "s": the unit of all times.
+
+    Raises:
+        ValueError: There are too many ranks, chunks or messages to be shown.
+
+    Example:
+        >>> sent = Message(0, 1, ((0, 1),), nbytes=8, start_s=0, end_s=1, reduce=False, step=1)
+        >>> replay = Replay("copy", "", ("rank 0", "rank 1"), ("0",), (sent,), ((1,), (0,)),
+        ...                 (Change(1, rank=1, chunk=0, members=1),), goal=((1,), (1,)))
+        >>> replay.final() == replay.goal
+        True
+    """
+
+    title: str
+    about: str
+    ranks: tuple[str, ...]
+    chunks: tuple[str, ...] = ()
+    messages: tuple[Message, ...] = ()
+    start: tuple[tuple[int, ...], ...] = ()
+    changes: tuple[Change, ...] = ()
+    goal: tuple[tuple[int, ...], ...] = ()
+    unit: str = "round"
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("ranks", len(self.ranks), MOST_RANKS, "pass fewer ranks"),
+            ("chunks", len(self.chunks), MOST_CHUNKS, "pass fewer ranks or segments"),
+            ("messages", len(self.messages), MOST_MESSAGES, "record a shorter part of the run"),
+        )
+        for what, number, most, advice in limits:
+            if number > most:
+                raise ValueError(f"the player shows at most {most} {what}, not {number}; {advice}")
+
+    def final(self) -> tuple[tuple[int, ...], ...]:
+        """Return the contents after the last change, in the form of `start`."""
+        contents = [list(row) for row in self.start]
+        for change in self.changes:
+            contents[change.rank][change.chunk] = change.members
+        return tuple(tuple(row) for row in contents)

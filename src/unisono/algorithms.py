@@ -22,6 +22,7 @@ from unisono.collectives.algorithms import (
     serving,
     wrapped,
 )
+from unisono.collectives.player.from_algorithm import play
 from unisono.collectives.verify.prover import AlgorithmError, Proof, verify
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "find",
     "mirrored",
     "move_of",
+    "play",
     "serving",
     "verify",
     "wrapped",

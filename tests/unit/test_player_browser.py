@@ -137,7 +137,7 @@ def test_accessible_in_both_colours_and_on_a_phone(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_on_chunks_is_legible(browser: Any, tmp_path: Path, scheme: str) -> None:
-    """axe does not see colours of gradients."""
+    """Axe does not see colours of gradients."""
     un.algorithms.play(tmp_path / "page.html", "all_reduce", "ring", 8)
     page, _ = opened(browser, tmp_path / "page.html", color_scheme=scheme)
 

@@ -48,9 +48,10 @@ def play(
 
     Example:
         >>> import tempfile
-        >>> path = f"{tempfile.mkdtemp()}/ring.html"
+        >>> from pathlib import Path
+        >>> path = Path(tempfile.mkdtemp()) / "ring.html"
         >>> un.algorithms.play(path, "all_reduce", "ring", size=4)
-        >>> open(path).read(15)
+        >>> path.read_text().partition("\n")[0]
         '<!doctype html>'
     """
     write(replay_algorithm(find(collective, algorithm, **options), size, nbytes), path)
@@ -76,7 +77,8 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int) -> Replay:
         chunks=tuple(_name(collective, chunk, size) for chunk in range(chunks)),
     )
     verify(collective, algorithm, size)
-    messages = _messages(algorithm, size, nbytes if collective != "barrier" else 0)
+    nbytes = 0 if collective == "barrier" else nbytes - nbytes % size if algorithm.uniform else nbytes
+    messages = _messages(algorithm, size, nbytes)
 
     def contents(at: Callable[[str, int, int, int], int]) -> tuple[tuple[int, ...], ...]:
         return tuple(

@@ -20,8 +20,8 @@ def render(replay: Replay) -> str:
 
     Example:
         >>> page = render(Replay("nothing moves", "", ("rank 0",)))
-        >>> "<title>nothing moves</title>" in page, "http" in page.replace("http-equiv", "")
-        (True, False)
+        >>> "<title>nothing moves</title>" in page
+        True
     """
     data = {field.name: getattr(replay, field.name) for field in fields(replay)}
     data["fields"] = {"messages": Message._fields, "changes": Change._fields}

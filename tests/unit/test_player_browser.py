@@ -91,8 +91,10 @@ def test_rank_is_shown_alone(ring: Any) -> None:
 
 
 def test_messages_as_a_table(ring: Any) -> None:
+    from playwright.sync_api import expect
+
     ring.locator("summary").click()
-    assert ring.locator("#list tbody tr").count() == 24
+    expect(ring.locator("#list tbody tr")).to_have_count(24)
     assert ring.locator("#list tbody tr").first.inner_text().split("\t") == [
         *("1", "rank 0", "rank 1", "3", "262144", "is added")
     ]

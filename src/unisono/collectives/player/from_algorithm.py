@@ -51,8 +51,8 @@ def play(
         >>> from pathlib import Path
         >>> path = Path(tempfile.mkdtemp()) / "ring.html"
         >>> un.algorithms.play(path, "all_reduce", "ring", size=4)
-        >>> path.read_text().partition("\n")[0]
-        '<!doctype html>'
+        >>> path.stat().st_size < 50_000
+        True
     """
     write(replay_algorithm(find(collective, algorithm, **options), size, nbytes), path)
 

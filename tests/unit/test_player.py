@@ -106,8 +106,28 @@ def test_step_sends_what_was_held_when_it_began() -> None:
         begin = max(rounds[pair.sender][pair.sent_in], rounds[pair.receiver][pair.received_in])
         messages[pair] = Message(pair.sender, pair.receiver, ((0, 1),), 1, begin, begin + 1, True, 1)
     ordered = dict(sorted(messages.items(), key=lambda item: item[1].start_s))
-    changes = list(from_algorithm._changes(((1,), (2,), (4,), (8,)), ordered))
+    first = (1,), (2,), (4,), (8,)
+    changes = list(from_algorithm._changes(first, ordered, from_algorithm._carried(first, ordered)))
     assert changes[-1] == Change(2, rank=2, chunk=0, members=0b1110)
+
+
+@pytest.mark.parametrize("name", ["halving_doubling", "ring"])
+def test_times_of_a_simulator(name: str) -> None:
+    """Messages of one step that start and end one after the other carry what the step began with."""
+    algorithm = un.algorithms.find("all_reduce", name)
+    rounds = replay_algorithm(algorithm, 6, nbytes=600)
+    times = {
+        (each.sender, each.receiver, each.step, each.runs): (
+            (each.start_s + each.receiver / 10) * 1e-5,
+            (each.end_s + each.sender / 100) * 1e-5,
+        )
+        for each in rounds.messages
+    }
+    replay = replay_algorithm(algorithm, 6, 600, times)
+    assert replay.unit == "s"
+    assert replay.final() == rounds.final() == replay.goal
+    assert {(each.start_s, each.end_s) for each in replay.messages} == set(times.values())
+    assert [change.time_s for change in replay.changes] == sorted(change.time_s for change in replay.changes)
 
 
 def test_page_loads_nothing() -> None:

@@ -1,9 +1,12 @@
-"""The replay of an algorithm: each message takes one round, and begins when both its ranks have reached its step."""
+"""The replay of an algorithm, in rounds or at the times that a simulator found.
+
+In rounds, each message takes one, and begins when both its ranks have reached its step.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from os import PathLike
@@ -16,7 +19,10 @@ from unisono.collectives.player.page import write
 from unisono.collectives.player.replay import Change, Message, Replay
 from unisono.collectives.verify.prover import verify
 
-__all__ = ["play", "replay_algorithm"]
+__all__ = ["Times", "play", "replay_algorithm"]
+
+Times = Mapping[tuple[int, int, int, tuple[tuple[int, int], ...]], tuple[float, float]]
+"""Start and end of each message, in seconds, by sender, receiver, step and runs as in `Message`."""
 
 
 class _Pair(NamedTuple):
@@ -57,13 +63,14 @@ def play(
     write(replay_algorithm(find(collective, algorithm, **options), size, nbytes), path)
 
 
-def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int) -> Replay:
+def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times | None = None) -> Replay:
     """Return the replay of an algorithm, after a proof that it is correct.
 
     Args:
         algorithm: The algorithm.
         size: Number of ranks.
         nbytes: Length of the message that is cut into chunks.
+        times: Times of all messages, as found by a simulator; without them, time counts in rounds.
 
     Raises:
         ValueError: The algorithm is wrong or does not serve this number of ranks, or there is too much to show.
@@ -79,6 +86,7 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int) -> Replay:
     verify(collective, algorithm, size)
     nbytes = 0 if collective == "barrier" else nbytes - nbytes % size if algorithm.uniform else nbytes
     messages = _messages(algorithm, size, nbytes)
+    unit = "round" if times is None else "s"
 
     def contents(at: Callable[[str, int, int, int], int]) -> tuple[tuple[int, ...], ...]:
         return tuple(
@@ -87,8 +95,14 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int) -> Replay:
         )
 
     first = contents(start)
-    changes, ordered = tuple(_changes(first, messages)), tuple(messages.values())
-    return replace(empty, messages=ordered, start=first, changes=changes, goal=contents(goal))
+    carried = _carried(first, messages)
+    if times is not None:
+        for pair, message in messages.items():
+            begin, end = times[message.sender, message.receiver, message.step, message.runs]
+            messages[pair] = message._replace(start_s=begin, end_s=end)
+    ordered = tuple(sorted(messages.values(), key=lambda message: message.start_s))
+    changes = tuple(_changes(first, messages, carried))
+    return replace(empty, messages=ordered, start=first, changes=changes, goal=contents(goal), unit=unit)
 
 
 def _messages(algorithm: Algorithm, size: int, nbytes: int) -> dict[_Pair, Message]:
@@ -153,17 +167,32 @@ def _rounds(programs: list[list[Step]], pairs: list[_Pair]) -> list[list[int]]:
     return rounds
 
 
-def _changes(first: tuple[tuple[int, ...], ...], messages: dict[_Pair, Message]) -> Iterator[Change]:
-    """Yield what arrives, in the order of time. A step sends what its rank held when the step began."""
-    contents = [list(row) for row in first]
+def _carried(first: tuple[tuple[int, ...], ...], messages: Mapping[_Pair, Message]) -> dict[_Pair, list[int]]:
+    """Return the members of the chunks of each message: a step sends what its rank held when the step began."""
+    contents, carried = [list(row) for row in first], {}
     before: dict[tuple[int, int], list[int]] = {}
     for _, group in groupby(messages.items(), key=lambda item: item[1].start_s):
-        arriving = list(group)
-        for pair, _ in arriving:
+        moving = list(group)
+        for pair, _ in moving:
             for step in ((pair.sender, pair.sent_in), (pair.receiver, pair.received_in)):
                 before.setdefault(step, contents[step[0]].copy())
-        for pair, message in arriving:
-            for sent, chunk in zip(pair.send.chunks, pair.recv.chunks, strict=True):
-                present = contents[pair.receiver][chunk] if message.reduce else 0
-                members = contents[pair.receiver][chunk] = present | before[pair.sender, pair.sent_in][sent]
-                yield Change(message.end_s, pair.receiver, chunk, members)
+        for pair, message in moving:
+            carried[pair] = [before[pair.sender, pair.sent_in][chunk] for chunk in pair.send.chunks]
+            _arrive(contents[pair.receiver], pair, message, carried[pair])
+    return carried
+
+
+def _changes(
+    first: tuple[tuple[int, ...], ...], messages: Mapping[_Pair, Message], carried: Mapping[_Pair, list[int]]
+) -> Iterator[Change]:
+    """Yield what arrives, in the order of time."""
+    contents = [list(row) for row in first]
+    for pair, message in sorted(messages.items(), key=lambda item: item[1].end_s):
+        _arrive(contents[pair.receiver], pair, message, carried[pair])
+        for chunk in pair.recv.chunks:
+            yield Change(message.end_s, pair.receiver, chunk, contents[pair.receiver][chunk])
+
+
+def _arrive(row: list[int], pair: _Pair, message: Message, carried: list[int]) -> None:
+    for chunk, members in zip(pair.recv.chunks, carried, strict=True):
+        row[chunk] = members | (row[chunk] if message.reduce else 0)

@@ -78,7 +78,7 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times 
     chunks, collective = algorithm.chunks(size), algorithm.collective
     about = (algorithm.file.__doc__ or "") if isinstance(algorithm.file, ModuleType) else ""
     empty = Replay(
-        title=f"{collective} by {algorithm.name.replace('_', ' ')}",
+        title=f"{collective} by {algorithm.name}",
         about=" ".join(about.partition("\n\n")[0].split()),
         ranks=tuple(f"rank {rank}" for rank in range(size)),
         chunks=tuple(_name(collective, chunk, size) for chunk in range(chunks)),

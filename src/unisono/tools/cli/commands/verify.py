@@ -1,0 +1,160 @@
+"""Prove collective algorithms: every contribution exactly once, no deadlock, the declared cost.
+
+Nothing is sent: sets of contributions travel instead of numbers. A wrong algorithm ends with the smallest number of
+ranks at which it fails, and names the rank, step and chunk. Exits 1 then.
+
+  unisono verify
+  unisono verify ring --ranks 1..64
+  unisono verify all_reduce/double_binary_tree --ranks 2,4,8 --option segments=16
+  unisono verify my_ring.py --collective all_reduce --ranks 1..16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, cast
+
+from unisono.collectives.algorithms import ALGORITHMS, COLLECTIVES, Algorithm, AlgorithmFile, find
+from unisono.collectives.verify.prover import AlgorithmError, verify
+from unisono.core.collective import family_of
+from unisono.tools.cli import UsageError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the algorithms, the numbers of ranks and the form of the output."""
+    add = parser.add_argument
+    add(
+        "algorithm", nargs="?", help="a name (ring), a collective's algorithm (all_reduce/ring), or a file; all if None"
+    )
+    add("--ranks", default="1..16", help="numbers of ranks, such as 1..64 or 2,4,8 (%(default)s)")
+    add("--collective", default="all_reduce", choices=COLLECTIVES, metavar="NAME", help="of a file (%(default)s)")
+    add("--option", action="append", default=[], metavar="NAME=NUMBER", help="option of the algorithm")
+    add("--json", action="store_true", help="print a list of proofs as JSON instead of the table")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prove, and print a line for each algorithm."""
+    sizes = _sizes(given.ranks)
+    try:
+        chosen = list(_chosen(given))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    found = [_prove(algorithm, sizes) for algorithm in chosen]
+    if given.json:
+        print(json.dumps(found, indent=1))
+    else:
+        for proof in found:
+            print(_line(proof))
+    return 1 if any(proof["error"] for proof in found) else 0
+
+
+def _sizes(text: str) -> list[int]:
+    sizes: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise UsageError(f"--ranks takes numbers from 1 and ranges, such as 1..64 or 2,4,8, not {text!r}")
+        sizes += range(first, last + 1)
+    return sorted(set(sizes))
+
+
+def _chosen(given: argparse.Namespace) -> Iterator[Algorithm]:
+    options: dict[str, Any] = {}
+    for text in given.option:
+        name, _, value = text.partition("=")
+        if not value.isdecimal():
+            raise UsageError(f"--option takes NAME=NUMBER, such as segments=4, not {text!r}")
+        options[name] = int(value)
+    name = given.algorithm
+    if name is not None and name.endswith(".py"):
+        yield Algorithm(given.collective, Path(name).stem, _file(Path(name)), options)
+        return
+    collective, _, short = (name or "").rpartition("/")
+    if collective:
+        yield find(collective, short, **options)
+        return
+    holding = [each for each in COLLECTIVES if name is None or name in ALGORITHMS[each]]
+    if not holding:
+        known = sorted({each for registry in ALGORITHMS.values() for each in registry.names()})
+        raise UsageError(f"unknown algorithm {name!r}; known: {', '.join(known)}; or pass a file, such as my_ring.py")
+    for each in holding:
+        for algorithm in ALGORITHMS[each].names() if name is None else [name]:
+            yield find(each, algorithm, **options)
+
+
+def _file(path: Path) -> AlgorithmFile:
+    """Run a file that the user named, as Python would."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {str(path)!r}")
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if lacking := [function for function in ("steps", "cost") if not hasattr(module, function)]:
+        raise UsageError(f"{str(path)!r} has no function {' and no '.join(lacking)}")
+    return cast(AlgorithmFile, module)
+
+
+def _prove(algorithm: Algorithm, sizes: list[int]) -> dict[str, Any]:
+    """Prove one algorithm from the smallest number of ranks on, up to the first failure."""
+    proved: dict[int, Any] = {}
+    refused: dict[int, str] = {}
+    error = None
+    for size in sizes:
+        if reason := algorithm.unsupported(size):
+            refused[size] = reason
+            continue
+        try:
+            proved[size] = verify(algorithm.collective, algorithm, size)._asdict()
+        except AlgorithmError as wrong:
+            error = str(wrong)
+            break
+        proved[size]["cost"] = proved[size]["cost"]._asdict()
+    return {
+        "collective": algorithm.collective,
+        "algorithm": algorithm.name,
+        "options": dict(algorithm.options),
+        "proved": proved,
+        "refused": refused,
+        "error": error,
+    }
+
+
+def _line(found: dict[str, Any]) -> str:
+    name = f"{found['collective']}/{found['algorithm']}"
+    if found["error"]:
+        return f"{name}: WRONG  {found['error']}"
+    proved, refused = found["proved"], found["refused"]
+    if not proved:
+        return f"{name}: {next(iter(refused.values()))}"
+    cost, largest = proved[max(proved)]["cost"], max(proved)
+    words = [
+        f"proved for {_ranges(proved)} ranks",
+        f"at {largest}: rounds {cost['rounds']}, messages {cost['messages']}, chunks sent {cost['sent']}",
+    ]
+    if family_of(found["collective"]).reduces and all(proof["balanced"] for proof in proved.values()):
+        words.append("balanced sums")
+    elif not all(proof["same_bits"] for proof in proved.values()):
+        words.append("exact dtypes only")
+    if refused:
+        words.append(f"refuses {_ranges(refused)}")
+    return f"{name}: {'; '.join(words)}"
+
+
+def _ranges(sizes: dict[int, Any]) -> str:
+    runs: list[list[int]] = []
+    for size in sorted(sizes):
+        if runs and size == runs[-1][1] + 1:
+            runs[-1][1] = size
+        else:
+            runs.append([size, size])
+    return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)

@@ -1,4 +1,4 @@
-"""Algorithms of collectives: find, prove and write them.
+"""Algorithms of collectives: find, prove, simulate and write them.
 
 Each is a file of integers in `unisono.collectives.algorithms`.
 
@@ -23,6 +23,7 @@ from unisono.collectives.algorithms import (
     wrapped,
 )
 from unisono.collectives.player.from_algorithm import play
+from unisono.collectives.simulator import Level, Message, Network, Simulation, simulate
 from unisono.collectives.verify.prover import AlgorithmError, Proof, verify
 
 __all__ = [
@@ -32,8 +33,12 @@ __all__ = [
     "AlgorithmError",
     "AlgorithmFile",
     "Cost",
+    "Level",
+    "Message",
     "Move",
+    "Network",
     "Proof",
+    "Simulation",
     "Step",
     "elements",
     "find",
@@ -41,6 +46,7 @@ __all__ = [
     "move_of",
     "play",
     "serving",
+    "simulate",
     "verify",
     "wrapped",
 ]

@@ -1,0 +1,233 @@
+"""Engine for every network: events in the order of their times, as shared links need them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from unisono.collectives.algorithms.step import Move, Step
+from unisono.collectives.simulator.jitter import exponential
+from unisono.collectives.simulator.network import Network, Path
+
+__all__ = ["EventQueue", "Message"]
+
+
+class Message(NamedTuple):
+    """Message of a simulated collective.
+
+    Attributes:
+        sender, receiver: Two ranks.
+        runs: Runs of chunks, as pairs of start and stop, in the sender's numbers.
+        nbytes: Bytes of these.
+        start_s, end_s: Times at which it begins to leave the sender, and is delivered.
+        step: Number of the sender's step, from 1.
+        reduce: Whether the receiver reduces it.
+    """
+
+    sender: int
+    receiver: int
+    runs: tuple[tuple[int, int], ...]
+    nbytes: int
+    start_s: float
+    end_s: float
+    step: int
+    reduce: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """Message in flight: the times at which its first and its last byte reach the next link or port."""
+
+    sender: int
+    receiver: int
+    move: Move
+    nbytes: int
+    start: float
+    head: float
+    tail: float
+    latency: float
+    path: Path
+    step: int
+    hop: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """State of a rank; `ends` is the end of its present step as far as known."""
+
+    program: Iterator[Step | float]
+    ends: float
+    step: Step = Step()
+    number: int = 0
+    sent: int = 0
+    left: int = 0
+    port: float = 0.0
+    reduced: float = 0.0
+    next_send: float = 0.0
+    next_recv: float = 0.0
+    done: bool = False
+
+
+class EventQueue:
+    """Simulation of all ranks on any network.
+
+    Args:
+        programs: The steps of each rank; a float between two steps is a time before which the next one may not begin.
+        offsets: For each chunk the bytes of all chunks before it, and after these the bytes of all chunks.
+        network: The network.
+        start: For each rank the time of its start.
+        recording: Whether to keep all messages in `record`.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Iterator[Step | float]],
+        offsets: Sequence[int],
+        network: Network,
+        start: Sequence[float],
+        recording: bool = False,
+    ) -> None:
+        self.network, self.offsets, self.size, self._recording = network, offsets, len(programs), recording
+        self.record: list[Message] = []
+        self.ranks = [_Rank(program, time) for program, time in zip(programs, start, strict=True)]
+        self._events: list[tuple[float, int, int, _Flight | None]] = []
+        self._pushed, self._free = 0, dict[int, float]()
+        self._mail: dict[int, list[_Flight]] = {}
+        self._wanted: dict[int, int] = {}
+        for rank, time in enumerate(start):
+            self._push(time, rank, None)
+
+    def run(self) -> None:
+        """Run all ranks to their ends."""
+        while self._events:
+            _, rank, _, flight = heapq.heappop(self._events)
+            if flight is None:
+                self._begin(rank)
+            elif flight.hop > len(flight.path.out) + len(flight.path.into):
+                self._arrive(flight)
+            else:
+                self._pass_link(flight)
+
+    def _push(self, time: float, rank: int, flight: _Flight | None) -> None:
+        self._pushed += 1
+        heapq.heappush(self._events, (time, rank, self._pushed, flight))
+
+    def _factor(self, rank: int) -> float:
+        return self.network.stragglers.get(rank, 1.0)
+
+    def _begin(self, rank: int) -> None:
+        state = self.ranks[rank]
+        step = next(state.program, None)
+        if step is None:
+            state.done = True
+        elif not isinstance(step, Step):
+            state.ends = max(state.ends, step)
+            self._push(state.ends, rank, None)
+        else:
+            state.step, state.number = step, state.number + 1
+            state.port = state.reduced = state.ends
+            waits = self.network.overhead is None
+            state.left = len(step.recv) + waits * len(step.send)
+            for move in step.send:
+                self._send(rank, state, move)
+            self._receive_early(rank, step)
+            if not step.recv and not waits:
+                self._push(state.ends, rank, None)
+
+    def _receive_early(self, rank: int, step: Step) -> None:
+        """Deliver what came before the step began, and wait for the rest."""
+        early = []
+        for move in step.recv:
+            key = rank * self.size + move.peer
+            if queue := self._mail.get(key):
+                early.append(queue.pop(0))
+                if not queue:
+                    del self._mail[key]
+            else:
+                self._wanted[key] = self._wanted.get(key, 0) + 1
+        for flight in sorted(early, key=lambda flight: (self._arrival(flight), flight.sender)):
+            self._deliver(flight)
+
+    def _send(self, rank: int, state: _Rank, move: Move) -> None:
+        network, factor = self.network, self._factor(rank)
+        nbytes = sum(self.offsets[stop] - self.offsets[start] for start, stop in move.runs)
+        path = network.path(rank, move.peer)
+        delay = network.jitter and network.jitter * exponential(network.seed, rank, state.sent)
+        state.sent += 1
+        if network.overhead is None:
+            # The port is free for the next message when this one has left it; until the step ends, `next_send` is that.
+            start = max(state.next_send, state.port)
+            head, tail = start, start + nbytes * path.beta * factor
+            state.next_send = tail
+        else:
+            start = max(state.ends, state.next_send)
+            state.ends = head = start + network.overhead * factor
+            last = max(nbytes - 1, 0) * path.beta * factor
+            state.next_send, tail = start + network.gap * factor + last, head + last
+        latency = path.alpha * factor + delay
+        flight = _Flight(rank, move.peer, move, nbytes, start, head, tail, latency, path, state.number)
+        if path.out:
+            self._push(head, rank, flight)
+        else:
+            self._pass_link(flight)
+
+    def _pass_link(self, flight: _Flight) -> None:
+        """Pass the next link; between the links out and those in, the wire."""
+        out, into = flight.path.out, flight.path.into
+        if flight.hop == len(out):
+            flight.head += flight.latency
+            flight.tail += flight.latency
+        else:
+            link, beta = out[flight.hop] if flight.hop < len(out) else into[flight.hop - len(out) - 1]
+            flight.head = max(flight.head, self._free.get(link, 0.0))
+            self._free[link] = flight.head + flight.nbytes * beta
+            flight.tail = max(flight.tail, self._free[link])
+        flight.hop += 1
+        arrived = flight.hop > len(out) + len(into)
+        self._push(self._arrival(flight) if arrived else flight.head, flight.sender, flight)
+
+    def _arrival(self, flight: _Flight) -> float:
+        return flight.head if self.network.overhead is None else flight.tail
+
+    def _arrive(self, flight: _Flight) -> None:
+        key = flight.receiver * self.size + flight.sender
+        if waiting := self._wanted.pop(key, 0):
+            if waiting > 1:
+                self._wanted[key] = waiting - 1
+            self._deliver(flight)
+        else:
+            self._mail.setdefault(key, []).append(flight)
+
+    def _deliver(self, flight: _Flight) -> None:
+        state, network, factor = self.ranks[flight.receiver], self.network, self._factor(flight.receiver)
+        reduction = flight.nbytes * network.gamma * factor if state.step.reduce else 0.0
+        if network.overhead is None:
+            state.port = max(flight.head, state.port) + flight.nbytes * flight.path.beta * factor
+            end = max(state.port, flight.tail)
+            if reduction:
+                state.reduced = max(end, state.reduced) + reduction
+            self._ended(flight.sender, end)
+            self._ended(flight.receiver, max(end, state.reduced))
+        else:
+            start = max(flight.tail, state.ends, state.next_recv)
+            end = start + network.overhead * factor
+            gap = network.gap + max(flight.nbytes - 1, 0) * flight.path.beta
+            state.next_recv = start + gap * factor
+            self._ended(flight.receiver, end + reduction)
+        if self._recording:
+            runs, number = flight.move.runs, flight.step
+            self.record.append(
+                Message(
+                    *(flight.sender, flight.receiver, runs, flight.nbytes, flight.start, end, number),
+                    state.step.reduce,
+                )
+            )
+
+    def _ended(self, rank: int, time: float) -> None:
+        state = self.ranks[rank]
+        state.ends = max(state.ends, time)
+        state.left -= 1
+        if not state.left:
+            self._push(state.ends, rank, None)

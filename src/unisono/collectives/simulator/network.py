@@ -1,0 +1,157 @@
+"""Model of a network: what a message costs, which links ranks share, and which ranks are slow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Level", "Network", "Path"]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Units of equally many consecutive ranks, such as hosts or racks, and the link of each to the outside.
+
+    Args:
+        name: What a unit is called, such as "host".
+        ranks: Ranks of a unit; the last unit may have fewer.
+        alpha: Latency of a message inside a unit, in seconds.
+        bandwidth: Bytes per second that a rank sends and receives inside a unit.
+        uplink: Bytes per second of the unit's link to the outside, in each direction at the same time; all of its
+            ranks share it. None if the link is never the bottleneck.
+
+    Example:
+        >>> host = un.algorithms.Level("host", ranks=8, alpha=1e-6, bandwidth=10e9, uplink=1e9)
+    """
+
+    name: str
+    ranks: int
+    alpha: float
+    bandwidth: float
+    uplink: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"a {self.name} must have at least 1 rank, not {self.ranks}")
+        _check_times(self, "alpha")
+        _check_positive(self, "bandwidth", *(() if self.uplink is None else ("uplink",)))
+
+
+class Path(NamedTuple):
+    """Way of a message between two ranks.
+
+    Attributes:
+        alpha: Latency, in seconds.
+        beta: Seconds per byte at the ports of both ranks.
+        out: Shared links from the sender to the outside, each as its number and its seconds per byte.
+        into: Shared links from the outside to the receiver.
+    """
+
+    alpha: float
+    beta: float
+    out: tuple[tuple[int, float], ...] = ()
+    into: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Network that ranks are simulated on: alpha-beta-gamma, or LogGP if there is an overhead.
+
+    **Alpha, beta, gamma** (Hockney). A step begins when the rank's previous step has ended. Its messages leave the rank's
+    port one after another, each after n / bandwidth seconds for n bytes, and arrive alpha later; latencies overlap. The
+    receiver's port takes them in order of arrival, from the time on at which the receiver has begun the step. So a
+    message between waiting ranks takes alpha + n / bandwidth, both ends being busy. Each received byte that is reduced
+    costs another gamma, while later messages arrive. A step ends when all its messages are delivered and reduced.
+
+    **LogGP** (Alexandrov et al., 1995): alpha is L, 1 / bandwidth is G. The processor spends `overhead` on each message
+    that it sends or receives; the next one follows `gap` + (n - 1) G later at the earliest. A message is delivered
+    o + L + (n - 1) G + o after its start, and the sender does not wait for it.
+
+    **Levels**: a message between ranks of the same unit has the alpha and bandwidth of the innermost such level, others
+    have those of the network. A message to the outside also passes the link of each unit that it leaves and enters.
+    Links are full duplex, serve messages in the order of their times, and forward before a message is complete.
+
+    Args:
+        alpha: Latency in seconds.
+        bandwidth: Bytes per second that a rank sends, and receives at the same time.
+        gamma: Seconds to reduce one received byte.
+        overhead: Processor time for each message in LogGP; None for alpha, beta, gamma.
+        gap: Least time between two messages of a rank in LogGP.
+        levels: Units, from the innermost level out.
+        stragglers: Factor by which everything that a rank does takes longer, by rank.
+        jitter: Mean of an exponential delay that is added to each message's latency, in seconds.
+        seed: Seed of the jitter.
+
+    Raises:
+        ValueError: A time is negative or not a number, a bandwidth is not positive, or units do not nest.
+
+    Example:
+        >>> network = un.algorithms.Network(alpha=10e-6, bandwidth=1e9)
+        >>> un.algorithms.simulate("all_reduce", "ring", size=4, nbytes=4000, network=network).makespan
+        6.6e-05
+    """
+
+    alpha: float = 10e-6
+    bandwidth: float = 1e9
+    gamma: float = 0.0
+    overhead: float | None = None
+    gap: float = 0.0
+    levels: tuple[Level, ...] = ()
+    stragglers: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_times(self, "alpha", "gamma", "gap", "jitter", *(() if self.overhead is None else ("overhead",)))
+        _check_positive(self, "bandwidth")
+        if self.gap and self.overhead is None:
+            raise ValueError("a gap belongs to LogGP; pass an overhead as well")
+        for rank, factor in self.stragglers.items():
+            if not 0 < factor < math.inf:
+                raise ValueError(f"the factor of straggler {rank} must be positive, not {factor}")
+        for inner, outer in zip(self.levels, self.levels[1:], strict=False):
+            if outer.ranks % inner.ranks or outer.ranks == inner.ranks:
+                raise ValueError(
+                    f"a {outer.name} of {outer.ranks} ranks must consist of several whole units of {inner.ranks} "
+                    f"ranks ({inner.name}); list levels from the innermost out"
+                )
+
+    @property
+    def shared(self) -> bool:
+        """True if ranks share links."""
+        return any(level.uplink is not None for level in self.levels)
+
+    def path(self, sender: int, receiver: int) -> Path:
+        """Return the way of a message.
+
+        Args:
+            sender, receiver: Two ranks.
+
+        Example:
+            >>> un.algorithms.Network(alpha=2e-6, bandwidth=1e9).path(0, 1)
+            Path(alpha=2e-06, beta=1e-09, out=(), into=())
+        """
+        out, into = [], []
+        for number, level in enumerate(self.levels):
+            source, target = sender // level.ranks, receiver // level.ranks
+            if source == target:
+                return Path(level.alpha, 1 / level.bandwidth, tuple(out), tuple(reversed(into)))
+            if level.uplink is not None:
+                # Even numbers are links to the outside, odd ones links from it; levels take turns.
+                out.append((2 * (source * len(self.levels) + number), 1 / level.uplink))
+                into.append((2 * (target * len(self.levels) + number) + 1, 1 / level.uplink))
+        return Path(self.alpha, 1 / self.bandwidth, tuple(out), tuple(reversed(into)))
+
+
+def _check_times(owner: object, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(owner, name) < math.inf:
+            raise ValueError(f"{name} must be a time of at least 0 s, not {getattr(owner, name)}")
+
+
+def _check_positive(owner: object, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(owner, name):
+            raise ValueError(f"{name} must be positive, in bytes per second, not {getattr(owner, name)}")

@@ -1,0 +1,154 @@
+"""Engine for algorithms in which all ranks do alike up to rotation: one numpy operation for all ranks of a round.
+
+The file's own steps are evaluated once, with a symbolic rank. The times of all messages to rank + a are one array; where
+ranks wrap around, it is two slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.collectives.algorithms.step import Move, Step
+from unisono.collectives.simulator.jitter import exponentials
+from unisono.collectives.simulator.network import Network
+from unisono.collectives.simulator.rotation import Rotation
+
+__all__ = ["Rounds"]
+
+_Array = npt.NDArray[np.float64]
+
+
+class _Run(NamedTuple):
+    """Run of chunks of rank r: from (r + shift) mod size times scale plus first, to the same plus last."""
+
+    shift: int
+    scale: int
+    first: int
+    last: int
+
+
+class _Send(NamedTuple):
+    shift: int
+    runs: list[_Run]
+
+
+class Rounds:
+    """Simulation of all ranks at a time on a network without levels and overhead.
+
+    Args:
+        offsets: For each chunk the bytes of all chunks before it, and after these the bytes of all chunks.
+        network: The network.
+        start: For each rank the time of its start.
+        messages: Number of messages that all ranks have sent before.
+
+    Attributes:
+        end: For each rank the time at which its latest step has ended.
+        messages: Number of messages sent.
+    """
+
+    def __init__(self, offsets: Sequence[int], network: Network, start: Sequence[float], messages: int = 0) -> None:
+        self.size, self.network, self._offsets = len(start), network, np.array(offsets)
+        self.end, self.messages = np.array(start, dtype=float), messages
+        self._tables: dict[tuple[int, int, int, float], _Array] = {}
+        self._buffers = np.empty(self.size), np.empty(self.size)
+        self._factors = np.array([network.stragglers.get(rank, 1.0) for rank in range(self.size)])
+        self._plain = not network.stragglers and not network.jitter
+
+    def run(self, steps: Iterator[Step]) -> None:
+        """Run all ranks to their ends.
+
+        Args:
+            steps: Steps of the symbolic rank.
+
+        Raises:
+            TypeError: The steps depend on the rank in another way than by rotation.
+        """
+        for step in steps:
+            sends = [_Send(self._shift(move), [_run(*run) for run in move.runs]) for move in step.send]
+            if sorted(-send.shift % self.size for send in sends) != sorted(map(self._shift, step.recv)):
+                raise TypeError("sends and receives of a step do not match")
+            if self._plain and len(sends) == 1:
+                self._exchange(sends[0], step.reduce)
+            else:
+                self._exchange_many(sends, step.reduce)
+            self.messages += self.size * len(sends)
+
+    def _shift(self, move: Move) -> int:
+        peer: object = move.peer
+        if not isinstance(peer, Rotation) or (peer.scale, peer.offset) != (1, 0):
+            raise TypeError("a peer is no rotation of the rank")
+        return peer.shift
+
+    def _bytes(self, runs: list[_Run], shift: int, factor: float) -> _Array:
+        """Return the bytes of each rank's message from rank + shift, times a factor."""
+        parts = []
+        for run in runs:
+            key = (run.scale, run.first, run.last, factor)
+            if key not in self._tables:
+                base = np.arange(self.size) * run.scale
+                lengths = (self._offsets[base + run.last] - self._offsets[base + run.first]) * factor
+                # Twice over, so that any rotation is a slice.
+                self._tables[key] = np.concatenate([lengths, lengths])
+            first = (run.shift + shift) % self.size
+            parts.append(self._tables[key][first : first + self.size])
+        return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
+
+    def _exchange(self, send: _Send, reduce: bool) -> None:
+        """Compute a step with one message each way."""
+        begin, (delivered, reduced), alpha, gamma = self.end, self._buffers, self.network.alpha, self.network.gamma
+        back = -send.shift % self.size
+        for into, source in self._slices(back):
+            np.add(begin[source], alpha, out=delivered[into])
+        np.maximum(delivered, begin, out=delivered)
+        delivered += self._bytes(send.runs, back, 1 / self.network.bandwidth)
+        if reduce and gamma:
+            np.add(delivered, self._bytes(send.runs, back, gamma), out=reduced)
+        else:
+            reduced = delivered
+        for into, source in self._slices(send.shift):
+            np.maximum(reduced[into], delivered[source], out=begin[into])
+
+    def _slices(self, shift: int) -> list[tuple[slice, slice]]:
+        """Return where rank + shift is found, as slices of ranks and of these."""
+        cut = self.size - shift
+        return [(slice(0, cut), slice(shift, None)), *([(slice(cut, None), slice(0, shift))] if shift else [])]
+
+    def _exchange_many(self, sends: list[_Send], reduce: bool) -> None:
+        """Compute a step with any number of messages; receivers' ports serve them in the order of arrival."""
+        network, begin, factors, ranks = self.network, self.end, self._factors, np.arange(self.size)
+        beta, start, flights = 1 / network.bandwidth, self.end.copy(), list[tuple[_Array, ...]]()
+        for number, send in enumerate(sends, self.messages // self.size):
+            latency = network.alpha * factors
+            if network.jitter:
+                latency += network.jitter * exponentials(network.seed, self.size, number)
+            nbytes, back = self._bytes(send.runs, 0, 1.0), -send.shift % self.size
+            wire = nbytes * beta * factors
+            here = (start + latency, start + latency + wire, nbytes)
+            flights.append((*(np.roll(values, -back) for values in here), (ranks + back) % self.size))
+            start += wire
+        heads, tails, lengths, senders = (np.stack(values) for values in zip(*flights, strict=True))
+        order = np.lexsort((senders, heads), axis=0)
+        delivered, port, reduced = np.empty_like(heads), begin, begin
+        for turn in order:
+            nbytes = lengths[turn, ranks]
+            port = np.maximum(heads[turn, ranks], port) + nbytes * beta * factors
+            delivered[turn, ranks] = done = np.maximum(port, tails[turn, ranks])
+            reduced = np.maximum(done, reduced)
+            if reduce:
+                reduced = reduced + nbytes * network.gamma * factors
+        ends = [np.roll(done, -send.shift) for send, done in zip(sends, delivered, strict=True)]
+        self.end = np.maximum.reduce([reduced, *delivered, *ends])
+
+
+def _run(start: object, stop: object) -> _Run:
+    if isinstance(start, int) and isinstance(stop, int):
+        return _Run(0, 0, start, stop)
+    if not isinstance(start, Rotation) or not isinstance(stop, Rotation):
+        raise TypeError("a run begins or ends at the same chunk on all ranks")
+    if (start.shift, start.scale) != (stop.shift, stop.scale):
+        raise TypeError("a run wraps around on some ranks")
+    return _Run(start.shift, start.scale, start.offset, stop.offset)

@@ -1,0 +1,147 @@
+"""Engine for networks without shared links: rank after rank, without a queue in order of time.
+
+The end of a step is a maximum of sums of times that are known when its messages are, in whatever order ranks are
+looked at. So ranks are advanced as far as messages allow, which is exact, and needs no heap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from unisono.collectives.algorithms.step import Step
+
+__all__ = ["Worklist"]
+
+_NOBODY, _GENERAL = -1, -2
+
+
+class Worklist:
+    """Simulation of all ranks on a network without levels, stragglers, jitter and overhead.
+
+    Args:
+        programs: The steps of each rank.
+        offsets: For each chunk the bytes of all chunks before it, and after these the bytes of all chunks.
+        costs: Alpha, beta and gamma.
+        start: For each rank the time of its start.
+
+    Attributes:
+        end: For each rank the time at which its latest step has ended.
+        messages: Number of messages sent.
+        ended: Number of ranks that have taken all their steps.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Iterator[Step]],
+        offsets: Sequence[int],
+        costs: tuple[float, float, float],
+        start: Sequence[float],
+    ) -> None:
+        self.programs, self.offsets, self.costs, self.size = programs, offsets, costs, len(programs)
+        self.end, self.begin, self.messages, self.ended = list(start), list(start), 0, 0
+        # The peer with which a rank waits to exchange one message each way, or the kind of its step.
+        self._waits, self._steps = [_NOBODY] * self.size, [Step()] * self.size
+        self._work = list(range(self.size - 1, -1, -1))
+        # Keys are receiver * size + sender; a message is its arrival, sender and bytes.
+        self._mail: dict[int, list[tuple[float, int, int]]] = {}
+        self._wanted: dict[int, int] = {}
+        self._inbox: list[list[tuple[float, int, int]]] = [[]] * self.size
+        self._left, self._missing = [0] * self.size, [0] * self.size
+
+    def run(self) -> None:
+        """Run all ranks to their ends. Exchanges between two ranks, the common case, are computed here."""
+        (alpha, beta, gamma), programs, offsets = self.costs, self.programs, self.offsets
+        end, waits, steps, work, exchanges = self.end, self._waits, self._steps, self._work, 0
+        while work:
+            rank = work.pop()
+            for step in programs[rank]:
+                send, recv, reduce = step
+                if len(send) != 1 or len(recv) != 1 or send[0][0] != recv[0][0] or send[0][3]:
+                    self._post(rank, step)
+                    break
+                peer, first, last, _ = send[0]
+                if waits[peer] != rank:
+                    if waits[peer] == _GENERAL and self._meets(rank, peer):
+                        self._post(rank, step)
+                    else:
+                        waits[rank], steps[rank] = peer, step
+                    break
+                (_, other, stop, _), mine, theirs = steps[peer][0][0], end[rank], end[peer]
+                sent, received = offsets[last] - offsets[first], offsets[stop] - offsets[other]
+                there = (mine + alpha if mine + alpha > theirs else theirs) + sent * beta
+                here = (theirs + alpha if theirs + alpha > mine else mine) + received * beta
+                back = here + received * gamma if reduce else here
+                end[rank] = back if back > there else there
+                back = there + sent * gamma if steps[peer][2] else there
+                end[peer] = back if back > here else here
+                waits[peer] = _NOBODY
+                work.append(peer)
+                exchanges += 2
+            else:
+                self.ended += 1
+        self.messages += exchanges
+
+    def _meets(self, rank: int, peer: int) -> bool:
+        """Return whether the peer's present step waits for this rank."""
+        return rank * self.size + peer in self._mail or peer * self.size + rank in self._wanted
+
+    def _post(self, rank: int, step: Step) -> None:
+        """Begin a step with any messages."""
+        alpha, beta, _ = self.costs
+        offsets, inbox, missing, mail, wanted = self.offsets, self._inbox, self._missing, self._mail, self._wanted
+        send, recv, _ = step
+        start = self.begin[rank] = self.end[rank]
+        self._steps[rank], self._left[rank], self._waits[rank] = step, len(send) + len(recv), _GENERAL
+        self.messages += len(send)
+        complete = []
+        for peer, first, last, further in send:
+            if self._waits[peer] == rank:
+                self._post(peer, self._steps[peer])
+            nbytes = offsets[last] - offsets[first] + sum(offsets[stop] - offsets[start] for start, stop in further)
+            key, message = peer * self.size + rank, (start + alpha, rank, nbytes)
+            start += nbytes * beta
+            if waiting := wanted.pop(key, 0):
+                inbox[peer].append(message)
+                missing[peer] -= 1
+                if waiting > 1:
+                    wanted[key] = waiting - 1
+                if not missing[peer]:
+                    complete.append(peer)
+            else:
+                mail.setdefault(key, []).append(message)
+        box = inbox[rank] = []
+        for peer, _, _, _ in recv:
+            if self._waits[peer] == rank:
+                self._post(peer, self._steps[peer])
+            key = rank * self.size + peer
+            if queue := mail.get(key):
+                box.append(queue.pop(0))
+                if not queue:
+                    del mail[key]
+            else:
+                wanted[key] = wanted.get(key, 0) + 1
+        missing[rank] = len(recv) - len(box)
+        if recv and not missing[rank]:
+            complete.append(rank)
+        for receiver in complete:
+            self._deliver(receiver)
+
+    def _deliver(self, receiver: int) -> None:
+        """Deliver all messages of a receiver's step, in order of arrival."""
+        (_, beta, gamma), end, left = self.costs, self.end, self._left
+        box, reduce = self._inbox[receiver], self._steps[receiver].reduce
+        box.sort()
+        port = reduced = self.begin[receiver]
+        for arrival, sender, nbytes in box:
+            port = max(arrival, port) + nbytes * beta
+            if reduce:
+                reduced = max(port, reduced) + nbytes * gamma
+            self._ended(sender, port, 1)
+        self._ended(receiver, max(port, reduced), len(box))
+
+    def _ended(self, rank: int, time: float, messages: int) -> None:
+        self.end[rank] = max(self.end[rank], time)
+        self._left[rank] -= messages
+        if not self._left[rank]:
+            self._waits[rank] = _NOBODY
+            self._work.append(rank)

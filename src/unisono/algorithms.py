@@ -24,6 +24,20 @@ from unisono.collectives.algorithms import (
 )
 from unisono.collectives.player.from_algorithm import play
 from unisono.collectives.simulator import Level, Message, Network, Simulation, simulate
+from unisono.collectives.simulator import (
+    Level,
+    Message,
+    Network,
+    Overlap,
+    ScalingPoint,
+    Simulation,
+    chrome_trace,
+    goal,
+    plot_scaling,
+    scaling,
+    simulate,
+    simulate_backward,
+)
 from unisono.collectives.verify.prover import AlgorithmError, Proof, verify
 
 __all__ = [
@@ -37,16 +51,24 @@ __all__ = [
     "Message",
     "Move",
     "Network",
+    "Overlap",
     "Proof",
+    "ScalingPoint",
     "Simulation",
     "Step",
+    "chrome_trace",
     "elements",
     "find",
     "mirrored",
     "move_of",
     "play",
     "serving",
+    "goal",
+    "move_of",
+    "plot_scaling",
+    "scaling",
     "simulate",
+    "simulate_backward",
     "verify",
     "wrapped",
 ]

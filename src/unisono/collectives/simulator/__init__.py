@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 from unisono.collectives.simulator.event_queue import Message
+from unisono.collectives.simulator.exports import chrome_trace, goal
 from unisono.collectives.simulator.network import Level, Network
 from unisono.collectives.simulator.simulation import Simulation, simulate
+from unisono.collectives.simulator.studies import Overlap, ScalingPoint, plot_scaling, scaling, simulate_backward
 
-__all__ = ["Level", "Message", "Network", "Simulation", "simulate"]
+__all__ = [
+    "Level",
+    "Message",
+    "Network",
+    "Overlap",
+    "ScalingPoint",
+    "Simulation",
+    "chrome_trace",
+    "goal",
+    "plot_scaling",
+    "scaling",
+    "simulate",
+    "simulate_backward",
+]

@@ -36,6 +36,9 @@ class Message(NamedTuple):
     reduce: bool
 
 
+_IDLE = Step()
+
+
 @dataclass(slots=True, eq=False)
 class _Flight:
     """Message in flight: the times at which its first and its last byte reach the next link or port."""
@@ -59,7 +62,7 @@ class _Rank:
 
     program: Iterator[Step | float]
     ends: float
-    step: Step = Step()
+    step: Step = _IDLE
     number: int = 0
     sent: int = 0
     left: int = 0

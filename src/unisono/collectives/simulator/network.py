@@ -59,11 +59,11 @@ class Path(NamedTuple):
 class Network:
     """Network that ranks are simulated on: alpha-beta-gamma, or LogGP if there is an overhead.
 
-    **Alpha, beta, gamma** (Hockney). A step begins when the rank's previous step has ended. Its messages leave the rank's
-    port one after another, each after n / bandwidth seconds for n bytes, and arrive alpha later; latencies overlap. The
-    receiver's port takes them in order of arrival, from the time on at which the receiver has begun the step. So a
-    message between waiting ranks takes alpha + n / bandwidth, both ends being busy. Each received byte that is reduced
-    costs another gamma, while later messages arrive. A step ends when all its messages are delivered and reduced.
+    **Alpha, beta, gamma** (Hockney). A step begins when the rank's previous step has ended. Its messages leave the
+    rank's port one after another, each after n / bandwidth seconds for n bytes, and arrive alpha later; latencies
+    overlap. The receiver's port takes them in order of arrival, from the time on at which the receiver has begun the
+    step. So a message between waiting ranks takes alpha + n / bandwidth, both ends being busy. Each received byte
+    that is reduced costs another gamma, while later messages arrive. A step ends when all its messages are delivered and reduced.
 
     **LogGP** (Alexandrov et al., 1995): alpha is L, 1 / bandwidth is G. The processor spends `overhead` on each message
     that it sends or receives; the next one follows `gap` + (n - 1) G later at the earliest. A message is delivered
@@ -133,7 +133,8 @@ class Network:
             >>> un.algorithms.Network(alpha=2e-6, bandwidth=1e9).path(0, 1)
             Path(alpha=2e-06, beta=1e-09, out=(), into=())
         """
-        out, into = [], []
+        out: list[tuple[int, float]] = []
+        into: list[tuple[int, float]] = []
         for number, level in enumerate(self.levels):
             source, target = sender // level.ranks, receiver // level.ranks
             if source == target:
@@ -153,5 +154,5 @@ def _check_times(owner: object, *names: str) -> None:
 
 def _check_positive(owner: object, *names: str) -> None:
     for name in names:
-        if not 0 < getattr(owner, name):
+        if not getattr(owner, name) > 0:
             raise ValueError(f"{name} must be positive, in bytes per second, not {getattr(owner, name)}")

@@ -1,13 +1,13 @@
 """Engine for algorithms in which all ranks do alike up to rotation: one numpy operation for all ranks of a round.
 
-The file's own steps are evaluated once, with a symbolic rank. The times of all messages to rank + a are one array; where
-ranks wrap around, it is two slices.
+The file's own steps are evaluated once, with a symbolic rank. The times of all messages to rank + a are one array;
+where ranks wrap around, it is two slices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -120,7 +120,7 @@ class Rounds:
     def _exchange_many(self, sends: list[_Send], reduce: bool) -> None:
         """Compute a step with any number of messages; receivers' ports serve them in the order of arrival."""
         network, begin, factors, ranks = self.network, self.end, self._factors, np.arange(self.size)
-        beta, start, flights = 1 / network.bandwidth, self.end.copy(), list[tuple[_Array, ...]]()
+        beta, start, flights = 1 / network.bandwidth, self.end.copy(), list[tuple[npt.NDArray[Any], ...]]()
         for number, send in enumerate(sends, self.messages // self.size):
             latency = network.alpha * factors
             if network.jitter:

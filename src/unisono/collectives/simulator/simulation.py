@@ -16,7 +16,7 @@ from unisono.collectives.simulator.network import Network
 from unisono.collectives.simulator.rotation import Rotation
 from unisono.collectives.simulator.worklist import Worklist
 
-__all__ = ["Call", "Simulation", "run_calls", "simulate"]
+__all__ = ["Call", "Simulation", "algorithm_of", "byte_offsets", "run_calls", "simulate"]
 
 Engine = Literal["rounds", "worklist", "events"]
 
@@ -108,8 +108,7 @@ def simulate(
         >>> round(un.algorithms.simulate("all_reduce", "ring", size=1000, nbytes=1 << 20).makespan, 6)
         0.022075
     """
-    if not isinstance(algorithm, Algorithm):
-        algorithm = find(collective, algorithm) if isinstance(algorithm, str) else _of_file(collective, algorithm)
+    algorithm = algorithm_of(collective, algorithm)
     if nbytes < 0 or itemsize < 1 or nbytes % itemsize:
         raise ValueError(f"a message must have whole elements of at least 1 byte; {nbytes} bytes of {itemsize} do not")
     return run_calls([Call(algorithm, nbytes)], size, network or Network(), start, itemsize, record, engine)
@@ -152,8 +151,17 @@ def run_calls(
         return _by_events(calls, size, network, times, itemsize, record)
 
 
-def _of_file(collective: str, file: AlgorithmFile) -> Algorithm:
-    return Algorithm(collective, getattr(file, "__name__", "unnamed").rpartition(".")[2], file)
+def algorithm_of(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int = 1) -> Algorithm:
+    """Return the algorithm that a name, a file or an algorithm stands for; refuse a size that it cannot serve."""
+    if isinstance(algorithm, str):
+        algorithm = find(collective, algorithm)
+    elif not isinstance(algorithm, Algorithm):
+        algorithm = Algorithm(collective, getattr(algorithm, "__name__", "unnamed").rpartition(".")[2], algorithm)
+    if algorithm.collective != collective:
+        raise ValueError(f"{algorithm.name!r} is an algorithm of {algorithm.collective}, not of {collective}")
+    if reason := algorithm.unsupported(size):
+        raise ValueError(reason)
+    return algorithm
 
 
 def _engines(network: Network, record: bool) -> list[Engine]:
@@ -166,7 +174,7 @@ def _engines(network: Network, record: bool) -> list[Engine]:
     return engines
 
 
-def _offsets(call: Call, size: int, itemsize: int) -> list[int]:
+def byte_offsets(call: Call, size: int, itemsize: int) -> list[int]:
     """Return for each chunk the bytes of all chunks before it, and after these the bytes of all chunks."""
     chunks = call.algorithm.chunks(size)
     parts = size if call.algorithm.collective == "all_to_all" else chunks
@@ -174,18 +182,17 @@ def _offsets(call: Call, size: int, itemsize: int) -> list[int]:
     return [0, *accumulate(lengths[chunk % parts] for chunk in range(chunks))]
 
 
-def _in_rounds(
-    calls: Iterable[Call], size: int, network: Network, times: Sequence[float], itemsize: int
-) -> Simulation:
+def _in_rounds(calls: Iterable[Call], size: int, network: Network, times: Sequence[float], itemsize: int) -> Simulation:
     from unisono.collectives.simulator.rounds import Rounds
 
-    messages, rank = 0, Rotation(size)
+    messages = 0
+    # It stands for an integer.
+    rank: Any = Rotation(size)
     for call in calls:
-        rounds = Rounds(_offsets(call, size, itemsize), network, [max(time, call.ready) for time in times], messages)
-        # The symbolic rank stands for an integer.
-        symbolic: Any = rank
-        rounds.run(call.algorithm.steps(symbolic, size))
-        times, messages = rounds.end, rounds.messages
+        times = [max(time, call.ready) for time in times]
+        rounds = Rounds(byte_offsets(call, size, itemsize), network, times, messages)
+        rounds.run(call.algorithm.steps(rank, size))
+        times, messages = rounds.end.tolist(), rounds.messages
     return Simulation(times, messages, "rounds")
 
 
@@ -196,7 +203,7 @@ def _by_worklist(
     for call in calls:
         times = [max(time, call.ready) for time in times]
         programs = [call.algorithm.steps(rank, size) for rank in range(size)]
-        worklist = Worklist(programs, _offsets(call, size, itemsize), costs, times)
+        worklist = Worklist(programs, byte_offsets(call, size, itemsize), costs, times)
         worklist.run()
         _check_ended(size - worklist.ended, call)
         times, messages = worklist.end, messages + worklist.messages
@@ -206,7 +213,7 @@ def _by_worklist(
 def _by_events(
     calls: Sequence[Call], size: int, network: Network, times: Sequence[float], itemsize: int, record: bool
 ) -> Simulation:
-    tables = [_offsets(call, size, itemsize) for call in calls]
+    tables = [byte_offsets(call, size, itemsize) for call in calls]
     firsts = [0, *accumulate(len(table) for table in tables)]
     bases = [0, *accumulate(table[-1] for table in tables)]
     offsets = [base + offset for base, table in zip(bases, tables, strict=False) for offset in table]

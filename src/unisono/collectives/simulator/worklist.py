@@ -4,11 +4,14 @@ The end of a step is a maximum of sums of times that are known when its messages
 looked at. So ranks are advanced as far as messages allow, which is exact, and needs no heap.
 """
 
+# A call of max would take longer than the rest of its line.
+# ruff: noqa: FURB136
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from unisono.collectives.algorithms.step import Step
+from unisono.collectives.algorithms.step import Move, Step
 
 __all__ = ["Worklist"]
 
@@ -87,48 +90,56 @@ class Worklist:
 
     def _post(self, rank: int, step: Step) -> None:
         """Begin a step with any messages."""
-        alpha, beta, _ = self.costs
-        offsets, inbox, missing, mail, wanted = self.offsets, self._inbox, self._missing, self._mail, self._wanted
         send, recv, _ = step
-        start = self.begin[rank] = self.end[rank]
+        self.begin[rank], self.messages = self.end[rank], self.messages + len(send)
         self._steps[rank], self._left[rank], self._waits[rank] = step, len(send) + len(recv), _GENERAL
-        self.messages += len(send)
-        complete = []
-        for peer, first, last, further in send:
-            if self._waits[peer] == rank:
-                self._post(peer, self._steps[peer])
-            nbytes = offsets[last] - offsets[first] + sum(offsets[stop] - offsets[start] for start, stop in further)
+        for move in (*send, *recv):
+            if self._waits[move[0]] == rank:
+                self._post(move[0], self._steps[move[0]])
+        complete = self._send(rank, send)
+        self._inbox[rank] = box = self._received(rank, recv)
+        self._missing[rank] = len(recv) - len(box)
+        if recv and not self._missing[rank]:
+            complete.append(rank)
+        for receiver in complete:
+            self._deliver(receiver)
+
+    def _send(self, rank: int, moves: tuple[Move, ...]) -> list[int]:
+        """Send messages, and return the receivers whose steps lack no message any more."""
+        (alpha, beta, _), offsets, start, complete = self.costs, self.offsets, self.end[rank], []
+        for peer, first, last, further in moves:
+            nbytes = offsets[last] - offsets[first]
+            if further:
+                nbytes += sum(offsets[stop] - offsets[start] for start, stop in further)
             key, message = peer * self.size + rank, (start + alpha, rank, nbytes)
             start += nbytes * beta
-            if waiting := wanted.pop(key, 0):
-                inbox[peer].append(message)
-                missing[peer] -= 1
+            if waiting := self._wanted.pop(key, 0):
+                self._inbox[peer].append(message)
+                self._missing[peer] -= 1
                 if waiting > 1:
-                    wanted[key] = waiting - 1
-                if not missing[peer]:
+                    self._wanted[key] = waiting - 1
+                if not self._missing[peer]:
                     complete.append(peer)
             else:
-                mail.setdefault(key, []).append(message)
-        box = inbox[rank] = []
-        for peer, _, _, _ in recv:
-            if self._waits[peer] == rank:
-                self._post(peer, self._steps[peer])
-            key = rank * self.size + peer
+                self._mail.setdefault(key, []).append(message)
+        return complete
+
+    def _received(self, rank: int, moves: tuple[Move, ...]) -> list[tuple[float, int, int]]:
+        """Return the messages of a step that have been sent already, and wait for the others."""
+        box, mail, wanted = [], self._mail, self._wanted
+        for move in moves:
+            key = rank * self.size + move[0]
             if queue := mail.get(key):
                 box.append(queue.pop(0))
                 if not queue:
                     del mail[key]
             else:
                 wanted[key] = wanted.get(key, 0) + 1
-        missing[rank] = len(recv) - len(box)
-        if recv and not missing[rank]:
-            complete.append(rank)
-        for receiver in complete:
-            self._deliver(receiver)
+        return box
 
     def _deliver(self, receiver: int) -> None:
         """Deliver all messages of a receiver's step, in order of arrival."""
-        (_, beta, gamma), end, left = self.costs, self.end, self._left
+        _, beta, gamma = self.costs
         box, reduce = self._inbox[receiver], self._steps[receiver].reduce
         box.sort()
         port = reduced = self.begin[receiver]

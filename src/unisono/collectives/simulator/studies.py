@@ -1,0 +1,160 @@
+"""Questions put to the simulator: how algorithms scale, and how much communication a backward pass hides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from unisono.collectives.algorithms import Algorithm, AlgorithmFile
+from unisono.collectives.simulator.network import Network
+from unisono.collectives.simulator.simulation import Call, algorithm_of, run_calls, simulate
+from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
+
+__all__ = ["Overlap", "ScalingPoint", "plot_scaling", "scaling", "simulate_backward"]
+
+
+class ScalingPoint(NamedTuple):
+    """Simulated time of an algorithm for one number of ranks and one size of message.
+
+    Attributes:
+        algorithm: Its name.
+        size: Number of ranks.
+        nbytes: Bytes of the message.
+        seconds: Time until the last rank ends; None if the algorithm does not serve this number of ranks.
+    """
+
+    algorithm: str
+    size: int
+    nbytes: int
+    seconds: float | None
+
+
+def scaling(
+    collective: str,
+    algorithms: Iterable[str | Algorithm],
+    sizes: Iterable[int],
+    nbytes: Iterable[int],
+    network: Network | None = None,
+) -> list[ScalingPoint]:
+    """Simulate algorithms for several numbers of ranks and sizes of message.
+
+    Args:
+        collective: "all_reduce", ...
+        algorithms: Names, or algorithms with their options.
+        sizes: Numbers of ranks.
+        nbytes: Bytes of the message.
+        network: Model of the network; `Network()` by default.
+
+    Returns:
+        A point for each message size, number of ranks and algorithm, in this order.
+
+    Raises:
+        ValueError: No such collective or algorithm, or an argument is out of range.
+
+    Example:
+        >>> ring, doubling = un.algorithms.scaling("all_reduce", ["ring", "recursive_doubling"], [64], [1024])
+        >>> ring.seconds > 10 * doubling.seconds
+        True
+    """
+    found, sizes = [algorithm_of(collective, each) for each in algorithms], list(sizes)
+    return [
+        ScalingPoint(
+            algorithm.name,
+            size,
+            length,
+            None
+            if algorithm.unsupported(size)
+            else simulate(collective, algorithm, size, length, network=network).makespan,
+        )
+        for length in nbytes
+        for size in sizes
+        for algorithm in found
+    ]
+
+
+def plot_scaling(points: Sequence[ScalingPoint], path: str | Path) -> None:
+    """Draw scaling curves to a file: time by number of ranks, one diagram for each size of message.
+
+    Args:
+        points: Result of `scaling`.
+        path: The file; its suffix sets the format: .png, .svg, .pdf.
+
+    Raises:
+        UnavailableError: matplotlib is not installed.
+        ValueError: matplotlib does not support the format.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> points = un.algorithms.scaling("all_reduce", ["ring", "tree"], [2, 4, 8], [1024])
+        >>> un.algorithms.plot_scaling(points, f"{tempfile.mkdtemp()}/curves.svg")
+    """
+    if find_spec("matplotlib") is None:
+        raise UnavailableError(f"a plot needs matplotlib: {install_command('plot')}")
+    from matplotlib.figure import Figure
+
+    lengths = list(dict.fromkeys(point.nbytes for point in points))
+    figure = Figure(figsize=(4.5 * len(lengths), 4), layout="constrained")
+    for axes, length in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths, strict=True):
+        for name in dict.fromkeys(point.algorithm for point in points):
+            curve = [
+                (point.size, point.seconds)
+                for point in points
+                if (point.algorithm, point.nbytes) == (name, length) and point.seconds
+            ]
+            axes.plot([size for size, _ in curve], [seconds for _, seconds in curve], marker="o", label=name)
+        axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="simulated seconds", title=f"{length} bytes")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Communication of a simulated backward pass; all times in seconds.
+
+    Attributes:
+        end: Time at which the last rank has all reduced buckets, from the beginning of the pass.
+        exposed: Part of the communication that computation does not hide: `end` less the time of the last bucket.
+        serial: Time of the communication alone, all buckets being ready at the beginning.
+    """
+
+    end: float
+    exposed: float
+    serial: float
+
+
+def simulate_backward(
+    algorithm: str | AlgorithmFile | Algorithm,
+    size: int,
+    buckets: Sequence[tuple[float, int]],
+    network: Network | None = None,
+) -> Overlap:
+    """Simulate a backward pass that all_reduces its buckets in order, on one communicator, while it computes.
+
+    Args:
+        algorithm: All_reduce algorithm: a name, a file, or an `Algorithm` with its options.
+        size: Number of ranks.
+        buckets: For each bucket the time at which its gradients are ready, in seconds, and its bytes.
+        network: Model of the network; `Network()` by default.
+
+    Returns:
+        The end, and how much communication computation hides.
+
+    Raises:
+        ValueError: There is no bucket, no such algorithm, or it cannot serve this number of ranks.
+
+    Example:
+        >>> un.algorithms.simulate_backward("ring", size=4, buckets=[(0.01, 10**6), (0.02, 10**6)]).exposed < 0.0016
+        True
+    """
+    if not buckets:
+        raise ValueError("a backward pass must have at least one bucket")
+    algorithm, network = algorithm_of("all_reduce", algorithm), network or Network()
+    end = run_calls([Call(algorithm, nbytes, ready) for ready, nbytes in buckets], size, network).makespan
+    serial = run_calls([Call(algorithm, nbytes) for _, nbytes in buckets], size, network).makespan
+    return Overlap(end, end - max(ready for ready, _ in buckets), serial)

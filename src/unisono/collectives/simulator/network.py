@@ -63,7 +63,8 @@ class Network:
     rank's port one after another, each after n / bandwidth seconds for n bytes, and arrive alpha later; latencies
     overlap. The receiver's port takes them in order of arrival, from the time on at which the receiver has begun the
     step. So a message between waiting ranks takes alpha + n / bandwidth, both ends being busy. Each received byte
-    that is reduced costs another gamma, while later messages arrive. A step ends when all its messages are delivered and reduced.
+    that is reduced costs another gamma, while later messages arrive. A step ends when all its messages are
+    delivered and reduced.
 
     **LogGP** (Alexandrov et al., 1995): alpha is L, 1 / bandwidth is G. The processor spends `overhead` on each message
     that it sends or receives; the next one follows `gap` + (n - 1) G later at the earliest. A message is delivered

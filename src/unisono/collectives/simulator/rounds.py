@@ -37,7 +37,9 @@ class _Send(NamedTuple):
 
 
 class Rounds:
-    """Simulation of all ranks at a time on a network without levels and overhead.
+    """Simulation of all ranks at a time on a network without overhead.
+
+    Shared links are exact only where each is used by one rank in turn, as in a ring; other algorithms are refused.
 
     Args:
         offsets: For each chunk the bytes of all chunks before it, and after these the bytes of all chunks.
@@ -54,9 +56,11 @@ class Rounds:
         self.size, self.network, self._offsets = len(start), network, np.array(offsets)
         self.end, self.messages = np.array(start, dtype=float), messages
         self._tables: dict[tuple[int, int, int, float], _Array] = {}
+        self._neighbours = set[int]()
         self._buffers = np.empty(self.size), np.empty(self.size)
         self._factors = np.array([network.stragglers.get(rank, 1.0) for rank in range(self.size)])
-        self._plain = not network.stragglers and not network.jitter
+        self._plain = not (network.stragglers or network.jitter or network.levels)
+        self._costs: dict[int, tuple[_Array, _Array, _Array]] = {}
 
     def run(self, steps: Iterator[Step]) -> None:
         """Run all ranks to their ends.
@@ -71,11 +75,19 @@ class Rounds:
             sends = [_Send(self._shift(move), [_run(*run) for run in move.runs]) for move in step.send]
             if sorted(-send.shift % self.size for send in sends) != sorted(map(self._shift, step.recv)):
                 raise TypeError("sends and receives of a step do not match")
+            if self.network.shared:
+                self._check_links(sends)
             if self._plain and len(sends) == 1:
                 self._exchange(sends[0], step.reduce)
             else:
                 self._exchange_many(sends, step.reduce)
             self.messages += self.size * len(sends)
+
+    def _check_links(self, sends: list[_Send]) -> None:
+        """Refuse steps in which a link may have two messages: all steps must send one to the same neighbour."""
+        self._neighbours.update(send.shift for send in sends)
+        if len(sends) > 1 or len(self._neighbours) > 1 or not self._neighbours <= {1, self.size - 1}:
+            raise TypeError("ranks may use a shared link at the same time")
 
     def _shift(self, move: Move) -> int:
         peer: object = move.peer
@@ -112,6 +124,15 @@ class Rounds:
         for into, source in self._slices(send.shift):
             np.maximum(reduced[into], delivered[source], out=begin[into])
 
+    def _paths(self, shift: int) -> tuple[_Array, _Array, _Array]:
+        """Return alpha, beta of the ports, and the largest beta of all links, from each rank to rank + shift."""
+        if shift not in self._costs:
+            paths = [self.network.path(rank, (rank + shift) % self.size) for rank in range(self.size)]
+            slowest = [max((beta for _, beta in (*path.out, *path.into)), default=0.0) for path in paths]
+            columns = [path.alpha for path in paths], [path.beta for path in paths], slowest
+            self._costs[shift] = np.array(columns[0]), np.array(columns[1]), np.array(columns[2])
+        return self._costs[shift]
+
     def _slices(self, shift: int) -> list[tuple[slice, slice]]:
         """Return where rank + shift is found, as slices of ranks and of these."""
         cut = self.size - shift
@@ -120,22 +141,24 @@ class Rounds:
     def _exchange_many(self, sends: list[_Send], reduce: bool) -> None:
         """Compute a step with any number of messages; receivers' ports serve them in the order of arrival."""
         network, begin, factors, ranks = self.network, self.end, self._factors, np.arange(self.size)
-        beta, start, flights = 1 / network.bandwidth, self.end.copy(), list[tuple[npt.NDArray[Any], ...]]()
+        start, flights = self.end.copy(), list[tuple[npt.NDArray[Any], ...]]()
         for number, send in enumerate(sends, self.messages // self.size):
-            latency = network.alpha * factors
+            alpha, beta, slowest = self._paths(send.shift)
+            latency = alpha * factors
             if network.jitter:
                 latency += network.jitter * exponentials(network.seed, self.size, number)
             nbytes, back = self._bytes(send.runs, 0, 1.0), -send.shift % self.size
             wire = nbytes * beta * factors
-            here = (start + latency, start + latency + wire, nbytes)
+            head = start + latency
+            here = (head, head + np.maximum(wire, nbytes * slowest), nbytes, beta)
             flights.append((*(np.roll(values, -back) for values in here), (ranks + back) % self.size))
             start += wire
-        heads, tails, lengths, senders = (np.stack(values) for values in zip(*flights, strict=True))
+        heads, tails, lengths, betas, senders = (np.stack(values) for values in zip(*flights, strict=True))
         order = np.lexsort((senders, heads), axis=0)
         delivered, port, reduced = np.empty_like(heads), begin, begin
         for turn in order:
             nbytes = lengths[turn, ranks]
-            port = np.maximum(heads[turn, ranks], port) + nbytes * beta * factors
+            port = np.maximum(heads[turn, ranks], port) + nbytes * betas[turn, ranks] * factors
             delivered[turn, ranks] = done = np.maximum(port, tails[turn, ranks])
             reduced = np.maximum(done, reduced)
             if reduce:

@@ -166,8 +166,8 @@ def algorithm_of(collective: str, algorithm: str | AlgorithmFile | Algorithm, si
 
 def _engines(network: Network, record: bool) -> list[Engine]:
     engines: list[Engine] = ["events"]
-    if not network.levels and network.overhead is None and not record:
-        if not network.stragglers and not network.jitter:
+    if network.overhead is None and not record:
+        if not network.stragglers and not network.jitter and not network.levels:
             engines.insert(0, "worklist")
         if find_spec("numpy"):
             engines.insert(0, "rounds")

@@ -49,6 +49,8 @@ def goal(
         }
     """
     algorithm = algorithm_of(collective, algorithm, size)
+    if collective == "all_to_all" and nbytes % (size * itemsize):
+        raise ValueError(f"{nbytes} bytes are not {size} equal parts of whole elements, which an all_to_all has")
     offsets = byte_offsets(Call(algorithm, nbytes), size, itemsize)
     lines = [f"num_ranks {size}"]
     for rank in range(size):

@@ -24,6 +24,10 @@ class Message(NamedTuple):
         start_s, end_s: Times at which it begins to leave the sender, and is delivered.
         step: Number of the sender's step, from 1.
         reduce: Whether the receiver reduces it.
+
+    Example:
+        >>> un.algorithms.simulate("broadcast", "binomial", size=2, nbytes=8, record=True).record[0].runs
+        ((0, 1),)
     """
 
     sender: int

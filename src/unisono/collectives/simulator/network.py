@@ -90,7 +90,7 @@ class Network:
 
     Example:
         >>> network = un.algorithms.Network(alpha=10e-6, bandwidth=1e9)
-        >>> un.algorithms.simulate("all_reduce", "ring", size=4, nbytes=4000, network=network).makespan
+        >>> round(un.algorithms.simulate("all_reduce", "ring", size=4, nbytes=4000, network=network).makespan, 9)
         6.6e-05
     """
 

@@ -18,7 +18,7 @@ from unisono.collectives.simulator.worklist import Worklist
 
 __all__ = ["Call", "Simulation", "algorithm_of", "byte_offsets", "run_calls", "simulate"]
 
-Engine = Literal["rounds", "worklist", "events"]
+_Engine = Literal["rounds", "worklist", "events"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Simulation:
 
     Example:
         >>> result = un.algorithms.simulate("broadcast", "binomial", size=4, nbytes=1000, record=True)
-        >>> result.makespan, result.messages, result.record[0].receiver
+        >>> round(result.makespan, 9), result.messages, result.record[0].receiver
         (2.2e-05, 3, 2)
     """
 
     ends: Sequence[float]
     messages: int
-    engine: Engine
+    engine: _Engine
     record: tuple[Message, ...] = field(default=(), repr=False)
 
     @property
@@ -78,7 +78,7 @@ def simulate(
     start: Sequence[float] | None = None,
     itemsize: int = 1,
     record: bool = False,
-    engine: Engine | None = None,
+    engine: _Engine | None = None,
 ) -> Simulation:
     """Simulate a collective on a network: run the steps of the algorithm's file on ranks that have times only.
 
@@ -106,7 +106,7 @@ def simulate(
 
     Example:
         >>> round(un.algorithms.simulate("all_reduce", "ring", size=1000, nbytes=1 << 20).makespan, 6)
-        0.022075
+        0.022076
     """
     algorithm = algorithm_of(collective, algorithm)
     if nbytes < 0 or itemsize < 1 or nbytes % itemsize:
@@ -121,7 +121,7 @@ def run_calls(
     start: Sequence[float] | None = None,
     itemsize: int = 1,
     record: bool = False,
-    engine: Engine | None = None,
+    engine: _Engine | None = None,
 ) -> Simulation:
     """Simulate several collectives, one after another on each rank; see `simulate`."""
     times = [0.0] * size if start is None else [float(time) for time in start]
@@ -164,8 +164,8 @@ def algorithm_of(collective: str, algorithm: str | AlgorithmFile | Algorithm, si
     return algorithm
 
 
-def _engines(network: Network, record: bool) -> list[Engine]:
-    engines: list[Engine] = ["events"]
+def _engines(network: Network, record: bool) -> list[_Engine]:
+    engines: list[_Engine] = ["events"]
     if network.overhead is None and not record:
         if not network.stragglers and not network.jitter and not network.levels:
             engines.insert(0, "worklist")
@@ -246,7 +246,7 @@ def _check_ended(waiting: int, call: Call) -> None:
         algorithm = call.algorithm
         raise ValueError(
             f"{waiting} ranks never end: the {algorithm.collective} algorithm {algorithm.name!r} deadlocks; "
-            "un.algorithms.verify says where"
+            "check it with un.algorithms.verify"
         )
 
 

@@ -25,6 +25,10 @@ class ScalingPoint(NamedTuple):
         size: Number of ranks.
         nbytes: Bytes of the message.
         seconds: Time until the last rank ends; None if the algorithm does not serve this number of ranks.
+
+    Example:
+        >>> un.algorithms.scaling("barrier", ["dissemination"], sizes=[2], nbytes=[0])
+        [ScalingPoint(algorithm='dissemination', size=2, nbytes=0, seconds=1e-05)]
     """
 
     algorithm: str
@@ -121,6 +125,11 @@ class Overlap:
         end: Time at which the last rank has all reduced buckets, from the beginning of the pass.
         exposed: Part of the communication that computation does not hide: `end` less the time of the last bucket.
         serial: Time of the communication alone, all buckets being ready at the beginning.
+
+    Example:
+        >>> overlap = un.algorithms.simulate_backward("ring", size=4, buckets=[(0.1, 1000), (0.2, 1000)])
+        >>> overlap.exposed < overlap.serial
+        True
     """
 
     end: float

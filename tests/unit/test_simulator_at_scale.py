@@ -91,7 +91,8 @@ def test_100_000_ranks() -> None:
     assert found.makespan == pytest.approx(18 * (A + 1024 * B), rel=1e-9)
     assert seconds < 15
     found, seconds = timed("tree", 100_000, 1024)
-    assert found.makespan == pytest.approx(34 * (A + 1024 * B), rel=1e-9)
+    # The root's last subtree is the smaller one: its message has left before the root is ready, which hides one alpha.
+    assert found.makespan == pytest.approx(33 * A + 34 * 1024 * B, rel=1e-9)
     assert seconds < 15
 
 
@@ -106,5 +107,5 @@ def test_ring_of_100_000_ranks() -> None:
 @pytest.mark.soak
 def test_tree_of_1_000_000_ranks() -> None:
     found, _ = timed("tree", 1_000_000, 1024)
-    assert found.makespan == pytest.approx(40 * (A + 1024 * B), rel=1e-9)
+    assert found.makespan == pytest.approx(39 * A + 40 * 1024 * B, rel=1e-9)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 1024**2

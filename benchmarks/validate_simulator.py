@@ -27,7 +27,7 @@ from unisono.testing.network import Network as Hosts
 from unisono.testing.network import obstacle
 from unisono.tools.bench import on_ranks, shown_size
 
-ALGORITHMS = ("ring", "recursive_doubling", "halving_doubling", "tree", "two_shot")
+ALGORITHMS = ("ring", "recursive_doubling", "halving_doubling", "binomial", "two_shot")
 SIZES = (8, 64 << 10, 1 << 20)
 PINGS = (8, 64 << 10, 1 << 20)
 SAMPLES, SAMPLE_S = 5, 0.04

@@ -19,11 +19,11 @@ from unisono.collectives.algorithms import (
     find,
     mirrored,
     move_of,
+    others,
     serving,
     wrapped,
 )
 from unisono.collectives.player.from_algorithm import play
-from unisono.collectives.simulator import Level, Message, Network, Simulation, simulate
 from unisono.collectives.simulator import (
     Level,
     Message,
@@ -59,14 +59,14 @@ __all__ = [
     "chrome_trace",
     "elements",
     "find",
+    "goal",
     "mirrored",
     "move_of",
+    "others",
     "play",
-    "serving",
-    "goal",
-    "move_of",
     "plot_scaling",
     "scaling",
+    "serving",
     "simulate",
     "simulate_backward",
     "verify",

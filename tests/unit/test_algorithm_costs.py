@@ -27,7 +27,6 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_gather", "bruck"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), (p - 1) * n // p),
     ("all_gather", "pat"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), (p - 1) * n // p),
     ("all_gather", "recursive_doubling"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), (p - 1) * n // p),
-    ("reduce_scatter", "pat"): lambda p, n: (ceil(log2(p)), ceil(log2(p)), (p - 1) * n // p),
     ("broadcast", "chain"): lambda p, n: (p - 2 + 8, 8, n),
     ("broadcast", "double_binary_tree"): lambda p, n: (
         4 + floor(log2(p - 1)),

@@ -31,12 +31,14 @@ CLOSED: dict[tuple[str, str], Callable[[int, float], float]] = {
     ("all_reduce", "ring"): lambda p, n: 2 * (p - 1) * (A + n / p * B) + (p - 1) * n / p * G,
     ("all_reduce", "recursive_doubling"): lambda p, n: log2(p) * (A + n * B + n * G),
     ("all_reduce", "halving_doubling"): lambda p, n: 2 * log2(p) * A + (p - 1) * n / p * (2 * B + G),
-    ("all_reduce", "tree"): lambda p, n: log2(p) * (2 * A + 2 * n * B + n * G),
+    ("all_reduce", "binomial"): lambda p, n: log2(p) * (2 * A + 2 * n * B + n * G),
     ("all_gather", "ring"): lambda p, n: (p - 1) * (A + n / p * B),
     ("reduce_scatter", "ring"): lambda p, n: (p - 1) * (A + n / p * (B + G)),
     ("all_to_all", "pairwise"): lambda p, n: (p - 1) * (A + n / p * B),
     ("broadcast", "binomial"): lambda p, n: log2(p) * (A + n * B),
-    ("broadcast", "chain"): lambda p, n: 2 * (p - 1) * (A + n / p * B),
+    ("broadcast", "chain"): lambda p, n: (p - 2 + 8) * (A + n / 8 * B),
+    ("all_reduce", "one_shot"): lambda p, n: A + (p - 1) * n * B + n * G,
+    ("all_gather", "direct"): lambda p, n: A + (p - 1) * n / p * B,
     ("scatter", "binomial"): lambda p, n: log2(p) * A + (p - 1) * n / p * B,
 }
 
@@ -280,10 +282,10 @@ def test_errors_are_one_sentence() -> None:
         simulate("all_reduce", "ring", 2, 8, itemsize=3)
     with pytest.raises(ValueError, match="2 ranks, 1 starts"):
         simulate("all_reduce", "ring", 2, 8, start=[0])
-    with pytest.raises(ValueError, match="engine 'rounds' cannot serve 'tree': "):
-        simulate("all_reduce", "tree", 4, 8, engine="rounds")
+    with pytest.raises(ValueError, match="engine 'rounds' cannot serve 'binomial': "):
+        simulate("all_reduce", "binomial", 4, 8, engine="rounds")
     with pytest.raises(ValueError, match="those that can: events"):
-        simulate("all_reduce", "tree", 4, 8, engine="worklist", record=True)
+        simulate("all_reduce", "binomial", 4, 8, engine="worklist", record=True)
     with pytest.raises(ValueError, match="is an algorithm of broadcast, not of all_reduce"):
         simulate("all_reduce", find("broadcast", "chain"), 4, 8)
     for wrong in ({"alpha": -1}, {"alpha": float("nan")}, {"bandwidth": 0}, {"gap": 1}, {"stragglers": {0: 0}}):

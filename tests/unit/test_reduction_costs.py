@@ -138,6 +138,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("reduce", "linear"): lambda p, n: (1, 1, n),
     ("reduce_scatter", "bruck"): scattering(lambda p: ceil(log2(p))),
     ("reduce_scatter", "direct"): lambda p, n: (1, p - 1, n - min(lengths(n, p))),
+    ("reduce_scatter", "pat"): scattering(lambda p: ceil(log2(p))),
     ("reduce_scatter", "recursive_halving"): folded_halving,
     ("reduce_scatter", "ring"): scattering(lambda p: p - 1),
     ("reduce_scatter", "swing"): scattering(lambda p: int(log2(p))),

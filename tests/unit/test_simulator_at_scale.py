@@ -5,13 +5,11 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from unisono.algorithms import Level, Move, Network, Step, simulate
+from unisono.algorithms import Level, Network, find, simulate
 
 A, B = 10e-6, 1e-9
 PLAIN = Network(alpha=A, bandwidth=1 / B)
@@ -19,33 +17,9 @@ HOST = 8
 CLUSTER = Network(alpha=10e-6, bandwidth=10e9, levels=(Level("host", HOST, alpha=1e-6, bandwidth=10e9, uplink=1e9),))
 
 
-def steps(rank: int, size: int) -> Iterator[Step]:
-    """Two shots inside hosts, halving and doubling of each rank's share between them."""
-    hosts, local, host = size // HOST, rank % HOST, rank // HOST
-
-    def inside(mine: bool) -> tuple[Move, ...]:
-        others = [(local + away) % HOST for away in range(1, HOST)]
-        shares = [(local if mine else other) * hosts for other in others]
-        return tuple(
-            Move(host * HOST + other, share, share + hosts) for other, share in zip(others, shares, strict=True)
-        )
-
-    doublings, first = [], local * hosts
-    for run in (1 << bit for bit in range(hosts.bit_length() - 1)):
-        peer = (host ^ run) * HOST + local
-        mine, theirs = (first + each // run * run for each in (host, host ^ run))
-        doublings.append(Step((Move(peer, mine, mine + run),), (Move(peer, theirs, theirs + run),)))
-    yield Step(inside(False), inside(True), reduce=True)
-    yield from (Step(step.recv, step.send, reduce=True) for step in reversed(doublings))
-    yield from doublings
-    yield Step(inside(True), inside(False))
-
-
-HIERARCHICAL: Any = SimpleNamespace(steps=steps, chunks=lambda size: size)
-
-
 def check_hierarchy(size: int, nbytes: int) -> None:
-    found = simulate("all_reduce", HIERARCHICAL, size, nbytes, network=CLUSTER, record=True)
+    hierarchical = find("all_reduce", "hierarchical", levels=(HOST, size // HOST))
+    found = simulate("all_reduce", hierarchical, size, nbytes, network=CLUSTER, record=True)
     sent = Counter[int]()
     for message in found.record:
         sent[message.sender // HOST] += message.nbytes * (message.sender // HOST != message.receiver // HOST)
@@ -90,7 +64,7 @@ def test_100_000_ranks() -> None:
     found, seconds = timed("recursive_doubling", 100_000, 1024)
     assert found.makespan == pytest.approx(18 * (A + 1024 * B), rel=1e-9)
     assert seconds < 15
-    found, seconds = timed("tree", 100_000, 1024)
+    found, seconds = timed("binomial", 100_000, 1024)
     # The root's last subtree is the smaller one: its message has left before the root is ready, which hides one alpha.
     assert found.makespan == pytest.approx(33 * A + 34 * 1024 * B, rel=1e-9)
     assert seconds < 15
@@ -106,6 +80,6 @@ def test_ring_of_100_000_ranks() -> None:
 
 @pytest.mark.soak
 def test_tree_of_1_000_000_ranks() -> None:
-    found, _ = timed("tree", 1_000_000, 1024)
+    found, _ = timed("binomial", 1_000_000, 1024)
     assert found.makespan == pytest.approx(39 * A + 40 * 1024 * B, rel=1e-9)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 1024**2

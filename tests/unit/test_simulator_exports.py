@@ -113,7 +113,7 @@ def test_plot(tmp_path: Path) -> None:
 
 
 def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "all_reduce", "ring", "tree", "--ranks", "8,64", "--bytes", "8,1M"]) == 0
+    assert main(["simulate", "all_reduce", "ring", "binomial", "--ranks", "8,64", "--bytes", "8,1M"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].split() == ["8", "B", "8", "140.0", "60.0*"]
     assert lines[5].split() == ["1", "MiB", "8", "1975.0*", "6351.5"]

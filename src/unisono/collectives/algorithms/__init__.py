@@ -6,7 +6,7 @@ from typing import Any
 
 from unisono.collectives.algorithms.algorithm import Algorithm, AlgorithmFile
 from unisono.collectives.algorithms.semantics import COLLECTIVES
-from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored, move_of, wrapped
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored, move_of, others, wrapped
 from unisono.core.registry import Registry
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "find",
     "mirrored",
     "move_of",
+    "others",
     "serving",
     "wrapped",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Cost", "Move", "Step", "elements", "mirrored", "move_of", "wrapped"]
+__all__ = ["Cost", "Move", "Step", "elements", "mirrored", "move_of", "others", "wrapped"]
 
 
 class Move(NamedTuple):
@@ -80,6 +80,22 @@ def wrapped(peer: int, start: int, count: int, chunks: int) -> Move:
     if start + count <= chunks:
         return Move(peer, start, start + count)
     return Move(peer, start, chunks, ((0, start + count - chunks),))
+
+
+def others(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Return all other ranks in the order in which a rank sends to them, and in the order in which it receives.
+
+    Each begins with its neighbour, so that no rank is sent to by several at the same time.
+
+    Args:
+        rank: The rank that sends and receives.
+        size: Number of ranks.
+
+    Example:
+        >>> others(rank=2, size=4)
+        ([3, 0, 1], [1, 0, 3])
+    """
+    return [(rank + way) % size for way in range(1, size)], [(rank - way) % size for way in range(1, size)]
 
 
 class Step(NamedTuple):

@@ -94,7 +94,7 @@ def plot_scaling(points: Sequence[ScalingPoint], path: str | Path) -> None:
 
     Example:
         >>> import tempfile
-        >>> points = un.algorithms.scaling("all_reduce", ["ring", "tree"], [2, 4, 8], [1024])
+        >>> points = un.algorithms.scaling("all_reduce", ["ring", "binomial"], [2, 4, 8], [1024])
         >>> un.algorithms.plot_scaling(points, f"{tempfile.mkdtemp()}/curves.svg")
     """
     if find_spec("matplotlib") is None:

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.step import Cost, Move, Step, elements
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, others
 
 __all__ = ["cost", "steps"]
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    others = [peer for peer in range(size) if peer != rank]
-    if others:
-        yield Step(
-            tuple(Move(peer, rank, rank + 1) for peer in others),
-            tuple(Move(peer, peer, peer + 1) for peer in others),
-        )
+    to, sources = others(rank, size)
+    yield Step(tuple(Move(peer, rank, rank + 1) for peer in to), tuple(Move(peer, peer, peer + 1) for peer in sources))
 
 
 def cost(size: int, numel: int) -> Cost:

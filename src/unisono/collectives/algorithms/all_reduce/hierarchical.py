@@ -16,7 +16,7 @@ from math import isqrt, prod
 
 from unisono.collectives.algorithms.butterfly import doubling, halvings, halvings_cost, needs_power_of_two
 from unisono.collectives.algorithms.reduce_scatter import bruck
-from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored, others
 
 __all__ = ["OPTIONS", "cost", "steps", "unsupported"]
 
@@ -42,12 +42,12 @@ def steps(rank: int, size: int, levels: tuple[int, ...] = ()) -> Iterator[Step]:
     for count in inside:
         width //= count
         member = rank // stride % count
-        others = [other for other in range(count) if other != member]
+        to, sources = others(member, count)
         parts = [start + other * width for other in range(count)]
-        peers = [rank + (other - member) * stride for other in others]
-        start = parts[member]
-        send = tuple(Move(peer, parts[other], parts[other] + width) for peer, other in zip(peers, others, strict=True))
-        reducing.append(Step(send, tuple(Move(peer, start, start + width) for peer in peers), reduce=True))
+        first, start = rank - member * stride, parts[member]
+        send = tuple(Move(first + other * stride, parts[other], parts[other] + width) for other in to)
+        recv = tuple(Move(first + other * stride, start, start + width) for other in sources)
+        reducing.append(Step(send, recv, reduce=True))
         stride *= count
     group = rank // stride
     across = bruck.steps(group, outermost) if needs_power_of_two(outermost) else halvings(group, outermost, doubling)

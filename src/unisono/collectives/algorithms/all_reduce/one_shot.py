@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.step import Cost, Move, Step
+from unisono.collectives.algorithms.step import Cost, Move, Step, others
 
 __all__ = ["BALANCED", "chunks", "cost", "steps"]
 
@@ -19,9 +19,8 @@ def chunks(size: int) -> int:
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    others = tuple(Move(peer, 0, 1) for peer in range(size) if peer != rank)
-    if others:
-        yield Step(others, others, reduce=True)
+    to, sources = others(rank, size)
+    yield Step(tuple(Move(peer, 0, 1) for peer in to), tuple(Move(peer, 0, 1) for peer in sources), reduce=True)
 
 
 def cost(size: int, numel: int) -> Cost:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.step import Cost, Move, Step
+from unisono.collectives.algorithms.step import Cost, Move, Step, others
 
 __all__ = ["BALANCED", "cost", "steps"]
 
@@ -15,13 +15,9 @@ BALANCED = True
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    others = [peer for peer in range(size) if peer != rank]
-    if others:
-        yield Step(
-            tuple(Move(peer, peer, peer + 1) for peer in others),
-            tuple(Move(peer, rank, rank + 1) for peer in others),
-            reduce=True,
-        )
+    to, sources = others(rank, size)
+    send = tuple(Move(peer, peer, peer + 1) for peer in to)
+    yield Step(send, tuple(Move(peer, rank, rank + 1) for peer in sources), reduce=True)
 
 
 def cost(size: int, numel: int) -> Cost:

@@ -3,7 +3,7 @@
 Prints the simulated time until the last rank ends, by ranks and bytes; the best time of each row is marked.
 
   unisono simulate all_reduce ring recursive_doubling --ranks 8,64,1024 --bytes 8,64K,1M,1G
-  unisono simulate all_reduce ring tree --ranks 1024 --bytes 1M --levels host:8:1us:10GB/s:1GB/s --alpha 10us
+  unisono simulate all_reduce ring binomial --ranks 1024 --bytes 1M --levels host:8:1us:10GB/s:1GB/s --alpha 10us
   unisono simulate broadcast binomial --ranks 16 --bytes 1M --goal schedule.goal --trace trace.json
 """
 

@@ -11,7 +11,7 @@ from unisono.collectives.algorithms.step import Step
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 
 COLLECTIVE = "all_reduce"
-ERROR = r"deadlock of waiting ranks: rank 1 in its step 1 to send chunk 0 to rank 0, which is in its step 1"
+ERROR = r"deadlock of waiting ranks: rank 2 in its step 1 to send chunk 0 to rank 0, which is in its step 1"
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -220,3 +220,10 @@ def test_command_writes_the_page(tmp_path: Path) -> None:
 
 def test_template_is_package_data() -> None:
     assert (Path(page.__file__).parent / "templates" / "player.html").is_file()
+
+
+def test_page_shows_simulated_times(tmp_path: Path) -> None:
+    network = un.algorithms.Network(alpha=1e-3, bandwidth=1e9)
+    un.algorithms.play(tmp_path / "ring.html", "all_reduce", "ring", 4, nbytes=4000, network=network)
+    # Six rounds of a message of 1000 bytes.
+    assert "0.006006" in (tmp_path / "ring.html").read_text()

@@ -17,6 +17,7 @@ from unisono.collectives.algorithms import Algorithm, Move, Step, elements, find
 from unisono.collectives.algorithms.semantics import goal, start
 from unisono.collectives.player.page import write
 from unisono.collectives.player.replay import Change, Message, Replay
+from unisono.collectives.simulator import Network, simulate
 from unisono.collectives.verify.prover import verify
 
 __all__ = ["Times", "play", "replay_algorithm"]
@@ -37,7 +38,14 @@ class _Pair(NamedTuple):
 
 
 def play(
-    path: str | PathLike[str], collective: str, algorithm: str, size: int, *, nbytes: int = 1 << 20, **options: Any
+    path: str | PathLike[str],
+    collective: str,
+    algorithm: str,
+    size: int,
+    *,
+    nbytes: int = 1 << 20,
+    network: Network | None = None,
+    **options: Any,
 ) -> None:
     """Write an HTML page that replays an algorithm: one file, which any browser opens without a network.
 
@@ -47,6 +55,7 @@ def play(
         algorithm: Name of one of its algorithms.
         size: Number of ranks, up to 32.
         nbytes: Length of the message that is cut into chunks.
+        network: Network whose times messages take, as simulated; without one, time counts in rounds.
         options: Options of this algorithm, as its file lists them.
 
     Raises:
@@ -60,7 +69,11 @@ def play(
         >>> path.stat().st_size < 50_000
         True
     """
-    write(replay_algorithm(find(collective, algorithm, **options), size, nbytes), path)
+    chosen, times = find(collective, algorithm, **options), None
+    if network is not None:
+        record = simulate(collective, chosen, size, nbytes, network=network, record=True).record
+        times = {(m.sender, m.receiver, m.step, m.runs): (m.start_s, m.end_s) for m in record}
+    write(replay_algorithm(chosen, size, nbytes, times), path)
 
 
 def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times | None = None) -> Replay:

@@ -10,7 +10,7 @@ import torch
 from unisono.core.collective import Collective
 from unisono.core.tensors import check_apart, check_tensor, numels
 
-__all__ = ["NO_TENSORS", "Side", "Splits", "check_arguments", "check_rank"]
+__all__ = ["NO_TENSORS", "Side", "Splits", "check_arguments", "check_list", "check_rank"]
 
 
 class Side(NamedTuple):
@@ -73,6 +73,20 @@ def check_rank(rank: object, name: str, size: int, *, other_than: int | None = N
         raise ValueError(f"{name}={rank} is this rank itself; copy the tensor instead")
 
 
+def check_list(
+    tensors: object, name: str, size: int, devices: frozenset[str], *, written: bool, like: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return one tensor for each rank, all of the dtype and device of `like`, or of the first one if it is None."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+        raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
+    if len(tensors) != size:
+        raise ValueError(f"{name} must have one tensor for each of the {size} ranks, not {len(tensors)}")
+    for index, tensor in enumerate(tensors):
+        check_tensor(tensor, f"{name}[{index}]", devices, written=written)
+        _check_like(tensor, f"{name}[{index}]", tensors[0] if like is None else like)
+    return tuple(tensors)
+
+
 class _Checks(NamedTuple):
     """The checks of one call."""
 
@@ -123,19 +137,14 @@ class _Checks(NamedTuple):
                 return NO_TENSORS
             if tensors is None:
                 raise ValueError(f"{name} must be given on rank {self.root}, one tensor per rank")
-        if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-            raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
-        if len(tensors) != self.size:
-            raise ValueError(f"{name} must have one tensor for each of the {self.size} ranks, not {len(tensors)}")
-        for index, tensor in enumerate(tensors):
-            check_tensor(tensor, f"{name}[{index}]", self.devices, written=written)
-            _check_like(tensor, f"{name}[{index}]", like)
-            if self.collective.root is not None and tensor.numel() != like.numel():
+        found = check_list(tensors, name, self.size, self.devices, written=written, like=like)
+        for index, tensor in enumerate(found):
+            if not self.collective.uneven and self.collective.root is not None and tensor.numel() != like.numel():
                 raise ValueError(
                     f"{name}[{index}] has {tensor.numel()} elements, but the tensor has {like.numel()}; "
                     "all must have the same number"
                 )
-        return Side(tuple(tensors), numels(tensors))
+        return Side(found, numels(found))
 
     def _packed(self, output: object, input: object, splits: Splits) -> tuple[Side, Side]:
         collective = self.collective

@@ -94,18 +94,23 @@ class Pieces(Layout):
 
     Args:
         tensors: By chunk; one-dimensional and contiguous. A chunk that is missing is made, of
-            `like`'s length and dtype, when it is first touched (what a rank only passes on).
+            `like`'s dtype, when it is first touched (what a rank only passes on).
+        like: One of the call's tensors.
+        lengths: Elements of each chunk; of `like` if empty.
     """
 
-    def __init__(self, tensors: dict[int, torch.Tensor], like: torch.Tensor | None = None) -> None:
-        self._tensors, self._like = tensors, like
+    def __init__(
+        self, tensors: dict[int, torch.Tensor], like: torch.Tensor | None = None, lengths: Sequence[int] = ()
+    ) -> None:
+        self._tensors, self._like, self._lengths = tensors, like, lengths
 
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         found = []
         for chunk in range(start, stop):
             if chunk not in self._tensors:
                 assert self._like is not None
-                self._tensors[chunk] = torch.empty_like(self._like)
+                numel = self._lengths[chunk] if self._lengths else self._like.numel()
+                self._tensors[chunk] = self._like.new_empty(numel)
             tensor = self._tensors[chunk]
             found += Flat(tensor, (0, tensor.numel()), chunk).regions(0, 1, segment_bytes)
         return found

@@ -42,6 +42,7 @@ def make_plan(
     root: int | None,
     size: int,
     staging: Staging,
+    lengths: tuple[int, ...] = (),
 ) -> Plan:
     """Return the plan of a call with checked arguments.
 
@@ -52,6 +53,7 @@ def make_plan(
         root: For collectives that have one.
         size: Number of ranks.
         staging: Makes one-dimensional contiguous tensors of others.
+        lengths: As of `CollectiveCall`.
     """
     if not collective.moves:
         return Plan(collective, CollectiveCall(name=collective.family, op=ReduceOp.BOR), staging)
@@ -82,6 +84,7 @@ def make_plan(
         average=op is ReduceOp.AVG,
         root=root,
         packed=packed,
+        lengths=lengths,
     )
     return Plan(collective, call, staging, like)
 
@@ -123,6 +126,8 @@ def _average(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, s
 def message_bytes(call: CollectiveCall, size: int) -> int:
     """Return the bytes of the whole message: the same on every rank, unless pairs of ranks have their own lengths."""
     family = FAMILIES[call.name]
+    if call.lengths:
+        return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize
     if family.root is not None and not family.in_place:
         return size * (call.outputs if family.scatters else call.inputs)[0].nbytes
     many = call.inputs if family.scatters or not family.gathers else call.outputs
@@ -143,7 +148,7 @@ def layout_of(call: CollectiveCall, chunks: int, rank: int, size: int) -> Layout
         return Pieces(dict(enumerate((*call.inputs, *call.outputs))), call.inputs[0])
     many, one = (call.outputs, call.inputs) if family.gathers else (call.inputs, call.outputs)
     here = {(r - root) % size: tensor for r, tensor in enumerate(many)} or {(rank - root) % size: one[0]}
-    return Pieces(here, one[0])
+    return Pieces(here, one[0], call.lengths[root:] + call.lengths[:root])
 
 
 def pre_copy(call: CollectiveCall, rank: int) -> None:

@@ -92,8 +92,8 @@ def _serving(needs: _Needs, *, uneven: bool = False) -> list[str]:
 
 
 def _uniform(call: CollectiveCall) -> bool:
-    """Return whether all parts of this rank are equally long."""
-    return len(set(numels((*call.inputs, *call.outputs)))) <= 1
+    """Return whether all parts are equally long, as far as this rank knows."""
+    return len(set(call.lengths or numels((*call.inputs, *call.outputs)))) <= 1
 
 
 def _refusal(transport: Transport, call: CollectiveCall, needs: _Needs, requested: str) -> str:

@@ -8,30 +8,27 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 
 import torch
 
 from unisono.collectives.algorithm import run_algorithm
-from unisono.collectives.arguments import Splits, check_arguments
+from unisono.collectives.arguments import Splits
 from unisono.collectives.executor import ScratchPool
-from unisono.collectives.plan import Plan, make_plan
+from unisono.collectives.plan import Plan
 from unisono.collectives.selection import NATIVE
+from unisono.comm.call_plans import CallPlans
 from unisono.comm.fast_path import FastPathCalls
-from unisono.comm.request import CollectiveRequest, fingerprint_of, make_request
-from unisono.comm.state import CommunicatorState
+from unisono.comm.request import CollectiveRequest, make_request
+from unisono.comm.state import refuses
 from unisono.comm.teardown import Teardown
-from unisono.core.buffer_guard import BufferGuard
-from unisono.core.call_site import call_site
 from unisono.core.collective import Collective
 from unisono.core.control import ControlPlane
 from unisono.core.fast_path import Tensors
-from unisono.core.fingerprint import Fingerprint
 from unisono.core.flight_recorder import CallRecord, format_call
 from unisono.core.lazy_work import Deferred
-from unisono.core.reduce_op import parse_op
-from unisono.core.tensors import Staging
 from unisono.core.threads import SerialWorker
 from unisono.core.tracing import SINK, ObservedWork, profiler, sink_here, span
 from unisono.core.transport import Options, Transport
@@ -39,10 +36,13 @@ from unisono.core.types import Timeout, Work
 from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import ClosedError, CommError
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Follow"]
+
+Follow = Callable[[], Plan]
+"""Makes the plan of a call that depends on what the call before it has received."""
 
 
-class Engine(CommunicatorState, FastPathCalls):
+class Engine(CallPlans, FastPathCalls):
     """Progress engine of one communicator. Collectives run one at a time, in the order of their calls.
 
     A blocking call runs in the caller's thread. An asynchronous call runs in one helper thread, created on first use;
@@ -52,8 +52,7 @@ class Engine(CommunicatorState, FastPathCalls):
     `close`, `ending` ends the threads.
 
     Args:
-        transport, control, options: As for `CommunicatorState`.
-        full_check: Whether calls detect a tensor that was changed before they ended.
+        transport, control, options, full_check: As for `CallPlans`.
 
     Attributes:
         parent: The engine of the parent communicator, which must outlive this one.
@@ -63,10 +62,9 @@ class Engine(CommunicatorState, FastPathCalls):
     def __init__(
         self, transport: Transport, control: ControlPlane, options: Options, *, full_check: bool = False
     ) -> None:
-        super().__init__(transport, control, options)
+        super().__init__(transport, control, options, full_check=full_check)
         # The native core sums in an order of its own.
         self.fast_path = None if options.deterministic else transport.fast_path
-        self._full_check = full_check
         self._sink, self._limit_s = SINK, options.timeout_s
         self._rank, self._inside = self.group.rank, set()
         self._spare = ScratchPool()
@@ -82,11 +80,6 @@ class Engine(CommunicatorState, FastPathCalls):
         self._dropped.atexit = False
 
     # -- collectives ---------------------------------------------------------------------------
-    def staging(self) -> Staging:
-        """Return the staging that makes a call's tensors one-dimensional and contiguous."""
-        away = self.transport.host_staged
-        return BufferGuard(away, f"the call at {call_site()}") if self._full_check else Staging(away)
-
     def general_collective(
         self,
         what: Collective,
@@ -98,41 +91,35 @@ class Engine(CommunicatorState, FastPathCalls):
         async_op: bool,
         timeout: Timeout | None,
         splits: Splits = (None, None),
+        lengths: tuple[int, ...] = (),
+        follow: Follow | None = None,
     ) -> Work | None:
         self.enter(what.name)
-        plan = self._plan(what, output, input, op, root, splits)
+        plan = self.plan(what, output, input, op, root, splits, lengths)
         if sink_here() is None and not profiler._is_profiler_enabled:
-            return self.run(plan, algorithm, async_op, timeout)
+            return self.run(plan, algorithm, async_op, timeout, follow)
         like = plan.like
         size = "" if like is None else f"{str(like.dtype).removeprefix('torch.')}{list(like.shape)}"
         with span("wait", what.name, self.group, 0 if like is None else like.nbytes, size, starts=async_op):
-            work = self.run(plan, algorithm, async_op, timeout)
+            work = self.run(plan, algorithm, async_op, timeout, follow)
         return None if work is None else ObservedWork(work, what.name, self.group)
 
-    def _plan(
+    def run(
         self,
-        what: Collective,
-        output: Tensors,
-        input: Tensors,
-        op: object,
-        root: int | None,
-        splits: Splits = (None, None),
-    ) -> Plan:
-        """Return the plan of a call with these arguments; raise for those that this rank alone can find wrong."""
-        group, devices = self.group, self.transport.devices
-        read, written = check_arguments(what, output, input, root, splits, group.rank, group.size, devices)
-        reduces = parse_op(op) if what.reduces else None
-        return make_plan(what, read, written, reduces, root, group.size, self.staging())
+        plan: Plan,
+        algorithm: str | None,
+        async_op: bool,
+        timeout: Timeout | None,
+        follow: Follow | None = None,
+    ) -> Work | None:
+        """Execute a plan now, or soon; return None when it is done, or else the work in flight.
 
-    def _fingerprint(
-        self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None
-    ) -> Fingerprint:
-        return fingerprint_of(self._plan(what, output, input, op, root), self._calls + 1, NATIVE)
-
-    def run(self, plan: Plan, algorithm: str | None, async_op: bool, timeout: Timeout | None) -> Work | None:
-        """Execute a plan now, or soon; return None when it is done, or else the work in flight."""
-        job = self._prepare(plan, algorithm, timeout)
-        if async_op and job.algorithm == NATIVE and job.transport.overlaps and not self._pending:
+        With `follow`, a second plan is made then, and executed by `algorithm` before any other call.
+        """
+        job = self._prepare(plan, algorithm if follow is None else None, timeout)
+        if follow is not None:
+            job = self._followed(job, follow, algorithm)
+        elif async_op and job.algorithm == NATIVE and job.transport.overlaps and not self._pending:
             return self._start(job)
         with self._lock:
             queued = async_op or self._pending > 0
@@ -142,7 +129,7 @@ class Engine(CommunicatorState, FastPathCalls):
             self._perform(job)
             return None
         # Add one default timeout: the hang report that names the missing ranks must finish first.
-        work = Completion(job.timeout + self.options.timeout_s)
+        work = Completion((1 if follow is None else 2) * job.timeout + self.options.timeout_s)
         self._helper.run(partial(self._progress, job, work))
         if async_op:
             return work
@@ -161,16 +148,39 @@ class Engine(CommunicatorState, FastPathCalls):
                 plan.collective.name,
             )
         # What is refused has no number.
-        job = make_request(
-            plan, self.transport, self._calls + 1, algorithm, limit, deterministic=self.options.deterministic
-        )
+        job = self._request(plan, self._calls + 1, algorithm, limit)
         self._calls += 1
         self.activity.note(job.noted)
         return job
 
+    def _request(
+        self, plan: Plan, number: int, algorithm: str | None, limit: float, site: str | None = None
+    ) -> CollectiveRequest:
+        fixed = self.options.deterministic
+        return make_request(plan, self.transport, number, algorithm, limit, deterministic=fixed, site=site)
+
+    def _followed(self, job: CollectiveRequest, follow: Follow, algorithm: str | None) -> CollectiveRequest:
+        """Return the request, followed by that of another plan, whose number is taken now."""
+        self.skip()
+        number, site = self._calls, job.fingerprint.site
+        self.activity.note((job.noted[0], number, *job.noted[2:]))
+
+        def second() -> CollectiveRequest:
+            return self._request(follow(), number, algorithm, job.timeout, site)
+
+        return replace(job, follow=second)
+
+    def skip(self) -> None:
+        """Count a call that is not made now, on any rank."""
+        self._calls += 1
+
     def _perform(self, job: CollectiveRequest) -> None:
         deadline = time.monotonic() + job.timeout
         self._complete(job, self._begin(job), deadline)
+        if job.follow is not None:
+            with self._report_failures(job.noted, refusals=False), torch.no_grad():
+                second = job.follow()
+            self._perform(second)
 
     def _start(self, job: CollectiveRequest) -> Work:
         """Start the call in the transport, which progresses by itself; the waiting thread does the rest."""
@@ -209,15 +219,19 @@ class Engine(CommunicatorState, FastPathCalls):
                 action()
 
     @contextmanager
-    def _report_failures(self, noted: CallRecord) -> Iterator[None]:
-        """Report failures in this block to every rank, and show this rank as being in the call."""
+    def _report_failures(self, noted: CallRecord, *, refusals: bool = True) -> Iterator[None]:
+        """Report failures in this block to every rank, and show this rank as being in the call.
+
+        Without `refusals`, errors that refuse a call are left out, because every rank raises them.
+        """
         here = get_ident()
         self._inside.add(here)
         self.activity.enter(noted)
         try:
             yield
         except BaseException as error:
-            told = self.report_failure(error, noted[0], noted[1])
+            refused = not refusals and refuses(error)
+            told = error if refused else self.report_failure(error, noted[0], noted[1])
             if told is error:
                 raise
             raise told from error

@@ -11,14 +11,11 @@ from typing_extensions import Unpack
 from unisono.comm.base import Async, Blocking, CommunicatorBase
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import Timeout, Work
-from unisono.errors import MismatchError
 
 __all__ = ["ExchangeMixin"]
 
 _ALL_GATHER, _ALL_GATHER_SINGLE = COLLECTIVES["all_gather"], COLLECTIVES["all_gather_single"]
-_ALL_GATHER_V = COLLECTIVES["all_gather_v"]
 _ALL_TO_ALL, _ALL_TO_ALL_SINGLE = COLLECTIVES["all_to_all"], COLLECTIVES["all_to_all_single"]
-_MOST_DIMENSIONS = 16
 
 
 class ExchangeMixin(CommunicatorBase):
@@ -93,51 +90,6 @@ class ExchangeMixin(CommunicatorBase):
             [[1.0, 2.0], [11.0, 12.0]]
         """
         return self._engine.collective(_ALL_GATHER_SINGLE, output, input, None, None, algorithm, async_op, timeout)
-
-    def all_gather_v(
-        self, tensor: torch.Tensor, *, algorithm: str | None = None, timeout: Timeout | None = None
-    ) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, in the order of ranks. No rank needs to know the others' lengths.
-
-        Collective. Blocking. Cost: as `all_gather`, and before it one of 17 numbers a rank.
-
-        Args:
-            tensor: Of at most 16 dimensions, of which the first may differ between ranks.
-            algorithm: As for `all_reduce`, of all_gather.
-            timeout: Seconds or a `timedelta`, for each of the two; the communicator's if None.
-
-        Returns:
-            New contiguous tensors, one for each rank.
-
-        Raises:
-            MismatchError: Ranks' tensors differ in dtype, or in another dimension than the first.
-            ValueError: More than 16 dimensions, or a tensor that cannot be sent.
-
-        Example:
-            >>> def program(comm):
-            ...     return [t.tolist() for t in comm.all_gather_v(torch.arange(comm.rank))]
-            >>> un.launch(program, nprocs=3, backend="thread")[1]
-            [[], [0], [0, 1]]
-        """
-        engine, what = self._engine, _ALL_GATHER_V
-        engine.enter(what.name)
-        self._check_tensor(tensor, "the tensor")
-        if tensor.dim() > _MOST_DIMENSIONS:
-            raise ValueError(f"the tensor has {tensor.dim()} dimensions; at most {_MOST_DIMENSIONS} can be gathered")
-        padding = [0] * (_MOST_DIMENSIONS - tensor.dim())
-        mine = torch.tensor([tensor.dim(), *tensor.shape, *padding], device=tensor.device)
-        table = mine.new_empty(self.size, mine.numel())
-        engine.collective(what, table.unbind(), mine, None, None, algorithm, False, timeout)
-        shapes = [torch.Size(row[1 : 1 + row[0]]) for row in table.tolist()]
-        if len({(len(shape), shape[1:]) for shape in shapes}) > 1:
-            quoted = ", ".join(f"{tuple(shape)} on rank {rank}" for rank, shape in enumerate(shapes))
-            error = MismatchError(
-                f"ranks' tensors may differ in their first dimension only: {quoted}. Nothing was sent"
-            )
-            raise engine.report_failure(error, what.name)
-        found = [tensor.new_empty(shape) for shape in shapes]
-        engine.collective(what, found, tensor, None, None, algorithm, False, timeout)
-        return found
 
     @overload
     def all_to_all(

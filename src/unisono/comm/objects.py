@@ -15,6 +15,7 @@ from unisono.comm.exchanges import ExchangeMixin
 from unisono.comm.probe import ProbeMixin
 from unisono.comm.reductions import ReductionMixin
 from unisono.comm.rooted import RootedMixin
+from unisono.comm.uneven import UnevenMixin
 from unisono.core.failure import text_of
 
 __all__ = ["ObjectMixin"]
@@ -24,7 +25,7 @@ _REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueErro
 """Exceptions to raise where an error arrives instead of a value."""
 
 
-class ObjectMixin(ProbeMixin, RootedMixin, ExchangeMixin, ReductionMixin):
+class ObjectMixin(ProbeMixin, RootedMixin, ExchangeMixin, UnevenMixin, ReductionMixin):
     """Collective: every rank of the group calls each of these, in the same order.
 
     Values are None, bool, numbers, strings, bytes, containers, dataclasses, enums and tensors (see

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ class CollectiveRequest:
         noted: Record of the call for hang reports.
         timeout: Seconds.
         inference: Whether the call was made in inference mode.
+        follow: Makes the request that follows this one with no other between, from what this one has received.
     """
 
     plan: Plan
@@ -39,22 +41,30 @@ class CollectiveRequest:
     noted: CallRecord
     timeout: float
     inference: bool
+    follow: Callable[[], CollectiveRequest] | None = None
 
 
 def make_request(
-    plan: Plan, transport: Transport, number: int, algorithm: str | None, timeout: float, *, deterministic: bool = False
+    plan: Plan,
+    transport: Transport,
+    number: int,
+    algorithm: str | None,
+    timeout: float,
+    *,
+    deterministic: bool = False,
+    site: str | None = None,
 ) -> CollectiveRequest:
-    """Return the request of this number among a group's collectives."""
+    """Return the request of this number among a group's collectives; `site` is the line of the call, if it is known."""
     nbytes = message_bytes(plan.call, transport.size)
     chosen = choose(transport, plan.call, nbytes, algorithm, deterministic=deterministic)
-    fingerprint = fingerprint_of(plan, number, chosen)
+    fingerprint = fingerprint_of(plan, number, chosen, site)
     noted = fingerprint.operation, number, _detail(fingerprint), fingerprint.site
     return CollectiveRequest(
         plan, traced(transport), chosen, fingerprint, noted, timeout, torch.is_inference_mode_enabled()
     )
 
 
-def fingerprint_of(plan: Plan, number: int, algorithm: str) -> Fingerprint:
+def fingerprint_of(plan: Plan, number: int, algorithm: str, site: str | None = None) -> Fingerprint:
     """Return the fingerprint of a call."""
     what, call, like = plan.collective, plan.call, plan.like
     read, written = numels(call.inputs), numels(call.outputs)
@@ -64,13 +74,13 @@ def fingerprint_of(plan: Plan, number: int, algorithm: str) -> Fingerprint:
         op=None if call.requested_op is None else call.requested_op.value,
         root=call.root,
         dtype=None if like is None else str(like.dtype).removeprefix("torch."),
-        counts=what.compared_counts(read, written),
+        counts=call.lengths or what.compared_counts(read, written),
         device=None if like is None else like.device.type,
         algorithm=algorithm,
         sends=read if what.pairwise else (),
         receives=written if what.pairwise else (),
         shape=None if like is None else tuple(like.shape),
-        site=call_site(),
+        site=site or call_site(),
     )
 
 

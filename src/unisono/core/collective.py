@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-__all__ = ["COLLECTIVES", "FAMILIES", "Collective", "family_of"]
+__all__ = ["COLLECTIVES", "FAMILIES", "Collective", "family_of", "header_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Collective:
             "moves": moves,
             "in_place": not many,
             "pairwise": pairwise,
-            "uneven": many and self.root is None and (pairwise or not self.packed),
+            "uneven": self.returns or (many and self.root is None and (pairwise or not self.packed)),
             "same_everywhere": moves and self.root != "dst" and not self.scatters,
         }
         for name, value in derived.items():
@@ -140,6 +140,8 @@ _ALL_GATHER = Collective("all_gather", "all_gather", 1, gathers=True, output="te
 _ALL_TO_ALL = Collective(
     "all_to_all", "all_to_all", 3, scatters=True, gathers=True, output="output_list", input="input_list"
 )
+_GATHER = Collective("gather", "gather", 6, root="dst", gathers=True, output="gather_list")
+_SCATTER = Collective("scatter", "scatter", 9, root="src", scatters=True, input="scatter_list")
 _REDUCE_SCATTER = Collective(
     "reduce_scatter", "reduce_scatter", 8, reduces=True, scatters=True, output="output", input="input_list"
 )
@@ -151,13 +153,16 @@ _ALL = (
     Collective("all_reduce", "all_reduce", 2, reduces=True),
     _ALL_TO_ALL,
     _packed(_ALL_TO_ALL),
+    replace(_ALL_TO_ALL, name="all_to_all_v", input="tensors", returns=True),
     Collective("barrier", "barrier", 4, output="", input=""),
     Collective("broadcast", "broadcast", 5, root="src"),
-    Collective("gather", "gather", 6, root="dst", gathers=True, output="gather_list"),
+    _GATHER,
+    replace(_GATHER, name="gather_v", returns=True),
     Collective("reduce", "reduce", 7, root="dst", reduces=True),
     _REDUCE_SCATTER,
     _packed(_REDUCE_SCATTER),
-    Collective("scatter", "scatter", 9, root="src", scatters=True, input="scatter_list"),
+    _SCATTER,
+    replace(_SCATTER, name="scatter_v", input="tensors", returns=True),
 )
 
 COLLECTIVES = {collective.name: collective for collective in _ALL}
@@ -165,6 +170,17 @@ COLLECTIVES = {collective.name: collective for collective in _ALL}
 
 FAMILIES = {name: collective for name, collective in COLLECTIVES.items() if name == collective.family}
 """Those that algorithms and native implementations are written for, in order of their numbers."""
+
+
+def header_of(collective: Collective) -> Collective:
+    """Return the collective, of the same name, that tells ranks the shapes before one that allocates its output.
+
+    Example:
+        >>> header_of(COLLECTIVES["scatter_v"]).family
+        'broadcast'
+    """
+    single = "all_to_all_single" if collective.pairwise else "all_gather_single"
+    return replace(COLLECTIVES["broadcast" if collective.root == "src" else single], name=collective.name)
 
 
 def family_of(name: str) -> Collective:

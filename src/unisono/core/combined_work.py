@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from unisono.core.types import Timeout, Work
 from unisono.core.work import Completion, resolve_timeout
@@ -15,7 +15,9 @@ from unisono.errors import CommTimeoutError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ChainedWork", "WorkGroup"]
+T = TypeVar("T")
+
+__all__ = ["ChainedWork", "ResultWork", "WorkGroup"]
 
 
 class ChainedWork(Work):
@@ -88,6 +90,34 @@ class ChainedWork(Work):
                     # Every later wait has to raise it, too.
                     self._error = error
             return self._error
+
+
+class ResultWork(ChainedWork, Generic[T]):
+    """A work with a result.
+
+    Args:
+        inner: The work.
+        read: Returns the result of the work once it has ended well.
+
+    Example:
+        >>> def program(comm):
+        ...     return comm.all_gather_v(torch.arange(comm.rank), async_op=True).result()[1].tolist()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [[0], [0]]
+    """
+
+    def __init__(self, inner: Work, read: Callable[[], T]) -> None:
+        super().__init__(inner)
+        self._read = read
+
+    def result(self, timeout: Timeout | None = None) -> T:
+        """Return the result when the work is done; raise its error.
+
+        Args:
+            timeout: As for `wait`.
+        """
+        self.wait(timeout)
+        return self._read()
 
 
 class WorkGroup(Work):

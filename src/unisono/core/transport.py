@@ -273,7 +273,7 @@ class Transport(ABC):
         Args:
             call: The call, with this rank's tensors.
         """
-        return call.name in self.native
+        return call.name in self.native and not call.lengths
 
     def collective(self, call: CollectiveCall) -> Work:
         """Start a collective for which `supports` is true.

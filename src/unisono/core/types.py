@@ -107,6 +107,7 @@ class CollectiveCall:
         average: Whether the façade divides the sum; for comparison between ranks only.
         root: The rank that a rooted operation is about.
         packed: Where the one-a-rank side consists of consecutive slices of one tensor, that tensor.
+        lengths: Elements of each rank's part, where the parts of a gather or scatter differ; else empty.
     """
 
     name: str
@@ -116,6 +117,7 @@ class CollectiveCall:
     average: bool = False
     root: int | None = None
     packed: torch.Tensor | None = None
+    lengths: tuple[int, ...] = ()
 
     @property
     def requested_op(self) -> ReduceOp | None:

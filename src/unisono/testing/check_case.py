@@ -9,6 +9,7 @@ from hashlib import sha256
 import torch
 
 from unisono.communicator import Communicator
+from unisono.core.combined_work import ResultWork
 from unisono.core.types import Work
 from unisono.testing.cases import Case
 from unisono.testing.memory_layouts import LINEAR, LaidOutTensor, place
@@ -49,11 +50,11 @@ def check_case(comm: Communicator, case: Case) -> Report:
         outputs = [place(blank, layout) for blank in blanks]
     sides = _as_argument(outputs, what.gathers, what.packed), _as_argument(inputs, what.scatters, what.packed)
     arguments = what.arguments(*sides, case.op, case.root) | case.splits(comm.rank)
-    how = {"algorithm": case.algorithm} | ({} if what.returns else {"async_op": case.async_op})
-    result = getattr(comm, case.call)(**arguments, **how)
+    result = getattr(comm, case.call)(**arguments, algorithm=case.algorithm, async_op=case.async_op)
     if isinstance(result, Work):
         result.wait()
-    found = [t.reshape(-1).cpu() for t in result] if what.returns else [placed.values() for placed in outputs]
+    returned = result.result() if isinstance(result, ResultWork) else result
+    found = _returned(returned) if what.returns else [placed.values() for placed in outputs]
     complaints = []
     for index, (expected, tensor) in enumerate(zip(case.expected(comm.rank, given), found, strict=True)):
         complaints += [f"result {index}: {said}" for said in [expected.complaint(tensor)] if said]
@@ -81,6 +82,12 @@ def _as_argument(placed: list[LaidOutTensor], many: bool, packed: bool) -> torch
     if many and not packed:
         return views or None
     return views[0]
+
+
+def _returned(result: torch.Tensor | list[torch.Tensor] | None) -> list[torch.Tensor]:
+    """Return the one-dimensional tensors that a call has returned."""
+    tensors = [result] if isinstance(result, torch.Tensor) else result or []
+    return [tensor.reshape(-1).cpu() for tensor in tensors]
 
 
 def _changed(inputs: list[LaidOutTensor], given: list[torch.Tensor]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from unisono.core.collective import FAMILIES
+from unisono.core.tensors import numels
 from unisono.core.types import CollectiveCall
 from unisono.transports.mpi.communicators import MpiCommunicators
 from unisono.transports.mpi.reduce_op import Reductions, reducible
@@ -34,6 +35,8 @@ def carries(call: CollectiveCall, size: int) -> bool:
             return False
     if call.name not in _LISTS:
         return call.name in NATIVE
+    if call.lengths:
+        return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize <= _MOST_BYTES
     if call.name in ("gather", "scatter"):
         tensor = (call.inputs if call.name == "gather" else call.outputs)[0]
         return tensor.nbytes * size <= _MOST_BYTES
@@ -65,8 +68,9 @@ class Native:
 
     def run(self, call: CollectiveCall, deadline: float) -> None:
         """Run a call that every rank has reached."""
-        # In an all_to_all, a rank may have no data while others have some.
-        if call.name != "all_to_all" and not any(t.numel() for t in (*call.inputs, *call.outputs)):
+        # In an all_to_all, or where lengths differ, a rank may have no data while others have some.
+        lengths = call.lengths or numels((*call.inputs, *call.outputs))
+        if call.name != "all_to_all" and not any(lengths):
             return
         self._comms.deadline = deadline
         self.watch.arm()

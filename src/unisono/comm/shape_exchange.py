@@ -1,0 +1,124 @@
+"""Exchange of shapes and dtypes before a collective of tensors that other ranks know nothing of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.collectives.arguments import check_list
+from unisono.core.collective import Collective, header_of
+from unisono.core.tensors import check_tensor
+from unisono.errors import MismatchError
+
+__all__ = ["ShapeExchange"]
+
+_MOST_DIMENSIONS = 16
+_NUMBERS = 2 + _MOST_DIMENSIONS
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_REFUSED = -1
+"""Instead of a dtype's number, where the root has nothing that can be sent."""
+
+
+class ShapeExchange:
+    """One rank's side of one call: the headers that it gives and gets, and the tensors that follow from them.
+
+    Args:
+        collective: A collective that allocates its output.
+        root: Root of the call, if it has one.
+        rank, size: This rank, and the number of ranks.
+        devices: Device types that the transport supports.
+
+    Attributes:
+        header: Collective that moves the headers.
+        mine, table: Its input and output: dtype, number of dimensions and shape of each tensor that this rank sends,
+            and of those that it needs to know.
+        input, output: Arguments of the collective itself; the output is there after `allocate`.
+        lengths: As of `CollectiveCall`.
+    """
+
+    mine: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self, collective: Collective, root: int | None, rank: int, size: int, devices: frozenset[str]) -> None:
+        self._what, self._root, self._rank, self._size, self._devices = collective, root or 0, rank, size, devices
+        self._refusal: Exception | None = None
+        self.header = header_of(collective)
+        self.input: Any = None
+        self.output: Any = None
+        self.lengths: tuple[int, ...] = ()
+
+    def give(self, tensors: torch.Tensor | Sequence[torch.Tensor] | None, device: str) -> None:
+        """Make the headers of this rank's tensors, or, on a rank that only receives, room for them on a device.
+
+        A root that sends gives its refusal to all ranks: they wait for its headers, and know nothing else of it.
+        """
+        what, given = self._what, tuple[torch.Tensor, ...]()
+        if what.contributes(self._rank, self._root):
+            try:
+                given = self._checked(tensors)
+            except (TypeError, ValueError) as error:
+                if what.root != "src":
+                    raise
+                self._refusal = error
+        elif tensors is not None:
+            raise ValueError(f"{what.input} is for rank {self._root} only; pass None on the other ranks")
+        rows = [[_DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (_MOST_DIMENSIONS - t.dim())] for t in given] or [
+            [_REFUSED] * _NUMBERS
+        ] * self._size
+        self.input = given if what.scatters and given else given[0] if given else None
+        self.mine = torch.tensor(rows, dtype=torch.int64, device=given[0].device if given else device)
+        self.table = self.mine if self.header.in_place else self.mine.new_empty(self._size, _NUMBERS)
+
+    def _checked(self, tensors: Any) -> tuple[torch.Tensor, ...]:
+        """Return what this rank sends, if it can be sent."""
+        what, name = self._what, self._what.input
+        if what.scatters:
+            if tensors is None and what.root is not None:
+                raise ValueError(f"{name} must be given on rank {self._root}, one tensor per rank")
+            found = check_list(tensors, name, self._size, self._devices, written=False)
+        else:
+            found = (check_tensor(tensors, "the tensor", self._devices, written=False),)
+        for index, tensor in enumerate(found):
+            label = f"{name}[{index}]" if what.scatters else "the tensor"
+            if tensor.dim() > _MOST_DIMENSIONS:
+                raise ValueError(f"{label} has {tensor.dim()} dimensions; at most {_MOST_DIMENSIONS} can be sent so")
+            if _fixed(tensor.dtype, tensor.shape) != _fixed(found[0].dtype, found[0].shape):
+                raise ValueError(
+                    f"{label} has shape {tuple(tensor.shape)}, but {name}[0] has {tuple(found[0].shape)}; they may "
+                    "differ in the first dimension only"
+                )
+        return found
+
+    def allocate(self) -> None:
+        """Make the output, by what the table says now.
+
+        Raises:
+            MismatchError: Tensors of several ranks do not match.
+            TypeError, ValueError: The root has refused its tensors.
+        """
+        rows: list[list[int]] = self.table.tolist()
+        if rows[0][0] == _REFUSED:
+            raise self._refusal or ValueError(
+                f"rank {self._root} passed no {self._what.input} that can be sent; its own error gives the reason"
+            )
+        kinds = [(_DTYPES[row[0]], torch.Size(row[2 : 2 + row[1]])) for row in rows]
+        if len({_fixed(*kind) for kind in kinds}) > 1:
+            quoted = ", ".join(f"{dtype} {tuple(shape)} on rank {rank}" for rank, (dtype, shape) in enumerate(kinds))
+            raise MismatchError(
+                f"ranks' tensors may differ in their first dimension only: {quoted.replace('torch.', '')}. "
+                "Nothing was sent"
+            )
+        what, shapes = self._what, [shape for _, shape in kinds]
+        if what.root is not None and len(set(shapes)) > 1:
+            self.lengths = tuple(shape.numel() for shape in shapes)
+        if what.receives(self._rank, self._root):
+            wanted = shapes if what.gathers else [shapes[self._rank]]
+            blanks = [torch.empty(shape, dtype=kinds[0][0], device=self.mine.device) for shape in wanted]
+            self.output = blanks if what.gathers else blanks[0]
+
+
+def _fixed(dtype: torch.dtype, shape: torch.Size) -> tuple[torch.dtype, int, torch.Size]:
+    """Return what ranks' tensors must have in common."""
+    return dtype, len(shape), shape[1:]

@@ -35,6 +35,10 @@ CALLS: dict[str, Call] = {
     "by an algorithm": lambda comm, t: comm.all_reduce(torch.ones(2), algorithm="ring", timeout=t),
     "asynchronous": lambda comm, t: comm.all_reduce(torch.ones(2), async_op=True, timeout=t).wait(),
     "all_gather_v": lambda comm, t: comm.all_gather_v(torch.ones(comm.rank), timeout=t),
+    "gather_v": lambda comm, t: comm.gather_v(torch.ones(comm.rank), timeout=t),
+    "scatter_v, asynchronous": lambda comm, t: comm.scatter_v(
+        [torch.ones(r) for r in range(2)] if comm.rank == 0 else None, async_op=True, timeout=t
+    ).result(t),
     "barrier": lambda comm, t: comm.barrier(timeout=t),
     "monitored_barrier": lambda comm, t: comm.monitored_barrier(t),
     "message": exchange,

@@ -111,7 +111,6 @@ _BAD: tuple[_Bad, ...] = (
     ("a wrong root", ValueError, ("dst=9", "0 to 1"), lambda c: c.reduce(_one(c), 9)),
     ("a wrong member", ValueError, ("ranks[1]=2",), lambda c: c.subgroup([0, 2])),
     ("a member twice", ValueError, ("[0, 0]",), lambda c: c.subgroup([0, 0])),
-    ("an empty batch", TypeError, ("at least one",), lambda c: c.batch_isend_irecv([])),
     ("a bad message in a batch", ValueError, ("src=7",), lambda c: c.batch_isend_irecv([Recv(_one(c), 7)])),
     # -- tensors
     ("no tensor", TypeError, ("torch.Tensor", "list"), lambda c: c.all_reduce([1.0])),  # type: ignore[call-overload]

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from statistics import mean
 from typing import Any
 
+from unisono.diagnostics.straggler import find_straggler
+
 __all__ = ["format_summary", "summarize"]
 
 _Json = dict[str, Any]
-_STRAGGLES = 0.5
 
 
 def summarize(document: _Json) -> _Json:
@@ -18,7 +19,7 @@ def summarize(document: _Json) -> _Json:
 
     Exposed is the time that the program's thread spends in calls and waits; overlap is the fraction of the
     communication that runs at other times. The skew of a collective is the time from the first rank's call to the last
-    one's; it is the last rank's, which the others wait for.
+    one's. A straggler is a rank that `find_straggler` names.
 
     Args:
         document: The content of a file of `unisono.trace`.
@@ -31,8 +32,8 @@ def summarize(document: _Json) -> _Json:
         ...     return {"name": "barrier", "cat": "collective", "ph": "X", "pid": rank, "ts": ts, "dur": 9e6 - ts,
         ...             "args": {"group": "world", "nbytes": 0, "call": 1, "site": "train.py:7"}}
         >>> found = summarize({"traceEvents": [call(0, 0.0), call(1, 2e6)]})
-        >>> found["collectives"][0]["last"], found["straggler"]
-        ({'1': 1}, {'rank': 1, 'last': 1, 'of': 1, 'waited_s': 2.0})
+        >>> found["collectives"][0]["last"], found["collectives"][0]["mean_skew_s"], found["straggler"]
+        ({'1': 1}, 2.0, None)
     """
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list):
@@ -56,7 +57,7 @@ def summarize(document: _Json) -> _Json:
         "ranks": ranks,
         "buckets": _arrivals(buckets),
         "collectives": _arrivals(calls),
-        "straggler": _straggler([found for each in calls.values() for found in each]),
+        "straggler": find_straggler({**buckets, **calls}),
         "clock_uncertainty_s": uncertainty / 1e6,
     }
 
@@ -114,19 +115,6 @@ def _arrivals(matched: dict[str, list[dict[int, float]]]) -> list[_Json]:
     return rows
 
 
-def _straggler(calls: Sequence[dict[int, float]]) -> _Json | None:
-    """Return the rank that is last by more than half of all skew, if there is one."""
-    waited: Counter[int] = Counter()
-    for arrivals in calls:
-        waited[_last(arrivals)] += _skew(arrivals)  # type: ignore[assignment]
-    if not waited:
-        return None
-    rank, most = max(waited.items(), key=lambda pair: pair[1])
-    if most <= _STRAGGLES * sum(waited.values()):
-        return None
-    return {"rank": rank, "last": sum(_last(a) == rank for a in calls), "of": len(calls), "waited_s": most}
-
-
 def _last(arrivals: dict[int, float]) -> int:
     return max(arrivals, key=arrivals.__getitem__)
 
@@ -173,10 +161,10 @@ def format_summary(found: _Json) -> str:
         if len(found[title]) > len(rows):
             lines.append(f"  and {len(found[title]) - len(rows)} more, of less skew")
     one = found["straggler"]
-    waited = "no rank is last most of the time"
+    waited = "no rank is late more often than by chance"
     if one is not None:
-        waited = f"rank {one['rank']} is the last at {one['last']} of {one['of']} collectives; "
-        waited += f"the others wait {one['waited_s'] * 1e3:.1f} ms for it"
+        waited = f"rank {one['rank']} is the last at {one['last']} of {one['of']} calls of {one['where']}, "
+        waited += f"late by {one['late_s'] * 1e3:.1f} ms; the others wait {one['waited_s'] * 1e3:.1f} ms for it"
     error = found["clock_uncertainty_s"] * 1e6
     return "\n".join([*lines, "", f"{waited} (clocks aligned to {error:.0f} us)"])
 

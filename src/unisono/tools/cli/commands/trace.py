@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unisono.diagnostics.trace_file import merged
+from unisono.diagnostics.trace_file import check_trace, merged
 from unisono.diagnostics.trace_summary import format_summary, summarize
 from unisono.tools.cli import UsageError
 
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     summary.add_argument("file", type=Path, help="file of un.trace")
     summary.add_argument("--json", action="store_true", help="print the figures as JSON, with times in seconds")
     merge = actions.add_parser("merge", help="join the parts that ranks wrote by themselves because one failed")
+    merge.add_argument("--json", action="store_true", help="print the file's name and number of events as JSON")
     merge.add_argument("output", type=Path, help="file to write; it must not exist")
     merge.add_argument("parts", type=Path, nargs="+", help="files to join, such as run.rank0.json")
 
@@ -34,31 +35,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Print a summary, or write the joined file."""
     if given.action == "merge":
-        documents = [_read(path) for path in given.parts]
-        uncertainty = max(one["otherData"].get("clock_uncertainty_us", 0.0) for one in documents)
-        document = merged([one["traceEvents"] for one in documents], {"clock_uncertainty_us": uncertainty})
-        try:
-            with given.output.open("x") as file:
-                json.dump(document, file)
-        except OSError as error:
-            raise UsageError(f"{given.output} cannot be written: {error.strerror}") from error
-        return 0
+        return _merge(given)
     try:
         found = summarize(_read(given.file))
     except ValueError as error:
         raise UsageError(f"{given.file}: {error}") from error
-    print(json.dumps(found, indent=1) if given.json else format_summary(found))
+    print(json.dumps(found, indent=2) if given.json else format_summary(found))
+    return 0
+
+
+def _merge(given: argparse.Namespace) -> int:
+    documents = [_read(path) for path in given.parts]
+    uncertainty = max(one.get("otherData", {}).get("clock_uncertainty_us", 0.0) for one in documents)
+    document = merged([one["traceEvents"] for one in documents], {"clock_uncertainty_us": uncertainty})
+    try:
+        with given.output.open("x") as file:
+            json.dump(document, file)
+    except OSError as error:
+        raise UsageError(f"{given.output} cannot be written: {error.strerror}") from error
+    events = len(document["traceEvents"])
+    print(json.dumps({"written": str(given.output), "events": events}) if given.json else f"written: {given.output}")
     return 0
 
 
 def _read(path: Path) -> Any:
     """Return the document in a file; raise `UsageError` if there is none."""
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
+        check_trace(document)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON ({error}); pass a file of unisono.trace") from error
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON ({error}); pass a file of un.trace") from error
-    if not isinstance(document, dict) or not isinstance(document.get("otherData"), dict):
-        raise UsageError(f"{path} is not a file of un.trace")
+        raise UsageError(f"{path}: {error}") from error
     return document

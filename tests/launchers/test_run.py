@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -96,6 +97,13 @@ def test_others_go_on_after_a_failure_if_asked_to() -> None:
     assert ended.returncode == 0
     assert ended.stdout.splitlines()[-1] == "[0] goes on"
     assert ended.stderr.splitlines()[-1] == "KeyError: 'lr'"
+
+
+def test_exit_statuses_as_json() -> None:
+    ended = run("-n", "2", "--json", "train.py", "exit")
+    result = json.loads(ended.stdout)
+    assert (result["status"], result["first"], result["restarts"], result["ranks"]["1"]) == (7, 1, 0, 7)
+    assert "[0] sum 3" in ended.stderr
 
 
 def test_all_ranks_start_again_after_a_failure() -> None:

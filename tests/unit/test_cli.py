@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 import unisono as un
 from unisono.errors import CommTimeoutError, UnavailableError
 from unisono.host.distribution import install_command
+from unisono.tools import bench as tools_bench
+from unisono.tools import demo as tools_demo
 from unisono.tools.cli import COMMANDS, UsageError, main, make_parser
 
 
@@ -89,6 +94,73 @@ def test_help_imports_no_command_and_no_torch() -> None:
     modules = set(done.stdout.splitlines()[-1].split())
     assert "unisono.tools.cli.commands" in modules
     assert not [name for name in modules if name.startswith(("torch", "numpy", "unisono.tools.cli.commands."))]
+
+
+def test_help_of_every_command_imports_no_torch() -> None:
+    program = (
+        "import sys; from unisono.tools.cli import COMMANDS, main\n"
+        "for words in [*([name] for name in COMMANDS.names()), ['checkpoint', 'convert'], ['trace', 'summary']]:\n"
+        "    try: main([*words, '--help'])\n"
+        "    except SystemExit: pass\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "unisono.tools.cli.commands.bench" in modules
+    assert not {"torch", "numpy"} & modules
+
+
+def test_defaults_and_names_of_options_are_those_of_the_settings() -> None:
+    bench, demo = (make_parser([name]).parse_args([name]) for name in ("bench", "demo"))
+    settings = tools_bench.Settings()
+    named = {name: getattr(settings, name) for name in vars(bench) if hasattr(settings, name)}
+    expected = {**vars(bench), "sizes": tools_bench.parse_sizes(bench.sizes), "against": ()}
+    assert named.items() <= expected.items()
+    assert asdict(tools_demo.Settings()).items() <= vars(demo).items()
+    parser = argparse.ArgumentParser()
+    COMMANDS["bench"].add_arguments(parser)
+    said = " ".join(parser.format_help().split())
+    assert ", ".join(name for name in tools_bench.PEERS.names() if name != "unisono") in said
+
+
+@pytest.mark.parametrize("name", sorted({*COMMANDS.names()} - {"completion"}))
+def test_every_command_has_json(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    COMMANDS[name].add_arguments(parser)
+    nested = [a.choices.values() for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    for each in [one for group in nested for one in group] or [parser]:
+        assert "--json" in each.format_help(), each.prog
+
+
+def test_template_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["template", "--json"]) == 0
+    names = json.loads(capsys.readouterr().out)
+    assert "slurm" in names
+    assert main(["template", "slurm", "--json"]) == 0
+    assert "un" in json.loads(capsys.readouterr().out)["text"]
+
+
+def test_conversion_as_json_and_of_rubbish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old.pt", tmp_path / "new.safetensors"
+    torch.save({"w": torch.ones(2)}, old)
+    assert main(["checkpoint", "convert", str(old), str(new), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"written": str(new)}
+    assert main(["checkpoint", "convert", str(old), str(tmp_path / "x"), "--to", "tar"]) == 2
+    assert "unknown format 'tar'; known: dcp" in capsys.readouterr().err
+    for number, content in enumerate((b"", b"\x13" * 1000, new.read_bytes()[:-3])):
+        rubbish = tmp_path / f"{number}.{'safetensors' if number == 2 else 'bin'}"
+        rubbish.write_bytes(content)
+        assert main(["checkpoint", "convert", str(rubbish), str(tmp_path / "x")]) == 1
+        error = capsys.readouterr().err
+        assert str(rubbish) in error
+        assert error.count("\n") == 1
+
+
+def test_closed_pipe_ends_without_a_traceback() -> None:
+    command = f"{sys.executable} -m unisono template slurm"
+    piped = f"set -o pipefail; {command} | true; for i in 1 2; do {command}; done | head -1"
+    done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("name", COMMANDS.names())

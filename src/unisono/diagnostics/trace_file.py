@@ -22,8 +22,8 @@ ROWS = ("wait", "bucket", "collective", "message")
 _TITLES = {"wait": "calls and waits", "bucket": "buckets", "collective": "collectives", "message": "messages"}
 _OF_KIND = {"bucket_wait": "wait", "begin": "collective", "send": "message", "recv": "message"}
 _MOST_LANES = 1000
-_SPAN = {"name": str, "cat": str, "ts": (int, float), "dur": (int, float), "pid": int, "tid": int}
-_ARGS = {"group": str, "nbytes": int}
+_SPAN: dict[str, Any] = {"name": str, "cat": str, "ts": (int, float), "dur": (int, float), "pid": int, "tid": int}
+_ARGS: dict[str, Any] = {"group": str, "nbytes": int}
 
 
 def rank_events(events: Iterable[Event], host: str, pid: int, clock: Callable[[float], float]) -> list[Json]:

@@ -20,7 +20,7 @@ from typing import IO, Any, TextIO
 from unisono.core.failure import ended_by
 from unisono.host.cpu_count import cores
 
-__all__ = ["ScriptJob", "run_script"]
+__all__ = ["ScriptJob", "ScriptResult", "run_script"]
 
 _GRACE_S = 5.0
 _END_S = 5.0
@@ -41,6 +41,7 @@ class ScriptJob:
         port: Where rank 0 listens, for torch too at the port after it; free ports if None.
         backend: What `init` uses where a program passes none; None for its own choice.
         prefix: Whether each line of output begins with its rank.
+        to_stderr: Whether the ranks' standard output goes to standard error too.
     """
 
     command: Sequence[str]
@@ -51,6 +52,7 @@ class ScriptJob:
     port: int | None = None
     backend: str | None = None
     prefix: bool = True
+    to_stderr: bool = False
 
     def environment(self, local_rank: int, ports: tuple[int, int], attempt: int, folder: str) -> dict[str, str]:
         """Return the variables of one rank: torchrun's, and the port of this library beside torch's."""
@@ -72,8 +74,26 @@ class ScriptJob:
         return {**os.environ, **{name: str(value) for name, value in places.items()}, **chosen}
 
 
-def run_script(job: ScriptJob, restarts: int = 0, on_failure: str = "end") -> int:
-    """Run a script's ranks to their end, again after a failure, and return the exit status.
+@dataclass(frozen=True, slots=True)
+class ScriptResult:
+    """The end of a script's ranks.
+
+    Attributes:
+        status: 0, or the exit status of the rank that failed first: 128 and the signal's number if a signal ended it.
+            With "continue", 0 if any rank has ended well.
+        first: The rank that failed first; None if none did.
+        ranks: Exit status of each rank of this host, by rank; negative if a signal ended it.
+        restarts: How often all ranks were started again.
+    """
+
+    status: int
+    first: int | None
+    ranks: dict[int, int]
+    restarts: int
+
+
+def run_script(job: ScriptJob, restarts: int = 0, on_failure: str = "end") -> ScriptResult:
+    """Run a script's ranks to their end, again after a failure.
 
     Standard output and error of the ranks are passed on line by line. When a rank fails, the others may end by their
     own error for 5 s, then they are ended, and the first failure is printed; failures that follow from it are counted.
@@ -82,10 +102,6 @@ def run_script(job: ScriptJob, restarts: int = 0, on_failure: str = "end") -> in
         job: The script, and its ranks.
         restarts: How often all ranks are started again after a failure.
         on_failure: "continue" lets the others go on after a failure, which is printed immediately.
-
-    Returns:
-        0, or the exit status of the rank that failed first: 128 and the signal's number if a signal ended it. With
-        "continue", 0 if any rank has ended well.
     """
     for attempt in range(restarts + 1):
         attempted = _Attempt(job, attempt, on_failure)
@@ -94,7 +110,7 @@ def run_script(job: ScriptJob, restarts: int = 0, on_failure: str = "end") -> in
             break
         if attempt < restarts:
             _print_error(f"unisono run: start all ranks again ({attempt + 1} of {restarts} restarts)\n")
-    return status
+    return ScriptResult(status, attempted.first, attempted.statuses, attempt)
 
 
 class _Attempt:
@@ -107,6 +123,8 @@ class _Attempt:
         self._readers: list[threading.Thread] = []
         self._writing = threading.Lock()
         self.interrupted = False
+        self.first: int | None = None
+        self.statuses: dict[int, int] = {}
 
     def run(self) -> int:
         """Start the ranks, wait for their end, and return the exit status."""
@@ -127,6 +145,8 @@ class _Attempt:
                 os.close(held)
                 for reader in self._readers:
                     reader.join(_END_S)
+                before = self._job.host * self._job.ranks
+                self.statuses = {before + rank: process.wait() for rank, process in enumerate(ranks)}
             return self._conclude(folder)
 
     def _start(self, rank: int, ports: tuple[int, int], folder: str, alive: int) -> subprocess.Popen[bytes]:
@@ -143,7 +163,8 @@ class _Attempt:
         assert process.stdout is not None
         assert process.stderr is not None
         number = self._job.host * self._job.ranks + rank
-        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        output = sys.stderr if self._job.to_stderr else sys.stdout
+        for source, target in ((process.stdout, output), (process.stderr, sys.stderr)):
             reader = threading.Thread(target=self._pass_on, args=(number, source, target), daemon=True)
             reader.start()
             self._readers.append(reader)
@@ -193,7 +214,7 @@ class _Attempt:
 
     def _conclude(self, folder: str) -> int:
         """Print the first failure, and return its exit status."""
-        if not self._failures or (self._continues and len(self._failures) < self._job.ranks):
+        if not self._failures:
             return 0
         reports = {rank: _read_report(Path(folder) / str(rank)) for rank, _ in self._failures}
 
@@ -205,6 +226,7 @@ class _Attempt:
             return (2 if report["kind"] in _CONSEQUENCES else 1), float(report["time"])
 
         first, status = min(self._failures, key=order)
+        self.first = self._job.host * self._job.ranks + first
         if not self._continues:
             self._print_failure(first, status, reports.pop(first))
             # Where the others missed a rank that ended unheard.
@@ -214,6 +236,8 @@ class _Attempt:
             others = len(reports) - (status < 0 and witness is not None)
             if others:
                 _print_error(f"({others} other {'rank' if others == 1 else 'ranks'} failed too)\n")
+        if self._continues and len(self._failures) < self._job.ranks:
+            return 0
         return 128 - status if status < 0 else status
 
     def _print_failure(self, rank: int, status: int, report: dict[str, Any] | None) -> None:

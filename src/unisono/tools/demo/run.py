@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,52 +95,71 @@ def _backend(settings: Settings) -> str:
     return "nccl" if enough else "gloo" if why_no_shm() else "shm"
 
 
-def show(ready: PreparedDemo) -> int:
-    """Train, prove and print; return the exit status: 0, or 1 if the proof failed."""
+def show(ready: PreparedDemo, *, as_json: bool = False) -> int:
+    """Train, prove and print; return the exit status: 0, or 1 if the proof failed.
+
+    Args:
+        ready: Result of `prepare`.
+        as_json: Whether to print nothing but the results as JSON.
+    """
     # A network this small is fastest on one core; more threads would contend, also in ranks that are threads.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _show(ready)
+        found = _run(ready, (lambda line: None) if as_json else _say)
     finally:
         torch.set_num_threads(before)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    return 0 if found["proved"] else 1
 
 
-def _show(ready: PreparedDemo) -> int:
+def _run(ready: PreparedDemo, say: Callable[[str], None]) -> dict[str, Any]:
     settings, training = ready.settings, ready.training
     steps = Batches(training, settings.ranks, settings.seed).steps
     total = len(training) + len(ready.held_out)
-    _say(f"{total} {training.name} in {training.classes} classes: {len(training)} to train on, the others held out")
-    _say(
+    say(f"{total} {training.name} in {training.classes} classes: {len(training)} to train on, the others held out")
+    say(
         f"{_ranks(settings.ranks)}, backend {ready.backend}, {settings.device}; {settings.epochs} epochs of {steps} "
         f"steps, each of about {len(training) / steps:.0f} pictures over all ranks"
     )
-    trained = ready.launch(train, training, settings.epochs, settings.seed)
-    _say(
-        f"trained in {trained[0].seconds:.1f} s; in communication, waiting included: "
-        f"{trained[0].communication_s:.1f} s on rank 0"
+    trained = ready.launch(train, training, settings.epochs, settings.seed, say is _say)
+    seconds, communication_s = trained[0].seconds, trained[0].communication_s
+    say(f"trained in {seconds:.1f} s; in communication, waiting included: {communication_s:.1f} s on rank 0")
+    proof_steps = min(settings.epochs * steps, _PROOF_STEPS)
+    apart, ring = _errors(ready, proof_steps)
+    say(
+        f"proof: after {proof_steps} steps in float64, no weight differs between 1 rank and {_ranks(settings.ranks)} "
+        f"by more than {apart:.1e}{_verdict(apart)}"
     )
-    proved = _prove(ready, min(settings.epochs * steps, _PROOF_STEPS))
+    say(f'proof: all_reduce(algorithm="ring") differs from the plain sum by at most {ring:.1e}{_verdict(ring)}')
     model = build(training, settings.seed)
     model.load_state_dict(trained[0].weights)
-    _say(f"test accuracy: {100 * accuracy(model, ready.held_out):.1f} %")
-    _say(f"next: {_next(settings)}")
-    return 0 if proved else 1
+    correct = accuracy(model, ready.held_out)
+    say(f"test accuracy: {100 * correct:.1f} %")
+    say(f"next: {_next(settings)}")
+    return {
+        "ranks": settings.ranks,
+        "backend": ready.backend,
+        "device": settings.device,
+        "epochs": settings.epochs,
+        "steps_per_epoch": steps,
+        "seconds": seconds,
+        "communication_s": communication_s,
+        "accuracy": correct,
+        "weights_error": apart,
+        "ring_error": ring,
+        "proved": apart <= _TOLERANCE and ring <= _TOLERANCE,
+    }
 
 
-def _prove(ready: PreparedDemo, steps: int) -> bool:
-    """Print the errors of several ranks against one rank, and of the ring; return whether both are within bounds."""
+def _errors(ready: PreparedDemo, steps: int) -> tuple[float, float]:
+    """Return the greatest difference of weights between several ranks and one, and that of the ring from the sum."""
     settings = ready.settings
     finished = ready.launch(several_ranks, ready.training, steps, settings.seed)
     reference = one_rank(ready.training, steps, settings.seed, settings.ranks)
     apart = largest(difference(weights, reference) for weights in finished)
-    ring = largest(ready.launch(ring_error, settings.seed))
-    _say(
-        f"proof: after {steps} steps in float64, no weight differs between 1 rank and {_ranks(settings.ranks)} "
-        f"by more than {apart:.1e}{_verdict(apart)}"
-    )
-    _say(f'proof: all_reduce(algorithm="ring") differs from the plain sum by at most {ring:.1e}{_verdict(ring)}')
-    return apart <= _TOLERANCE and ring <= _TOLERANCE
+    return apart, largest(ready.launch(ring_error, settings.seed))
 
 
 def _verdict(error: float) -> str:

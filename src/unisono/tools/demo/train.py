@@ -38,13 +38,13 @@ class TrainResult:
     communication_s: float
 
 
-def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int) -> TrainResult:
+def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int, shown: bool = True) -> TrainResult:
     """Train on this rank's partition, together with all other ranks. Runs on each rank."""
     batches = Batches(pictures, comm.size, seed)
     # Each rank draws its own weights; rank 0's are then broadcast.
     model = build(pictures, seed + comm.rank).to(comm.device)
     clock = _Clock(comm.device)
-    with progress(epochs, batches.steps, shown=comm.rank == 0) as tell, _Clock(comm.device) as whole:
+    with progress(epochs, batches.steps, shown=shown and comm.rank == 0) as tell, _Clock(comm.device) as whole:
         with clock:
             un.broadcast_parameters(model, comm)
         steps = sgd_step(

@@ -15,45 +15,49 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from unisono.tools import bench
-from unisono.tools.bench import Settings
 from unisono.tools.cli import UsageError
+
+if TYPE_CHECKING:
+    from unisono.tools.bench import Settings
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.bench.Settings`."""
-    normal = Settings()
-    peers = ", ".join(bench.PEERS.names())
+    # Literal defaults and names, because those of Settings import torch, which help must not.
     add = parser.add_argument
     add(
         "--collective",
-        default=normal.collective,
-        help=f"collective to measure: {', '.join(bench.COLLECTIVES)} (%(default)s)",
+        default="all_reduce",
+        help="collective to measure, such as all_gather; an unknown name lists all (%(default)s)",
     )
-    add("--backend", default=normal.backend, help="unisono's backend: shm, gloo, thread; auto is shm where it works")
-    add("-n", "--ranks", type=int, default=normal.ranks, help="number of ranks, one thread each (%(default)s)")
+    add("--backend", default="auto", help="unisono's backend: shm, gloo, thread; auto is shm where it works")
+    add("-n", "--ranks", type=int, default=2, help="number of ranks, one thread each (%(default)s)")
     add(
         "--sizes",
-        default=",".join(map(str, normal.sizes)),
+        default="8,4K,64K,1M,16M",
         help="message sizes in bytes: a list such as 8,4K,1M, or a range such as 8:128M:*4 (%(default)s)",
     )
-    add("--dtype", default=normal.dtype, help="dtype of the elements (%(default)s)")
+    add("--dtype", default="float32", help="dtype of the elements (%(default)s)")
     add(
         "--op",
-        default=normal.op,
+        default="sum",
         help="operation of reductions: sum, avg, product, min, max, band, bor, bxor (%(default)s)",
     )
     add("--algorithm", help="native, or an algorithm such as ring (default: unisono's choice)")
     add("--registered", action="store_true", help="allocate unisono's buffers with Communicator.empty")
     add("--cold", action="store_true", help="rotate buffers, so that each call uses memory outside the caches")
     add(
-        "--against", default="", metavar="PEERS", help=f"peers to measure in the same run, separated by commas: {peers}"
+        "--against",
+        default="",
+        metavar="PEERS",
+        help="peers to measure in the same run, separated by commas: gloo, mpi, native, roofline",
     )
     add("--roofline", action="store_true", help="the same as --against roofline: all ranks copy as many bytes")
-    add("--seconds", type=float, default=normal.seconds, help="approximate time for each size (%(default)s)")
+    add("--seconds", type=float, default=2.0, help="approximate time for each size (%(default)s)")
     add(
         "--json",
         action="store_true",
@@ -64,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Measure and print; return 1 if any result was wrong."""
+    from unisono.tools import bench
+
     with _refusing():
         if given.plot:
             bench.check_plot()
@@ -81,6 +87,8 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _settings(given: argparse.Namespace) -> Settings:
+    from unisono.tools.bench import Settings, parse_sizes
+
     peers = [name.strip() for name in given.against.split(",") if name.strip()]
     if given.roofline and "roofline" not in peers:
         peers.append("roofline")
@@ -88,7 +96,7 @@ def _settings(given: argparse.Namespace) -> Settings:
         collective=given.collective,
         backend=given.backend,
         ranks=given.ranks,
-        sizes=bench.parse_sizes(given.sizes),
+        sizes=parse_sizes(given.sizes),
         dtype=given.dtype,
         op=given.op,
         algorithm=given.algorithm,

@@ -17,13 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono import checkpoint
-from unisono.checkpoint.conversion import convert, differences
-from unisono.checkpoint.formats import FORMATS
-from unisono.checkpoint.manifest import Manifest
+from unisono.errors import CommError
 from unisono.tools.cli import UsageError
+
+if TYPE_CHECKING:
+    from unisono.checkpoint import Manifest
 
 __all__ = ["add_arguments", "run"]
 
@@ -40,13 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = actions.add_parser("diff", help="print the differences of two checkpoints; exit with 1 if there are any")
     diff.add_argument("path", metavar="PATH")
     diff.add_argument("other", metavar="OTHER")
-    for parser in (show, verify, diff):
-        parser.add_argument("--json", action="store_true", help="print the result as JSON")
     other = actions.add_parser("convert", help="read any known format, and write another")
     other.add_argument("path", metavar="PATH")
     other.add_argument("target", metavar="TARGET", type=Path)
-    other.add_argument("--to", choices=FORMATS.names(), help="format to write, if TARGET's name does not imply it")
+    other.add_argument(
+        "--to",
+        metavar="FORMAT",
+        help="unisono, torch, safetensors or dcp: format to write, if TARGET's name does not imply it",
+    )
     other.add_argument("--trusted", action="store_true", help="allow pickles in PATH to run code")
+    for action in (show, verify, diff, other):
+        action.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -55,6 +59,8 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
+    from unisono import checkpoint
+
     with checkpoint.open_archive(given.path) as archive:
         manifest = archive.manifest
         if given.json:
@@ -83,6 +89,8 @@ def _described(manifest: Manifest) -> dict[str, Any]:
 
 
 def _verify(given: argparse.Namespace) -> int:
+    from unisono import checkpoint
+
     with _bar("verifying") as progress:
         manifest = checkpoint.verify(given.path, progress=progress)
     if given.json:
@@ -93,6 +101,9 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
+    from unisono import checkpoint
+    from unisono.checkpoint.conversion import differences
+
     with checkpoint.open_archive(given.path) as first, checkpoint.open_archive(given.other) as second:
         found = differences(first, second)
     print(json.dumps(found, indent=2) if given.json else "\n".join(found) or "they hold the same")
@@ -100,10 +111,22 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _convert(given: argparse.Namespace) -> int:
+    from unisono.checkpoint import FormatError, convert
+    from unisono.checkpoint.formats import FORMATS
+
     if given.target.exists():
         raise UsageError(f"{given.target} exists already; pass another name")
-    convert(given.path, given.target, to=given.to, trusted=given.trusted)
-    print(f"written: {given.target}")
+    if given.to is not None and given.to not in FORMATS:
+        raise UsageError(f"unknown format {given.to!r}; known: {', '.join(FORMATS.names())}")
+    try:
+        convert(given.path, given.target, to=given.to, trusted=given.trusted)
+    except CommError:
+        raise
+    # Readers of other formats meet damage with errors of many kinds, some of them paragraphs.
+    except Exception as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise FormatError(f"{given.path} cannot be converted: {type(error).__name__}: {reason}") from error
+    print(json.dumps({"written": str(given.target)}) if given.json else f"written: {given.target}")
     return 0
 
 

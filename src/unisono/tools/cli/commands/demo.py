@@ -4,6 +4,7 @@ The digits come with scikit-learn; --data names pictures of your own.
 
   unisono demo
   unisono demo -n 4 --backend gloo --epochs 3
+  unisono demo --json
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ import argparse
 from pathlib import Path
 
 from unisono.tools.cli import UsageError
-from unisono.tools.demo import Settings, prepare, show
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; see `unisono.tools.demo.Settings`."""
-    normal = Settings()
+    # Literal defaults, because those of Settings import torch, which help must not.
     add = parser.add_argument
-    add("-n", "--ranks", type=int, default=normal.ranks, help="number of ranks (%(default)s)")
-    add("--backend", default=normal.backend, help="shm, gloo, thread, ...; auto chooses the best available backend")
-    add("--epochs", type=int, default=normal.epochs, help="passes over the pictures (%(default)s)")
+    add("-n", "--ranks", type=int, default=2, help="number of ranks (%(default)s)")
+    add("--backend", default="auto", help="shm, gloo, thread, ...; auto chooses the best available backend")
+    add("--epochs", type=int, default=12, help="passes over the pictures (%(default)s)")
     add(
         "--data",
         type=Path,
@@ -31,14 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with a sub-folder of images for each class, or .npz file with arrays x and y, or images and "
         "labels",
     )
-    add("--device", choices=("cpu", "cuda"), default=normal.device, help="device to train on (%(default)s)")
-    add("--seed", type=int, default=normal.seed, help="seed of weights, partitions and order (%(default)s)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="device to train on (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights, partitions and order (%(default)s)")
+    add("--json", action="store_true", help="print the results as JSON, and nothing else")
 
 
 def run(given: argparse.Namespace) -> int:
     """Run the demonstration; return 1 if the proof fails."""
+    from unisono.tools.demo import Settings, prepare, show
+
     try:
         ready = prepare(Settings(given.ranks, given.backend, given.epochs, given.data, given.device, given.seed))
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-    return show(ready)
+    return show(ready, as_json=given.json)

@@ -12,6 +12,8 @@ MASTER_PORT.
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 from unisono.launcher.script import ScriptJob, run_script
@@ -49,8 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"where rank 0 listens, and torch at the next port (free ports; {_PORT} with --hosts)",
     )
     add("--no-prefix", action="store_true", help="pass output on without the rank")
+    add(
+        "--json",
+        action="store_true",
+        help="print the exit status of each rank as JSON at the end, and what the ranks print to standard error",
+    )
     add("script", help="a file, or a module with -m")
-    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    add("arguments", nargs=argparse.REMAINDER, default=[], help="arguments of the script").required = False
 
 
 def run(given: argparse.Namespace) -> int:
@@ -74,8 +81,12 @@ def run(given: argparse.Namespace) -> int:
         port=given.port or (_PORT if hosts else None),
         backend=given.backend,
         prefix=not given.no_prefix,
+        to_stderr=given.json,
     )
-    return run_script(job, given.restarts, given.on_failure)
+    result = run_script(job, given.restarts, given.on_failure)
+    if given.json:
+        print(json.dumps(asdict(result), indent=2))
+    return result.status
 
 
 def _index(hosts: list[str], given: int | None) -> int:

@@ -20,6 +20,7 @@ from unisono.control.client import SocketControl
 from unisono.control.inspect_socket import find_control, find_jobs
 from unisono.diagnostics.hang_report import lines_of
 from unisono.errors import CommError
+from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]
 
@@ -55,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Query the control-plane threads of all ranks, and print their answers."""
+    if not given.timeout > 0:
+        raise UsageError(f"--timeout must be a positive number of seconds, not {given.timeout}")
     if given.pid is None:
         jobs = []
         for control, processes in find_jobs().items():

@@ -141,3 +141,19 @@ def test_trace_is_written_if_the_program_fails(tmp_path: Path) -> None:
         run_ranks(program, 1)
     written = json.loads(path.read_text())["traceEvents"]
     assert "barrier" in [event["name"] for event in written if event["ph"] == "X"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_unwritable_trace_hides_no_error_of_the_program(size: int) -> None:
+    def program(comm: un.Communicator) -> None:
+        with un.trace("/nonexistent/run.json", None if size == 1 else comm):
+            raise KeyError("mistake")
+
+    with pytest.raises(KeyError, match="mistake") as caught:
+        run_ranks(program, size)
+    assert any("trace could not be written" in note for note in caught.value.__notes__)
+
+
+def test_unwritable_trace_is_an_error_that_names_the_file() -> None:
+    with pytest.raises(FileNotFoundError, match=r"/nonexistent/run\.json"), un.trace("/nonexistent/run.json"):
+        pass

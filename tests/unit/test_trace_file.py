@@ -95,6 +95,33 @@ def test_trace_of_four_ranks_has_the_format(document: dict[str, Any]) -> None:
     check_schema(document)
 
 
+BREAKS: dict[str, Callable[[list[dict[str, Any]]], object]] = {
+    "unknown phase": lambda events: events[0].update(ph="?"),
+    "time as text": lambda events: events[0].update(ts="1"),
+    "negative duration": lambda events: events[0].update(dur=-1.0),
+    "rank as text": lambda events: events[0].update(pid="0"),
+    "overlap": lambda events: events.append(
+        {**longest(events), "ts": longest(events)["ts"] + longest(events)["dur"] / 2}
+    ),
+    "row without a name": lambda events: events.remove(next(e for e in events if e["name"] == "thread_name")),
+    "rank without a name": lambda events: events.remove(next(e for e in events if e["name"] == "process_name")),
+    "arrow without an end": lambda events: events.remove(next(e for e in events if e["ph"] == "f")),
+    "two arrows of one number": lambda events: events.extend([e for e in events if e.get("id") == 1]),
+}
+
+
+def longest(events: list[dict[str, Any]]) -> dict[str, Any]:
+    return max((event for event in events if event["ph"] == "X"), key=lambda event: event["dur"])
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_schema_finds_what_is_wrong(name: str, document: dict[str, Any]) -> None:
+    broken = {**document, "traceEvents": [dict(event) for event in document["traceEvents"]]}
+    BREAKS[name](broken["traceEvents"])
+    with pytest.raises((AssertionError, TypeError)):
+        check_schema(broken)
+
+
 def test_trace_has_rows_arrows_and_bucket_names(document: dict[str, Any]) -> None:
     events = document["traceEvents"]
     assert {e["args"]["name"].split(" (")[0] for e in events if e["name"] == "process_name"} == {

@@ -72,7 +72,6 @@ def trace(path: str | os.PathLike[str], comm: _Ranks | None = None) -> Iterator[
     """
     events: list[Event] = []
     clocks = [] if comm is None else [_Reading(comm)]
-    whole = False
     try:
         with recording(events.append):
             yield events
@@ -82,12 +81,21 @@ def trace(path: str | os.PathLike[str], comm: _Ranks | None = None) -> Iterator[
             if parts is not None:
                 uncertainty = max(clock.uncertainty_s for clock in clocks)
                 _write(Path(path), [json.loads(part) for part in parts], uncertainty)
-            whole = True
-    finally:
-        if not whole:
-            own = Path(path)
-            own = own if comm is None else own.with_suffix(f".rank{comm.rank}{own.suffix}")
-            _write(own, [_part(events, clocks)], max((clock.uncertainty_s for clock in clocks), default=0.0))
+    except BaseException as error:
+        try:
+            _write_own(path, comm, events, clocks)
+        except OSError as unwritten:
+            error.add_note(f"its trace could not be written: {unwritten}")
+        raise
+    if comm is None:
+        _write_own(path, comm, events, clocks)
+
+
+def _write_own(path: str | os.PathLike[str], comm: _Ranks | None, events: list[Event], clocks: list[_Reading]) -> None:
+    """Write the events of this rank alone."""
+    own = Path(path)
+    own = own if comm is None else own.with_suffix(f".rank{comm.rank}{own.suffix}")
+    _write(own, [_part(events, clocks)], max((clock.uncertainty_s for clock in clocks), default=0.0))
 
 
 class _Reading:

@@ -163,6 +163,12 @@ def test_closed_pipe_ends_without_a_traceback() -> None:
     assert done.stderr == ""
 
 
+def test_full_disk_is_one_sentence() -> None:
+    command = f"{sys.executable} -m unisono template slurm > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "unisono template: cannot print: No space left on device\n")
+
+
 @pytest.mark.parametrize("name", COMMANDS.names())
 def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = make_parser([name])

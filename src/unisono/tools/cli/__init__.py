@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -37,6 +38,7 @@ COMMANDS: Registry[Command] = Registry("command", "unisono.tools.cli.commands")
 """A new command is one new file, or an entry point `unisono.tools.cli.commands` of another package."""
 
 _FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 _STATUSES = "exit status: 0 ok, 1 failed, 2 usage error, 130 interrupted"
 
 
@@ -73,10 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(given.command, error, _REFUSED)
     except CommError as error:
         return _complain(given.command, error, _FAILED)
-    except BrokenPipeError:
-        # The reader of the output has closed the pipe; at exit Python would try again to write the rest.
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        # At exit Python would try again to write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _FAILED
+        # The reader of a closed pipe has what it wants.
+        closed = error.errno == errno.EPIPE
+        return _FAILED if closed else _complain(given.command, f"cannot print: {error.strerror}", _FAILED)
     except KeyboardInterrupt:
         return _INTERRUPTED
 
@@ -108,6 +114,6 @@ def make_parser(loaded: Collection[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _complain(command: str, error: Exception, status: int) -> int:
+def _complain(command: str, error: Exception | str, status: int) -> int:
     print(f"unisono {command}: {error}", file=sys.stderr)
     return status

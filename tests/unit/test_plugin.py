@@ -234,6 +234,12 @@ def test_hanging_test_ends_and_names_the_rank(inner: pytest.Pytester, backend: s
     )
 
 
+def test_torch_is_imported_before_time_limits_of_tests_begin(inner: pytest.Pytester) -> None:
+    inner.makeconftest("import sys\ndef pytest_collection_finish(): print('torch' in sys.modules)")
+    inner.makepyfile("import pytest\n@pytest.mark.ranks(2)\ndef test_nothing(comm): pass")
+    inner.runpytest_subprocess("--collect-only", "-q").stdout.fnmatch_lines(["True"])
+
+
 def test_page_about_testing_shows_tests_that_pass(inner: pytest.Pytester) -> None:
     page = (Path(__file__).parents[2] / "docs/how-to/test-on-threads.md").read_text()
     blocks = [block.partition("```")[0] for block in page.split("```python")[1:]]

@@ -13,6 +13,7 @@ process of pytest. Every run of pytest imports this file, so it must not import 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -93,6 +94,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None or "comm" not in metafunc.fixturenames:
         return
+    # A time limit of the first test that interrupts torch's import would leave torch broken for all others.
+    importlib.import_module("unisono.testing.pools")
     made = _Ranks(*marker.args, **marker.kwargs)
     sizes = [made.size] if isinstance(made.size, str) else metafunc.config.getoption("ranks") or [made.size]
     backends = metafunc.config.getoption("backends") or [made.backend]

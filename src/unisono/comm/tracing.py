@@ -15,6 +15,7 @@ import torch
 
 from unisono.core.tracing import Event, recording
 from unisono.diagnostics.trace_file import Json, merged, rank_events
+from unisono.host.cpu_count import core_wait_s
 
 __all__ = ["trace"]
 
@@ -29,6 +30,8 @@ class _Ranks(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
     @property
     def device(self) -> torch.device: ...
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor) -> Any: ...
@@ -72,30 +75,32 @@ def trace(path: str | os.PathLike[str], comm: _Ranks | None = None) -> Iterator[
     """
     events: list[Event] = []
     clocks = [] if comm is None else [_Reading(comm)]
+    # The waits of simulated ranks for a processor take none of their time.
+    waited = None if comm is not None and comm.backend == "sim" else core_wait_s()
     try:
         with recording(events.append):
             yield events
         if comm is not None:
             clocks.append(_Reading(comm))
-            parts = comm.gather_object(json.dumps(_part(events, clocks)))
+            parts = comm.gather_object(json.dumps(_part(events, clocks, waited)))
             if parts is not None:
                 uncertainty = max(clock.uncertainty_s for clock in clocks)
                 _write(Path(path), [json.loads(part) for part in parts], uncertainty)
     except BaseException as error:
         try:
-            _write_own(path, comm, events, clocks)
+            _write_own(path, comm, _part(events, clocks, waited), clocks)
         except OSError as unwritten:
             error.add_note(f"its trace could not be written: {unwritten}")
         raise
     if comm is None:
-        _write_own(path, comm, events, clocks)
+        _write_own(path, comm, _part(events, clocks, waited), clocks)
 
 
-def _write_own(path: str | os.PathLike[str], comm: _Ranks | None, events: list[Event], clocks: list[_Reading]) -> None:
-    """Write the events of this rank alone."""
+def _write_own(path: str | os.PathLike[str], comm: _Ranks | None, part: list[Json], clocks: list[_Reading]) -> None:
+    """Write the part of this rank alone."""
     own = Path(path)
     own = own if comm is None else own.with_suffix(f".rank{comm.rank}{own.suffix}")
-    _write(own, [_part(events, clocks)], max((clock.uncertainty_s for clock in clocks), default=0.0))
+    _write(own, [part], max((clock.uncertainty_s for clock in clocks), default=0.0))
 
 
 class _Reading:
@@ -139,8 +144,10 @@ def _aligned(clocks: list[_Reading]) -> Callable[[float], float]:
     return lambda moment: moment - first.offset_s - drift * (moment - first.at_s)
 
 
-def _part(events: list[Event], clocks: list[_Reading]) -> list[Json]:
-    return rank_events(events, socket.gethostname(), os.getpid(), _aligned(clocks))
+def _part(events: list[Event], clocks: list[_Reading], before_s: float | None) -> list[Json]:
+    after_s = core_wait_s()
+    waited_s = None if before_s is None or after_s is None else after_s - before_s
+    return rank_events(events, socket.gethostname(), os.getpid(), _aligned(clocks), waited_s)
 
 
 def _write(path: Path, parts: list[list[Json]], uncertainty_s: float) -> None:

@@ -18,16 +18,20 @@ _DEVIATIONS = 4.5
 _SHARE_OF_STEP, _STEADY_SHARE = 0.02, 0.1
 
 
-def find_straggler(places: Mapping[str, Sequence[Mapping[int, float]]]) -> dict[str, Any] | None:
+def find_straggler(
+    places: Mapping[str, Sequence[Mapping[int, float]]], core_waits: Mapping[int, float] | None = None
+) -> dict[str, Any] | None:
     """Return the rank that is late at one place of the program more often than chance allows, if there is one.
 
     A place needs 5 calls. The rank must come after the others by 4.5 standard deviations more often than ranks in
     random order, or at every call where this is out of reach; and its median lateness must be 2 % of the time from one
     call to the next. Where the order alone proves too little, with two ranks, because there is no third one to compare
-    with, or few calls, it must be 10 %, and steady: at least half of its median at four of five calls.
+    with, or few calls, it must be 10 %, and steady: at least half of its median at four of five calls; and in all more
+    than the rank itself waited for a core, because two ranks that share cores may keep their order.
 
     Args:
         places: Names, and for each call there when each rank arrived, in microseconds.
+        core_waits: How long each rank waited for a core, in seconds, as far as it is known.
 
     Returns:
         The rank of most lateness in all: "rank", "where", "last" and "of" (calls), "late_s" (the median), and
@@ -42,7 +46,7 @@ def find_straggler(places: Mapping[str, Sequence[Mapping[int, float]]]) -> dict[
     for where, calls in places.items():
         for rank in sorted({rank for call in calls for rank in call}):
             own = [call for call in calls if rank in call and len(call) > 1]
-            if len(own) >= _CALLS and _is_late(rank, own):
+            if len(own) >= _CALLS and _is_late(rank, own, (core_waits or {}).get(rank, 0.0)):
                 found.append((_lateness(rank, own) * len(own), rank, where, own))
     if not found:
         return None
@@ -58,7 +62,7 @@ def find_straggler(places: Mapping[str, Sequence[Mapping[int, float]]]) -> dict[
     }
 
 
-def _is_late(rank: int, calls: Sequence[Mapping[int, float]]) -> bool:
+def _is_late(rank: int, calls: Sequence[Mapping[int, float]], core_wait_s: float) -> bool:
     scores = [_score(rank, call) for call in calls]
     # The variance of a uniformly distributed place in the order, as a fraction of the others.
     deviation = sqrt(sum((len(call) + 1) / (12 * (len(call) - 1)) for call in calls))
@@ -70,6 +74,9 @@ def _is_late(rank: int, calls: Sequence[Mapping[int, float]]) -> bool:
     share = median(late) / max((starts[-1] - starts[0]) / (len(calls) - 1), 1e-3)
     if most >= _DEVIATIONS and min(map(len, calls)) > 2:
         return share >= _SHARE_OF_STEP
+    leads = (call[rank] - max(_others(rank, call)) for call in calls)
+    if sum(lead for lead in leads if lead > 0) <= core_wait_s * 1e6:
+        return False
     return share >= _STEADY_SHARE and late[(len(calls) - 1) // 5] >= median(late) / 2
 
 

@@ -26,13 +26,16 @@ _SPAN: dict[str, Any] = {"name": str, "cat": str, "ts": (int, float), "dur": (in
 _ARGS: dict[str, Any] = {"group": str, "nbytes": int}
 
 
-def rank_events(events: Iterable[Event], host: str, pid: int, clock: Callable[[float], float]) -> list[Json]:
+def rank_events(
+    events: Iterable[Event], host: str, pid: int, clock: Callable[[float], float], core_wait_s: float | None = None
+) -> list[Json]:
     """Return the spans of one rank, with the names of its rows.
 
     Args:
         events: Of one rank.
         host, pid: Its host and process, for its name.
         clock: Maps seconds of this rank's clock to those of rank 0.
+        core_wait_s: How long the rank waited for a processor in all, if known; beside the name of its process.
     """
     found: list[Json] = []
     lanes: dict[str, list[list[float]]] = {row: [] for row in ROWS}
@@ -54,7 +57,10 @@ def rank_events(events: Iterable[Event], host: str, pid: int, clock: Callable[[f
             }
         )
     for rank in sorted({event["pid"] for event in found}):
-        found.append(_named("process_name", rank, 0, f"rank {rank} ({host}, process {pid})"))
+        process = _named("process_name", rank, 0, f"rank {rank} ({host}, process {pid})")
+        if core_wait_s is not None:
+            process["args"]["core_wait_us"] = round(core_wait_s * 1e6, 3)
+        found.append(process)
         tids = sorted({event["tid"] for event in found if event["pid"] == rank and event["ph"] == "X"})
         found += [_named("thread_name", rank, tid, _TITLES[ROWS[tid // _MOST_LANES]]) for tid in tids]
     return found

@@ -21,6 +21,7 @@ def summarize(document: _Json) -> _Json:
     Exposed is the time that the program's thread spends in calls and waits; overlap is the fraction of the
     communication that runs at other times. The skew of a collective is the time from the first rank's call to the last
     one's. A straggler is a rank that `find_straggler` names.
+    Ranks wait for a core while they could run, where there are more of them, or other programs, than cores.
 
     Args:
         document: The content of a file of `unisono.trace`.
@@ -43,7 +44,8 @@ def summarize(document: _Json) -> _Json:
         by_rank[event["pid"]].append(event)
     calls = _matched(e for e in spans if e["cat"] == "collective")
     buckets = _matched(e for e in spans if e["cat"] == "bucket")
-    ranks = [_rank(rank, found) for rank, found in sorted(by_rank.items())]
+    core_waits = _core_waits(document["traceEvents"])
+    ranks = [_rank(rank, found) | {"core_wait_s": core_waits.get(rank)} for rank, found in sorted(by_rank.items())]
     if not ranks:
         raise ValueError("no span of unisono is in it; pass a file of unisono.trace")
     uncertainty = document.get("otherData", {}).get("clock_uncertainty_us", 0.0)
@@ -51,9 +53,16 @@ def summarize(document: _Json) -> _Json:
         "ranks": ranks,
         "buckets": _arrivals(buckets),
         "collectives": _arrivals(calls),
-        "straggler": find_straggler({**buckets, **calls}),
+        "straggler": find_straggler({**buckets, **calls}, core_waits),
         "clock_uncertainty_s": uncertainty / 1e6,
     }
+
+
+def _core_waits(events: Iterable[_Json]) -> dict[int, float]:
+    """Return how long ranks waited for a processor, where it is known."""
+    named = [event for event in events if event["ph"] == "M" and isinstance(event.get("args"), dict)]
+    waits = [(event.get("pid"), event["args"].get("core_wait_us")) for event in named]
+    return {rank: us / 1e6 for rank, us in waits if isinstance(rank, int) and isinstance(us, (int, float))}
 
 
 def _rank(rank: int, events: Sequence[_Json]) -> _Json:
@@ -138,10 +147,10 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
 
 def format_summary(found: _Json) -> str:
     """Return a summary as text."""
-    lines = ["rank       time  communication    exposed  overlap  collectives        bytes"]
+    lines = ["rank       time  communication    exposed  overlap  collectives        bytes  waits for a core"]
     lines += [
         f"{rank['rank']:4} {_ms(rank['time_s'])} {_ms(rank['communication_s']):>14} {_ms(rank['exposed_s'])} "
-        f"{rank['overlap']:8.0%} {rank['calls']:12} {rank['nbytes']:12}"
+        f"{rank['overlap']:8.0%} {rank['calls']:12} {rank['nbytes']:12} {_ms(rank['core_wait_s']):>17}"
         for rank in found["ranks"]
     ]
     for title in ("buckets", "collectives"):
@@ -163,5 +172,5 @@ def format_summary(found: _Json) -> str:
     return "\n".join([*lines, "", f"{waited} (clocks aligned to {error:.0f} us)"])
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:7.1f} ms"
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e3:7.1f} ms"

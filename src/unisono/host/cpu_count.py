@@ -1,4 +1,4 @@
-"""Number of processors that the ranks of this host share: in many containers, fewer than the machine has."""
+"""Processors that the ranks of this host share, in many containers fewer than the machine has, and waits for them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 from unisono.host import mpi_library
 
-__all__ = ["cores", "quota", "visible"]
+__all__ = ["core_wait_s", "cores", "quota", "visible"]
 
 _GROUP = Path("/proc/self/cgroup")
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _V2 = Path("/sys/fs/cgroup")
 _V1 = Path("/sys/fs/cgroup/cpu")
 
@@ -23,6 +24,17 @@ def cores() -> int:
     """
     limit, seen = quota(), visible()
     return seen if limit is None else min(seen, max(1, int(limit)))
+
+
+def core_wait_s() -> float | None:
+    """Return how long this thread has waited for a processor while it could run; None where Linux does not count it.
+
+    Example:
+        >>> (core_wait_s() or 0.0) >= 0.0
+        True
+    """
+    words = _read(_SCHEDSTAT).split()
+    return int(words[1]) / 1e9 if len(words) == 3 else None
 
 
 def visible() -> int:

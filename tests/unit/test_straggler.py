@@ -42,7 +42,7 @@ def test_noise_names_no_rank(ranks: int) -> None:
     assert named == [None] * len(named)
 
 
-@pytest.mark.parametrize(("ranks", "most_noise_ms"), [(2, 2.0), (4, 10.0), (8, 10.0)])
+@pytest.mark.parametrize(("ranks", "most_noise_ms"), [(2, 2.0), (4, 5.0), (8, 5.0)])
 def test_late_rank_is_named_in_noise(ranks: int, most_noise_ms: float) -> None:
     for noise in (level for level in NOISE_MS if level <= most_noise_ms):
         for seed in range(4):
@@ -98,6 +98,7 @@ def step_with_sleep(comm: un.Communicator, path: str, late: int | None) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_late_process_is_named(ranks: int, tmp_path: Path) -> None:
     path, named = tmp_path / "run.json", []

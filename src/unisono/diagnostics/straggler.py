@@ -15,6 +15,7 @@ __all__ = ["find_straggler"]
 
 _CALLS = 5
 _DEVIATIONS = 4.5
+_LATER_THAN = 0.75
 _SHARE_OF_STEP, _STEADY_SHARE = 0.02, 0.1
 
 
@@ -23,11 +24,13 @@ def find_straggler(
 ) -> dict[str, Any] | None:
     """Return the rank that is late at one place of the program more often than chance allows, if there is one.
 
-    A place needs 5 calls. The rank must come after the others by 4.5 standard deviations more often than ranks in
-    random order, or at every call where this is out of reach; and its median lateness must be 2 % of the time from one
-    call to the next. Where the order alone proves too little, with two ranks, because there is no third one to compare
-    with, or few calls, it must be 10 %, and steady: at least half of its median at four of five calls; and in all more
-    than the rank itself waited for a core, because two ranks that share cores may keep their order.
+    A place needs 5 calls. The rank must come after three of four of the others' arrivals, and 4.5 standard deviations
+    more often than ranks in random order, or last at every call where this is out of reach; and its median lateness
+    must be 2 % of the time from one call to the next.
+
+    The order alone proves too little with few calls, or with two ranks, because there is no third one to compare with.
+    Then the lateness must be 10 %, and steady: at least half of its median at four of five calls; and in all more than
+    the rank itself waited for a core, because two ranks that share cores may keep their order.
 
     Args:
         places: Names, and for each call there when each rank arrived, in microseconds.
@@ -68,6 +71,8 @@ def _is_late(rank: int, calls: Sequence[Mapping[int, float]], core_wait_s: float
     deviation = sqrt(sum((len(call) + 1) / (12 * (len(call) - 1)) for call in calls))
     most = len(calls) / 2 / deviation
     if (sum(scores) - len(calls) / 2) / deviation < min(_DEVIATIONS, most) * (1 - 1e-9):
+        return False
+    if sum(scores) < _LATER_THAN * len(calls):
         return False
     late = sorted(_late(rank, call) for call in calls)
     starts = sorted(call[rank] for call in calls)

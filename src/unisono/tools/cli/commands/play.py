@@ -17,7 +17,6 @@ from unisono.collectives.player.from_algorithm import replay_algorithm
 from unisono.collectives.player.from_trace import replay_trace
 from unisono.collectives.player.page import write
 from unisono.collectives.player.replay import Replay
-from unisono.tools.bench.sizes import parse_sizes
 from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]
@@ -32,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--size", default="1M", help="bytes of the message that is cut into chunks, such as 64K (%(default)s)")
     add("--option", action="append", default=[], metavar="NAME=NUMBER", help="option of the algorithm")
     add("--trace", type=Path, metavar="FILE", help="replay this file of un.trace instead of an algorithm")
+    add("--json", action="store_true", help="print the path as JSON")
     add("-o", "--output", type=Path, required=True, help="HTML file to write; an existing one is replaced")
 
 
@@ -43,7 +43,7 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError(f"{error.filename}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print(given.output)
+    print(json.dumps({"output": str(given.output)}) if given.json else given.output)
     return 0
 
 
@@ -64,6 +64,8 @@ def _algorithm(given: argparse.Namespace) -> Replay:
         known = ALGORITHMS[given.collective].names() if given.collective in ALGORITHMS else []
         listed = f"algorithms of {given.collective}: {', '.join(known)}" if known else f"known: {', '.join(ALGORITHMS)}"
         raise UsageError(f"pass a collective and its algorithm; {listed}")
+    from unisono.tools.bench.sizes import parse_sizes
+
     nbytes, *more = parse_sizes(given.size)
     if more:
         raise UsageError(f"pass one size, such as 64K, not {given.size!r}")

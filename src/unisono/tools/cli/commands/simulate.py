@@ -26,7 +26,6 @@ from unisono.collectives.simulator import (
     scaling,
     simulate,
 )
-from unisono.tools.bench.sizes import parse_sizes, shown_size
 from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]
@@ -63,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Simulate, and print and write what is asked for."""
+    from unisono.tools.bench.sizes import parse_sizes
+
     try:
         network, sizes, lengths = _network(given), parse_sizes(given.ranks), parse_sizes(given.bytes)
         names = given.algorithms or ALGORITHMS[given.collective].names()
@@ -127,6 +128,8 @@ def _rate(text: str) -> float:
 
 
 def _table(points: list[ScalingPoint]) -> str:
+    from unisono.tools.bench.sizes import shown_size
+
     names = list(dict.fromkeys(point.algorithm for point in points))
     widths = [max(len(name), 12) for name in names]
     lines = ["simulated microseconds; * marks the best of each row", ""]

@@ -33,7 +33,7 @@ class Told:
             activity.calls, activity.now, activity.inside = number - 1, call, True
         else:
             activity.note(call)
-        return {"pid": 1, "groups": [activity.to_dict()], "site": "", "function": None, "stack": []}
+        return {"pid": 1, "groups": [activity.to_dict()], "site": "", "function": None, "stack": [], "callers": []}
 
 
 @pytest.mark.parametrize(

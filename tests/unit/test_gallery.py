@@ -62,11 +62,6 @@ def test_page_links_every_program_and_each_is_short() -> None:
     assert all(len((FOLDER / f"{name}.py").read_text().splitlines()) <= 85 for name in NAMES)
 
 
-def test_picture_is_up_to_date() -> None:
-    drawn = load("draw", PAGE.parent).picture()
-    assert (PAGE.parent / "federated-averaging.svg").read_text() == drawn
-
-
 def test_language_model_learns() -> None:
     first, second = launch("language_model", "train", 2, 20)
     losses, text = first

@@ -92,6 +92,7 @@ class RankModel:
         self.sends, self.recvs = {}, {}
         if self.step:
             self.number += 1
+            self._check_tuples(self.step)
             self._check_moves(self.step)
             self._check_chunks(self.step)
             self.sends, self.recvs = _numbered(self.step.send), _numbered(self.step.recv)
@@ -124,6 +125,11 @@ class RankModel:
             seen |= held.members
         parts = sorted([(self.rank, self.chunks[chunk]), *arrived])
         return Contribution(seen, balanced([held.tree for _, held in parts], self.trees.plus))
+
+    def _check_tuples(self, step: Step) -> None:
+        for name, moves in (("send", step.send), ("recv", step.recv)):
+            if not all(isinstance(move, Move) for move in moves):
+                raise self.error(f"{name}={moves!r} is not a tuple of moves; write {name}=(Move(...),), with the comma")
 
     def _check_moves(self, step: Step) -> None:
         # No valid algorithm comes near this limit; it stops an endless one.

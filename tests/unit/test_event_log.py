@@ -298,6 +298,45 @@ def test_autopsy_of_an_error_between_calls(
     assert text in capsys.readouterr().out
 
 
+ALONE = """
+import multiprocessing, sys
+import torch
+import unisono as un
+
+def forked():
+    global comm
+    comm = un.init()
+    comm.barrier()
+
+comm = un.init()
+comm.all_reduce(torch.ones(2))
+child = multiprocessing.get_context("fork").Process(target=forked)
+child.start()
+child.join()
+comm.barrier()
+{}["lr"] if sys.argv[1] == "raise" else sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "text"),
+    [("exit", 0, "it left without closing its communicator"), ("raise", 1, "it failed: KeyError: 'lr'")],
+)
+def test_autopsy_of_a_world_of_one(
+    how: str, status: int, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = {**os.environ, "UNISONO_EVENTS": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", ALONE, how], check=False, env=environment, stderr=subprocess.DEVNULL)
+    assert ended.returncode == status
+    assert main(["autopsy", str(tmp_path), "--json"]) == status
+    child, parent = json.loads(capsys.readouterr().out)["ranks"]
+    assert text in f"it {parent['text']}"
+    # A forked child does not record its own end as its parent's.
+    for rank, end in (child, "exit"), (parent, ("exit", "error")[status]):
+        assert rank["events"][-1]["kind"] == end
+        assert {event["kind"] for event in rank["events"][:-1]} == {"enter", "leave"}
+
+
 def test_status_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "1"]) == 1
     assert "process 1 is in no unisono job" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import itertools
 
 from unisono.bootstrap.result import Rendezvous, Request
 from unisono.control import LocalHub
+from unisono.control.process_exit import close_at_exit
 from unisono.core.group import Group
 
 __all__ = ["detected", "find"]
@@ -21,6 +22,7 @@ def detected(_request: Request) -> bool:
 def find(_request: Request) -> Rendezvous:
     """The place of the only rank. Costs nothing; no socket, no thread."""
     control = LocalHub().control()
+    close_at_exit(control)
     name = f"alone{next(_numbers)}"
     control.join(Group.world(0, 1, name))
     return Rendezvous(0, 1, 0, control, None, "127.0.0.1", name, "no launcher and no init_method: a world of one")

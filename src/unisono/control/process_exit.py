@@ -29,7 +29,8 @@ class Handle(Protocol):
         ...
 
 
-_handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+# By the process that registered them: a forked child has its parent's, and must not close them.
+_handles: weakref.WeakValueDictionary[tuple[int, int], Handle] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _registered: set[tuple[int, int]] = set()
 
@@ -43,7 +44,7 @@ def when_process_ends(function: Callable[[], object], priority: int) -> None:
 
 def close_at_exit(handle: Handle) -> None:
     """Register a handle to be closed at the end of the process, if it still exists."""
-    _handles[next(_numbers)] = handle
+    _handles[os.getpid(), next(_numbers)] = handle
     when_process_ends(_take_leave, CLOSE_HANDLES)
 
 
@@ -62,7 +63,8 @@ def close_all() -> None:
 
 def _close_all(error: BaseException | None) -> None:
     # The last ones first, because they may need earlier ones.
-    for _, handle in sorted(_handles.items(), reverse=True):
+    own = [(number, handle) for (process, number), handle in _handles.items() if process == os.getpid()]
+    for _, handle in sorted(own, reverse=True):
         with contextlib.suppress(CommError, OSError):
             handle.on_process_exit(error)
 

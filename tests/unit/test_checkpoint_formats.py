@@ -193,7 +193,8 @@ def test_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_bytes(data)
     assert main(["checkpoint", "verify", str(saved)]) == 1
     assert "'w' has other bytes" in capsys.readouterr().err
-    assert main(["checkpoint", "verify", str(saved / "nowhere")]) == 1
+    for action in ("show", "verify"):
+        assert main(["checkpoint", action, str(saved / "nowhere")]) == 2
     assert "there is none" in capsys.readouterr().err
 
 

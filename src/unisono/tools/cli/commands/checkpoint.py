@@ -55,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the action; return 1 if anything differs or is damaged."""
-    return _ACTIONS[given.action](given)
+    try:
+        return _ACTIONS[given.action](given)
+    except checkpoint.NoCheckpointError as error:
+        raise UsageError(str(error)) from error
 
 
 def _show(given: argparse.Namespace) -> int:

@@ -112,6 +112,15 @@ def test_plot(tmp_path: Path) -> None:
     assert (tmp_path / "curves.svg").read_text().count("<use") >= 8
 
 
+def test_missing_matplotlib_is_reported_before_the_simulation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("unisono.tools.bench.plotting.find_spec", lambda name: None)
+    monkeypatch.setattr("unisono.tools.cli.commands.simulate.scaling", lambda *arguments: pytest.fail("simulated"))
+    assert main(["simulate", "all_reduce", "ring", "--plot", "curves.svg"]) == 2
+    assert "a plot needs matplotlib" in capsys.readouterr().err
+
+
 def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "all_reduce", "ring", "binomial", "--ranks", "8,64", "--bytes", "8,1M"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -62,8 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Simulate, and print and write what is asked for."""
+    from unisono.tools.bench.plotting import check_plot
     from unisono.tools.bench.sizes import parse_sizes
 
+    if given.plot:
+        check_plot()
     try:
         network, sizes, lengths = _network(given), parse_sizes(given.ranks), parse_sizes(given.bytes)
         names = given.algorithms or ALGORITHMS[given.collective].names()

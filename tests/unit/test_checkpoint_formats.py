@@ -196,6 +196,8 @@ def test_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for action in ("show", "verify"):
         assert main(["checkpoint", action, str(saved / "nowhere")]) == 2
     assert "there is none" in capsys.readouterr().err
+    assert main(["checkpoint", "show", str(saved.parent)]) == 2
+    assert f"there is none; pass one in it, such as {saved}" in capsys.readouterr().err
 
 
 def test_diff(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

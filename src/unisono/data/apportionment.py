@@ -44,7 +44,7 @@ def apportion(count: int, sizes: Sequence[float]) -> list[int]:
         raise ValueError(f"sizes must be fractions from 0 to 1, but are {fractions}")
     total = math.fsum(fractions)
     if not fractions or abs(total - 1) > 1e-9 * len(fractions):
-        raise ValueError(f"sizes must sum to 1, but {fractions} sum to {total}; divide each of them by the sum")
+        raise ValueError(f"sizes must sum to 1, but {fractions} sum to {total:.12g}; divide each of them by the sum")
     # Integers from here on, so that equal fractions are cut off equally. 0.7 means seven tenths.
     weights = [round(fraction * 10**15) for fraction in fractions]
     total_weight = sum(weights)

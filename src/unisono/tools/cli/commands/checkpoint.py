@@ -1,6 +1,6 @@
 """Inspect a checkpoint, verify every byte of it, compare two, or convert from and to other formats.
 
-PATH is a directory, a file or a URL.
+PATH is the directory or URL of one checkpoint; `convert` also reads single files.
 
   unisono checkpoint show runs/7
   unisono checkpoint verify runs/7
@@ -58,7 +58,8 @@ def run(given: argparse.Namespace) -> int:
     try:
         return _ACTIONS[given.action](given)
     except checkpoint.NoCheckpointError as error:
-        raise UsageError(str(error)) from error
+        within = checkpoint.latest(error.path) if error.path else None
+        raise UsageError(f"{error}; pass one in it, such as {within}" if within else str(error)) from error
 
 
 def _show(given: argparse.Namespace) -> int:

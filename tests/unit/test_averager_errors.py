@@ -125,8 +125,10 @@ def test_bad_arguments_are_rejected_before_sending() -> None:
         un.GradientAverager(model, comm, average="median")  # type: ignore[arg-type]  # on purpose
     with pytest.raises(ValueError, match="at least one byte"):
         un.GradientAverager(model, comm, bucket_cap_mb=0)
-    with pytest.raises(TypeError, match="single tensor"):
+    with pytest.raises(TypeError, match="not a single Parameter"):
         un.GradientAverager(model.weight, comm)
+    with pytest.raises(TypeError, match="not a single SGD"):
+        un.GradientAverager(torch.optim.SGD(model.parameters()), comm)  # type: ignore[arg-type]  # on purpose
     used = model.parameters()
     assert len(list(used)) == 2
     for call in (un.GradientAverager, un.average_gradients, un.broadcast_parameters):

@@ -32,8 +32,8 @@ Named = list[tuple[str, torch.Tensor]]
 
 def named_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Named:
     """Each parameter once, with its name, or with its place in a list."""
-    if isinstance(model, torch.Tensor):
-        raise TypeError("model must be a module or a list of parameters, not a single tensor")
+    if isinstance(model, torch.Tensor) or not isinstance(model, torch.nn.Module | Iterable):
+        raise TypeError(f"model must be a module or a list of parameters, not a single {type(model).__name__}")
     if isinstance(model, torch.nn.Module):
         return list(model.named_parameters())
     found = {id(p): (f"parameter {i}", p) for i, p in reversed(list(enumerate(model)))}

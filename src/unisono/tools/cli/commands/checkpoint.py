@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the action; return 1 if anything differs or is damaged."""
+    from unisono import checkpoint
+
     try:
         return _ACTIONS[given.action](given)
     except checkpoint.NoCheckpointError as error:

@@ -14,7 +14,7 @@ from unisono.comm.mailbox import MailboxMixin
 from unisono.comm.monitored_barrier import MonitoredBarrierMixin
 from unisono.comm.objects import ObjectMixin
 from unisono.comm.state import FailureRelay
-from unisono.comm.subgroups import SubgroupMixin
+from unisono.comm.tuning import TuningMixin
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.notebook import html_table
@@ -35,7 +35,7 @@ Check = Literal["auto", "full", "off"]
 
 
 @final
-class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMixin):
+class Communicator(ObjectMixin, TuningMixin, MonitoredBarrierMixin, MailboxMixin):
     """A group of ranks that communicate: point-to-point, collectives, sub-groups, objects.
 
     Created by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group of
@@ -83,7 +83,7 @@ class Communicator(ObjectMixin, SubgroupMixin, MonitoredBarrierMixin, MailboxMix
             raise
         if check == "full" or (check == "auto" and not transport.checks):
             transport = Checked(transport, control, full=check == "full")
-        self._engine = Engine(transport, control, options, full_check=check == "full")
+        self._engine = Engine(transport, control, options, self._host_names, full_check=check == "full")
         control.watch(self._engine.activity)
         relay.connect(self._engine)
 

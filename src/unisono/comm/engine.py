@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from unisono.comm.fast_path import FastPathCalls
 from unisono.comm.request import CollectiveRequest, make_request
 from unisono.comm.state import refuses
 from unisono.comm.teardown import Teardown
+from unisono.comm.tuner import Tuner
 from unisono.core.collective import Collective
 from unisono.core.control import ControlPlane
 from unisono.core.fast_path import Tensors
@@ -53,6 +54,7 @@ class Engine(CallPlans, FastPathCalls):
 
     Args:
         transport, control, options, full_check: As for `CallPlans`.
+        hosts: Name of each rank's host.
 
     Attributes:
         parent: The engine of the parent communicator, which must outlive this one.
@@ -60,11 +62,18 @@ class Engine(CallPlans, FastPathCalls):
     """
 
     def __init__(
-        self, transport: Transport, control: ControlPlane, options: Options, *, full_check: bool = False
+        self,
+        transport: Transport,
+        control: ControlPlane,
+        options: Options,
+        hosts: Sequence[str],
+        *,
+        full_check: bool = False,
     ) -> None:
         super().__init__(transport, control, options, full_check=full_check)
         # The native core sums in an order of its own.
         self.fast_path = None if options.deterministic else transport.fast_path
+        self.tuner = Tuner(transport, control, options, hosts)
         self._sink, self._limit_s = SINK, options.timeout_s
         self._rank, self._inside = self.group.rank, set()
         self._spare = ScratchPool()
@@ -156,8 +165,9 @@ class Engine(CallPlans, FastPathCalls):
     def _request(
         self, plan: Plan, number: int, algorithm: str | None, limit: float, site: str | None = None
     ) -> CollectiveRequest:
-        fixed = self.options.deterministic
-        return make_request(plan, self.transport, number, algorithm, limit, deterministic=fixed, site=site)
+        fixed, machine = self.options.deterministic, self.tuner.machine
+        settings = {"deterministic": fixed, "site": site, "machine": machine}
+        return make_request(plan, self.transport, number, algorithm, limit, **settings)
 
     def _followed(self, job: CollectiveRequest, follow: Follow, algorithm: str | None) -> CollectiveRequest:
         """Return the request, followed by that of another plan, whose number is taken now."""

@@ -9,6 +9,7 @@ import torch
 
 from unisono.collectives.plan import Plan, message_bytes
 from unisono.collectives.selection import choose
+from unisono.collectives.tuning.prediction import Machine
 from unisono.core.call_site import call_site
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.flight_recorder import CallRecord
@@ -53,10 +54,14 @@ def make_request(
     *,
     deterministic: bool = False,
     site: str | None = None,
+    machine: Callable[[], Machine] | None = None,
 ) -> CollectiveRequest:
-    """Return the request of this number among a group's collectives; `site` is the line of the call, if it is known."""
+    """Return the request of this number among a group's collectives.
+
+    `site` is the line of the call, if it is known; `machine` is what "auto" depends on.
+    """
     nbytes = message_bytes(plan.call, transport.size)
-    chosen = choose(transport, plan.call, nbytes, algorithm, deterministic=deterministic)
+    chosen = choose(transport, plan.call, nbytes, algorithm, deterministic=deterministic, machine=machine)
     fingerprint = fingerprint_of(plan, number, chosen, site)
     noted = fingerprint.operation, number, _detail(fingerprint), fingerprint.site
     return CollectiveRequest(

@@ -20,7 +20,13 @@ ROWS = ("wait", "bucket", "collective", "message")
 """Rows of a rank, from the top; spans that overlap without being nested continue in further rows of the same name."""
 
 _TITLES = {"wait": "calls and waits", "bucket": "buckets", "collective": "collectives", "message": "messages"}
-_OF_KIND = {"bucket_wait": "wait", "begin": "collective", "send": "message", "recv": "message"}
+_OF_KIND = {
+    "bucket_wait": "wait",
+    "begin": "collective",
+    "cost_table": "collective",
+    "send": "message",
+    "recv": "message",
+}
 _MOST_LANES = 1000
 _SPAN: dict[str, Any] = {"name": str, "cat": str, "ts": (int, float), "dur": (int, float), "pid": int, "tid": int}
 _ARGS: dict[str, Any] = {"group": str, "nbytes": int}

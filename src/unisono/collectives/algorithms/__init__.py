@@ -42,19 +42,25 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
 
     Args:
         collective: A name of `COLLECTIVES`.
-        name: A name of `ALGORITHMS[collective].names()`.
-        options: Options of this algorithm, as its file lists them.
+        name: A name of `ALGORITHMS[collective].names()`, which options may follow: "double_binary_tree:segments=8",
+            "hierarchical:levels=8x128".
+        options: Options of this algorithm, as its file lists them; they take precedence over those in the name.
 
     Raises:
-        ValueError: There is no such collective, algorithm or option; lists the known ones.
+        ValueError: There is no such collective, algorithm or option, or the value of an option is no whole number;
+            lists the known ones.
 
     Example:
         >>> find("all_reduce", "ring").chunks(size=5)
         5
+        >>> find("all_reduce", "chunked_ring:segments=4").chunks(size=5)
+        20
     """
     if collective not in ALGORITHMS:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(sorted(ALGORITHMS))}")
-    return Algorithm(collective, name, ALGORITHMS[collective][name], options)
+    name, *pairs = name.split(":")
+    bare = Algorithm(collective, name, ALGORITHMS[collective][name])
+    return bare.with_options(**bare.parse_options(pairs), **options) if pairs else bare.with_options(**options)
 
 
 def serving(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -96,6 +96,39 @@ class Algorithm:
     def uniform(self) -> bool:
         """True if all parts of an all_to_all must be equally long."""
         return bool(getattr(self.file, "UNIFORM", False))
+
+    @property
+    def label(self) -> str:
+        """Name and options, as `find` parses them: "double_binary_tree:segments=8"."""
+        values = (
+            f"{option}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for option, value in self.options.items()
+        )
+        return ":".join((self.name, *values))
+
+    def parse_options(self, pairs: Iterable[str]) -> dict[str, Any]:
+        """Return the options that texts such as "segments=8" and "levels=8x128" stand for.
+
+        Args:
+            pairs: One text for each option.
+
+        Raises:
+            ValueError: A text is no option of this algorithm.
+
+        Example:
+            >>> un.algorithms.find("all_reduce", "hierarchical").parse_options(["levels=8x128"])
+            {'levels': (8, 128)}
+        """
+        known: Mapping[str, Any] = getattr(self.file, "OPTIONS", {})
+        found: dict[str, Any] = {}
+        for pair in pairs:
+            option, _, text = pair.partition("=")
+            numbers, several = text.split("x"), isinstance(known.get(option), tuple)
+            if not all(number.isdecimal() for number in numbers) or (len(numbers) > 1 and not several):
+                form = f"{option or 'option'}={'8x128' if several else '8'}"
+                raise ValueError(f"{pair!r} is no option of {self.name!r}; write {form}, in whole numbers")
+            found[option] = tuple(map(int, numbers)) if several else int(text)
+        return found
 
     def with_options(self, **options: Any) -> Algorithm:
         """Return this algorithm with other options.

@@ -1,0 +1,177 @@
+"""Table of the constants of a machine, from which times of algorithms are predicted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from unisono.collectives.algorithms import ALGORITHMS
+from unisono.collectives.simulator import Level, Network
+
+__all__ = ["GAP", "CostTable", "Link", "parse_overrides"]
+
+GAP = 0.25
+"""Part of a message's latency that passes before its sender can send the next message: the gap of LogP (Culler et al.,
+1993). Without it, any number of messages to different ranks would cost as much as one message."""
+
+_FORMAT = 1
+
+
+class Link(NamedTuple):
+    """Latency in seconds, and seconds per byte.
+
+    Example:
+        >>> Link(alpha=10e-6, beta=1e-9).beta
+        1e-09
+    """
+
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Constants of a machine: what a message costs inside a host and between hosts, and what a rank's processor does.
+
+    Args:
+        inside: Messages between ranks of one host.
+        between: Messages between hosts.
+        gamma: Seconds to reduce one received byte.
+        overhead: Processor time for each message, in seconds.
+        measured: False for the built-in constants of a transport.
+        overrides: Pairs of a collective and the algorithm that "auto" stands for, whatever is predicted.
+
+    Example:
+        >>> table = CostTable(Link(1e-6, 1e-10), Link(10e-6, 1e-9))
+        >>> CostTable.from_json(table.to_json()) == table
+        True
+    """
+
+    inside: Link
+    between: Link
+    gamma: float = 0.0
+    overhead: float = 0.0
+    measured: bool = True
+    overrides: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for value in (*self.inside, *self.between, self.gamma, self.overhead):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"a constant must be a time of at least 0 s, not {value}")
+
+    @classmethod
+    def builtin(cls, latency_s: float, second_per_byte: float) -> CostTable:
+        """Return the table of a transport's built-in constants, the same inside a host and between hosts.
+
+        Args:
+            latency_s, second_per_byte: As of `Transport`.
+        """
+        link = Link((1 - GAP) * latency_s, second_per_byte)
+        return cls(link, link, overhead=GAP * latency_s, measured=False)
+
+    @property
+    def hash(self) -> str:
+        """Hash of the constants, without the overrides."""
+        return hashlib.sha256(json.dumps(self._constants(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def network(self, size: int, per_host: int) -> Network:
+        """Return the network of a group of ranks.
+
+        Args:
+            size: Number of ranks.
+            per_host: Ranks of each host, if all hosts have equally many consecutive ranks; 0 otherwise.
+
+        Example:
+            >>> CostTable(Link(1e-6, 1e-10), Link(10e-6, 1e-9)).network(8, per_host=4).levels[0].ranks
+            4
+        """
+        outer = self.inside if per_host >= size else self.between
+        network = Network(alpha=outer.alpha, bandwidth=_bandwidth(outer), gamma=self.gamma)
+        if not 1 < per_host < size:
+            return network
+        # The ranks of a host share its link.
+        host = Level("host", per_host, self.inside.alpha, _bandwidth(self.inside), _bandwidth(self.between))
+        return replace(network, levels=(host,))
+
+    def with_overrides(self, overrides: Mapping[str, str]) -> CostTable:
+        """Return this table with further overrides, which replace its own.
+
+        Args:
+            overrides: An algorithm for each collective.
+        """
+        return replace(self, overrides=tuple(sorted((dict(self.overrides) | dict(overrides)).items())))
+
+    def _constants(self) -> dict[str, Any]:
+        links = {"inside": self.inside._asdict(), "between": self.between._asdict()}
+        return {**links, "gamma": self.gamma, "overhead": self.overhead, "measured": self.measured}
+
+    def to_json(self, **further: Any) -> str:
+        """Return the table as JSON, with its format and hash.
+
+        Args:
+            further: More entries, which `from_json` does not read.
+        """
+        table = {**self._constants(), "overrides": dict(self.overrides)}
+        return json.dumps({"format": _FORMAT, "hash": self.hash, **further, **table}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> CostTable:
+        """Return the table that `to_json` has written.
+
+        Args:
+            text: JSON.
+
+        Raises:
+            ValueError: It is no such table, of another format, or its constants do not match its hash.
+        """
+        try:
+            found = json.loads(text)
+            if found["format"] != _FORMAT:
+                raise ValueError(f"format {found['format']}, not {_FORMAT}")
+            inside, between = (
+                Link(float(found[name]["alpha"]), float(found[name]["beta"])) for name in ("inside", "between")
+            )
+            gamma, overhead, measured = float(found["gamma"]), float(found["overhead"]), bool(found["measured"])
+            table = cls(inside, between, gamma, overhead, measured)
+            table = table.with_overrides(_checked(found["overrides"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no cost table: {type(error).__name__} at {error}") from error
+        if table.hash != found.get("hash"):
+            raise ValueError(f"constants do not match the hash {found.get('hash')!r}")
+        return table
+
+
+def parse_overrides(text: str) -> dict[str, str]:
+    """Return the overrides of a text such as "all_reduce=ring,broadcast=binomial".
+
+    Args:
+        text: Pairs of a collective and an algorithm, separated by commas.
+
+    Raises:
+        ValueError: A pair is malformed, or names no collective or algorithm.
+
+    Example:
+        >>> parse_overrides("all_reduce=chunked_ring:segments=4")
+        {'all_reduce': 'chunked_ring:segments=4'}
+    """
+    pairs = [pair.strip().partition("=") for pair in text.split(",") if pair.strip()]
+    return _checked({collective: algorithm for collective, _, algorithm in pairs})
+
+
+def _checked(overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return overrides whose collectives and algorithms exist; raise ValueError for others."""
+    for collective, algorithm in overrides.items():
+        if collective not in ALGORITHMS:
+            raise ValueError(
+                f"{collective!r} is no collective; write pairs such as all_reduce=ring, of {', '.join(ALGORITHMS)}"
+            )
+        _ = ALGORITHMS[collective][algorithm.partition(":")[0]]
+    return dict(overrides)
+
+
+def _bandwidth(link: Link) -> float:
+    return 1 / max(link.beta, 1e-15)

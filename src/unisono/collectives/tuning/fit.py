@@ -1,0 +1,102 @@
+"""Fit of a machine's constants to measured calls: least squares of relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from unisono.collectives.algorithms import find
+from unisono.collectives.simulator import Network, simulate
+from unisono.collectives.tuning.cost_table import Link
+
+__all__ = ["Cell", "Fit", "fit"]
+
+
+_ROUNDS = 3
+"""Repetitions, because which link or rank is the bottleneck depends on the constants."""
+
+
+class Cell(NamedTuple):
+    """One measured call.
+
+    Attributes:
+        collective, algorithm: The algorithm, with its options.
+        size: Number of ranks.
+        nbytes: Bytes of the message.
+        seconds: Measured time.
+    """
+
+    collective: str
+    algorithm: str
+    size: int
+    nbytes: int
+    seconds: float
+
+
+class Fit(NamedTuple):
+    """Constants that have been fitted.
+
+    Attributes:
+        link: Latency, and seconds per byte.
+        gamma: Seconds to reduce one received byte.
+        overhead: Seconds of the processor for each message.
+    """
+
+    link: Link
+    gamma: float
+    overhead: float
+
+
+def fit(cells: Sequence[Cell]) -> Fit:
+    """Return the constants that predict measured calls best, none of them negative.
+
+    Args:
+        cells: Calls of several sizes and algorithms; some must send several messages in a round.
+
+    Example:
+        >>> fit([Cell("broadcast", "binomial", 2, n, 1e-5 + n * 1e-9) for n in (8, 65536, 1048576)]).link.beta < 1.01e-9
+        True
+    """
+    constants: tuple[float, ...] = (10e-6, 1e-9, 0.1e-9, 0.0)
+    for _ in range(_ROUNDS):
+        constants = _solved([_coefficients(cell, constants) for cell in cells], cells)
+    alpha, beta, gamma, overhead = constants
+    return Fit(Link(alpha, beta), gamma, overhead)
+
+
+def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[float, ...]:
+    """Return constants that are not negative, by which the sums of each row are nearest to the measured seconds."""
+    weighted = torch.tensor(rows, dtype=torch.float64)
+    weighted /= torch.tensor([[cell.seconds] for cell in cells], dtype=torch.float64)
+    kept = [column for column in range(4) if weighted[:, column].any()]
+    solution = torch.zeros(4, dtype=torch.float64)
+    while kept:
+        # Columns of about equal size, so that the rank is found right.
+        scales = weighted[:, kept].norm(dim=0)
+        answer = torch.linalg.lstsq(weighted[:, kept] / scales, torch.ones(len(cells), 1, dtype=torch.float64)).solution
+        if not (answer < 0).any():
+            solution[kept] = answer[:, 0] / scales
+            break
+        del kept[int(answer.argmin())]
+    return tuple(solution.tolist())
+
+
+def _coefficients(cell: Cell, constants: Sequence[float]) -> list[float]:
+    """Return by how much a predicted time grows with alpha, beta, gamma and the overhead, from these constants on.
+
+    A simulated time is piecewise linear, and so is the sum of these products in the neighbourhood.
+    """
+    algorithm = find(cell.collective, cell.algorithm)
+
+    def seconds(alpha: float, beta: float, gamma: float) -> float:
+        network = Network(alpha=alpha, bandwidth=1 / max(beta, 1e-15), gamma=gamma)
+        return simulate(cell.collective, algorithm, cell.size, cell.nbytes, network=network).makespan
+
+    found, here = list[float](), seconds(*constants[:3])
+    for place, smallest in enumerate((1e-9, 1e-13, 1e-13)):
+        step = max(1e-3 * constants[place], smallest)
+        moved = [constant + step * (place == number) for number, constant in enumerate(constants[:3])]
+        found.append((seconds(*moved) - here) / step)
+    return [*found, float(algorithm.cost(cell.size, cell.nbytes).messages)]

@@ -165,9 +165,8 @@ class Engine(CallPlans, FastPathCalls):
     def _request(
         self, plan: Plan, number: int, algorithm: str | None, limit: float, site: str | None = None
     ) -> CollectiveRequest:
-        fixed, machine = self.options.deterministic, self.tuner.machine
-        settings = {"deterministic": fixed, "site": site, "machine": machine}
-        return make_request(plan, self.transport, number, algorithm, limit, **settings)
+        choice = self.options.deterministic, self.tuner.machine
+        return make_request(plan, self.transport, number, algorithm, limit, *choice, site=site)
 
     def _followed(self, job: CollectiveRequest, follow: Follow, algorithm: str | None) -> CollectiveRequest:
         """Return the request, followed by that of another plan, whose number is taken now."""

@@ -41,7 +41,8 @@ class ReductionMixin(CommunicatorBase):
         Args:
             tensor: Of a dtype that torch can reduce by `op`; bool sums are "or".
             op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
-            algorithm: A file of `unisono.collectives.algorithms.all_reduce` ("ring", "halving_doubling", ...), "native"
+            algorithm: "auto" for the least predicted time (see `plan`), a file of
+                `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...), "native"
                 where the backend has it, or None: native, else the fastest by its cost. "fewest_bytes":
                 native, else the algorithm that sends least.
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.

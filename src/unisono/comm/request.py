@@ -51,10 +51,10 @@ def make_request(
     number: int,
     algorithm: str | None,
     timeout: float,
+    deterministic: bool,
+    machine: Callable[[], Machine],
     *,
-    deterministic: bool = False,
     site: str | None = None,
-    machine: Callable[[], Machine] | None = None,
 ) -> CollectiveRequest:
     """Return the request of this number among a group's collectives.
 

@@ -24,6 +24,8 @@ _SLACK = 0.75
 """Part of an estimate by declared cost that no simulation falls below: latencies of ranks that wait in turn overlap."""
 _MESSAGES = 1 << 18
 """Messages of all ranks that are simulated one by one, at most: about half a second."""
+_IN_ROUNDS = 1 << 22
+"""Messages that are simulated in rounds, at most: about half a second, too, if a rank sends several in a round."""
 
 
 class Machine(NamedTuple):
@@ -129,8 +131,9 @@ def _families(algorithm: Algorithm, size: int, per_host: int) -> list[list[Algor
 
 def _long(algorithm: Algorithm, size: int, nbytes: int, hosts: bool) -> bool:
     """Return whether an algorithm has too many messages to simulate, and no rounds in which all ranks do alike."""
-    if algorithm.cost(size, nbytes).messages * size <= _MESSAGES:
-        return False
+    messages = algorithm.cost(size, nbytes).messages * size
+    if not _MESSAGES < messages <= _IN_ROUNDS:
+        return messages > _IN_ROUNDS
     rank: Any = Rotation(size)
     try:
         return any(hosts and len(step.send) > 1 for step in algorithm.steps(rank, size))

@@ -1,0 +1,60 @@
+"""Measure what messages cost on ranks of this host, and store it for `algorithm="auto"`.
+
+Prints the fitted constants, and the algorithm of all_reduce that they choose for each size.
+
+  unisono tune -n 4 --backend gloo
+  unisono tune -n 8 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from unisono.communicator import Communicator
+from unisono.errors import UnavailableError
+from unisono.tools.bench import on_ranks, parse_sizes, shown_size
+from unisono.tools.bench.settings import Settings
+from unisono.tools.cli import UsageError
+
+__all__ = ["add_arguments", "run"]
+
+_SIZES = parse_sizes("8:64M:*8")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the ranks, the backend and the output."""
+    add = parser.add_argument
+    add("-n", "--ranks", type=int, default=2, help="number of ranks, one thread each (%(default)s)")
+    add("--backend", default="auto", help="unisono's backend: shm, gloo, thread; auto is shm where it works")
+    add("--seconds", type=float, default=2.0, help="time for the measurement (%(default)s)")
+    add("--json", action="store_true", help="print the table as JSON")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Measure, store and print."""
+    try:
+        backend = Settings(backend=given.backend, ranks=given.ranks, seconds=given.seconds).chosen_backend
+        table, plans = on_ranks(_rank, given.ranks, backend, (given.seconds,))[0]
+    except (ValueError, UnavailableError) as error:
+        raise UsageError(str(error)) from error
+    if given.json:
+        print(table)
+        return 0
+    found = json.loads(table)
+    inside, gamma, overhead = found["inside"], found["gamma"], found["overhead"]
+    print(
+        f"{backend}, {given.ranks} ranks, table {found['hash']}: alpha {inside['alpha'] * 1e6:.1f} us, beta "
+        f"{inside['beta'] * 1e9:.3f} ns/B, gamma {gamma * 1e9:.3f} ns/B, overhead {overhead * 1e6:.1f} us a message"
+    )
+    print(f"\n{'all_reduce of':>14}  {'algorithm':<30} {'predicted':>12}")
+    for nbytes, algorithm, seconds in plans:
+        print(f"{shown_size(nbytes):>14}  {algorithm:<30} {seconds * 1e6:>9.1f} us")
+    return 0
+
+
+def _rank(comm: Communicator, seconds: float) -> tuple[str, list[tuple[int, str, float]]]:
+    table: Any = comm.tune(seconds)
+    plans = [(nbytes, comm.plan("all_reduce", nbytes)) for nbytes in _SIZES]
+    return table.to_json(), [(nbytes, plan.algorithm, plan.predicted_s) for nbytes, plan in plans]

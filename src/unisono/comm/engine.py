@@ -71,8 +71,7 @@ class Engine(CallPlans, FastPathCalls):
         full_check: bool = False,
     ) -> None:
         super().__init__(transport, control, options, full_check=full_check)
-        # The native core sums in an order of its own.
-        self.fast_path = None if options.deterministic else transport.fast_path
+        self.fast_path = None if options.deterministic else transport.fast_path  # it sums in an order of its own
         self.tuner = Tuner(transport, control, options, hosts)
         self._sink, self._limit_s = SINK, options.timeout_s
         self._rank, self._inside = self.group.rank, set()
@@ -165,8 +164,8 @@ class Engine(CallPlans, FastPathCalls):
     def _request(
         self, plan: Plan, number: int, algorithm: str | None, limit: float, site: str | None = None
     ) -> CollectiveRequest:
-        choice = self.options.deterministic, self.tuner.machine
-        return make_request(plan, self.transport, number, algorithm, limit, *choice, site=site)
+        how = algorithm, limit, self.options.deterministic, self.tuner.machine
+        return make_request(plan, self.transport, number, *how, site=site)
 
     def _followed(self, job: CollectiveRequest, follow: Follow, algorithm: str | None) -> CollectiveRequest:
         """Return the request, followed by that of another plan, whose number is taken now."""

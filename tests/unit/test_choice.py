@@ -220,7 +220,7 @@ def test_environment_file_and_argument_override(tmp_path: Path, monkeypatch: pyt
         return plan.algorithm, plan.why, "ring" in plan.others, comm.plan("barrier", 0).why
 
     name, why, listed, other = un.launch(argument, 2, "thread")[0]
-    assert (name, why, listed) == ("ring", "as the argument says", False)
+    assert (name, why, listed) == ("ring", "set by the argument", False)
     assert other.startswith("the fastest of")
 
 

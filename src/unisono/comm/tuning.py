@@ -110,10 +110,10 @@ class TuningMixin(RootedMixin, ReductionMixin, SubgroupMixin):
         rounded = family.reduces and reduced in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) and not exact
         balanced = rounded and self._engine.options.deterministic
         needs = Needs(collective, self.size, rounded, balanced, rotated=False)
-        why = "as the argument says"
+        why = "set by the argument"
         if algorithm is None:
             algorithm = dict(machine.table.overrides).get(collective)
-            why = "" if algorithm is None else "as UNISONO_ALGORITHM or the table's overrides say"
+            why = "" if algorithm is None else "set by UNISONO_ALGORITHM or the overrides of the table"
         return explain(needs, size_class(nbytes), machine, algorithm, why)
 
 

@@ -29,7 +29,7 @@ _IN_ROUNDS = 1 << 22
 
 
 class Machine(NamedTuple):
-    """What a choice depends on beside the call.
+    """Constants and hosts, on which a choice depends beside the call.
 
     Attributes:
         table: Constants, equal on all ranks.

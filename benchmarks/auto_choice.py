@@ -19,6 +19,7 @@ import os
 import statistics
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -89,7 +90,7 @@ def simulated(ranks: Iterable[int]) -> None:
 
 
 def ratios(
-    comm: un.Communicator, sizes: tuple[int, ...], seconds: float, native: bool
+    comm: un.Communicator, sizes: tuple[int, ...], seconds: float, native: bool, _folder: Path
 ) -> list[tuple[int, str, str, float, float]]:
     """Return for each size auto's algorithm, the best one or gloo's own, auto's seconds, and the ratio to the other."""
     torch.set_num_threads(1)

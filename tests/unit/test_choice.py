@@ -16,6 +16,7 @@ from unisono.collectives.selection import Needs, explain
 from unisono.collectives.tuning.cost_table import CostTable, Link, parse_overrides
 from unisono.collectives.tuning.fit import Cell, fit
 from unisono.collectives.tuning.prediction import Machine, compare, predicted
+from unisono.tools.cli import main
 
 TABLE = CostTable(Link(10e-6, 1e-9), Link(10e-6, 1e-9), gamma=0.1e-9)
 HOSTS = CostTable(Link(1e-6, 1e-10), Link(10e-6, 1e-9))
@@ -261,3 +262,11 @@ def test_json_has_a_format_and_a_hash() -> None:
     assert (found["format"], found["hash"]) == (1, TABLE.hash)
     with pytest.raises(ValueError, match="at least 0 s"):
         CostTable(Link(-1.0, 0.0), Link(0.0, 0.0))
+
+
+def test_command_measures_and_stores(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "-n", "2", "--backend", "thread", "--seconds", "0.05", "--json"]) == 0
+    table = CostTable.from_json(capsys.readouterr().out)
+    (path,) = own_folder.iterdir()
+    assert CostTable.from_json(path.read_text()) == table
+    assert main(["tune", "-n", "0"]) == 2

@@ -23,7 +23,8 @@ from unisono.core.types import ReduceOp
 
 __all__ = ["TuningMixin"]
 
-_SIZES = (64, 4 << 10, 64 << 10, 512 << 10)
+_SIZES = (64, 64 << 10, 512 << 10, 4 << 10)
+"""The first two are always measured: bytes cannot be told from latency by one size."""
 _ALGORITHMS = ("recursive_doubling", "ring", "two_shot", "one_shot", "chunked_ring:segments=8")
 _CALLS = 4
 """Calls per sample: a call overlaps with the next one, as in a program."""
@@ -142,7 +143,7 @@ def _measured(comm: TuningMixin, seconds: float) -> list[Cell]:
         share = (end - now) / (len(_SIZES) - place)
         rounds = torch.tensor([max(0, min(20, int(share / (_CALLS * (now - begin)))))], device=device)
         comm.broadcast(rounds, 0)
-        if not int(rounds) and cells:
+        if not int(rounds) and place > 1:
             break
         samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
         for _ in range(max(1, int(rounds))):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from unisono.communicator import Communicator
@@ -54,7 +55,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _rank(comm: Communicator, seconds: float) -> tuple[str, list[tuple[int, str, float]]]:
+def _rank(comm: Communicator, seconds: float, _folder: Path) -> tuple[str, list[tuple[int, str, float]]]:
     table: Any = comm.tune(seconds)
     plans = [(nbytes, comm.plan("all_reduce", nbytes)) for nbytes in _SIZES]
     return table.to_json(), [(nbytes, plan.algorithm, plan.predicted_s) for nbytes, plan in plans]

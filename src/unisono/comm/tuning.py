@@ -24,7 +24,7 @@ from unisono.core.types import ReduceOp
 __all__ = ["TuningMixin"]
 
 _SIZES = (64, 64 << 10, 512 << 10, 4 << 10)
-"""The first two are always measured: bytes cannot be told from latency by one size."""
+"""The first two are always measured: one size cannot separate bytes from latency."""
 _ALGORITHMS = ("recursive_doubling", "ring", "two_shot", "one_shot", "chunked_ring:segments=8")
 _CALLS = 4
 """Calls per sample: a call overlaps with the next one, as in a program."""

@@ -11,17 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono.communicator import Communicator
 from unisono.errors import UnavailableError
-from unisono.tools.bench import on_ranks, parse_sizes, shown_size
-from unisono.tools.bench.settings import Settings
 from unisono.tools.cli import UsageError
+
+if TYPE_CHECKING:
+    from unisono.communicator import Communicator
 
 __all__ = ["add_arguments", "run"]
 
-_SIZES = parse_sizes("8:64M:*8")
+_SIZES = [8 << shift for shift in range(0, 24, 3)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Measure, store and print."""
+    from unisono.tools.bench import on_ranks, shown_size
+    from unisono.tools.bench.settings import Settings
+
     try:
         backend = Settings(backend=given.backend, ranks=given.ranks, seconds=given.seconds).chosen_backend
         table, plans = on_ranks(_rank, given.ranks, backend, (given.seconds,))[0]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 # An averager over gloo takes a tenth of a second to make.
-SHORT = [("thread", 104), ("shm", 34), ("gloo", 10)]
+SHORT = [("thread", 60), ("shm", 20), ("gloo", 8)]
 LONG = [("thread", 400), ("shm", 400), ("gloo", 180)]
 SIZES = pytest.mark.parametrize("size", [2, 3])
 MOST = 2  # Failures, each of which may take as long as a timeout.
@@ -39,6 +39,7 @@ def test_gradients_of_random_programs(backend: str, count: int, size: int) -> No
     check(failures(range(count), backend, size))
 
 
+@pytest.mark.soak
 def test_gradients_of_compiled_models() -> None:
     check(failures(range(5), "thread", 2, compiled=True))
 

@@ -65,6 +65,7 @@ def loaded(site: Path) -> list[str]:
     ]
 
 
+@pytest.mark.soak
 def test_site_builds_without_warnings_or_broken_links() -> None:
     for command in (["docs/site/stage.py"], ["-m", "zensical", "build", "--strict", "--clean"]):
         run = [sys.executable, *command]

@@ -91,7 +91,7 @@ def check(mistake: Mistake, block: str) -> None:
     assert "direct cause" not in block
 
 
-@pytest.mark.parametrize("name", ["killed_rank", "wrong_size"])
+@pytest.mark.parametrize("name", ["wrong_size"])
 def test_unisono_run(name: str, tmp_path: Path) -> None:
     check(NAMED[name], under_unisono_run(tmp_path, NAMED[name]))
 

@@ -59,7 +59,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=90)
 
 
-@pytest.mark.parametrize("script", [("train.py",), ("-m", "train")])
+@pytest.mark.parametrize("script", [("train.py",), pytest.param(("-m", "train"), marks=pytest.mark.soak)])
 def test_each_line_begins_with_its_rank(script: tuple[str, ...]) -> None:
     ended = run("-n", "3", "--backend", "gloo", *script, "plain", "--ranks", "5")
     assert ended.returncode == 0, ended.stderr
@@ -82,7 +82,7 @@ def test_the_first_error_is_shown_once_and_the_others_are_counted() -> None:
 @pytest.mark.parametrize(
     ("what", "status", "sentence"),
     [
-        ("exit", 7, "[rank 1 of 2] exited with status 7"),
+        pytest.param("exit", 7, "[rank 1 of 2] exited with status 7", marks=pytest.mark.soak),
         ("kill", 128 + 9, "[rank 1 of 2] was ended by SIGKILL (by the kernel, if memory ran out)"),
     ],
 )
@@ -99,6 +99,7 @@ def test_others_go_on_after_a_failure_if_asked_to() -> None:
     assert ended.stderr.splitlines()[-1] == "KeyError: 'lr'"
 
 
+@pytest.mark.soak
 def test_exit_statuses_as_json() -> None:
     ended = run("-n", "2", "--json", "train.py", "exit")
     result = json.loads(ended.stdout)
@@ -113,7 +114,7 @@ def test_all_ranks_start_again_after_a_failure() -> None:
     assert ended.stdout.splitlines() == ["sum 3 backend shm"] * 4
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_ranks_end_with_their_launcher(folder: Path, how: signal.Signals) -> None:
     # A shell ignores interrupts for what it starts in the background, tests for instance.
     default = ["env", "--default-signal=INT"]
@@ -150,6 +151,7 @@ def test_impossible_requests(words: list[str], sentence: str, capsys: pytest.Cap
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_torch_and_unisono_start_side_by_side(folder: Path) -> None:
     (folder / "both.py").write_text(
         "import torch\n"

@@ -14,7 +14,7 @@ COMPILER = shutil.which("g++")
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")
-@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+@pytest.mark.parametrize("sanitizers", ["thread", pytest.param("address,undefined", marks=pytest.mark.soak)])
 def test_ranks_as_threads(sanitizers: str, tmp_path: Path) -> None:
     program = tmp_path / "ranks"
     # GCC says of each fence that -fsanitize=thread does not know it; data is ordered by release and acquire.

@@ -93,6 +93,7 @@ def checkouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("_checkouts")
 
 
+@pytest.mark.soak
 def test_checkouts_alternate(checkouts: ModuleType) -> None:
     source = Path(un.__file__).parents[1]
     cases = [

@@ -197,7 +197,7 @@ def test_consecutive_tests_reuse_processes_that_end_with_the_session(
             os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("backend", ["thread", "gloo"])
+@pytest.mark.parametrize("backend", ["thread", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_hanging_test_ends_and_names_the_rank(inner: pytest.Pytester, backend: str) -> None:
     inner.makepyfile(
         f"""

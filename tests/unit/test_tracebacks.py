@@ -81,6 +81,7 @@ def test_a_mismatch_shows_the_users_lines_once(tmp_path: Path) -> None:
     assert "MismatchError" in second
 
 
+@pytest.mark.soak
 def test_the_loss_of_a_peer_is_one_line_and_its_own_error_is_whole(tmp_path: Path) -> None:
     survivor, culprit = run_ranks(tmp_path, OWN_ERROR)
     assert culprit.startswith("[rank 1 of 2] Traceback")

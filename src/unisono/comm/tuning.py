@@ -97,8 +97,9 @@ class TuningMixin(RootedMixin, ReductionMixin, SubgroupMixin):
             ValueError: There is no such collective or algorithm, or it cannot serve the call.
 
         Example:
-            >>> un.launch(lambda comm: comm.plan("all_reduce", 1024).algorithm, nprocs=4, backend="thread")[0]
-            'recursive_doubling'
+            >>> plan = un.launch(lambda comm: comm.plan("all_reduce", 1024), nprocs=4, backend="thread")[0]
+            >>> plan.algorithm in un.algorithms.serving("all_reduce", 4), plan.predicted_s < 1
+            (True, True)
         """
         family, reduced = family_of(collective), parse_op(op)
         if nbytes < 0:

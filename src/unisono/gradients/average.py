@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.bucket_plan import MIB, Named, agree_on_parameters, named_parameters
-from unisono.gradients.flatten import buckets, flat_apply, share
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import Weights
+from unisono.utils.bucket_plan import MIB, Named, agree_on_parameters, named_parameters
+from unisono.utils.flatten import buckets, flat_apply, share
 
 __all__ = ["average_gradients", "broadcast_parameters"]
 

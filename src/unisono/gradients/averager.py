@@ -10,8 +10,8 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.averager_shards import AveragerShards
-from unisono.gradients.flatten import broadcast_all
 from unisono.gradients.weights import AllRanksDone
+from unisono.utils.flatten import broadcast_all
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec

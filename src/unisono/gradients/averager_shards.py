@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unisono.gradients.averager_passes import AveragerPasses
-from unisono.gradients.flatten import broadcast_all
+from unisono.utils.flatten import broadcast_all
 
 __all__ = ["AveragerShards"]
 

@@ -9,7 +9,7 @@ import torch
 
 from unisono.core.native import native
 from unisono.core.types import Work
-from unisono.gradients.bucket_plan import dense_strides
+from unisono.utils.bucket_plan import dense_strides
 
 __all__ = ["Bucket"]
 

@@ -9,7 +9,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.core.reduce_op import HALVES
-from unisono.gradients.bucket_plan import MIB, Named, plan_buckets
+from unisono.utils.bucket_plan import MIB, Named, plan_buckets
 
 __all__ = ["LogicalShards"]
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import stateless
 
 from unisono.gradients.backward_pass import BackwardPass
-from unisono.gradients.bucket_plan import Named
+from unisono.utils.bucket_plan import Named
 
 __all__ = ["ParameterRegistry"]
 

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.communicator import Communicator
 from unisono.errors import MismatchError
-from unisono.gradients.bucket_plan import MIB
-from unisono.gradients.flatten import buckets, flat_apply
+from unisono.utils.bucket_plan import MIB
+from unisono.utils.flatten import buckets, flat_apply
 
 __all__ = [
     "Facts",

@@ -15,9 +15,9 @@ from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError
 from unisono.gradients.backward_pass import SavedGradients
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.bucket_plan import Named, plan_buckets
 from unisono.gradients.observed_bucket import observe_bucket
 from unisono.gradients.weights import Weights
+from unisono.utils.bucket_plan import Named, plan_buckets
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.bucket_plan import Named
 from unisono.gradients.error_context import ErrorContext, check_skipped
 from unisono.gradients.weights import Weights
+from unisono.utils.bucket_plan import Named
 
 __all__ = ["average_sparse", "sparse_parameters"]
 

@@ -8,7 +8,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.core.tensors import check_tensor
-from unisono.gradients.bucket_plan import MIB, Named, plan_buckets
+from unisono.utils.bucket_plan import MIB, Named, plan_buckets
 
 __all__ = ["broadcast_all", "buckets", "flat_apply", "share"]
 

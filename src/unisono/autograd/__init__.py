@@ -1,0 +1,1 @@
+"""Differentiable collectives: each is the adjoint of another one."""

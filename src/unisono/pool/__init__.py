@@ -1,0 +1,1 @@
+"""Tasks for idle ranks: futures and `map`, as `concurrent.futures` has them."""

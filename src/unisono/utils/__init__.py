@@ -1,0 +1,1 @@
+"""Helpers that training scripts share: parameters by name, buckets, flat tensors."""

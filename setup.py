@@ -19,9 +19,9 @@ def core() -> list[Extension]:
     binding = Path(nanobind.__file__).parent
     extension = Extension(
         "unisono._native",
-        [str(CORE / "bindings.cpp"), str(binding / "src/nb_combined.cpp")],
+        [str(CORE / "bindings.cpp"), str(CORE / "nanobind.cpp")],
         depends=list(map(str, sources)),
-        include_dirs=[str(CORE), str(binding / "include"), str(binding / "ext/robin_map/include")],
+        include_dirs=[str(CORE), *(str(binding / part) for part in ("include", "src", "ext/robin_map/include"))],
         define_macros=[("UNISONO_BUILD", f'"{build}"'), ("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
         extra_compile_args=[
             "-std=c++17",

@@ -15,7 +15,7 @@ STAMP := $(VENV)/installed-in-$(shell pwd -P | cksum | cut -d ' ' -f 1)
 # The tests start hundreds of interpreters, each of which would compile everything anew if nothing were kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test soak gpu bench lint format docs docs-check package site clean
+.PHONY: help install demo test soak gpu matrix bench lint format docs docs-check package site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -34,6 +34,9 @@ soak: $(STAMP) ## all tests, the long ones too
 
 gpu: ## the tests that need a GPU, with the torch that PYTHON has (8 minutes at most)
 	@$(PYTHON) tests/gpu/run.py $(ARGS)
+
+matrix: $(STAMP) ## the tests on each Python that is here, with the oldest torch and the newest (an hour or more)
+	$(PY) -m nox $(ARGS)
 
 bench: $(STAMP) ## answer every question in benchmarks/, and write docs/benchmarks.md (half an hour)
 	$(PY) benchmarks/_report.py $(ARGS)

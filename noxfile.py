@@ -1,0 +1,25 @@
+"""The tests on each interpreter that is here, with the oldest torch that has a wheel for it and with the newest.
+
+    make matrix                                     # all
+    make matrix ARGS='--session "tests-3.13(newest)"'
+    make matrix ARGS=--list
+
+Interpreters that are missing are skipped, and listed at the end.
+"""
+
+import nox
+
+OLDEST = {"3.11": "2.8.0", "3.12": "2.8.0", "3.13": "2.8.0", "3.13t": "2.8.0", "3.14": "2.9.0", "3.14t": "2.9.0"}
+"""By version of Python, the oldest torch that unisono serves and that has a wheel for it."""
+
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = False
+
+
+@nox.session(python=list(OLDEST))
+@nox.parametrize("newest", [False, True], ids=["oldest", "newest"])
+def tests(session: nox.Session, newest: bool) -> None:
+    session.install("torch" if newest else f"torch=={OLDEST[str(session.python)]}")
+    session.install("--editable", ".[dev]")
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "worksteal", "--ignore", "tests/house", *session.posargs)

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 
 from unisono import serialization
@@ -17,6 +16,7 @@ from unisono.comm.reductions import ReductionMixin
 from unisono.comm.rooted import RootedMixin
 from unisono.comm.uneven import UnevenMixin
 from unisono.core.failure import text_of
+from unisono.serialization.functions import dumps
 
 __all__ = ["ObjectMixin"]
 
@@ -163,7 +163,7 @@ class ObjectMixin(ProbeMixin, RootedMixin, ExchangeMixin, UnevenMixin, Reduction
     def _encode(self, obj: Any, trusted: bool) -> bytes:
         """Return a value's bytes; if it cannot be sent, those of the reason, so that receivers get an error."""
         try:
-            return _PICKLED + cloudpickle.dumps(obj) if trusted else _PLAIN + serialization.encode(obj)
+            return _PICKLED + dumps(obj) if trusted else _PLAIN + serialization.encode(obj)
         except Exception as error:
             reason = f"rank {self.rank} has a value that cannot be sent: {text_of(error)}"
             return _REFUSED + reason.encode(errors="replace")

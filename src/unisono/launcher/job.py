@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cloudpickle
 import torch
 from tblib import pickling_support
 
@@ -18,6 +17,7 @@ from unisono.core.failure import text_of
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableError
+from unisono.serialization.functions import dumps
 from unisono.transports.hierarchical import Connectable
 
 __all__ = ["GRACE_S", "Job", "Outcome", "conclude", "first_failure", "reported", "run_reported"]
@@ -78,12 +78,12 @@ def run_reported(rank: int, program: Callable[[], Any]) -> bytes:
         message = ("result", _packed_result(program(), rank))
     except BaseException as error:
         message = ("error", _packed_error(error))
-    return bytes(cloudpickle.dumps(message))
+    return dumps(message)
 
 
 def _packed_result(result: Any, rank: int) -> bytes:
     try:
-        return bytes(cloudpickle.dumps(result))
+        return dumps(result)
     except Exception as error:
         raise TypeError(
             f"the result of rank {rank}, {type(result).__name__}, cannot be sent back ({error}); "
@@ -95,11 +95,11 @@ def _packed_error(error: BaseException) -> bytes:
     """Pickle an error with its traceback and causes; a plain error of the same text if it cannot be pickled."""
     pickling_support.install(error)
     try:
-        data = bytes(cloudpickle.dumps(error))
+        data = dumps(error)
         pickle.loads(data)
     except Exception:
         plain = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
-        return bytes(cloudpickle.dumps(plain.with_traceback(error.__traceback__)))
+        return dumps(plain.with_traceback(error.__traceback__))
     return data
 
 

@@ -17,8 +17,6 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from unisono.control.server import Server
 from unisono.core.failure import ended_by
 from unisono.errors import PeerLostError, UnavailableError
@@ -28,6 +26,7 @@ from unisono.host.mpi_library import find_mpirun, mpirun_environment
 from unisono.launcher.job import GRACE_S, Job, Outcome, reported
 from unisono.launcher.processes import by_value, share_of_cores
 from unisono.launcher.worker import WorkerSpec
+from unisono.serialization.functions import dumps
 
 __all__ = ["ORDERS", "RANKS", "run_mpirun", "running"]
 
@@ -61,7 +60,7 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
     orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None)
     with tempfile.TemporaryDirectory(prefix="unisono-mpi-") as name:
         folder = Path(name)
-        (folder / ORDERS).write_bytes(cloudpickle.dumps((orders, key, list(sys.path))))
+        (folder / ORDERS).write_bytes(dumps((orders, key, list(sys.path))))
         command = [mpirun, *_survival(mpirun, on_failure), "-n", str(size), sys.executable, "-m", _RANK, name]
         try:
             with Listener(str(folder / RANKS), authkey=key) as listener, running(command, size) as process:

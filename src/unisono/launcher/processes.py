@@ -21,14 +21,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
-
 from unisono.control.server import Server
 from unisono.core.failure import ended_by
 from unisono.errors import CommError, PeerLostError
 from unisono.host.cpu_count import cores
 from unisono.launcher.job import GRACE_S, Job, Outcome, reported
 from unisono.launcher.worker import WorkerSpec, run_worker
+from unisono.serialization.functions import dumps
 
 __all__ = ["by_value", "run_processes", "share_of_cores"]
 
@@ -214,18 +213,11 @@ def by_value(job: Job) -> bytes:
     """
     main = sys.modules.get("__main__")
     module = sys.modules.get(getattr(job.fn, "__module__", "") or "")
-    unknown = module is not None and module is not main and (_is_rewritten(job.fn) or not _found(module))
-    if unknown:
-        assert module is not None
-        cloudpickle.register_pickle_by_value(module)
+    importable = module is None or module is main or (_found(module) and not _is_rewritten(job.fn))
     try:
-        return bytes(cloudpickle.dumps(job))
+        return dumps(job, None if importable else module)
     except Exception as error:
         raise TypeError(f"{_unsendable(job)} cannot be sent to the ranks: {error}") from error
-    finally:
-        if unknown:
-            assert module is not None
-            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _unsendable(job: Job) -> str:
@@ -234,7 +226,7 @@ def _unsendable(job: Job) -> str:
     keywords = {f"kwargs[{name!r}]": value for name, value in job.kwargs.items()}
     for name, value in {"fn": job.fn, **arguments, **keywords}.items():
         try:
-            cloudpickle.dumps(value)
+            dumps(value)
         except Exception:
             return name if name != "fn" else "fn, or a variable that it uses,"
     return "the program"

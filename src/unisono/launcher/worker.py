@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import signal
 import sys
 from contextlib import suppress
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
 import torch
 
 from unisono.control.client import SocketControl
@@ -69,7 +69,7 @@ def run_job(orders: WorkerSpec) -> bytes:
     """Run the job; return its outcome, for the launching process."""
 
     def program() -> Any:
-        job: Job = cloudpickle.loads(orders.job)
+        job: Job = pickle.loads(orders.job)
         control = SocketControl(orders.address, orders.secret, job.options.timeout_s, on_orphan=_end)
         return job.run(Group.world(orders.rank, orders.size), control)
 

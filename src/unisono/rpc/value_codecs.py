@@ -16,7 +16,6 @@ import pickle
 import types
 from typing import Any
 
-import cloudpickle
 import torch
 
 from unisono.rpc.exported import NotExposedError, name_of
@@ -39,6 +38,7 @@ from unisono.serialization.format import (
     take_text,
     write,
 )
+from unisono.serialization.functions import FunctionPickler
 
 __all__ = ["install", "put_pickled", "register_reference"]
 
@@ -195,7 +195,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
 
 
 # -- any object, among ranks that trust each other -------------------------------------------------
-class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
+class _Pickler(FunctionPickler):
     """Pickler that encodes references, and tensors that calls support, as in any other call."""
 
     def __init__(self, file: io.BytesIO, parts: MessageWriter) -> None:

@@ -15,8 +15,6 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from unisono.errors import CommError, PeerLostError
 from unisono.launcher.api import launch
 from unisono.launcher.job import GRACE_S, Outcome, first_failure, reported
@@ -115,7 +113,7 @@ class PoolProcesses:
         called = size if key in self._connected else self._size
         self._connected.add(key)
         for rank in range(called):
-            self._links[rank].send_bytes(cloudpickle.dumps((*key, program)))
+            self._links[rank].send_bytes(pickle.dumps((*key, program)))
         return [self._links[rank] for rank in range(size)]
 
     def _collect(self, pending: dict[int, Connection], ended: list[Outcome], limit_s: float, on_failure: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import sys
 import threading
@@ -13,9 +12,8 @@ from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any, Literal, Self
 
-import cloudpickle
-
 from unisono.launcher.job import conclude
+from unisono.serialization.functions import FunctionPickler, dumps
 from unisono.testing.pool_processes import PoolProcesses
 from unisono.testing.pool_threads import run_limited
 from unisono.testing.ranks import TIMEOUT_S, run_ranks
@@ -178,22 +176,11 @@ def _of_the_first(size: int, options: dict[str, Any]) -> dict[str, Any]:
 def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle the program by value: a test's module is often not importable in a rank, so its code is included."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
-    if module is None or module.__name__.partition(".")[0] in ("unisono", "__main__"):
-        return _pickled((fn, args))
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        return _pickled((fn, args))
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
+    importable = module is None or module.__name__.partition(".")[0] in ("unisono", "__main__")
+    return dumps((fn, args), None if importable else module, _Pickler)
 
 
-def _pickled(program: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(program)
-    return buffer.getvalue()
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(FunctionPickler):
     """A pickler that sends tests without the machinery of Hypothesis around them, which cannot be pickled."""
 
     def reducer_override(self, obj: Any) -> Any:

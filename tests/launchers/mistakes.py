@@ -199,9 +199,9 @@ def expanded_tensor(comm: un.Communicator) -> None:
     comm.all_reduce(torch.ones(1).expand(3))  # here
 
 
-@mistake("must be a torch.Tensor, not list")
+@mistake("numbers, not dict")
 def no_tensor(comm: un.Communicator) -> None:
-    comm.all_reduce([1.0, 2.0])  # type: ignore[arg-type]  # here
+    comm.all_reduce({"loss": 1.0})  # type: ignore[arg-type]  # here
 
 
 @mistake("src=2 is not a rank")

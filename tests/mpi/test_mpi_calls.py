@@ -169,11 +169,11 @@ def test_wrong_arguments_are_rejected_without_effect(ranks: RankPool) -> None:
 
     for said, total in ranks.run(program):
         assert said == {
-            "a list": "the tensor must be a torch.Tensor, not list",
-            "a list for a tensor": "output must be a torch.Tensor, not list",
+            "a list": "the tensor is a list of Tensor; pass one tensor or array, or a list of numbers",
+            "a list for a tensor": "output is a list of Tensor; pass one tensor or array, or a list of numbers",
             "a tensor for a list": "tensor_list must be a list of tensors, not Tensor",
-            "no input": "input must be a torch.Tensor, not NoneType",
-            "no output": "output must be a torch.Tensor, not NoneType",
+            "no input": "input must be a torch.Tensor, an array, a buffer or numbers, not NoneType",
+            "no output": "output must be a torch.Tensor, an array, a buffer or numbers, not NoneType",
             **{
                 what: f"unknown reduce operation {op}; known: sum, avg, product, min, max, band, bor, bxor"
                 for what, op in {

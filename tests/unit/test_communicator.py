@@ -98,9 +98,9 @@ def test_partial_overlap_of_own_part_is_rejected() -> None:
 
 def test_non_tensor_argument_is_named() -> None:
     def program(comm: un.Communicator) -> None:
-        with pytest.raises(TypeError, match=r"must be a torch\.Tensor, not NoneType"):
+        with pytest.raises(TypeError, match=r"must be a torch\.Tensor, .* not NoneType"):
             comm.sendrecv(torch.ones(1), 1 - comm.rank, None, 1 - comm.rank)
-        with pytest.raises(TypeError, match=r"output must be a torch\.Tensor, not NoneType"):
+        with pytest.raises(TypeError, match=r"output must be a torch\.Tensor, .* not NoneType"):
             comm.reduce_scatter_single(None, torch.ones(2))
 
     on_threads(program)

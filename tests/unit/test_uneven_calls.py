@@ -98,7 +98,7 @@ def refused(comm: un.Communicator, given: Any, later: bool) -> tuple[str, float]
     [
         (None, "tensors must be given on rank 1, one tensor per rank"),
         ([torch.ones(1)] * 2, "each of the 3 ranks, not 2"),
-        ([torch.ones(1), torch.ones(1), 3], "must be a torch.Tensor, not int"),
+        ([torch.ones(1), torch.ones(1), None], "numbers, not NoneType"),
         ([torch.ones(1), torch.ones(1), torch.ones(1, 1)], "tensors[2] has shape (1, 1)"),
         ([torch.ones([1] * 17)] * 3, "tensors[0] has 17 dimensions; at most 16"),
     ],

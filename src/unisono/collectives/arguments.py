@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -73,18 +74,26 @@ def check_rank(rank: object, name: str, size: int, *, other_than: int | None = N
         raise ValueError(f"{name}={rank} is this rank itself; copy the tensor instead")
 
 
+def _is_list(tensors: object) -> TypeGuard[Sequence[object]]:
+    """Return whether an argument is a sequence of buffers, not a buffer of numbers."""
+    return isinstance(tensors, Sequence) and not isinstance(
+        tensors, torch.Tensor | str | bytes | bytearray | memoryview | array
+    )
+
+
 def check_list(
     tensors: object, name: str, size: int, devices: frozenset[str], *, written: bool, like: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Return one tensor for each rank, all of the dtype and device of `like`, or of the first one if it is None."""
-    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+    if not _is_list(tensors):
         raise TypeError(f"{name} must be a list of tensors, not {type(tensors).__name__}")
     if len(tensors) != size:
         raise ValueError(f"{name} must have one tensor for each of the {size} ranks, not {len(tensors)}")
+    found: list[torch.Tensor] = []
     for index, tensor in enumerate(tensors):
-        check_tensor(tensor, f"{name}[{index}]", devices, written=written)
-        _check_like(tensor, f"{name}[{index}]", tensors[0] if like is None else like)
-    return tuple(tensors)
+        found.append(check_tensor(tensor, f"{name}[{index}]", devices, written=written))
+        _check_like(found[index], f"{name}[{index}]", found[0] if like is None else like)
+    return tuple(found)
 
 
 class _Checks(NamedTuple):
@@ -108,11 +117,8 @@ class _Checks(NamedTuple):
         if collective.packed:
             read, written = self._packed(output, input, splits)
         elif collective.pairwise:
-            first = input[0] if isinstance(input, Sequence) and input else None
-            if first is None:
-                raise TypeError(f"{collective.input} must be a list of {self.size} tensors")
-            read = self._list(input, collective.input, first, written=False)
-            written = self._list(output, collective.output, first, written=True)
+            read = self._list(input, collective.input, None, written=False)
+            written = self._list(output, collective.output, read.tensors[0], written=True)
         elif collective.gathers:
             read = self._one(input, collective.input)
             written = self._list(output, collective.output, read.tensors[0], written=True)
@@ -128,18 +134,18 @@ class _Checks(NamedTuple):
         found = check_tensor(tensor, label, self.devices, written=written)
         return Side((found,), (found.numel(),))
 
-    def _list(self, tensors: object, name: str, like: torch.Tensor, *, written: bool) -> Side:
-        """Return one tensor for each rank, of `like`'s dtype and device; only the root passes them if there is one."""
+    def _list(self, tensors: object, name: str, like: torch.Tensor | None, *, written: bool) -> Side:
+        """Return one tensor for each rank, as `check_list`; only the root passes them if there is one."""
         if self.collective.root is not None:
             if self.rank != self.root:
-                if tensors:
+                if tensors is not None and not (_is_list(tensors) and not tensors):
                     raise ValueError(f"{name} is for rank {self.root} only; pass None on the other ranks")
                 return NO_TENSORS
             if tensors is None:
                 raise ValueError(f"{name} must be given on rank {self.root}, one tensor per rank")
         found = check_list(tensors, name, self.size, self.devices, written=written, like=like)
         for index, tensor in enumerate(found):
-            if not self.collective.uneven and self.collective.root is not None and tensor.numel() != like.numel():
+            if not self.collective.uneven and like is not None and tensor.numel() != like.numel():
                 raise ValueError(
                     f"{name}[{index}] has {tensor.numel()} elements, but the tensor has {like.numel()}; "
                     "all must have the same number"

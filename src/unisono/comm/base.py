@@ -8,6 +8,7 @@ import torch
 
 from unisono.collectives.arguments import check_rank
 from unisono.comm.engine import Engine
+from unisono.core.buffers import Buffer
 from unisono.core.tensors import check_tensor
 from unisono.core.types import Timeout
 from unisono.errors import CommError
@@ -58,5 +59,5 @@ class CommunicatorBase:
     def _check_rank(self, rank: int, name: str, *, other: bool = False) -> None:
         check_rank(rank, name, self.size, other_than=self.rank if other else None)
 
-    def _check_tensor(self, tensor: torch.Tensor, name: str, *, written: bool = False) -> None:
-        check_tensor(tensor, name, self._engine.transport.devices, written=written)
+    def _check_tensor(self, buffer: Buffer, name: str, *, written: bool = False) -> torch.Tensor:
+        return check_tensor(buffer, name, self._engine.transport.devices, written=written)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from unisono.collectives.arguments import Splits, check_arguments
 from unisono.collectives.plan import Plan, make_plan
 from unisono.collectives.selection import NATIVE
@@ -54,7 +56,15 @@ class CallPlans(CommunicatorState):
         group, devices = self.group, self.transport.devices
         read, written = check_arguments(what, output, input, root, splits, group.rank, group.size, devices)
         reduces = parse_op(op) if what.reduces else None
-        return make_plan(what, read, written, reduces, root, group.size, staging or self.staging(), lengths)
+        plan = make_plan(what, read, written, reduces, root, group.size, staging or self.staging(), lengths)
+        if written.tensors and what.writes(group.rank, root or 0):
+            results: Any = output if what.gathers and not what.packed else (output,)
+            lists = [id(buffer) for buffer in results if isinstance(buffer, list)]
+            if len(set(lists)) < len(lists):
+                raise ValueError(f"{what.output} has one list several times; pass separate lists")
+            for buffer, tensor in zip(results, written.tensors, strict=True):
+                plan.staging.write_back(buffer, tensor)
+        return plan
 
     def _fingerprint(
         self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None

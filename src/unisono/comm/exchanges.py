@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-import torch
 from typing_extensions import Unpack
 
 from unisono.comm.base import Async, Blocking, CommunicatorBase
+from unisono.core.buffers import Buffer
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import Timeout, Work
 
@@ -22,15 +22,13 @@ class ExchangeMixin(CommunicatorBase):
     """Collective: every rank of the group calls each of these, in the same order. Any dtype."""
 
     @overload
-    def all_gather(
-        self, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, **how: Unpack[Blocking]
-    ) -> None: ...
+    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[Blocking]) -> None: ...
     @overload
-    def all_gather(self, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, **how: Unpack[Async]) -> Work: ...
+    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[Async]) -> Work: ...
     def all_gather(
         self,
-        tensor_list: Sequence[torch.Tensor],
-        tensor: torch.Tensor,
+        tensor_list: Sequence[Buffer],
+        tensor: Buffer,
         *,
         algorithm: str | None = None,
         async_op: bool = False,
@@ -60,13 +58,13 @@ class ExchangeMixin(CommunicatorBase):
         return self._engine.collective(_ALL_GATHER, tensor_list, tensor, None, None, algorithm, async_op, timeout)
 
     @overload
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, **how: Unpack[Blocking]) -> None: ...
+    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[Blocking]) -> None: ...
     @overload
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, **how: Unpack[Async]) -> Work: ...
+    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[Async]) -> Work: ...
     def all_gather_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Buffer,
+        input: Buffer,
         *,
         algorithm: str | None = None,
         async_op: bool = False,
@@ -93,16 +91,14 @@ class ExchangeMixin(CommunicatorBase):
 
     @overload
     def all_to_all(
-        self, output_list: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor], **how: Unpack[Blocking]
+        self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[Blocking]
     ) -> None: ...
     @overload
-    def all_to_all(
-        self, output_list: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor], **how: Unpack[Async]
-    ) -> Work: ...
+    def all_to_all(self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[Async]) -> Work: ...
     def all_to_all(
         self,
-        output_list: Sequence[torch.Tensor],
-        input_list: Sequence[torch.Tensor],
+        output_list: Sequence[Buffer],
+        input_list: Sequence[Buffer],
         *,
         algorithm: str | None = None,
         async_op: bool = False,
@@ -134,8 +130,8 @@ class ExchangeMixin(CommunicatorBase):
     @overload
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Buffer,
+        input: Buffer,
         output_split_sizes: Sequence[int] | None = ...,
         input_split_sizes: Sequence[int] | None = ...,
         **how: Unpack[Blocking],
@@ -143,16 +139,16 @@ class ExchangeMixin(CommunicatorBase):
     @overload
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Buffer,
+        input: Buffer,
         output_split_sizes: Sequence[int] | None = ...,
         input_split_sizes: Sequence[int] | None = ...,
         **how: Unpack[Async],
     ) -> Work: ...
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Buffer,
+        input: Buffer,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,14 +13,13 @@ from unisono.core.tracing import Event, Sink
 
 if TYPE_CHECKING:
     from unisono.core.collective import Collective
-    from unisono.core.fast_path import Tensors
     from unisono.core.flight_recorder import Activity, CallRecord, PendingMessage
 
 __all__ = ["record_collective", "record_message"]
 
 
 def record_collective(
-    sink: Sink, activity: Activity, what: Collective, tensors: tuple[Tensors, Tensors], op: object, root: int | None
+    sink: Sink, activity: Activity, what: Collective, tensors: tuple[Any, Any], op: object, root: int | None
 ) -> None:
     """Record the collective that the activity is in, as ended now."""
     assert activity.now is not None

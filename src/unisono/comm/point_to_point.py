@@ -11,6 +11,7 @@ from unisono.comm.any_source import AnySource
 from unisono.comm.base import CommunicatorBase
 from unisono.comm.message_digest import vouch
 from unisono.comm.point_to_point_work import PointToPointWork
+from unisono.core.buffers import Buffer
 from unisono.core.call_site import call_site
 from unisono.core.flight_recorder import CallRecord, PendingMessage
 from unisono.core.tensors import Staging, check_apart
@@ -24,7 +25,7 @@ __all__ = ["PointToPointMixin"]
 class PointToPointMixin(CommunicatorBase):
     """Point-to-point calls: send, recv and their variants."""
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0, *, timeout: Timeout | None = None) -> None:
+    def send(self, tensor: Buffer, dst: int, tag: int = 0, *, timeout: Timeout | None = None) -> None:
         """Send a tensor to rank `dst`; return when it may be changed again.
 
         Do not rely on buffering: two ranks that both send before they receive may deadlock.
@@ -53,9 +54,7 @@ class PointToPointMixin(CommunicatorBase):
         resolve_timeout(timeout)
         self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
 
-    def recv(
-        self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None
-    ) -> int:
+    def recv(self, tensor: Buffer, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
         """Receive a tensor in place, and return the rank that sent it. Otherwise as `send`.
 
         Args:
@@ -85,7 +84,7 @@ class PointToPointMixin(CommunicatorBase):
         work.wait_or_break(timeout)
         return work.source_rank()
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
+    def isend(self, tensor: Buffer, dst: int, tag: int = 0) -> Work:
         """Start a send. The tensor must not change until the work's `wait` has returned.
 
         Args:
@@ -104,7 +103,7 @@ class PointToPointMixin(CommunicatorBase):
         """
         return self._post("isend", [Send(tensor, dst, tag)])
 
-    def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
+    def irecv(self, tensor: Buffer, src: int | None = None, tag: int = 0) -> Work:
         """Start a receive. The tensor holds the message when the work's `wait` has returned.
 
         From any rank if `src` is None; the work's `source_rank` is the sender then. Such receives match, in the
@@ -119,9 +118,9 @@ class PointToPointMixin(CommunicatorBase):
 
     def sendrecv(
         self,
-        send_tensor: torch.Tensor,
+        send_tensor: Buffer,
         dst: int,
-        recv_tensor: torch.Tensor,
+        recv_tensor: Buffer,
         src: int,
         *,
         sendtag: int = 0,
@@ -144,9 +143,8 @@ class PointToPointMixin(CommunicatorBase):
             [2, 0, 1]
         """
         resolve_timeout(timeout)
-        self._check_tensor(recv_tensor, "recv_tensor", written=True)
-        self._check_tensor(send_tensor, "send_tensor")
-        check_apart([("recv_tensor", recv_tensor)], [("send_tensor", send_tensor)])
+        written = self._check_tensor(recv_tensor, "recv_tensor", written=True)
+        check_apart([("recv_tensor", written)], [("send_tensor", self._check_tensor(send_tensor, "send_tensor"))])
         self._post("sendrecv", [Recv(recv_tensor, src, recvtag), Send(send_tensor, dst, sendtag)]).wait_or_break(
             timeout
         )
@@ -190,21 +188,24 @@ class PointToPointMixin(CommunicatorBase):
             name = "src" if receives else "dst"
             self._check_rank(message.peer, name, other=True)
             self._check_tag(message.tag)
-            self._check_tensor(message.tensor, "the tensor", written=receives)
-            buffer = staging.target(message.tensor) if receives else staging.source(message.tensor)
+            tensor = self._check_tensor(message.tensor, "the tensor", written=receives)
+            buffer = staging.target(tensor) if receives else staging.source(tensor)
+            if receives:
+                staging.write_back(message.tensor, tensor)
             flat.append(type(message)(buffer, message.peer, message.tag))
         noted = self._note(operation, flat)
         awaited, work = self._start(flat, staging)
         return PointToPointWork(self._engine, noted, awaited, work, staging.after)
 
-    def _receive(self, operation: str, tensor: torch.Tensor, src: int | None, tag: int) -> PointToPointWork:
+    def _receive(self, operation: str, tensor: Buffer, src: int | None, tag: int) -> PointToPointWork:
         if src is not None:
             return self._post(operation, [Recv(tensor, src, tag)])
         self._engine.enter(operation)
         self._check_source(None, tag)
-        self._check_tensor(tensor, "the tensor", written=True)
+        found = self._check_tensor(tensor, "the tensor", written=True)
         staging = self._engine.staging()
-        buffer = staging.target(tensor)
+        buffer = staging.target(found)
+        staging.write_back(tensor, found)
         noted = self._note(operation, [Recv(buffer, -1, tag)])
         work = self._any_source.join(tag, None, lambda peer: self._start([Recv(buffer, peer, tag)], staging)[1])
         return PointToPointWork(self._engine, noted, (), work, staging.after)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-import torch
 from typing_extensions import Unpack
 
 from unisono.comm.base import Async, Blocking, CommunicatorBase
+from unisono.core.buffers import Buffer
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import ReduceOp, Timeout, Work
 
@@ -22,12 +22,12 @@ class ReductionMixin(CommunicatorBase):
     """Collective: every rank of the group calls each of these, in the same order."""
 
     @overload
-    def all_reduce(self, tensor: torch.Tensor, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
+    def all_reduce(self, tensor: Buffer, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
     @overload
-    def all_reduce(self, tensor: torch.Tensor, op: str | ReduceOp = ..., **how: Unpack[Async]) -> Work: ...
+    def all_reduce(self, tensor: Buffer, op: str | ReduceOp = ..., **how: Unpack[Async]) -> Work: ...
     def all_reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Buffer,
         op: str | ReduceOp = "sum",
         *,
         algorithm: str | None = None,
@@ -68,12 +68,12 @@ class ReductionMixin(CommunicatorBase):
         return self._engine.collective(_ALL_REDUCE, tensor, None, op, None, algorithm, async_op, timeout)
 
     @overload
-    def reduce(self, tensor: torch.Tensor, dst: int, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
+    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
     @overload
-    def reduce(self, tensor: torch.Tensor, dst: int, op: str | ReduceOp = ..., **how: Unpack[Async]) -> Work: ...
+    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[Async]) -> Work: ...
     def reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Buffer,
         dst: int,
         op: str | ReduceOp = "sum",
         *,
@@ -108,19 +108,19 @@ class ReductionMixin(CommunicatorBase):
     @overload
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        input_list: Sequence[torch.Tensor],
+        output: Buffer,
+        input_list: Sequence[Buffer],
         op: str | ReduceOp = ...,
         **how: Unpack[Blocking],
     ) -> None: ...
     @overload
     def reduce_scatter(
-        self, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: str | ReduceOp = ..., **how: Unpack[Async]
+        self, output: Buffer, input_list: Sequence[Buffer], op: str | ReduceOp = ..., **how: Unpack[Async]
     ) -> Work: ...
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        input_list: Sequence[torch.Tensor],
+        output: Buffer,
+        input_list: Sequence[Buffer],
         op: str | ReduceOp = "sum",
         *,
         algorithm: str | None = None,
@@ -153,16 +153,16 @@ class ReductionMixin(CommunicatorBase):
 
     @overload
     def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, op: str | ReduceOp = ..., **how: Unpack[Blocking]
+        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[Blocking]
     ) -> None: ...
     @overload
     def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, op: str | ReduceOp = ..., **how: Unpack[Async]
+        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[Async]
     ) -> Work: ...
     def reduce_scatter_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Buffer,
+        input: Buffer,
         op: str | ReduceOp = "sum",
         *,
         algorithm: str | None = None,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-import torch
 from typing_extensions import Unpack
 
 from unisono.comm.base import Async, Blocking, CommunicatorBase
+from unisono.core.buffers import Buffer
 from unisono.core.collective import COLLECTIVES
 from unisono.core.types import Timeout, Work
 
@@ -21,12 +21,12 @@ class RootedMixin(CommunicatorBase):
     """Collective: every rank of the group calls each of these, in the same order. Any dtype."""
 
     @overload
-    def broadcast(self, tensor: torch.Tensor, src: int, **how: Unpack[Blocking]) -> None: ...
+    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[Blocking]) -> None: ...
     @overload
-    def broadcast(self, tensor: torch.Tensor, src: int, **how: Unpack[Async]) -> Work: ...
+    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[Async]) -> Work: ...
     def broadcast(
         self,
-        tensor: torch.Tensor,
+        tensor: Buffer,
         src: int,
         *,
         algorithm: str | None = None,
@@ -58,16 +58,16 @@ class RootedMixin(CommunicatorBase):
 
     @overload
     def scatter(
-        self, tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None, src: int, **how: Unpack[Blocking]
+        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[Blocking]
     ) -> None: ...
     @overload
     def scatter(
-        self, tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None, src: int, **how: Unpack[Async]
+        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[Async]
     ) -> Work: ...
     def scatter(
         self,
-        tensor: torch.Tensor,
-        scatter_list: Sequence[torch.Tensor] | None = None,
+        tensor: Buffer,
+        scatter_list: Sequence[Buffer] | None = None,
         src: int = 0,
         *,
         algorithm: str | None = None,
@@ -100,16 +100,14 @@ class RootedMixin(CommunicatorBase):
 
     @overload
     def gather(
-        self, tensor: torch.Tensor, gather_list: Sequence[torch.Tensor] | None, dst: int, **how: Unpack[Blocking]
+        self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[Blocking]
     ) -> None: ...
     @overload
-    def gather(
-        self, tensor: torch.Tensor, gather_list: Sequence[torch.Tensor] | None, dst: int, **how: Unpack[Async]
-    ) -> Work: ...
+    def gather(self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[Async]) -> Work: ...
     def gather(
         self,
-        tensor: torch.Tensor,
-        gather_list: Sequence[torch.Tensor] | None = None,
+        tensor: Buffer,
+        gather_list: Sequence[Buffer] | None = None,
         dst: int = 0,
         *,
         algorithm: str | None = None,

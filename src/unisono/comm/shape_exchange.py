@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from unisono.collectives.arguments import check_list
 from unisono.core.collective import Collective, header_of
+from unisono.core.fast_path import Tensors
 from unisono.core.tensors import check_tensor
 from unisono.errors import MismatchError
 
@@ -49,7 +49,7 @@ class ShapeExchange:
         self.output: Any = None
         self.lengths: tuple[int, ...] = ()
 
-    def give(self, tensors: torch.Tensor | Sequence[torch.Tensor] | None, device: str) -> None:
+    def give(self, tensors: Tensors, device: str) -> None:
         """Make the headers of this rank's tensors, or, on a rank that only receives, room for them on a device.
 
         A root that sends gives its refusal to all ranks: they wait for its headers, and know nothing else of it.

@@ -14,6 +14,7 @@ from unisono.collectives.plan import Plan
 from unisono.collectives.selection import FEWEST_BYTES, NATIVE
 from unisono.comm.base import Async, Blocking, CommunicatorBase
 from unisono.comm.shape_exchange import ShapeExchange
+from unisono.core.buffers import Buffer
 from unisono.core.collective import COLLECTIVES
 from unisono.core.combined_work import ResultWork
 from unisono.core.types import Timeout
@@ -29,12 +30,12 @@ class UnevenMixin(CommunicatorBase):
     """
 
     @overload
-    def all_gather_v(self, tensor: torch.Tensor, **how: Unpack[Blocking]) -> list[torch.Tensor]: ...
+    def all_gather_v(self, tensor: Buffer, **how: Unpack[Blocking]) -> list[torch.Tensor]: ...
     @overload
-    def all_gather_v(self, tensor: torch.Tensor, **how: Unpack[Async]) -> ResultWork[list[torch.Tensor]]: ...
+    def all_gather_v(self, tensor: Buffer, **how: Unpack[Async]) -> ResultWork[list[torch.Tensor]]: ...
     def all_gather_v(
         self,
-        tensor: torch.Tensor,
+        tensor: Buffer,
         *,
         algorithm: str | None = None,
         async_op: bool = False,
@@ -68,14 +69,14 @@ class UnevenMixin(CommunicatorBase):
         return found
 
     @overload
-    def gather_v(self, tensor: torch.Tensor, dst: int = ..., **how: Unpack[Blocking]) -> list[torch.Tensor] | None: ...
+    def gather_v(self, tensor: Buffer, dst: int = ..., **how: Unpack[Blocking]) -> list[torch.Tensor] | None: ...
     @overload
     def gather_v(
-        self, tensor: torch.Tensor, dst: int = ..., **how: Unpack[Async]
+        self, tensor: Buffer, dst: int = ..., **how: Unpack[Async]
     ) -> ResultWork[list[torch.Tensor] | None]: ...
     def gather_v(
         self,
-        tensor: torch.Tensor,
+        tensor: Buffer,
         dst: int = 0,
         *,
         algorithm: str | None = None,
@@ -111,15 +112,15 @@ class UnevenMixin(CommunicatorBase):
 
     @overload
     def scatter_v(
-        self, tensors: Sequence[torch.Tensor] | None = ..., src: int = ..., **how: Unpack[Blocking]
+        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[Blocking]
     ) -> torch.Tensor: ...
     @overload
     def scatter_v(
-        self, tensors: Sequence[torch.Tensor] | None = ..., src: int = ..., **how: Unpack[Async]
+        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[Async]
     ) -> ResultWork[torch.Tensor]: ...
     def scatter_v(
         self,
-        tensors: Sequence[torch.Tensor] | None = None,
+        tensors: Sequence[Buffer] | None = None,
         src: int = 0,
         *,
         algorithm: str | None = None,
@@ -154,12 +155,12 @@ class UnevenMixin(CommunicatorBase):
         return found
 
     @overload
-    def all_to_all_v(self, tensors: Sequence[torch.Tensor], **how: Unpack[Blocking]) -> list[torch.Tensor]: ...
+    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[Blocking]) -> list[torch.Tensor]: ...
     @overload
-    def all_to_all_v(self, tensors: Sequence[torch.Tensor], **how: Unpack[Async]) -> ResultWork[list[torch.Tensor]]: ...
+    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[Async]) -> ResultWork[list[torch.Tensor]]: ...
     def all_to_all_v(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Buffer],
         *,
         algorithm: str | None = None,
         async_op: bool = False,
@@ -193,7 +194,7 @@ class UnevenMixin(CommunicatorBase):
     def _uneven(
         self,
         name: str,
-        tensors: torch.Tensor | Sequence[torch.Tensor] | None,
+        tensors: Buffer | Sequence[Buffer] | None,
         root: int | None,
         algorithm: str | None,
         async_op: bool,

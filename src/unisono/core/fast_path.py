@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 from unisono.core.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    import torch
-
+    from unisono.core.buffers import Buffer
     from unisono.core.collective import Collective
 
 __all__ = ["FastPath", "Status", "Tensors"]
 
-Tensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor] | None"
+Tensors: TypeAlias = "Buffer | Sequence[Buffer] | None"
 
 
 class Status(IntEnum):

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch.autograd.graph import increment_version
 
+from unisono.core.buffers import as_tensor
 from unisono.serialization.tensors import has_no_storage
 
 __all__ = [
@@ -67,9 +68,12 @@ def is_inference_locked(tensor: torch.Tensor) -> bool:
 
 
 def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> torch.Tensor:
-    """Return the tensor; `TypeError` or `ValueError` if it cannot be sent, or received into, without harm."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    """Return the tensor, or that of a buffer; an error if it cannot be sent, or received into, without harm.
+
+    Raises:
+        TypeError, ValueError: As `as_tensor`, or for a tensor that cannot be sent.
+    """
+    tensor = as_tensor(tensor, name, written=written)
     if (type(tensor) not in _PLAIN or tensor.is_nested) and has_no_storage(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, whose elements are not in its own memory; pass the plain tensor "
@@ -154,6 +158,14 @@ class Staging:
             # Pinned memory is what a GPU copies to and from at full speed.
             return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
         return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    def write_back(self, buffer: object, tensor: torch.Tensor) -> None:
+        """Return the result to a list of numbers, of which the tensor is a copy. Call after `target`.
+
+        Other buffers share their memory with the tensor.
+        """
+        if isinstance(buffer, list):
+            self.after.append(lambda: buffer.__setitem__(slice(None), tensor.tolist()))
 
     def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy a tensor that is only read, before anything moves."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,8 @@ class Send:
     """One message to another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
-        tensor: Must not change until the work is done. One-dimensional and contiguous where a transport gets it.
+        tensor: Tensor or buffer, which must not change until the work is done. A transport gets it as a
+            one-dimensional and contiguous tensor.
         peer: Rank that receives it.
         tag: As for `Communicator.send`.
 
@@ -55,7 +56,7 @@ class Send:
         1
     """
 
-    tensor: torch.Tensor
+    tensor: Any
     peer: int
     tag: int = 0
 
@@ -65,7 +66,8 @@ class Recv:
     """One message from another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
-        tensor: Written; of the dtype and length of the send. One-dimensional and contiguous where a transport gets it.
+        tensor: Tensor or buffer that is written, of the dtype and length of the send. A transport gets it as a
+            one-dimensional and contiguous tensor.
         peer: Rank that sends it.
         tag: As for `Communicator.recv`.
 
@@ -74,7 +76,7 @@ class Recv:
         7
     """
 
-    tensor: torch.Tensor
+    tensor: Any
     peer: int
     tag: int = 0
 

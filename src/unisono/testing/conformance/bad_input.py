@@ -113,7 +113,7 @@ _BAD: tuple[_Bad, ...] = (
     ("a member twice", ValueError, ("[0, 0]",), lambda c: c.subgroup([0, 0])),
     ("a bad message in a batch", ValueError, ("src=7",), lambda c: c.batch_isend_irecv([Recv(_one(c), 7)])),
     # -- tensors
-    ("no tensor", TypeError, ("torch.Tensor", "list"), lambda c: c.all_reduce([1.0])),  # type: ignore[call-overload]
+    ("no tensor", TypeError, ("torch.Tensor", "dict"), lambda c: c.all_reduce({"loss": 1.0})),  # type: ignore[call-overload]
     ("a device of another kind", ValueError, ("meta",), lambda c: c.all_reduce(torch.empty(2, device="meta"))),
     ("a sparse tensor", ValueError, ("to_dense",), lambda c: c.all_reduce(_one(c).to_sparse())),
     ("a gradient history", ValueError, ("detach", "no_grad"), lambda c: c.all_reduce(_with_history(c))),

@@ -155,11 +155,12 @@ class Envelopes:
 
     def _envelope(self, peer: int, tag: int) -> torch.Tensor:
         """Receive the next envelope of a stream."""
-        message = Recv(torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu"), peer, tag)
+        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
+        message = Recv(envelope, peer, tag)
         error = self._wait([self._start(message, _FIRST_TAG + 2 * tag)], message)
         if error is not None:
             raise error
-        return message.tensor
+        return envelope
 
     def _wait(self, started: list[Any], message: Message) -> BaseException | None:
         for work in started:

@@ -121,7 +121,7 @@ def _of_numbers(numbers: Sequence[Any], name: str) -> torch.Tensor:
     if len(dtypes) > 1:
         found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise TypeError(f"{name} mixes numbers of {found}; pass numbers of one type")
-    plain = [number if type(number) in _NUMBERS else number.item() for number in numbers]
+    plain = [number.item() if hasattr(number, "item") else number for number in numbers]
     try:
         return torch.tensor(plain, dtype=dtypes.pop(), device="cpu")
     except (ValueError, OverflowError, RuntimeError):
@@ -129,11 +129,11 @@ def _of_numbers(numbers: Sequence[Any], name: str) -> torch.Tensor:
 
 
 def _dtype_of(number: object, name: str) -> torch.dtype:
-    for kind, dtype in _NUMBERS.items():
-        if type(number) is kind:
-            return dtype
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(number, numpy.generic):
+        for kind, dtype in _NUMBERS.items():
+            if isinstance(number, kind):
+                return dtype
         raise TypeError(f"{name} is a list of {type(number).__name__}; pass one tensor or array, or a list of numbers")
     found = getattr(torch, number.dtype.name, None)
     if not isinstance(found, torch.dtype):
@@ -154,11 +154,9 @@ def _of_array(array: np.ndarray[Any, Any], name: str, *, written: bool) -> torch
         array = array.copy()
     try:
         # Types of C that are equal on this machine have one string.
-        array = array.view(array.dtype.str)
-        if array.flags.writeable:
-            return torch.from_numpy(array)
-        # Torch warns of read-only memory otherwise.
-        return torch.from_dlpack(array)
+        plain = array.view(array.dtype.str)
+        # Torch warns of read-only memory that it gets in another way.
+        return torch.from_numpy(plain) if array.flags.writeable else torch.from_dlpack(plain)
     except BufferError:
         return torch.from_numpy(array.copy())
     except TypeError:

@@ -13,6 +13,7 @@ from unisono.comm.engine import Engine
 from unisono.comm.mailbox import MailboxMixin
 from unisono.comm.monitored_barrier import MonitoredBarrierMixin
 from unisono.comm.objects import ObjectMixin
+from unisono.comm.persistent import PersistentMixin
 from unisono.comm.state import FailureRelay
 from unisono.comm.tuning import TuningMixin
 from unisono.core.control import ControlPlane
@@ -35,7 +36,7 @@ Check = Literal["auto", "full", "off"]
 
 
 @final
-class Communicator(ObjectMixin, TuningMixin, MonitoredBarrierMixin, MailboxMixin):
+class Communicator(ObjectMixin, PersistentMixin, TuningMixin, MonitoredBarrierMixin, MailboxMixin):
     """A group of ranks that communicate: point-to-point, collectives, sub-groups, objects.
 
     Created by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group of

@@ -32,7 +32,7 @@ class SupportsArrayInterface(Protocol):
 Buffer: TypeAlias = (
     torch.Tensor | SupportsBuffer | SupportsDLPack | SupportsArrayInterface | complex | Sequence[complex]
 )
-"""What a call takes instead of a tensor."""
+"""Everything that a call accepts as a tensor."""
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 """Dtypes of Python's numbers, which hold these without loss; `bool` stands before `int`, whose subclass it is."""
@@ -52,7 +52,7 @@ _NO_DTYPE = "{} has dtype {}, which torch does not have; convert it first, as by
 
 
 class _DLTensor(ctypes.Structure):
-    """What a DLPack capsule holds, in the first version of the protocol."""
+    """Tensor of a DLPack capsule; all that a capsule of the first version of the protocol has at its beginning."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -66,7 +66,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class _Versioned(ctypes.Structure):
-    """What a DLPack capsule holds since version 1.0. The lowest flag is "read-only"."""
+    """Beginning of a DLPack capsule since version 1.0. The lowest flag is "read-only"."""
 
     _fields_ = (
         ("version", ctypes.c_uint32 * 2),

@@ -1,0 +1,60 @@
+"""Persistent requests: a call whose arguments are given once, and which is started many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from unisono.core.types import Timeout, Work
+
+__all__ = ["PersistentMixin", "PersistentRequest"]
+
+
+class PersistentRequest:
+    """Call with its arguments, as costly as an asynchronous call; `work` is the `Work` of the last start, or None."""
+
+    def __init__(self, call: Callable[[], Work]) -> None:
+        self._call, self._active = call, False
+        self.work: Work | None = None
+
+    def start(self) -> None:
+        """Make the call, with what the buffers hold now. `RuntimeError` before the `wait` of the previous start."""
+        if self._active and self.work is not None and self.work.exception() is None:
+            raise RuntimeError("this request has been started before; call wait() before it is started again")
+        self.work, self._active = self._call(), True
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        """Return when the started call is done, as `Work.wait`; immediately if none was started."""
+        if self.work is not None:
+            self.work.wait(timeout)
+        self._active = False
+
+
+def _init(name: str) -> Callable[..., PersistentRequest]:
+    how = {} if name in ("isend", "irecv") else {"async_op": True}
+
+    def init(self: object, *arguments: Any, **options: Any) -> PersistentRequest:
+        return PersistentRequest(partial(getattr(self, name), *arguments, **options, **how))
+
+    init.__doc__ = f"""Return a `PersistentRequest`: each `start()` calls `{name}`, and `wait()` ends the call.
+
+        Args:
+            arguments, options: As for `{name}`, but `async_op`. They are checked at each start.
+
+        Example:
+            >>> with un.init() as comm:
+            ...     total = comm.all_reduce_init([1.5])
+            ...     total.start(), total.wait()
+        """
+    return init
+
+
+class PersistentMixin:
+    """Persistent requests, under MPI's names."""
+
+    send_init, recv_init, barrier_init, scatter_init = map(_init, ("isend", "irecv", "barrier", "scatter"))
+    broadcast_init, reduce_init, all_reduce_init = map(_init, ("broadcast", "reduce", "all_reduce"))
+    gather_init, all_gather_init, all_gather_single_init = map(_init, ("gather", "all_gather", "all_gather_single"))
+    all_to_all_init, all_to_all_single_init = map(_init, ("all_to_all", "all_to_all_single"))
+    reduce_scatter_init, reduce_scatter_single_init = map(_init, ("reduce_scatter", "reduce_scatter_single"))

@@ -32,9 +32,8 @@ class PersistentRequest:
 
 
 def _init(name: str) -> Callable[..., PersistentRequest]:
-    how = {} if name in ("isend", "irecv") else {"async_op": True}
-
     def init(self: object, *arguments: Any, **options: Any) -> PersistentRequest:
+        how = {} if name in ("isend", "irecv") else {"async_op": True}
         return PersistentRequest(partial(getattr(self, name), *arguments, **options, **how))
 
     init.__doc__ = f"""Return a `PersistentRequest`: each `start()` calls `{name}`, and `wait()` ends the call.
@@ -45,7 +44,7 @@ def _init(name: str) -> Callable[..., PersistentRequest]:
         Example:
             >>> with un.init() as comm:
             ...     total = comm.all_reduce_init([1.5])
-            ...     total.start(), total.wait()
+            ...     total.start() or total.wait()
         """
     return init
 

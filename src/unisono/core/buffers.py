@@ -13,7 +13,7 @@ from typing_extensions import Buffer as SupportsBuffer
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Buffer", "as_tensor"]
+__all__ = ["Buffer", "SupportsArrayInterface", "SupportsDLPack", "as_tensor"]
 
 
 class SupportsDLPack(Protocol):

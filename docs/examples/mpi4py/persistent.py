@@ -1,0 +1,31 @@
+"""Persistent requests: the same messages around a ring, many times.
+
+mpirun -n 4 python docs/examples/mpi4py/persistent.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+import unisono as un
+
+
+def run(comm: un.Communicator) -> str:
+    """Return the number that has come around."""
+    given, taken = np.array([float(comm.rank)]), np.zeros(1)
+    requests = [
+        comm.send_init(given, (comm.rank + 1) % comm.size, tag=5),
+        comm.recv_init(taken, (comm.rank - 1) % comm.size, tag=5),
+    ]
+    for _ in range(comm.size):
+        for request in requests:
+            request.start()
+        for request in requests:
+            request.wait()
+        given[:] = taken * 2
+    return f"rank {comm.rank}: {taken.tolist()}"
+
+
+if __name__ == "__main__":
+    with un.init() as comm:
+        print(run(comm))

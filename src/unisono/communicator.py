@@ -41,7 +41,9 @@ class Communicator(ObjectMixin, PersistentMixin, TuningMixin, MonitoredBarrierMi
 
     Created by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group of
     another owner, by `from_mpi` from an MPI communicator, and by `split`, `subgroup` and `dup` from
-    another communicator. Ranks in every call are ranks of this communicator. It belongs to the thread
+    another communicator. Ranks in every call are ranks of this communicator. Where a call takes a tensor on the
+    CPU, it also takes NumPy arrays, DLPack objects, memory such as bytearrays, numbers and lists of numbers, of which
+    all but numbers and read-only memory may be written. It belongs to the thread
     that first uses it. After a failure that may leave ranks out of step (any but wrong arguments) it is
     broken: later calls raise the first cause immediately.
 

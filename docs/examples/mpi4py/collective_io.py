@@ -19,7 +19,7 @@ def run(comm: un.Communicator) -> str:
     path = Path(comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)) / "data"
     mine = np.full(10, comm.rank, dtype="i")
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
-    os.pwrite(file, mine, comm.rank * mine.nbytes)
+    os.pwrite(file, mine.data, comm.rank * mine.nbytes)
     os.close(file)
     comm.barrier()
     return f"rank {comm.rank}: {np.fromfile(path, dtype='i').tolist() if comm.rank == 0 else None}"

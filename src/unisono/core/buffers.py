@@ -84,7 +84,7 @@ def as_tensor(buffer: object, name: str, *, written: bool) -> torch.Tensor:
     arrays with negative strides. The caller returns results to a list.
 
     Args:
-        buffer: As listed by `Buffer`.
+        buffer: As listed by `Buffer`, but no tensor.
         name: Name of the argument, for errors.
         written: Whether the buffer receives a result.
 
@@ -92,8 +92,6 @@ def as_tensor(buffer: object, name: str, *, written: bool) -> torch.Tensor:
         TypeError: It is no buffer, a single number that would be written, or of a dtype that torch does not have.
         ValueError: It is read-only and would be written, or its strides cannot be used.
     """
-    if isinstance(buffer, torch.Tensor):
-        return buffer
     numpy = sys.modules.get("numpy")
     if isinstance(buffer, complex | float | int) or (numpy is not None and isinstance(buffer, numpy.generic)):
         if written:

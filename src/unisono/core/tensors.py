@@ -73,7 +73,8 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
     Raises:
         TypeError, ValueError: As `as_tensor`, or for a tensor that cannot be sent.
     """
-    tensor = as_tensor(tensor, name, written=written)
+    if not isinstance(tensor, torch.Tensor):
+        tensor = as_tensor(tensor, name, written=written)
     if (type(tensor) not in _PLAIN or tensor.is_nested) and has_no_storage(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, whose elements are not in its own memory; pass the plain tensor "

@@ -73,10 +73,13 @@ KINDS: dict[str, Callable[[np.ndarray[Any, Any]], Any]] = {
 READ = {
     "reversed": lambda values: values[::-1].copy()[::-1],
     "read-only": lambda values: frozen(values.copy()),
-    "read-only DLPack": lambda values: Exported(frozen(values.copy())),
     "tuple": lambda values: tuple(values.reshape(-1).tolist()),
     "bytes": lambda values: memoryview(values.tobytes()).cast("B"),
 }
+
+if torch.__version__ >= (2, 9):
+    # Earlier ones ask for the first version of DLPack, in which read-only memory cannot be exported.
+    READ["read-only DLPack"] = lambda values: Exported(frozen(values.copy()))
 
 
 def frozen(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

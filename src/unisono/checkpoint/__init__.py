@@ -24,6 +24,7 @@ from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.state import RNG, PerRank
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.synchronize import sync
+from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.checkpoint.verification import latest, verify
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "StateError",
     "Storage",
     "StorageError",
+    "TensorShard",
     "assert_in_sync",
     "async_save",
     "convert",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from unisono.checkpoint.errors import CheckpointError, CorruptError, StateError
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.map_location import check_location
 from unisono.checkpoint.memory_limits import HELD
-from unisono.checkpoint.reader import Files, ReadWindow, assign, read_manifest, windows_of
+from unisono.checkpoint.reader import ByteRanges, Files, ReadWindow, assign, read_manifest, windows_of
 from unisono.checkpoint.restore import Restorer
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.tensor_loader import LoadOptions, TensorLoader
@@ -72,12 +72,13 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
 
     shared = dict.fromkeys(name for names in team.all_or_none(match) for name in names)
     own = [name for name in restoration.needed if name.startswith("@")]
+    ranges = _ranges(restoration, {*shared, *own})
     host = _host(team.comm)
     try:
         rank, size = (host.rank, host.size) if host is not None else (0, 1)
         shares = assign(windows_of(manifest, shared), size)
         with Files(storage, manifest) as files, torch.no_grad():
-            alone = windows_of(manifest, own)
+            alone = windows_of(manifest, [*own, *ranges], ranges)
             found = team.all_or_none(lambda: _check_files(files, shares, rank, alone, options))
             cached, same = all(which is not None for which in found), _same(found, team)
             ready: list[TensorLoader] = []
@@ -95,6 +96,16 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
         if host is not None and host is not team.comm:
             host.close()
     return builds[1]
+
+
+def _ranges(restoration: Restorer, whole: Set[str]) -> ByteRanges:
+    """Bytes to read for shards, of tensors that no rank needs whole."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name, shard in restoration.shards:
+        if name not in whole:
+            item = restoration.entries[name].dtype.itemsize
+            found.setdefault(name, []).append((shard.start * item, shard.stop * item))
+    return found
 
 
 def _host(comm: Communicator | None) -> Communicator | None:

@@ -64,9 +64,12 @@ class Destination:
         entry: The tensor's metadata.
         target: A tensor of the same shape and dtype to fill, or None.
         map_location: Device of a new tensor if `target` is None.
+        start: Place of its first byte among those that are put; bytes outside are ignored.
     """
 
-    def __init__(self, entry: TensorEntry, target: torch.Tensor | None, map_location: MapLocation) -> None:
+    def __init__(
+        self, entry: TensorEntry, target: torch.Tensor | None, map_location: MapLocation, start: int = 0
+    ) -> None:
         device = target.device if target is not None else device_for(entry.device, map_location)
         self._target = target
         made = target.detach() if target is not None else _blank(entry, device)
@@ -75,16 +78,20 @@ class Destination:
             # Strided memory cannot be filled by runs of bytes: collect them first.
             made = _blank(entry, device)
             flat = as_bytes(made)
-        self._made, self._flat = made, flat
+        self._made, self._flat, self._start = made, flat, start
         self._memory = memory_of(flat) if flat.device.type == "cpu" else None
 
     def put(self, offset: int, data: torch.Tensor) -> None:
         """Copy in uint8 values as the tensor's bytes from `offset` on."""
-        self._flat[offset : offset + data.numel()].copy_(data)
+        low, high = max(offset, self._start), min(offset + data.numel(), self._start + self._flat.numel())
+        if low < high:
+            self._flat[low - self._start : high - self._start].copy_(data[low - offset : high - offset])
 
     def memory(self, offset: int, length: int) -> memoryview | None:
-        """Writable view of these bytes of the tensor; None if they are not in host memory."""
-        return None if self._memory is None else self._memory[offset : offset + length]
+        """Writable view of these bytes of the tensor; None if not all of them are in its host memory."""
+        first = offset - self._start
+        inside = 0 <= first <= first + length <= self._flat.numel()
+        return self._memory[first : first + length] if inside and self._memory is not None else None
 
     def tensor(self) -> torch.Tensor:
         """The tensor, filled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -15,7 +15,7 @@ from unisono.checkpoint.memory_limits import GRANTED, cost_of
 from unisono.checkpoint.storage import Source, Storage
 from unisono.checkpoint.writer import ByteCallback
 
-__all__ = ["Block", "Files", "ReadWindow", "assign", "names_in_headers", "read_manifest", "windows_of"]
+__all__ = ["Block", "ByteRanges", "Files", "ReadWindow", "assign", "names_in_headers", "read_manifest", "windows_of"]
 
 _MOST_MANIFEST = 1 << 30
 _AHEAD = 16
@@ -56,15 +56,24 @@ class ReadWindow:
         return self.blocks[-1].stop
 
 
-def windows_of(manifest: Manifest, names: Iterable[str]) -> list[ReadWindow]:
-    """Windows to read for these tensors, in file order, including the headers of those files."""
+ByteRanges = Mapping[str, Sequence[tuple[int, int]]]
+"""Bytes to read of a tensor, from each start to each stop, by its name."""
+
+
+def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | None = None) -> list[ReadWindow]:
+    """Windows to read for these tensors, in file order, including the headers of those files.
+
+    Of a tensor in `ranges` only the blocks with bytes of its ranges are read.
+    """
     needed = []
     for name in dict.fromkeys(names):
-        offset = 0
+        offset, wanted = 0, (ranges or {}).get(name)
         for piece in manifest.tensors[name].pieces:
             cut = zip(blocks(piece.start, piece.stop), piece.digests, strict=True)
             for (start, stop), digest in cut:
-                needed.append(Block(piece.file, start, stop, digest, name, offset + start - piece.start))
+                at = offset + start - piece.start
+                if wanted is None or any(low < at + stop - start and at < high for low, high in wanted):
+                    needed.append(Block(piece.file, start, stop, digest, name, at))
             offset += piece.stop - piece.start
     for index in {block.file for block in needed}:
         file = manifest.files[index]

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from unisono.checkpoint.errors import FormatError, StateError, listed
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
+from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.checkpoint.tree import Node, join, names_in, tag_of, unpack
 from unisono.checkpoint.tree_utils import (
     elements_of,
@@ -22,7 +23,7 @@ from unisono.checkpoint.tree_utils import (
     group_sizes,
     has_objects,
     has_tensors,
-    shape_error,
+    misfit,
     tagged,
     with_versions,
 )
@@ -47,8 +48,10 @@ class Restorer:
         strict: Whether names that only one side has are an error.
 
     Attributes:
+        entries: All saved tensors.
         places: Tensors of the target to read saved ones of the same dtype and shape into.
         needed: Names of all tensors to read.
+        shards: Shards of the target, with the names of the tensors to read their ranges of.
         values: The tensors, by name; fill it in before `build`.
     """
 
@@ -61,15 +64,16 @@ class Restorer:
     ) -> None:
         self.targets: dict[str, torch.Tensor] = {}
         self.needed: dict[str, None] = {}
+        self.shards: list[tuple[str, TensorShard]] = []
         self.values: dict[str, torch.Tensor] = {}
-        self._entries, self._source, self._strict = entries, source, strict
+        self.entries, self._source, self._strict = entries, source, strict
         self._problems: list[str] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
 
     def needed_entries(self) -> list[tuple[str, TensorEntry]]:
         """The needed tensors."""
-        return [(name, self._entries[name]) for name in self.needed]
+        return [(name, self.entries[name]) for name in self.needed]
 
     def match(self, target: Any, node: Node) -> _Build:
         """Return a function that puts the values of `node` into `target` and returns it.
@@ -106,6 +110,8 @@ class Restorer:
             return self._match(target, mine, path, mode, fresh=fresh) if mine is not None else lambda: target
         if is_stateful(target):
             return self._match_object(target, node, path)
+        if isinstance(target, TensorShard):
+            return self._match_shard(target, node, path)
         if tag_of(node) == "$state":
             node = node["$state"][1]
         if isinstance(target, torch.Tensor) and tag_of(node) == "$tensor":
@@ -186,25 +192,19 @@ class Restorer:
 
     def _check_groups(self, current: dict[str, Any], node: Node, path: str) -> None:
         here = [len(group["params"]) for group in current["param_groups"]]
-        saved = group_sizes(node, self._entries)
+        saved = group_sizes(node, self.entries)
         if saved is not None and here != saved:
             self._problems.append(f"{path!r} has groups of {saved} parameters in it, of {here} here")
 
     def _match_tensor(self, target: torch.Tensor, name: str, path: str, mode: _Mode) -> _Build:
         self.needed[name] = None
-        entry = self._entries[name]
+        entry = self.entries[name]
         if is_lazy(target):
             return lambda: self.values[name]
-        if tuple(target.shape) != entry.shape:
-            if mode != "loose":
-                self._problems.append(f"{path!r} has shape {entry.shape} in it, {tuple(target.shape)} here")
-            return lambda: self.values[name]
-        if target.is_meta:
-            return lambda: self.values[name]
-        why = shape_error(target, entry.dtype)
-        if why:
-            if mode != "loose":
-                self._problems.append(f"{path!r} {why}")
+        why = misfit(target, entry)
+        if why and mode != "loose":
+            self._problems.append(f"{path!r} {why}")
+        if why or target.is_meta:
             return lambda: self.values[name]
         if target.dtype == entry.dtype:
             self.targets.setdefault(name, target)
@@ -215,6 +215,14 @@ class Restorer:
             return target
 
         return put
+
+    def _match_shard(self, shard: TensorShard, node: Node, path: str) -> _Build:
+        name = str(node["$tensor"]) if tag_of(node) == "$tensor" else None
+        why = misfit(shard, self.entries[name]) if name else "is a TensorShard here, but no tensor in it"
+        if why:
+            self._problems.append(f"{path!r} {why}")
+        self.shards.append((name or "", shard))
+        return lambda: shard
 
     def _match_dict(
         self, target: dict[Any, Any], items: dict[Any, Node], path: str, mode: _Mode, made: dict[Any, Any] | None

@@ -2,150 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from unisono.checkpoint.checksum import CHUNK, blocks, digest, hasher
 from unisono.checkpoint.collective import CollectiveScope
-from unisono.checkpoint.dtypes import as_bytes, dtype_of, memory_of, name_of
+from unisono.checkpoint.dtypes import dtype_of, name_of
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import FILE, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
-from unisono.checkpoint.sharding import Slice, shares
-from unisono.checkpoint.state import Captured, capture
+from unisono.checkpoint.snapshot import Snapshot
 from unisono.checkpoint.storage import Storage
-from unisono.checkpoint.tree import Node
-from unisono.checkpoint.tree_utils import leaves
-from unisono.checkpoint.writer import Shard, write_file
+from unisono.checkpoint.tensor_shard import check_ranges
+from unisono.checkpoint.writer import write_file
 
-__all__ = ["Progress", "Snapshot", "commit", "outline", "prepare"]
+__all__ = ["Progress", "commit"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has processed, and with its total."""
 
 _log = logging.getLogger("unisono.checkpoint")
-
-
-@dataclass
-class Snapshot:
-    """A state as this rank is going to write it.
-
-    Attributes:
-        tree, entries: The part common to all ranks: its structure, and dtype, shape and device of its tensors.
-        digests: Digests of each tensor's blocks, slice by slice; empty for a single rank.
-        own_trees, own_entries: The part that is this rank's.
-        portions: The slices that this rank writes.
-    """
-
-    tree: Node
-    entries: dict[str, TensorEntry]
-    own_trees: list[Node]
-    own_entries: dict[str, TensorEntry]
-    digests: dict[str, list[str]] = field(default_factory=dict)
-    portions: list[Shard] = field(default_factory=list)
-
-    def fingerprint(self) -> bytes:
-        """Fingerprint that is equal on two ranks if their states are."""
-        return json.dumps([self._tensors(), self.tree], sort_keys=True).encode()
-
-    def describe(self) -> dict[str, str]:
-        """Text for every tensor and value, by name; values that share a path are listed together under it."""
-        described = self._tensors()
-        for name, value in leaves(self.tree).items():
-            described[name] = f"{described[name]}, {value}" if name in described else value
-        return described
-
-    def _tensors(self) -> dict[str, str]:
-        return {
-            name: f"{name_of(e.dtype)} {list(e.shape)} {digest('.'.join(self.digests.get(name, ())).encode())}"
-            for name, e in self.entries.items()
-        }
-
-
-def outline(captured: Captured) -> Snapshot:
-    """Return a snapshot with the structure of a state, without digests of its tensors."""
-    return Snapshot(
-        captured.tree,
-        {name: _entry(tensor) for name, tensor in captured.tensors.items()},
-        list(captured.own_trees),
-        {name: _entry(tensor) for name, tensor in captured.own_tensors.items()},
-    )
-
-
-def prepare(state: Any, rank: int, size: int, *, copy: bool) -> Snapshot:
-    """Take a state apart, compute the digests to compare, and select this rank's share.
-
-    Args:
-        state: As passed to `save`.
-        rank, size: This rank, and the number of ranks that save.
-        copy: Copy the share, so that the state may change before it is written.
-
-    Cost: reads all of the state if there are several ranks; with `copy`, copies 1/size of it.
-    """
-    captured = capture(state, rank)
-    snapshot = outline(captured)
-    slices: dict[str, list[tuple[int, Slice]]] = {name: [] for name in captured.tensors}
-    # By name: a dict may have been filled in another order on another rank.
-    plan = shares(sorted((name, e.nbytes, e.dtype.itemsize) for name, e in snapshot.entries.items()), size)
-    for owner, given in enumerate(plan):
-        for part in given:
-            slices[part.name].append((owner, part))
-    for name, tensor in captured.tensors.items():
-        flat, mine = _flat(tensor)
-        for owner, part in slices[name]:
-            keep = owner == rank
-            data, found = _take(flat[part.start : part.stop], keep and copy and not mine, size > 1)
-            snapshot.digests.setdefault(name, []).extend(found)
-            if keep:
-                snapshot.portions.append(_portion(snapshot.entries, part, data, found if size > 1 else None))
-    for name, tensor in captured.own_tensors.items():
-        flat, mine = _flat(tensor)
-        data, _ = _take(flat, copy and not mine, False)
-        snapshot.portions.append(_portion(snapshot.own_entries, Slice(name, 0, len(flat)), data, None))
-    snapshot.portions.sort(key=lambda portion: -portion.dtype.itemsize)
-    return snapshot
-
-
-def _entry(tensor: torch.Tensor) -> TensorEntry:
-    return TensorEntry(tensor.dtype, tuple(tensor.shape), str(tensor.device))
-
-
-def _portion(entries: Mapping[str, TensorEntry], part: Slice, data: torch.Tensor, found: list[str] | None) -> Shard:
-    entry = entries[part.name]
-    known = None if found is None else tuple(found)
-    return Shard(part.name, entry.dtype, entry.shape, part.start, part.stop, data, known)
-
-
-def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A tensor's bytes on the CPU, and whether they are a copy already."""
-    flat = as_bytes(tensor.cpu())
-    return flat, flat.data_ptr() != tensor.data_ptr()
-
-
-def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, list[str]]:
-    """Return the bytes or a copy of them, and the digests of their blocks if `hashed`."""
-    data = torch.empty_like(flat) if copy else flat
-    if not hashed:
-        return (data.copy_(flat) if copy else data), []
-    memory, digests = memory_of(data), []
-    for low, high in blocks(0, len(flat)):
-        state = hasher()
-        for start in range(low, high, CHUNK):
-            stop = min(start + CHUNK, high)
-            if copy:
-                data[start:stop].copy_(flat[start:stop])
-            state.update(memory[start:stop])
-        digests.append(str(state.hexdigest()))
-    return data, digests
 
 
 def commit(
@@ -160,15 +42,21 @@ def commit(
 
     `newest` returns the time of the checkpoint that the new one must be newer than.
     """
-    made: list[Any] = []
-    team.all_or_none(lambda: made.append(make()))
-    snapshot, save_id = made[0], team.first(lambda: secrets.token_hex(8))
+    made: list[Snapshot] = []
+
+    def ranges() -> Any:
+        made.append(make())
+        return made[0].ranges
+
+    held, save_id = team.all_or_none(ranges), team.first(lambda: secrets.token_hex(8))
+    snapshot = made[0]
     team.compare(
         lambda: storage.where.encode() + snapshot.fingerprint(),
         lambda: {"(the path)": storage.where, **snapshot.describe()},
         "Wrap values that differ on purpose in PerRank(...); un.checkpoint.sync(state, comm) makes the rest equal. "
         "Nothing was written",
     )
+    check_ranges(snapshot.shards, held, team.rank)
     # Where there is a manifest, the directory has been made durable before.
     team.first(lambda: storage.make() if MANIFEST not in storage.sizes() else None)
     name = f"{save_id}-{team.rank:05d}.safetensors"
@@ -205,7 +93,9 @@ def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progre
     own = {name: [name_of(e.dtype), list(e.shape), e.device] for name, e in snapshot.own_entries.items()}
     return {
         "file": file and [file.name, file.size, file.header, file.header_digest, file.digest],
-        "pieces": [(p.name, q.start, q.stop, list(q.digests)) for p, q in zip(snapshot.portions, pieces, strict=True)],
+        "pieces": [
+            (p.name, p.start, q.start, q.stop, list(q.digests)) for p, q in zip(snapshot.portions, pieces, strict=True)
+        ],
         "trees": snapshot.own_trees,
         "own": own,
     }
@@ -221,10 +111,10 @@ def _publish(
 ) -> None:
     """Put the manifest together from what all ranks have written, and in its place."""
     files: list[FileEntry] = []
-    found: dict[str, list[Piece]] = {n: [] for part in parts for n in (*snapshot.entries, *part["own"])}
+    found: dict[str, dict[int, Piece]] = {n: {} for part in parts for n in (*snapshot.entries, *part["own"])}
     for part in parts:
-        for name, start, stop, digests in part["pieces"]:
-            found[name].append(Piece(len(files), start, stop, tuple(digests)))
+        for name, offset, start, stop, digests in part["pieces"]:
+            found[name][offset] = Piece(len(files), start, stop, tuple(digests))
         if part["file"]:
             files.append(FileEntry(*part["file"]))
     tensors = dict(snapshot.entries)
@@ -235,7 +125,10 @@ def _publish(
         ranks=len(parts),
         created_ns=max(time.time_ns(), newest() + 1),
         files=tuple(files),
-        tensors={n: TensorEntry(e.dtype, e.shape, e.device, tuple(found[n])) for n, e in tensors.items()},
+        tensors={
+            n: TensorEntry(e.dtype, e.shape, e.device, tuple(piece for _, piece in sorted(found[n].items())))
+            for n, e in tensors.items()
+        },
         state=snapshot.tree,
         per_rank=tuple(tuple(part["trees"]) for part in parts),
         extra={"unisono": _version(), "torch": str(torch.__version__), **extra},

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.checkpoint.tree import Node, Packer
 
 __all__ = ["RNG", "Captured", "PerRank", "Policy", "capture", "is_stateful", "per_rank_of"]
@@ -127,11 +128,13 @@ class Captured:
 
     Attributes:
         tree, tensors: The part that is the same on every rank.
+        shards: The `TensorShard`s among them; their tensors are the local ones.
         own_trees, own_tensors: This rank's part; the names of its tensors begin with "@rank.".
     """
 
     tree: Node = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    shards: dict[str, TensorShard] = field(default_factory=dict)
     own_trees: Sequence[Node] = ()
     own_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -155,7 +158,9 @@ def capture(state: Any, rank: int) -> Captured:
     tree = packer.pack(state)
     inner = Packer(_object, prefix=f"@{rank}.")
     trees = [inner.pack(own.obj, path) for path, own in mine]
-    return Captured(tree, packer.tensors, trees, inner.tensors)
+    if inner.shards:
+        raise TypeError(f"{next(iter(inner.shards))!r} is a TensorShard in a PerRank value; all ranks save it together")
+    return Captured(tree, packer.tensors, packer.shards, trees, inner.tensors)
 
 
 def _object(packer: Packer, value: Any, path: str, depth: int) -> Node | None:

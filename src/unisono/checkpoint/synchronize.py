@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,7 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
 
     Raises:
         StateError: On every rank, if some rank's state is of another model; nothing is changed then.
-        TypeError: As `save`.
+        TypeError: As `save`; or the state has a `TensorShard`.
         ValueError: `src` is no rank of `comm`.
 
     Cost: one broadcast of the state's bytes in messages of up to 4 MiB.
@@ -62,7 +62,12 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     entries = {name: TensorEntry(dtype_of(dtype), tuple(shape)) for name, dtype, shape in listed}
     restoration = Restorer(entries, lambda index, policy: trees[index])
     builds: list[Any] = []
-    team.all_or_none(lambda: builds.append(restoration.match(state, tree)) if not source else None)
+
+    def match() -> None:
+        builds.append(restoration.match(state, tree))
+        _refuse_shards(name for name, _ in restoration.shards)
+
+    team.all_or_none(lambda: match() if not source else None)
     with torch.no_grad():
         destinations = {
             name: Destination(entry, restoration.targets.get(name), None)
@@ -78,6 +83,7 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
 def _described(state: Any, rank: int) -> tuple[dict[str, torch.Tensor], str]:
     """The tensors to send, and the rest of the state as text."""
     captured = capture(state, rank)
+    _refuse_shards(captured.shards)
     policies = dict(_policies(captured.tree))
     trees = [
         tree if policies.get(index) in ("shared", "all") else None for index, tree in enumerate(captured.own_trees)
@@ -86,6 +92,11 @@ def _described(state: Any, rank: int) -> tuple[dict[str, torch.Tensor], str]:
     tensors.update({name: captured.own_tensors[name] for tree in trees for name in names_in(tree)})
     listed = [(name, name_of(t.dtype), list(t.shape)) for name, t in tensors.items()]
     return tensors, json.dumps([captured.tree, trees, listed])
+
+
+def _refuse_shards(names: Iterable[str]) -> None:
+    for name in names:
+        raise TypeError(f"{name!r} is a TensorShard, of which no rank has all elements; save the state and load it")
 
 
 def _policies(node: Node) -> Iterator[tuple[int, str]]:

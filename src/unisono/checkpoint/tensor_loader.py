@@ -11,10 +11,12 @@ import torch
 
 from unisono.checkpoint.checksum import BLOCK
 from unisono.checkpoint.dtypes import memory_of
+from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.map_location import Destination, MapLocation
 from unisono.checkpoint.reader import Block, Files, ReadWindow
 from unisono.checkpoint.restore import Restorer
 from unisono.checkpoint.saver import Progress
+from unisono.checkpoint.tensor_shard import TensorShard
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
@@ -65,9 +67,10 @@ class TensorLoader:
         self._files, self._restoration, self._host, self._cached = files, restoration, host, cached
         self._options, self._check, self._same = options, bool(options.check), same
         self._destinations = {
-            name: Destination(entry, restoration.targets.get(name), options.map_location)
+            name: [Destination(entry, restoration.targets.get(name), options.map_location)]
             for name, entry in restoration.needed_entries()
         }
+        self._shards = [(shard, self._add_shard(name, shard)) for name, shard in restoration.shards]
         self._spare: dict[str, torch.Tensor] = {}
         self._bad: list[Block] = []
         self._failed: list[Exception] = []
@@ -96,8 +99,19 @@ class TensorLoader:
         if self._failed:
             raise self._failed[0]
         self._restoration.values.update(
-            {name: destination.tensor() for name, destination in self._destinations.items()}
+            {name: self._destinations[name][0].tensor() for name in self._restoration.needed}
         )
+        for shard, destination in self._shards:
+            shard.local.copy_(destination.tensor())
+
+    def _add_shard(self, name: str, shard: TensorShard) -> Destination:
+        saved, local = self._restoration.entries[name].dtype, shard.local
+        part = TensorEntry(saved, tuple(local.shape))
+        destination = Destination(
+            part, local if local.dtype == saved else None, local.device, shard.start * saved.itemsize
+        )
+        self._destinations.setdefault(name, []).append(destination)
+        return destination
 
     def _attempt(self, step: Callable[..., None], *given: Any) -> None:
         """Run `step`, and keep its error until all ranks have finished: the others wait for this rank."""
@@ -128,17 +142,18 @@ class TensorLoader:
         for window in windows:
             for block in window.blocks:
                 # Headers, and tensors that only other ranks need, have no destination here.
-                destination = self._destinations.get(block.name) if block.name is not None else None
-                if destination is not None or (block.name is None and check):
-                    self._put(block, destination, check)
+                destinations = self._destinations.get(block.name or "", [])
+                if destinations or (block.name is None and check):
+                    self._put(block, destinations, check)
             self._report(window)
 
-    def _put(self, block: Block, destination: Destination | None, check: bool) -> None:
+    def _put(self, block: Block, destinations: Sequence[Destination], check: bool) -> None:
         length = block.stop - block.start
-        memory = destination.memory(block.offset, length) if destination is not None else None
+        memory = destinations[0].memory(block.offset, length) if len(destinations) == 1 else None
         self._fetch(block, memory if memory is not None else memory_of(self._scratch(length)), check)
-        if memory is None and destination is not None:
-            destination.put(block.offset, self._scratch(length))
+        if memory is None:
+            for destination in destinations:
+                destination.put(block.offset, self._scratch(length))
 
     # -- by one rank, for all ------------------------------------------------------------------
     def _by_broadcast(self, host: Communicator, shares: Sequence[Sequence[ReadWindow]]) -> None:
@@ -162,9 +177,8 @@ class TensorLoader:
 
     def _spread(self, window: ReadWindow, data: torch.Tensor) -> None:
         for block in window.blocks:
-            if block.name is not None and block.name in self._destinations:
-                part = data[block.start - window.start : block.stop - window.start]
-                self._destinations[block.name].put(block.offset, part)
+            for destination in self._destinations.get(block.name or "", []):
+                destination.put(block.offset, data[block.start - window.start : block.stop - window.start])
         self._report(window)
 
     # -- both ----------------------------------------------------------------------------------

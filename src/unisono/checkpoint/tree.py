@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.dtypes import as_bytes, check_savable, dtype_of, memory_of, name_of
+from unisono.checkpoint.tensor_shard import TensorShard
 
 __all__ = ["MAX_DEPTH", "Node", "Packer", "join", "names_in", "tag_of", "unpack"]
 
@@ -37,6 +38,7 @@ class Packer:
 
     Attributes:
         tensors: Tensors that the tree refers to, by name. A tensor that occurs twice is stored once.
+        shards: The `TensorShard`s among them.
 
     Example:
         >>> packer = Packer()
@@ -46,6 +48,7 @@ class Packer:
 
     def __init__(self, special: Callable[[Packer, Any, str, int], Node | None] | None = None, prefix: str = "") -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.shards: dict[str, TensorShard] = {}
         self._seen: dict[tuple[Any, ...], str] = {}
         self._special, self._prefix = special, prefix
 
@@ -62,18 +65,21 @@ class Packer:
             return value if -_INT64 <= value < _INT64 else {"$int": hex(value)}
         if type(value) is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (torch.Tensor, TensorShard)):
             return {"$tensor": self.keep(value, path)}
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             return self._container(value, path, depth)
         return self._other(value, path)
 
-    def keep(self, tensor: torch.Tensor, path: str) -> str:
+    def keep(self, value: torch.Tensor | TensorShard, path: str) -> str:
         """The name under which a tensor is kept."""
+        shard = value if isinstance(value, TensorShard) else None
+        tensor = value.local if isinstance(value, TensorShard) else value
         check_savable(tensor, path)
         seen_as = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        memory = (tensor.data_ptr(), tensor.device, *seen_as)
-        if tensor.numel() and memory in self._seen:
+        # Shards are known by their object, because on some ranks they have no memory.
+        memory = (id(shard),) if shard else (tensor.data_ptr(), tensor.device, *seen_as)
+        if (shard or tensor.numel()) and memory in self._seen:
             return self._seen[memory]
         # "@" begins the names of what belongs to one rank.
         name = base = self._prefix + ("~" + path if path.startswith("@") else path or "state")
@@ -82,6 +88,8 @@ class Packer:
             number += 1
             name = f"{base}~{number}"
         self.tensors[name] = tensor.detach()
+        if shard:
+            self.shards[name] = shard
         self._seen[memory] = name
         return name
 

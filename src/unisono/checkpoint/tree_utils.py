@@ -13,6 +13,7 @@ import torch
 from unisono.checkpoint.errors import StateError
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.state import is_stateful, per_rank_of
+from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
 from unisono.core.tensors import is_non_overlapping
 from unisono.serialization.tensors import has_no_storage
@@ -25,8 +26,8 @@ __all__ = [
     "has_objects",
     "has_tensors",
     "leaves",
+    "misfit",
     "remapped_rank",
-    "shape_error",
     "tagged",
     "with_versions",
 ]
@@ -78,7 +79,7 @@ def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> C
 
 def has_tensors(value: Any) -> bool:
     """Return whether a value contains tensors or objects, and so has a shape that a checkpoint must fit."""
-    return _any(value, lambda one: isinstance(one, torch.Tensor) or _is_object(one))
+    return _any(value, lambda one: isinstance(one, (torch.Tensor, TensorShard)) or _is_object(one))
 
 
 def has_objects(value: Any) -> bool:
@@ -143,8 +144,13 @@ def _no_tensor(name: str) -> torch.Tensor:
     raise ValueError("a tensor cannot be a key")
 
 
-def shape_error(tensor: torch.Tensor, saved: torch.dtype) -> str | None:
-    """Return the reason that a tensor cannot hold values of the saved dtype; None if it can."""
+def misfit(target: torch.Tensor | TensorShard, entry: TensorEntry) -> str | None:
+    """Return the reason that a tensor cannot hold the saved values; None if it can."""
+    if tuple(target.shape) != entry.shape:
+        return f"has shape {entry.shape} in it, {tuple(target.shape)} here"
+    tensor, saved = target.local if isinstance(target, TensorShard) else target, entry.dtype
+    if tensor.is_meta:
+        return None if tensor is target else "is a TensorShard on the meta device here, without memory to fill"
     if has_no_storage(tensor):
         return f"is a {type(tensor).__name__} here, without memory of its own to fill"
     if not _keeps(saved, tensor.dtype):

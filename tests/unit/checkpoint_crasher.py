@@ -31,19 +31,31 @@ def state_of(number: int) -> dict[str, Any]:
     return {"w": torch.full((SIZE,), float(number)), "b": torch.full((7,), number), "step": number}
 
 
+def in_shards(number: int, rank: int, ranks: int) -> dict[str, Any]:
+    """The same, and a tensor of which each rank has a part."""
+    start, stop = rank * SIZE // ranks, (rank + 1) * SIZE // ranks
+    local = torch.full((stop - start,), float(number))
+    return {**state_of(number), "shard": un.checkpoint.TensorShard(local, start, torch.Size([SIZE]))}
+
+
 def number_in(path: Path) -> int:
     """Return the number of the save that a checkpoint holds; fails if it is incomplete."""
     state = un.checkpoint.load(path)
     assert torch.equal(state["w"], torch.full((SIZE,), float(state["step"]))), "mixed"
+    assert torch.equal(state["shard"], state["w"]), "mixed"
     assert torch.equal(state["b"], torch.full((7,), state["step"])), "mixed"
     return int(state["step"])
 
 
 def save(path: Path, number: int, ranks: int) -> None:
     if ranks == 1:
-        un.checkpoint.save(path, state_of(number))
+        un.checkpoint.save(path, in_shards(number, 0, 1))
     else:
-        un.launch(lambda comm: un.checkpoint.save(path, state_of(number), comm), ranks, "thread")
+        un.launch(
+            lambda comm: un.checkpoint.save(path, in_shards(number, comm.rank, ranks), comm),
+            ranks,
+            "thread",
+        )
 
 
 def crash_at(call: int, half: bool) -> None:

@@ -45,7 +45,8 @@ def save(
         path: A directory to create, on a file system that all ranks share; or a URL that fsspec supports.
         state: Modules, optimizers, schedulers, samplers and all else with `state_dict` and `load_state_dict`; tensors,
             numbers, strings, bytes; and dicts, lists, tuples and sets of them. Samplers, data loaders, `RNG`,
-            `torch.Generator`, `GradientAverager` and codecs are per rank; so are values wrapped in `PerRank`.
+            `torch.Generator`, `GradientAverager` and codecs are per rank; so are values wrapped in `PerRank`. Of a
+            tensor in `TensorShard`s each rank writes its own elements.
         comm: The ranks that save together; None is this process alone.
         extra: Plain values to store in the manifest, for readers of the checkpoint.
         timeout: Limit of the wait for the slowest rank in each phase: seconds or a `timedelta`; the communicator's if
@@ -189,7 +190,8 @@ def load(
         path: As passed to `save`.
         state: Of the same shape as was saved; entries that a dict leaves out are not read. Tensors, modules
             and objects are updated in place; numbers and strings are replaced in their dict or list. None creates
-            everything: tensors, and dicts instead of objects.
+            everything: tensors, and dicts instead of objects. Of a `TensorShard` only its elements are read, in blocks
+            of 4 MiB.
         comm: The ranks that load together; None is this process alone.
         map_location: Device of tensors that are created: a device, a dict from saved devices to others, or a
             function, as for `torch.load`; but the CPU if None. Existing tensors stay on their device.

@@ -20,7 +20,7 @@ from unisono.checkpoint.tree_utils import (
     elements_of,
     empty_of,
     entries_of,
-    group_sizes,
+    groups_misfit,
     has_objects,
     has_tensors,
     misfit,
@@ -43,12 +43,11 @@ class Restorer:
     """Matcher of a target with a saved tree.
 
     Args:
-        entries: All saved tensors.
+        entries: All saved tensors; also an attribute.
         source: Returns this rank's tree of a per-rank value (see `taken_over`); None if it keeps its value.
         strict: Whether names that only one side has are an error.
 
     Attributes:
-        entries: All saved tensors.
         places: Tensors of the target to read saved ones of the same dtype and shape into.
         needed: Names of all tensors to read.
         shards: Shards of the target, with the names of the tensors to read their ranges of.
@@ -172,8 +171,8 @@ class Restorer:
         _, inner, *metadata = node["$state"] if tag_of(node) == "$state" else ("", node)
         current = target.state_dict()
         module = isinstance(target, torch.nn.Module)
-        if isinstance(target, torch.optim.Optimizer):
-            self._check_groups(current, inner, path)
+        if isinstance(target, torch.optim.Optimizer) and (why := groups_misfit(current, inner, self.entries)):
+            self._problems.append(f"{path!r} {why}")
         mode: _Mode = "strict" if module else "shapes" if isinstance(target, torch.optim.Optimizer) else "loose"
         build = self._match(current, inner, path, mode, fresh=True)
         versions = self._create(metadata[0]) if module and metadata else None
@@ -189,12 +188,6 @@ class Restorer:
             return target
 
         return put
-
-    def _check_groups(self, current: dict[str, Any], node: Node, path: str) -> None:
-        here = [len(group["params"]) for group in current["param_groups"]]
-        saved = group_sizes(node, self.entries)
-        if saved is not None and here != saved:
-            self._problems.append(f"{path!r} has groups of {saved} parameters in it, of {here} here")
 
     def _match_tensor(self, target: torch.Tensor, name: str, path: str, mode: _Mode) -> _Build:
         self.needed[name] = None

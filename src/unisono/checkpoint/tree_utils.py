@@ -22,7 +22,7 @@ __all__ = [
     "elements_of",
     "empty_of",
     "entries_of",
-    "group_sizes",
+    "groups_misfit",
     "has_objects",
     "has_tensors",
     "leaves",
@@ -119,8 +119,14 @@ def elements_of(node: Node) -> list[Node] | None:
     return body if isinstance(body, list) else None
 
 
-def group_sizes(node: Node, entries: Mapping[str, TensorEntry]) -> list[int] | None:
-    """Number of parameters in each group of a saved optimizer; None if it has no groups."""
+def groups_misfit(current: dict[str, Any], node: Node, entries: Mapping[str, TensorEntry]) -> str | None:
+    """Return the reason that an optimizer cannot take over the saved groups of parameters; None if it can."""
+    here = [len(group["params"]) for group in current["param_groups"]]
+    saved = _group_sizes(node, entries)
+    return None if saved in (None, here) else f"has groups of {saved} parameters in it, of {here} here"
+
+
+def _group_sizes(node: Node, entries: Mapping[str, TensorEntry]) -> list[int] | None:
     groups = elements_of((entries_of(node) or {}).get("param_groups"))
     if groups is None:
         return None

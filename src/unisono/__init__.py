@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         rpc,
         testing,
         transports,
+        utils,
     )
     from unisono.comm.tracing import trace
     from unisono.communicator import Communicator
@@ -65,6 +66,7 @@ __all__ = [
     "testing",
     "trace",
     "transports",
+    "utils",
 ]
 
 _HOME = {
@@ -96,6 +98,7 @@ _PACKAGES = {
     "rpc": "unisono.rpc",
     "testing": "unisono.testing",
     "transports": "unisono.transports",
+    "utils": "unisono.utils",
 }
 
 

@@ -1,1 +1,20 @@
-"""Helpers that training scripts share: parameters by name, buckets, flat tensors."""
+"""Helpers that training scripts share: seeds, gradient norms, logging, throughput, averages of parameters."""
+
+from __future__ import annotations
+
+from unisono.utils.ema import EMA
+from unisono.utils.grad_norm import clip_grad_norm_, grad_norm
+from unisono.utils.rank_logging import rank_logger
+from unisono.utils.seeding import Generators, seed
+from unisono.utils.throughput import Rate, Throughput
+
+__all__ = [
+    "EMA",
+    "Generators",
+    "Rate",
+    "Throughput",
+    "clip_grad_norm_",
+    "grad_norm",
+    "rank_logger",
+    "seed",
+]

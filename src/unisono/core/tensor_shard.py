@@ -1,0 +1,58 @@
+"""Shards of tensors: each rank holds a range of the elements, and a checkpoint holds the whole tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["TensorShard"]
+
+
+class TensorShard:
+    """Range of the elements of a tensor whose other elements are on other ranks.
+
+    In a state for `save`, the shards that ranks have at one place form one tensor; the checkpoint equals
+    that of the whole tensor. `load` reads this rank's range into `local`, from any checkpoint that has the tensor.
+
+    Args:
+        local: 1-d tensor with the elements from `start` on of the flattened tensor (in contiguous order). May be empty.
+        start: Index of its first element in the flattened tensor.
+        shape: Shape of the whole tensor.
+
+    Raises:
+        TypeError: `local` is not a tensor.
+        ValueError: `local` is not 1-d, or its range is not inside a tensor of this shape.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp()
+        >>> def program(comm):
+        ...     local = torch.arange(3.0) + 3 * comm.rank
+        ...     shard = un.checkpoint.TensorShard(local, 3 * comm.rank, torch.Size([2, 3]))
+        ...     un.checkpoint.save(path, {"w": shard}, comm)
+        >>> _ = un.launch(program, 2, "thread")
+        >>> un.checkpoint.load(path)
+        {'w': tensor([[0., 1., 2.],
+                [3., 4., 5.]])}
+    """
+
+    __slots__ = ("local", "shape", "start")
+
+    def __init__(self, local: torch.Tensor, start: int, shape: Sequence[int]) -> None:
+        if not isinstance(local, torch.Tensor):
+            raise TypeError(f"local must be a tensor, not a {type(local).__name__}")
+        self.local, self.start, self.shape = local, start, torch.Size(shape)
+        if local.ndim != 1:
+            raise ValueError(f"local must be 1-d, not of shape {list(local.shape)}; flatten it")
+        if not 0 <= start <= self.stop <= self.shape.numel():
+            raise ValueError(f"elements {start} to {self.stop} are not inside a tensor of shape {list(self.shape)}")
+
+    @property
+    def stop(self) -> int:
+        """Index after the last element of `local` in the flattened tensor."""
+        return self.start + len(self.local)
+
+    def __repr__(self) -> str:
+        """Return text with the range and the whole tensor's shape."""
+        return f"TensorShard({self.start}:{self.stop} of {list(self.shape)}, {self.local.dtype})"

@@ -1,0 +1,214 @@
+"""Exponential moving average of a model's parameters, of which each rank may keep a part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from unisono.communicator import Communicator
+from unisono.core.tensor_shard import TensorShard
+from unisono.utils.bucket_plan import Named, agree_on_parameters
+from unisono.utils.layout import FlatLayout
+
+__all__ = ["EMA"]
+
+
+class EMA:
+    """Exponential moving average of the parameters of a model that is equal on all ranks.
+
+    It averages as torch's `AveragedModel` with `get_ema_multi_avg_fn` does: the first update copies, later ones give
+    `decay * average + (1 - decay) * parameter`. A checkpoint's state may hold it: any number of ranks can load it.
+
+    Args:
+        model: Its floating-point and complex parameters are averaged: in float32 if they have fewer bits.
+        decay: Weight of the earlier average, from 0 to 1.
+        comm: Each of its ranks keeps an equal part of the average; collective then. None: this process keeps all of it.
+        use_buffers: Average buffers, too, but those of whole numbers. Buffers that are not averaged stay the model's.
+
+    Attributes:
+        n_averaged: Number of updates.
+
+    Raises:
+        MismatchError: On every rank, if ranks have different models or settings.
+        ValueError: `decay` is not in the range.
+
+    Cost: memory of the parameters, divided by the number of ranks in `comm`; `applied` needs all of it.
+
+    Method: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
+
+    Example:
+        >>> def program(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.constant_(model.weight, 2.0)
+        ...     ema = un.utils.EMA(model, 0.75, comm)
+        ...     ema.update()
+        ...     torch.nn.init.constant_(model.weight, 6.0)
+        ...     ema.update()
+        ...     with ema.applied():
+        ...         averaged = model.weight.item()
+        ...     return averaged, model.weight.item()
+        >>> un.launch(program, 2, "thread")
+        [(3.0, 6.0), (3.0, 6.0)]
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, decay: float, comm: Communicator | None = None, *, use_buffers: bool = False
+    ) -> None:
+        self._average, self._comm = get_ema_multi_avg_fn(decay), comm
+        self.n_averaged, self._is_applied = 0, False
+        named = [*model.named_parameters(), *(model.named_buffers() if use_buffers else ())]
+        chosen = [(name, t) for name, t in named if t.is_floating_point() or t.is_complex()]
+        if comm is not None:
+            agree_on_parameters(chosen, comm, [decay, use_buffers], frozen=False)
+        alike: dict[tuple[torch.dtype, torch.device], Named] = {}
+        for name, tensor in chosen:
+            kind = torch.promote_types(tensor.dtype, torch.float32), tensor.device
+            alike.setdefault(kind, []).append((name, tensor))
+        self._parts = [_Part(members, dtype, comm) for (dtype, _), members in alike.items()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the current parameters into the average: after each step of the optimizer. Communicates nothing.
+
+        Raises:
+            RuntimeError: The average is in place of the parameters.
+
+        Cost: one pass over this rank's part.
+        """
+        self._check_not_applied("update")
+        for part in self._parts:
+            if self.n_averaged == 0:
+                part.copy_current()
+            elif part.averages:
+                self._average(part.averages, part.current(), self.n_averaged)
+        self.n_averaged += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Return a context with the average in place of the parameters; after it they are as before. Collective.
+
+        Changes that are made to them inside are lost.
+
+        Raises:
+            RuntimeError: It is in place already.
+
+        Cost: gathers the average, which takes its memory once on every rank; two copies of the parameters.
+
+        Example:
+            >>> model = torch.nn.Linear(1, 1)
+            >>> ema = un.utils.EMA(model, decay=0.99)
+            >>> ema.update()
+            >>> with ema.applied(), torch.no_grad():
+            ...     _ = model(torch.ones(1))
+        """
+        self._check_not_applied("applied")
+        wholes = [part.gather() for part in self._parts]
+        self._is_applied = True
+        for part, whole in zip(self._parts, wholes, strict=True):
+            part.swap(whole)
+        try:
+            yield
+        finally:
+            for part, whole in zip(self._parts, wholes, strict=True):
+                part.swap(whole)
+            self._is_applied = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates, and the average by name: `TensorShard`s if it is sharded, else tensors."""
+        return {
+            "n_averaged": self.n_averaged,
+            "average": {name: value for part in self._parts for name, value in part.state().items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the average. Communicates nothing.
+
+        Args:
+            state: Result of `state_dict`, also of another number of ranks if its tensors are whole.
+
+        Raises:
+            ValueError: It is of another model or of other ranks; nothing is changed.
+        """
+        given, mine = state["average"], self.state_dict()["average"]
+        if given.keys() != mine.keys():
+            raise ValueError(f"the average is of another model: {sorted(given.keys() ^ mine.keys())[:4]}")
+        pairs = [(value, _local(name, given[name], value)) for name, value in mine.items()]
+        for value, local in pairs:
+            (value.local if isinstance(value, TensorShard) else value).copy_(local)
+        self.n_averaged = int(state["n_averaged"])
+
+    def _check_not_applied(self, call: str) -> None:
+        if self._is_applied:
+            raise RuntimeError(f"{call} is called inside applied(), where the parameters are the average")
+
+
+def _local(name: str, given: Any, mine: Any) -> torch.Tensor:
+    """The elements of a given tensor or shard that belong into one of this rank's."""
+    if given.shape != mine.shape:
+        raise ValueError(f"the average of {name!r} is of shape {list(given.shape)}, not {list(mine.shape)}")
+    if isinstance(given, TensorShard) and isinstance(mine, TensorShard):
+        if (given.start, given.stop) != (mine.start, mine.stop):
+            raise ValueError(f"the average of {name!r} is {given!r}, but this rank has {mine!r}; load a checkpoint")
+        return given.local
+    if isinstance(given, TensorShard):
+        raise ValueError(f"the average of {name!r} is {given!r}, but this process needs all of it; load a checkpoint")
+    whole: torch.Tensor = given.reshape(-1)[mine.start : mine.stop] if isinstance(mine, TensorShard) else given
+    return whole
+
+
+class _Part:
+    """This rank's part of the average of tensors of one dtype and device."""
+
+    def __init__(self, members: Named, dtype: torch.dtype, comm: Communicator | None) -> None:
+        self._members, self._comm = members, comm
+        rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
+        self._layout = FlatLayout([tensor.numel() for _, tensor in members], size)
+        self._slices = self._layout.slices(rank)
+        self._flat = torch.zeros(self._layout.part, dtype=dtype, device=members[0][1].device)
+        self.averages = [self._flat[s.offset : s.offset + s.numel] for s in self._slices]
+        self.copy_current()
+
+    def current(self) -> list[torch.Tensor]:
+        """The parameters' elements of this part, in the dtype of the average."""
+        return [
+            self._members[s.index][1].detach().reshape(-1)[s.start : s.start + s.numel].to(self._flat.dtype)
+            for s in self._slices
+        ]
+
+    def copy_current(self) -> None:
+        for average, value in zip(self.averages, self.current(), strict=True):
+            average.copy_(value)
+
+    def gather(self) -> torch.Tensor:
+        """The parts of all ranks, in a new tensor."""
+        whole = self._flat.new_empty(self._layout.total)
+        if self._comm is None:
+            return whole.copy_(self._flat)
+        self._comm.all_gather_single(whole, self._flat)
+        return whole
+
+    @torch.no_grad()
+    def swap(self, whole: torch.Tensor) -> None:
+        """Exchange the elements of the tensors with those of a flat tensor."""
+        for (_, tensor), offset in zip(self._members, self._layout.offsets, strict=True):
+            place = whole[offset : offset + tensor.numel()].view(tensor.shape)
+            before = tensor.detach().clone()
+            tensor.copy_(place)
+            place.copy_(before)
+
+    def state(self) -> dict[str, torch.Tensor | TensorShard]:
+        """This part by name, in memory that it shares."""
+        found = {s.index: (average, s.start) for s, average in zip(self._slices, self.averages, strict=True)}
+        nothing = self._flat[:0], 0
+        shards = {
+            name: TensorShard(*found.get(index, nothing), tensor.shape)
+            for index, (name, tensor) in enumerate(self._members)
+        }
+        if self._comm is None:
+            return {name: shard.local.view(shard.shape) for name, shard in shards.items()}
+        return dict(shards)

@@ -1,0 +1,121 @@
+"""Seeds: independent random numbers on each rank, and equal ones where ranks share a choice."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.errors import MismatchError
+
+__all__ = ["Generators", "seed"]
+
+_LIMIT = 1 << 32
+_PER_RANK = 4
+
+
+@dataclass(frozen=True)
+class Generators:
+    """Random generators on the CPU, which a checkpoint's state may hold beside `un.checkpoint.RNG()`.
+
+    Loaded by more ranks than saved them, `rank` of the further ranks keeps its state; `shared` stays equal on all.
+
+    Attributes:
+        rank: Draws other numbers on each rank.
+        shared: Draws the same numbers on every rank, as long as all ranks draw as many from it.
+
+    Example:
+        >>> generators = un.utils.seed(7)
+        >>> state = generators.state_dict()
+        >>> first = torch.rand(1, generator=generators.shared)
+        >>> generators.load_state_dict(state)
+        >>> bool(torch.rand(1, generator=generators.shared) == first)
+        True
+    """
+
+    rank: torch.Generator
+    shared: torch.Generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states: `shared` as a tensor, which all ranks have, and `rank` as a generator."""
+        return {"shared": self.shared.get_state(), "rank": self.rank.clone_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore both generators.
+
+        Args:
+            state: Result of `state_dict`; a checkpoint keeps the state of `rank` as a tensor.
+        """
+        own = state["rank"]
+        self.shared.set_state(state["shared"])
+        self.rank.set_state(own.get_state() if isinstance(own, torch.Generator) else own)
+
+
+def seed(seed: int, comm: Communicator | None = None) -> Generators:
+    """Seed the global generators of Python, numpy (if imported) and torch on all devices: differently on each rank.
+
+    Collective. Streams depend on the seed and the rank, not on the number of ranks. `un.checkpoint.RNG` saves the
+    global generators. Ranks that are threads share these: use the returned generators there.
+
+    Args:
+        seed: A whole number, equal on all ranks.
+        comm: The ranks; None for a world of one.
+
+    Returns:
+        Two further generators: one that differs between ranks, and one that is equal on all.
+
+    Raises:
+        MismatchError: On every rank, if ranks passed different seeds.
+        TypeError: On every rank, if a seed is not a whole number.
+
+    Method: the seed is hashed by BLAKE2; the lower 32 bits, of which torch's Mersenne Twister uses no more, are a
+    permutation of the stream's number (finalizer of MurmurHash3), so that no two ranks have the same.
+
+    Example:
+        >>> def program(comm):
+        ...     generators = un.utils.seed(7, comm)
+        ...     return torch.rand(1, generator=generators.rank), torch.rand(1, generator=generators.shared)
+        >>> (own, shared), (other, same) = un.launch(program, 2, "thread")
+        >>> bool(own == other), bool(shared == same)
+        (False, True)
+    """
+    # A wrong seed of one rank must be an error on all.
+    given: int | str = int(seed) if isinstance(seed, Integral) else type(seed).__name__
+    rank, everyone = (0, [given]) if comm is None else (comm.rank, comm.all_gather_object(given))
+    for other, theirs in enumerate(everyone):
+        if isinstance(theirs, str):
+            raise TypeError(f"seed must be a whole number, not a {theirs}, as on rank {other}")
+        if theirs != everyone[0]:
+            raise MismatchError(
+                f"seed is {everyone[0]} on rank 0 and {theirs} on rank {other}. Pass the same; ranks get different "
+                "numbers from it",
+                rank=rank,
+                size=len(everyone),
+            )
+    first = 1 + _PER_RANK * rank
+    random.seed(_stream(seed, first))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(_stream(seed, first + 1) % _LIMIT)
+    torch.manual_seed(_stream(seed, first + 2))
+    return Generators(_generator(_stream(seed, first + 3)), _generator(_stream(seed, 0)))
+
+
+def _generator(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def _stream(seed: int, number: int) -> int:
+    """64 bits for a stream: the lower half is another one for each number."""
+    upper, lower = divmod(int.from_bytes(hashlib.blake2b(str(int(seed)).encode(), digest_size=8).digest()), _LIMIT)
+    mixed = (lower + number) % _LIMIT
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = (mixed ^ mixed >> shift) * factor % _LIMIT
+    return upper * _LIMIT + mixed

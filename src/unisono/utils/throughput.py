@@ -1,0 +1,99 @@
+"""Samples per second of all ranks, from exact counts."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import deque
+from typing import NamedTuple
+
+from unisono.communicator import Communicator
+
+__all__ = ["Rate", "Throughput"]
+
+
+class Rate(NamedTuple):
+    """Counts and a rate over all ranks; the same on every rank.
+
+    Attributes:
+        samples_per_s: `window_samples` divided by `window_s`; nan before the first step.
+        window_samples: Samples of all ranks in the steps of the window.
+        window_s: Time that these steps took, in seconds: that of the slowest rank.
+        samples: Samples of all ranks since the start.
+    """
+
+    samples_per_s: float
+    window_samples: int
+    window_s: float
+    samples: int
+
+
+class Throughput:
+    """Meter of samples per second over the last steps, on ranks that may have uneven numbers of samples.
+
+    Args:
+        comm: The ranks; None for a world of one.
+        window: Number of steps that the rate covers.
+
+    Raises:
+        ValueError: `window` is less than 1.
+
+    Example:
+        >>> def program(comm):
+        ...     meter = un.utils.Throughput(comm)
+        ...     for batch in ([0, 1, 2], [3, 4]) if comm.rank == 0 else ([5],):
+        ...         meter.step(len(batch))
+        ...     return meter.read().samples
+        >>> un.launch(program, 2, "thread")
+        [6, 6]
+    """
+
+    def __init__(self, comm: Communicator | None = None, window: int = 100) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1 step, not {window}")
+        self._comm, self._samples = comm, 0
+        self._steps: deque[tuple[float, int]] = deque(maxlen=window + 1)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new window now, as after an evaluation, whose time should not count. The total remains."""
+        self._steps.clear()
+        self._steps.append((time.perf_counter(), 0))
+
+    def step(self, samples: int) -> None:
+        """Count the samples of a step that has just ended. Not collective.
+
+        Args:
+            samples: This rank's number of samples, also 0.
+
+        Raises:
+            ValueError: It is negative.
+        """
+        count = operator.index(samples)
+        if count < 0:
+            raise ValueError(f"samples must not be negative, as {count} is")
+        self._samples += count
+        self._steps.append((time.perf_counter(), count))
+
+    def read(self) -> Rate:
+        """Return the counts and the rate of all ranks. Collective.
+
+        Returns:
+            Exact sums of whole numbers, and their quotient.
+
+        Cost: one exchange of about 50 bytes.
+
+        Example:
+            >>> meter = un.utils.Throughput()
+            >>> meter.step(32)
+            >>> rate = meter.read()
+            >>> rate.samples, rate.samples_per_s == 32 / rate.window_s
+            (32, True)
+        """
+        steps = list(self._steps)
+        # The first entry is the time at which the window begins.
+        mine = sum(count for _, count in steps[1:]), steps[-1][0] - steps[0][0], self._samples
+        everyone = [mine] if self._comm is None else self._comm.all_gather_object(mine)
+        counts, seconds, totals = zip(*everyone, strict=True)
+        window_s = max(seconds)
+        return Rate(sum(counts) / window_s if window_s else float("nan"), sum(counts), window_s, sum(totals))

@@ -72,7 +72,9 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the current parameters into the average: after each step of the optimizer. Communicates nothing.
+        """Take the current parameters into the average: after each step of the optimizer, on all ranks.
+
+        It communicates nothing.
 
         Raises:
             RuntimeError: The average is in place of the parameters.

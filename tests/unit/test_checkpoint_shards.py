@@ -139,6 +139,11 @@ def test_only_the_range_is_read_and_checked(tmp_path: Path) -> None:
         assert torch.equal(shard.local, whole[shard.start : shard.stop])
         return totals[-1:]
 
+    un.checkpoint.load(
+        tmp_path,
+        {"w": TensorShard(torch.zeros(0, dtype=torch.int32), 5, whole.shape)},
+        progress=lambda done, total: pytest.fail("something was read"),
+    )
     # Blocks have 4 MiB.
     assert all(total <= (12 + 4 + 1) * million for (total,) in run_ranks(program, 4))
     data = bytearray(file.read_bytes())
@@ -194,6 +199,9 @@ def test_values_keep_their_meaning_in_another_dtype(tmp_path: Path) -> None:
     un.checkpoint.save(tmp_path, {"w": [1.0] * 6})
     with pytest.raises(StateError, match="'w' is a TensorShard here, but no tensor in it"):
         un.checkpoint.load(tmp_path, state)
+    un.checkpoint.save(tmp_path, [whole, whole + 1])
+    with pytest.raises(StateError, match="2 entries in it, 1 here"):
+        un.checkpoint.load(tmp_path, [state["w"]])
 
 
 def test_background_saves_copy_shards(tmp_path: Path) -> None:
@@ -229,7 +237,7 @@ def test_shards_where_they_cannot_be(tmp_path: Path) -> None:
         for state in ({"w": shard}, {"w": torch.zeros(4)} if comm.rank == 0 else {"w": shard}):
             with pytest.raises(TypeError, match="'w' is a TensorShard, of which no rank has all elements"):
                 un.checkpoint.sync(state, comm)
-        with pytest.raises(TypeError, match="a TensorShard in a PerRank value"):
+        with pytest.raises(TypeError, match="'w' is a TensorShard in a PerRank value"):
             un.checkpoint.save(tmp_path, {"w": PerRank(shard)}, comm)
 
     run_ranks(program, 2)

@@ -102,7 +102,7 @@ def _ranges(restoration: Restorer, whole: Set[str]) -> ByteRanges:
     """Bytes to read for shards, of tensors that no rank needs whole."""
     found: dict[str, list[tuple[int, int]]] = {}
     for name, shard in restoration.shards:
-        if name not in whole:
+        if name not in whole and shard.start < shard.stop:
             item = restoration.entries[name].dtype.itemsize
             found.setdefault(name, []).append((shard.start * item, shard.stop * item))
     return found

@@ -158,8 +158,10 @@ def capture(state: Any, rank: int) -> Captured:
     tree = packer.pack(state)
     inner = Packer(_object, prefix=f"@{rank}.")
     trees = [inner.pack(own.obj, path) for path, own in mine]
-    if inner.shards:
-        raise TypeError(f"{next(iter(inner.shards))!r} is a TensorShard in a PerRank value; all ranks save it together")
+    for name in inner.shards:
+        raise TypeError(
+            f"{name.removeprefix(f'@{rank}.')!r} is a TensorShard in a PerRank value, but all ranks save it together"
+        )
     return Captured(tree, packer.tensors, packer.shards, trees, inner.tensors)
 
 

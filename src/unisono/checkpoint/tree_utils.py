@@ -79,7 +79,7 @@ def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> C
 
 def has_tensors(value: Any) -> bool:
     """Return whether a value contains tensors or objects, and so has a shape that a checkpoint must fit."""
-    return _any(value, lambda one: isinstance(one, (torch.Tensor, TensorShard)) or _is_object(one))
+    return _any(value, lambda one: isinstance(one, torch.Tensor) or _is_object(one))
 
 
 def has_objects(value: Any) -> bool:
@@ -88,7 +88,7 @@ def has_objects(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    return is_stateful(value) or per_rank_of(value) is not None
+    return isinstance(value, TensorShard) or is_stateful(value) or per_rank_of(value) is not None
 
 
 def _any(value: Any, holds: Callable[[Any], bool]) -> bool:

@@ -20,6 +20,13 @@ class Rate(NamedTuple):
         window_samples: Samples of all ranks in the steps of the window.
         window_s: Time that these steps took, in seconds: that of the slowest rank.
         samples: Samples of all ranks since the start.
+
+    Example:
+        >>> meter = un.utils.Throughput()
+        >>> meter.step(4)
+        >>> rate: Rate = meter.read()
+        >>> rate.window_samples
+        4
     """
 
     samples_per_s: float
@@ -56,7 +63,15 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window now, as after an evaluation, whose time should not count. The total remains."""
+        """Begin a new window now, as after an evaluation, whose time should not count. The total remains.
+
+        Example:
+            >>> meter = un.utils.Throughput()
+            >>> meter.step(4)
+            >>> meter.restart()
+            >>> meter.read().window_samples, meter.read().samples
+            (0, 4)
+        """
         self._steps.clear()
         self._steps.append((time.perf_counter(), 0))
 

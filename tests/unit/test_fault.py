@@ -279,6 +279,7 @@ def test_subgroups_have_the_same_faults() -> None:
         ({"delay": -0.1}, "delay must be a probability"),
         ({"delay_s": -1.0}, "delay_s must not be negative"),
         ({"kill_at": 0}, "kill_at must be at least 1"),
+        ({"kill_at": 1.5}, "kill_at must be at least 1 and a whole number, not 1.5"),
         ({"freeze_at": -1}, "freeze_at must be at least 1"),
         ({"freeze_s": -1.0}, "freeze_s must not be negative"),
         ({"corrupt": 7}, "corrupt must be a probability from 0 to 1, not 7"),

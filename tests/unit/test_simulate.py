@@ -195,13 +195,25 @@ def test_wait_times_out_on_the_virtual_clock() -> None:
         ({"nprocs": 0}, "nprocs must be a positive int, not 0"),
         ({"timeout": 0}, "timeout must be a positive number"),
         ({"backend": "gloo"}, "ranks of backend 'gloo' are processes, which cannot be simulated; use 'sim'"),
-        ({"backend": "sum"}, "unknown transport 'sum'"),
+        ({"backend": "sum"}, r"unknown transport 'sum'; known: .*; did you mean 'sim'\?"),
+        ({"on_failure": "contine"}, "on_failure must be 'end' or 'continue', not 'contine'"),
+        ({"chunk_bytes": 0}, "chunk_bytes must be a positive int, not 0"),
+        ({"preempt": "often"}, "preempt must be a probability from 0 to 1, not 'often'"),
+        ({"network": {"jitter": 1.0}}, "network must be a unisono.transports.sim.Network, not {'jitter': 1.0}"),
+        ({"network": Network(links={(0, 2): Link()})}, "a link is between ranks 0 and 2, but the ranks are 0 to 1"),
+        ({"network": FREE, "backend": "thread"}, "network= is for backend 'sim'"),
         ({"faults": {"drop": 2.0}}, "drop must be a probability from 0 to 1, not 2.0"),
+        ({"faults": {"drop": "often"}}, "drop must be a number, not 'often'"),
+        ({"faults": {"kil_at": 1}}, r"unknown fault 'kil_at'; known: .*; did you mean 'kill_at'\?"),
+        ({"faults": {"seed": 1}}, "unknown fault 'seed'"),
+        ({"faults": {"kill_at": 1, "ranks": [0, 2]}}, "faults name rank 2, but the ranks are 0 to 1"),
+        ({"faults": {"kill_at": 1, "ranks": 1}}, r"ranks must be a sequence of ranks such as \[1\], not 1"),
     ],
 )
-def test_bad_arguments_are_rejected(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        un.simulate(all_reduce, **options)
+def test_bad_arguments_are_rejected_before_ranks_start(options: dict[str, Any], words: str) -> None:
+    # Errors of ranks would be among the results.
+    with pytest.raises((ValueError, TypeError), match=words):
+        un.simulate(all_reduce, **{"on_failure": "continue", **options})
 
 
 def test_bad_networks_are_rejected() -> None:
@@ -209,6 +221,10 @@ def test_bad_networks_are_rejected() -> None:
         Link(-1.0)
     with pytest.raises(ValueError, match="jitter must not be negative"):
         Network(jitter=-1.0)
+    with pytest.raises(TypeError, match=r"links must be named by \(source, destination\), such as \(0, 1\), not 0"):
+        Network(links={0: Link()})  # type: ignore[dict-item]  # a wrong type is the test
+    with pytest.raises(TypeError, match=r"the link of \(0, 1\) must be a Link, not 3"):
+        Network(links={(0, 1): 3})  # type: ignore[dict-item]  # a wrong type is the test
 
 
 def test_wrapper_faults_apply_to_subgroups() -> None:

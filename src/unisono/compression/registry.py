@@ -33,7 +33,7 @@ def resolve(spec: Spec) -> Codec:
         >>> un.compression.resolve("int4")
         Traceback (most recent call last):
         ...
-        ValueError: unknown codec 'int4'; known: bf16, error_feedback, fp16, int8, onebit, powersgd, randomk, topk
+        ValueError: unknown codec 'int4'; known: ...
     """
     made = CODECS[spec]() if isinstance(spec, str) else spec
     if not isinstance(made, Codec) and callable(made):

@@ -7,12 +7,13 @@ import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Collection
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "unknown_name"]
 
 T = TypeVar("T")
 
@@ -80,7 +81,7 @@ class Registry(Generic[T]):
             return cast(T, getattr(module, self._attribute) if self._attribute else module)
         if name in self._foreign:
             return cast(T, self._foreign[name].load())
-        raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+        raise ValueError(unknown_name(self.kind, name, self.names()))
 
     def summary(self, name: str) -> str:
         """Return the first line of an entry's docstring; of a file of the package, without importing it."""
@@ -102,6 +103,23 @@ class Registry(Generic[T]):
     @property
     def _foreign(self) -> dict[str, EntryPoint]:
         return _entry_points(self._group)
+
+
+def unknown_name(kind: str, name: str, known: Collection[str]) -> str:
+    """Return the message of an unknown name: with all known ones, and the nearest of them if there is one.
+
+    Args:
+        kind: What is named ("transport").
+        name: The unknown name.
+        known: All known names.
+
+    Example:
+        >>> unknown_name("transport", "threads", ["gloo", "thread"])
+        "unknown transport 'threads'; known: gloo, thread; did you mean 'thread'?"
+    """
+    message = f"unknown {kind} {name!r}; known: {', '.join(known)}"
+    nearest = get_close_matches(str(name), known, 1)
+    return f"{message}; did you mean {nearest[0]!r}?" if nearest else message
 
 
 # A search for files and entry points takes milliseconds, and every call looks up its algorithm.

@@ -19,7 +19,7 @@ from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
 from unisono.host.network import why_no_shm
-from unisono.launcher.job import Job, conclude
+from unisono.launcher.job import Job, check_chunk_bytes, check_job, conclude
 from unisono.launcher.simulated import run_simulated, seed_of
 from unisono.launcher.threads import run_threads
 from unisono.launcher.topology import choose_backend, discover, validate_hosts
@@ -94,7 +94,7 @@ def init(
     """
     show_errors()
     timeout_s = positive_timeout(timeout)
-    _check_chunk_bytes(chunk_bytes)
+    check_chunk_bytes(chunk_bytes)
     if backend == "auto":
         backend = os.environ.get("UNISONO_BACKEND") or backend
     if backend != "auto":
@@ -180,15 +180,9 @@ def launch(
     """
     show_errors()
     timeout_s = positive_timeout(timeout)
-    _check_chunk_bytes(chunk_bytes)
-    if not isinstance(nprocs, int) or nprocs < 1:
-        raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
+    check_job(fn, nprocs, on_failure, chunk_bytes)
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads must be a positive int, not {threads!r}")
-    if on_failure not in ("end", "continue"):
-        raise ValueError(f"on_failure must be 'end' or 'continue', not {on_failure!r}")
-    if not callable(fn):
-        raise TypeError(f"fn must be a function that takes the communicator, not {type(fn).__name__}")
     given = validate_hosts(hosts, nprocs)
     sharing = given or (tuple(range(nprocs)),)
     if why_no_shm() is not None:
@@ -219,11 +213,6 @@ def _run(
 
         ended = run_processes(job, nprocs, on_failure, threads)
     return conclude(ended, nprocs, on_failure)
-
-
-def _check_chunk_bytes(chunk_bytes: int) -> None:
-    if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be a positive int, not {chunk_bytes!r}")
 
 
 def _options(

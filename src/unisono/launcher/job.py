@@ -20,7 +20,17 @@ from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableEr
 from unisono.serialization.functions import dumps
 from unisono.transports.hierarchical import Connectable
 
-__all__ = ["GRACE_S", "Job", "Outcome", "conclude", "first_failure", "reported", "run_reported"]
+__all__ = [
+    "GRACE_S",
+    "Job",
+    "Outcome",
+    "check_chunk_bytes",
+    "check_job",
+    "conclude",
+    "first_failure",
+    "reported",
+    "run_reported",
+]
 
 GRACE_S = 3.0
 """After a first failure, how long the others may take to end by their own error."""
@@ -70,6 +80,23 @@ class Outcome:
     result: Any = None
     error: BaseException | None = None
     reported: bool = True
+
+
+def check_job(fn: Callable[..., Any], nprocs: int, on_failure: str, chunk_bytes: int) -> None:
+    """Raise `ValueError` or `TypeError` for an invalid argument of `launch` and `simulate`."""
+    if not callable(fn):
+        raise TypeError(f"fn must be a function that takes the communicator, not {type(fn).__name__}")
+    if not isinstance(nprocs, int) or nprocs < 1:
+        raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
+    if on_failure not in ("end", "continue"):
+        raise ValueError(f"on_failure must be 'end' or 'continue', not {on_failure!r}")
+    check_chunk_bytes(chunk_bytes)
+
+
+def check_chunk_bytes(chunk_bytes: int) -> None:
+    """Raise `ValueError` for an invalid segment length."""
+    if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be a positive int, not {chunk_bytes!r}")
 
 
 def run_reported(rank: int, program: Callable[[], Any]) -> bytes:

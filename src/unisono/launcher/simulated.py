@@ -23,11 +23,11 @@ from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
-from unisono.launcher.job import GRACE_S, Job, Outcome, conclude
+from unisono.launcher.job import GRACE_S, Job, Outcome, check_job, conclude
 from unisono.simulation import EndedError, Scheduler, interposed, unpatched
 from unisono.transports import TRANSPORTS
 from unisono.transports.sim import Network
-from unisono.wrappers.fault import Faulty
+from unisono.wrappers.fault import Faulty, check_faults
 
 __all__ = ["Simulated", "run_simulated", "seed_of", "simulate"]
 
@@ -104,6 +104,7 @@ def simulate(
 
     Raises:
         Exception: What the first failing rank raised; a note names the seed.
+        ValueError, TypeError: An option is invalid, or names a fault or a rank that does not exist.
 
     Cost: a few thread switches per message. A wait for something real (a process, a socket) stops all
     ranks. If programs draw from global generators, run one simulation at a time.
@@ -118,16 +119,23 @@ def simulate(
         ([12.0, 12.0, 12.0], True, True)
     """
     show_errors()
-    if not isinstance(nprocs, int) or nprocs < 1:
-        raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
+    check_job(fn, nprocs, on_failure, chunk_bytes)
     timeout_s = positive_timeout(timeout)
-    if not 0 <= preempt <= 1:
+    if not isinstance(preempt, int | float) or not 0 <= preempt <= 1:
         raise ValueError(f"preempt must be a probability from 0 to 1, not {preempt!r}")
+    if network is not None and not isinstance(network, Network):
+        raise TypeError(f"network must be a unisono.transports.sim.Network, not {network!r}")
+    if faults is not None:
+        check_faults(faults, nprocs)
     transport = TRANSPORTS[backend]
     if not transport.in_process:
         raise ValueError(
             f"ranks of backend {backend!r} are processes, which cannot be simulated; use 'sim' or 'thread'"
         )
+    if network is not None:
+        if not transport.simulated:
+            raise ValueError(f"network= is for backend 'sim', whose messages take time; not for {backend!r}")
+        network.check_ranks(nprocs)
     chosen = seed_of(seed)
     whole = wrap if faults is None else partial(_faulty, seed=chosen, faults=dict(faults), wrap=wrap)
     extra = {"network": network or Network()}

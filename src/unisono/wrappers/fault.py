@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from inspect import Parameter, signature
 from random import Random
+from typing import Any
 
 import torch
 
 from unisono.core.combined_work import WorkGroup
+from unisono.core.registry import unknown_name
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
 from unisono.errors import ClosedError
@@ -19,7 +22,7 @@ from unisono.wrappers.base import Wrapper
 from unisono.wrappers.delay import LinkModel
 from unisono.wrappers.delay_queue import DelayedSend, DelayQueue, Stream
 
-__all__ = ["Faulty", "KilledError"]
+__all__ = ["Faulty", "KilledError", "check_faults"]
 
 _CHANCES = ("drop", "delay", "duplicate", "reorder", "corrupt")
 
@@ -56,16 +59,19 @@ class _Faults:
     ranks: tuple[int, ...] | None
 
     def __post_init__(self) -> None:
+        for name in (*_CHANCES, "delay_s", "freeze_s", "slow_bytes_per_s"):
+            if not isinstance(getattr(self, name), int | float | None):
+                raise TypeError(f"{name} must be a number, not {getattr(self, name)!r}")
         for name in _CHANCES:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a probability from 0 to 1, not {getattr(self, name)!r}")
         for name in ("delay_s", "freeze_s"):
-            if (getattr(self, name) or 0.0) < 0:
+            if not (getattr(self, name) or 0.0) >= 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)!r}")
         for name in ("kill_at", "freeze_at"):
             at = getattr(self, name)
-            if at is not None and at < 1:
-                raise ValueError(f"{name} must be at least 1, not {at!r}")
+            if at is not None and not (isinstance(at, int) and at >= 1):
+                raise ValueError(f"{name} must be at least 1 and a whole number, not {at!r}")
         if self.slow_bytes_per_s is not None and not self.slow_bytes_per_s > 0:
             raise ValueError(f"slow_bytes_per_s must be positive, not {self.slow_bytes_per_s!r}")
 
@@ -111,6 +117,7 @@ class Faulty(Wrapper):
     Raises:
         ValueError: A probability outside 0 to 1, a negative duration, a number of a post below 1, or a bandwidth
             that is not positive.
+        TypeError: An argument is no number, or `ranks` no sequence of ranks.
 
     Example:
         >>> def program(comm):
@@ -151,7 +158,7 @@ class Faulty(Wrapper):
             freeze_at=freeze_at,
             freeze_s=freeze_s,
             slow_bytes_per_s=slow_bytes_per_s,
-            ranks=None if ranks is None else tuple(ranks),
+            ranks=_rank_numbers(ranks),
         )
         self._faults = self._configured.of_rank(self.group.members[self.rank])
         self._posts = 0
@@ -233,6 +240,36 @@ class Faulty(Wrapper):
     def _end(self, cause: BaseException) -> None:
         self._thawed.set()
         self._late.stop(cause)
+
+
+def check_faults(faults: Mapping[str, Any], size: int) -> None:
+    """Check the arguments of `Faulty`, but for the seed, before ranks exist.
+
+    Args:
+        faults: The arguments, by name.
+        size: Number of ranks.
+
+    Raises:
+        ValueError, TypeError: An argument that does not exist or is invalid, or a rank that does not exist.
+    """
+    parameters = signature(Faulty).parameters.items()
+    defaults = {name: parameter.default for name, parameter in parameters if parameter.default is not Parameter.empty}
+    for name in faults:
+        if name not in defaults:
+            raise ValueError(unknown_name("fault", name, defaults))
+    given = {**defaults, **faults}
+    checked = _Faults(seed=0, **{**given, "ranks": _rank_numbers(given["ranks"])})
+    for rank in checked.ranks or ():
+        if not 0 <= rank < size:
+            raise ValueError(f"faults name rank {rank}, but the ranks are 0 to {size - 1}")
+
+
+def _rank_numbers(ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+    if ranks is None:
+        return None
+    if isinstance(ranks, int) or not all(isinstance(rank, int) for rank in ranks):
+        raise TypeError(f"ranks must be a sequence of ranks such as [1], not {ranks!r}")
+    return tuple(ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,25 @@ class Network:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)!r}")
 
+        for ends, link in self.links.items():
+            if not (isinstance(ends, tuple) and len(ends) == 2 and all(isinstance(rank, int) for rank in ends)):
+                raise TypeError(f"links must be named by (source, destination), such as (0, 1), not {ends!r}")
+            if not isinstance(link, Link):
+                raise TypeError(f"the link of {ends} must be a Link, not {link!r}")
+
+    def check_ranks(self, size: int) -> None:
+        """Check that all links are between existing ranks.
+
+        Args:
+            size: Number of ranks.
+
+        Raises:
+            ValueError: A link begins or ends at another rank.
+        """
+        for ends in self.links:
+            if not all(0 <= rank < size for rank in ends):
+                raise ValueError(f"a link is between ranks {ends[0]} and {ends[1]}, but the ranks are 0 to {size - 1}")
+
     def of(self, source: int, target: int) -> Link:
         """Return the link from one rank to another."""
         return self.links.get((source, target), self.link)

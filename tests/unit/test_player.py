@@ -16,7 +16,8 @@ from unisono.collectives.player import from_algorithm, page
 from unisono.collectives.player.from_algorithm import replay_algorithm
 from unisono.collectives.player.from_trace import replay_trace
 from unisono.collectives.player.page import render
-from unisono.collectives.player.replay import Change, Message, Replay
+from unisono.collectives.player.replay import Change, Replay
+from unisono.collectives.simulator import Message
 from unisono.tools.cli import main
 
 ALGORITHMS = un.algorithms.ALGORITHMS

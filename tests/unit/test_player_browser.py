@@ -12,7 +12,8 @@ import pytest
 
 import unisono as un
 from unisono.collectives.player.page import write
-from unisono.collectives.player.replay import Message, Replay
+from unisono.collectives.player.replay import Replay
+from unisono.collectives.simulator import Message
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on PATH")]

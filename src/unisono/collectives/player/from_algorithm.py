@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from unisono.collectives.algorithms import Algorithm, Move, Step, elements, find
 from unisono.collectives.algorithms.semantics import goal, start
 from unisono.collectives.player.page import write
-from unisono.collectives.player.replay import Change, Message, Replay
-from unisono.collectives.simulator import Network, simulate
+from unisono.collectives.player.replay import Change, Replay
+from unisono.collectives.simulator import Message, Network, simulate
 from unisono.collectives.verify.prover import verify
 
 __all__ = ["Times", "play", "replay_algorithm"]

@@ -5,39 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["MOST_CHUNKS", "MOST_MESSAGES", "MOST_RANKS", "Change", "Message", "Replay"]
+from unisono.collectives.simulator import Message
+
+__all__ = ["MOST_CHUNKS", "MOST_MESSAGES", "MOST_RANKS", "Change", "Replay"]
 
 MOST_RANKS, MOST_CHUNKS, MOST_MESSAGES = 32, 128, 20_000
 """Limits of what a page can show legibly, and a browser draw smoothly."""
-
-
-class Message(NamedTuple):
-    """One message between two ranks.
-
-    Attributes:
-        sender, receiver: Positions of the ranks in `Replay.ranks`.
-        runs: Runs of chunks that it carries, as pairs of the first chunk and the chunk after the last. Empty if they
-            are not known, as in a recorded run.
-        nbytes: Its length.
-        start_s, end_s: When it begins to move, and when it has arrived; in rounds if `Replay.unit` is "round".
-        reduce: Whether it is reduced into what the receiver holds, or overwrites it.
-        step: Number of the sender's step, from 1.
-        call: The call that it belongs to, for people to read; may be empty.
-
-    Example:
-        >>> Message(sender=0, receiver=1, runs=((2, 3),), nbytes=1024, start_s=0, end_s=1, reduce=True, step=1).call
-        ''
-    """
-
-    sender: int
-    receiver: int
-    runs: tuple[tuple[int, int], ...]
-    nbytes: int
-    start_s: float
-    end_s: float
-    reduce: bool
-    step: int
-    call: str = ""
 
 
 class Change(NamedTuple):

@@ -15,15 +15,17 @@ __all__ = ["EventQueue", "Message"]
 
 
 class Message(NamedTuple):
-    """Message of a simulated collective.
+    """Message of a collective that was simulated, or is shown by the player.
 
     Attributes:
-        sender, receiver: Two ranks.
-        runs: Runs of chunks, as pairs of start and stop, in the sender's numbers.
+        sender, receiver: Two ranks; in a `Replay`, their positions in its `ranks`.
+        runs: Runs of chunks, as pairs of start and stop, in the sender's numbers. Empty if they are not known, as in a
+            recorded run.
         nbytes: Bytes of these.
-        start_s, end_s: Times at which it begins to leave the sender, and is delivered.
+        start_s, end_s: Times at which it begins to leave the sender, and is delivered; in a `Replay`, in its unit.
+        reduce: Whether the receiver reduces it into what it holds, or overwrites that.
         step: Number of the sender's step, from 1.
-        reduce: Whether the receiver reduces it.
+        call: Description of the recorded call that it belongs to; may be empty.
 
     Example:
         >>> un.algorithms.simulate("broadcast", "binomial", size=2, nbytes=8, record=True).record[0].runs
@@ -36,8 +38,9 @@ class Message(NamedTuple):
     nbytes: int
     start_s: float
     end_s: float
-    step: int
     reduce: bool
+    step: int
+    call: str = ""
 
 
 _IDLE = Step()
@@ -224,13 +227,9 @@ class EventQueue:
             state.next_recv = start + gap * factor
             self._ended(flight.receiver, end + reduction)
         if self._recording:
-            runs, number = flight.move.runs, flight.step
-            self.record.append(
-                Message(
-                    *(flight.sender, flight.receiver, runs, flight.nbytes, flight.start, end, number),
-                    state.step.reduce,
-                )
-            )
+            ends, runs = (flight.sender, flight.receiver), flight.move.runs
+            message = Message(*ends, runs, flight.nbytes, flight.start, end, state.step.reduce, flight.step)
+            self.record.append(message)
 
     def _ended(self, rank: int, time: float) -> None:
         state = self.ranks[rank]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from unisono.collectives.algorithms.fold import nodes_of
+from unisono.collectives.algorithms.binary_tree import children, path
 from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored
 
 __all__ = ["OPTIONS", "chunks", "cost", "steps", "unsupported"]
@@ -27,34 +27,15 @@ def chunks(size: int, segments: int = 4) -> int:
     return 2 * segments
 
 
-def _path(place: int, size: int) -> list[int]:
-    """Return the places from the root to a place, of 1 to `size`: all subtrees to the left are complete."""
-    path: list[int] = []
-    before = 0
-    while not path or path[-1] != place:
-        top = nodes_of(size)
-        path.append(before + top)
-        before, size = (before, top - 1) if place < path[-1] else (before + top, size - top)
-    return path
-
-
-def _children(place: int, size: int) -> list[int]:
-    """Return the places below a place: in the middle of the complete tree on the left, and of the rest on the right."""
-    low = place & -place
-    rest = min(low - 1, size - place)
-    left = [place - low // 2] if low > 1 else []
-    return [*left, place + nodes_of(rest)] if rest else left
-
-
 def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
     depth = size.bit_length() - 1
     rounds: list[tuple[list[Move], list[Move]]] = [([], []) for _ in range(depth + segments - 1)]
     for tree in range(2):
         place = (rank + tree) % size + 1
-        path = _path(place, size)
-        for receives, others in enumerate((path[-2:-1], _children(place, size))):
+        way = path(place, size)
+        for receives, others in enumerate((way[-2:-1], children(place, size))):
             # Segments rise from depth d to d - 1 in round depth - d and those that follow.
-            start = depth - len(path) + 1 - receives
+            start = depth - len(way) + 1 - receives
             for other, segment in product(others, range(segments)):
                 chunk = tree * segments + segment
                 move = Move((other - 1 - tree) % size, chunk, chunk + 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from unisono.collectives.algorithms.binary_tree import children, path
 from unisono.collectives.algorithms.step import Cost, Move, Step, elements
 
 __all__ = ["OPTIONS", "chunks", "cost", "steps"]
@@ -26,12 +27,12 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
     for time in range(segments + max(depth for _, _, depth, _ in trees)):
         send: list[Move] = []
         recv: list[Move] = []
-        for first, parent, depth, children in trees:
+        for first, parent, depth, below in trees:
             arriving, leaving = first + time - depth + 1, first + time - depth
             if rank and first <= arriving < first + segments:
                 recv.append(Move(parent, arriving, arriving + 1))
             if first <= leaving < first + segments:
-                send += [Move(child, leaving, leaving + 1) for child in children]
+                send += [Move(child, leaving, leaving + 1) for child in below]
         if send or recv:
             yield Step(tuple(send), tuple(recv))
 
@@ -49,24 +50,12 @@ def _place(rank: int, size: int, tree: int) -> tuple[int, int, list[int]]:
             return number
         return last + 1 - number if last % 2 == 0 else (number - 1 + step) % last + 1
 
-    def above(position: int) -> int:
-        low = position & -position
-        up = (position ^ low) | low << 1
-        return up if up <= last else position ^ low
-
     if rank == 0:
-        return 0, 0, [turned(1 << (last.bit_length() - 1), -1)]
+        return 0, 0, [turned(path(last, last)[0], -1)]
     position = turned(rank, 1)
-    depth, up = 1, above(position)
-    while up:
-        depth, up = depth + 1, above(up)
-    half = (position & -position) // 2
-    children = [position - half] if half else []
-    while half and position + half > last:
-        half //= 2
-    children += [position + half] if half else []
-    parent = above(position)
-    return turned(parent, -1) if parent else 0, depth, [turned(child, -1) for child in children]
+    way = path(position, last)
+    parent = turned(way[-2], -1) if len(way) > 1 else 0
+    return parent, len(way), [turned(child, -1) for child in children(position, last)]
 
 
 def cost(size: int, numel: int, segments: int = 4) -> Cost:

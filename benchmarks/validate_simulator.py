@@ -14,6 +14,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,7 +73,7 @@ def measured(comm: un.Communicator, folder: Path | None = None) -> dict[Any, flo
     for name in ALGORITHMS:
         for nbytes in SIZES:
             tensor = torch.zeros(nbytes // 4)
-            found[name, nbytes] = seconds_of(comm, lambda: comm.all_reduce(tensor, algorithm=name))  # noqa: B023
+            found[name, nbytes] = seconds_of(comm, partial(comm.all_reduce, tensor, algorithm=name))
     return found
 
 

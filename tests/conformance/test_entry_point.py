@@ -91,7 +91,7 @@ def test_entry_point_transport_delivers() -> None:
     courier = TRANSPORTS["courier"]
     courier.carried.clear()  # type: ignore[attr-defined]  # of the temporary module
     assert run_ranks(summed, 2, "courier") == [("courier", [3.0] * 3)] * 2
-    assert {rank for rank, _ in courier.carried} == {0, 1}  # type: ignore[attr-defined]
+    assert {rank for rank, _ in courier.carried} == {0, 1}  # type: ignore[attr-defined]  # of the temporary module
 
 
 def test_entry_point_name_is_listed() -> None:

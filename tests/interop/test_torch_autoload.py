@@ -66,6 +66,11 @@ def test_failure_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_without_distributed_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[object] = []
     monkeypatch.setattr(dist, "is_available", lambda: False)
-    monkeypatch.setattr(dist.Backend, "register_backend", refused)
-    torch_backend.autoload()
+    monkeypatch.setattr(dist.Backend, "backend_list", [])
+    monkeypatch.setattr(dist.Backend, "register_backend", lambda name, *_, **__: registered.append(name))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch_backend.autoload()
+    assert (registered, caught) == ([], [])

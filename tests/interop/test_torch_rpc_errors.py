@@ -38,7 +38,7 @@ def errors() -> dict[str, str]:
         "unsendable": lambda: rpc.rpc_sync("worker1", echo, (torch.futures.Future(),)),
         "unsendable result": lambda: rpc.rpc_sync("worker1", torch.futures.Future),
         "no such context": lambda: rpc.RRef(torch.ones((), requires_grad=True)).backward(100),
-        "no function": lambda: rpc.rpc_sync("worker1", "echo"),  # type: ignore[arg-type]
+        "no function": lambda: rpc.rpc_sync("worker1", "echo"),  # type: ignore[arg-type]  # wrong on purpose
         "not the owner": lambda: rpc.remote("worker1", echo, (1,)).local_value(),
         "no context": lambda: dist_autograd.get_gradients(12345),
         "no roots": lambda: _in_context(lambda number: dist_autograd.backward(number, [])),

@@ -148,7 +148,7 @@ def port_taken() -> None:
 
 @mistake("needs mpi4py")
 def missing_package() -> None:
-    sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]  # as an import that fails
     un.init(backend="mpi")  # here
 
 

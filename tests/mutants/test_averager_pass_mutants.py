@@ -241,7 +241,7 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
 
 @pytest.mark.parametrize("program", [passes, left, alone, parameters])
 def test_unmodified_averager_passes(program: Callable[[un.Communicator], None]) -> None:
-    run_ranks(program, 2)
+    assert run_ranks(program, 2) == [None, None]
 
 
 @pytest.mark.parametrize(("program", "owner", "name", "mutant"), MUTANTS)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from random import SystemRandom
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,9 @@ def program(comm: un.Communicator) -> float:
     return t.sum().item()
 
 
-def complaints(seed: int, wrap: object = None) -> list[str]:
+def complaints(seed: int, wrap: Any = None) -> list[str]:
     # Wrong or narrower on purpose.
-    run = un.simulate(program, 3, seed=seed, preempt=0.2, wrap=wrap, timeout=10.0, on_failure="continue")  # type: ignore[arg-type]
+    run = un.simulate(program, 3, seed=seed, preempt=0.2, wrap=wrap, timeout=10.0, on_failure="continue")
     return [str(end) for end in run.results if isinstance(end, BaseException)]
 
 

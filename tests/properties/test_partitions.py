@@ -105,6 +105,6 @@ def test_wrong_seed_and_data_are_rejected() -> None:
     with pytest.raises(ValueError, match="seed must be 0 or more"):
         DataPartitioner(range(10), seed=-1)
     with pytest.raises(TypeError):
-        DataPartitioner(range(10), seed=0.5)  # type: ignore[arg-type]
+        DataPartitioner(range(10), seed=0.5)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(TypeError, match="pass a dataset with a length"):
-        DataPartitioner(iter(range(10)))  # type: ignore[arg-type]
+        DataPartitioner(iter(range(10)))  # type: ignore[arg-type]  # wrong on purpose

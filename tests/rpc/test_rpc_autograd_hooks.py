@@ -271,6 +271,7 @@ def test_concurrent_contexts_are_separate_on_shared_parameters() -> None:
 def test_concurrent_local_backward_is_correct() -> None:
     def program(comm: un.Communicator) -> Any:
         model = serve(comm)
+        # A Sequential's item is any module, whose weight is any attribute.
         model[0].weight.register_hook(lambda grad: 3 * grad)  # type: ignore[operator,union-attr]
         rounds = 60
 

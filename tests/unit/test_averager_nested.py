@@ -137,7 +137,7 @@ def wanted(nest: str, option: str, inner: str) -> Found:
     return combined(alone, WEIGHTS if option == "weights" else None, total=option == "sum")
 
 
-def compare(backend: str, nest: str, option: str, inner: str, sizes: dict[str, Any]) -> None:
+def assert_averages(backend: str, nest: str, option: str, inner: str, sizes: dict[str, Any]) -> None:
     means = wanted(nest, option, inner)
     for found, steps in pool(backend, 2).run(lambda comm: averaged(comm, nest, option, inner, sizes)):
         for each in found:
@@ -158,14 +158,14 @@ where = pytest.mark.parametrize(
 def test_nested_passes_are_averaged_with_the_outer_one(
     backend: str, nest: str, option: str, sizes: dict[str, Any]
 ) -> None:
-    compare(backend, nest, option, "all", sizes)
+    assert_averages(backend, nest, option, "all", sizes)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("backend", ["thread"])
 def test_nested_pass_in_no_sync_belongs_to_the_outer_one(backend: str, nest: str, option: str) -> None:
-    compare(backend, nest, option, "quiet", SMALL)
+    assert_averages(backend, nest, option, "quiet", SMALL)
 
 
 @where
@@ -174,7 +174,7 @@ def test_nested_pass_in_no_sync_belongs_to_the_outer_one(backend: str, nest: str
 def test_nested_pass_on_one_rank_is_averaged_with_the_outer_one(
     backend: str, nest: str, option: str, sizes: dict[str, Any]
 ) -> None:
-    compare(backend, nest, option, "one", sizes)
+    assert_averages(backend, nest, option, "one", sizes)
 
 
 def watched(model: nn.Sequential) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,12 +25,12 @@ SHORT = ["--seconds", "0.01"]
 
 
 def workload(collective: str = "all_reduce", ranks: int = 4, nbytes: int = 4096, **how: object) -> Workload:
-    kind: dict[str, object] = {"dtype": torch.float32, "op": ReduceOp.SUM} | how
-    return Workload.of_bytes(collective, ranks, nbytes, **kind)  # type: ignore[arg-type]
+    kind: dict[str, Any] = {"dtype": torch.float32, "op": ReduceOp.SUM} | how
+    return Workload.of_bytes(collective, ranks, nbytes, **kind)
 
 
 def result(**changed: object) -> Result:
-    plain: dict[str, object] = {
+    plain: dict[str, Any] = {
         "collective": "all_reduce",
         "ranks": 4,
         "nbytes": 1 << 20,
@@ -42,7 +43,7 @@ def result(**changed: object) -> Result:
         "samples": 9,
         "against": {"gloo": Against(1500.0, Spread(14.0, 15.0, 16.5), 0)},
     }
-    return Result(**(plain | changed))  # type: ignore[arg-type]
+    return Result(**(plain | changed))
 
 
 def refused(*arguments: str) -> int:
@@ -113,6 +114,7 @@ def moved(asked: Workload) -> list[Slot]:
             "broadcast": lambda: sources[0],
             "all_gather": lambda: sources.view(-1),
             "gather": lambda: sources.view(-1),
+            # A default in a lambda has no type.
             "reduce_scatter": lambda rank=rank: total.view(-1, asked.count)[rank],  # type: ignore[misc]
             "scatter": lambda rank=rank: parts[0, rank],  # type: ignore[misc]
             "all_to_all": lambda rank=rank: parts[:, rank].reshape(-1),  # type: ignore[misc]

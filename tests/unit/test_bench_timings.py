@@ -22,6 +22,7 @@ def taken(names: str, rounds: int) -> list[str]:
         order.append(name)
         return 1.0
 
+    # A default in a lambda has no type.
     samples = {name: lambda name=name: sample(name) for name in names}  # type: ignore[misc]
     timings = interleave(samples, rounds=rounds, warmup=0)
     assert timings.rounds == rounds

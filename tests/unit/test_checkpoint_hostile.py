@@ -10,6 +10,7 @@ import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,7 @@ def test_short_values_that_expand_in_memory(folder: Path, bomb: str) -> None:
     path = saved(folder / bomb / "alone", 1, 1)
     ends = set()
     for count in (10_000, 300_000):
-        rewrite(path, lambda whole: whole.update(state=BOMBS[bomb](count)))  # noqa: B023 - called immediately
+        rewrite(path, partial(dict.update, state=BOMBS[bomb](count)))
         ends.add(attempt(path, None, GRANTED))
         ends.add(attempt(path, state_of(1), GRANTED))
     assert ends >= {"loaded", "FormatError"}
@@ -268,7 +269,7 @@ def test_repeatedly_converted_tensors(folder: Path) -> None:
         {"$bytes": {"$tensor": "model.embedding"}},
         {"$array": ["<f4", [4000, 50], "model.embedding"]},
     ):
-        rewrite(path, lambda whole: whole.update(state=[again] * 40))  # noqa: B023 - called immediately
+        rewrite(path, partial(dict.update, state=[again] * 40))
         assert attempt(path, None, GRANTED) == "FormatError"
 
 

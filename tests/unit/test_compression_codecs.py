@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,11 +14,11 @@ from unisono.testing import run_ranks
 BLOCK = 1 << 16
 
 
-def averages(make: object, given: list[torch.Tensor], *shapes: tuple[int, ...], steps: int = 1) -> list[torch.Tensor]:
+def averages(make: Any, given: list[torch.Tensor], *shapes: tuple[int, ...], steps: int = 1) -> list[torch.Tensor]:
     """Return the averages of these inputs; of the last step if there are several."""
 
     def program(comm: un.Communicator) -> torch.Tensor:
-        codec = un.compression.resolve(make)  # type: ignore[arg-type]
+        codec = un.compression.resolve(make)
         for _ in range(steps):
             flat = given[comm.rank].flatten().clone()
             codec.average(flat, comm, [torch.Size(shape) for shape in shapes or [flat.shape]])
@@ -36,6 +38,7 @@ def kept(codec: Codec, given: torch.Tensor) -> torch.Tensor:
 def test_half_precision_sum_is_exact(name: str) -> None:
     # 256 and 1 are exact in both, 257 is not: in a sum of halves, the ones of ranks 1 to 3 would be lost in bf16.
     given = [torch.tensor([1024.0]), *(torch.tensor([4.0]) for _ in range(3))]
+    # Only these two have it.
     expected = torch.tensor(1036.0 / 4, dtype=un.compression.resolve(name).half).float()  # type: ignore[attr-defined]
     assert [got.item() for got in averages(name, given)] == [expected.item()] * 4
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,9 +20,8 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
 
 
-def ended(program: object, size: int = 3) -> list[NotFiniteError]:
-    # Wrong or narrower on purpose.
-    ends = run_ranks(program, size, "sim", on_failure="continue")  # type: ignore[arg-type]
+def ended(program: Any, size: int = 3) -> list[NotFiniteError]:
+    ends = run_ranks(program, size, "sim", on_failure="continue")
     assert all(isinstance(end, NotFiniteError) for end in ends), ends
     return ends
 

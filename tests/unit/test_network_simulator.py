@@ -66,7 +66,7 @@ def test_one_shot_depends_on_the_order_of_sends() -> None:
     for size, nbytes in ((2, 10**6), (8, 10**6), (8, 24)):
         expected = A + (size - 1) * nbytes * B + nbytes * G
         for engine in ("rounds", "events"):
-            found = simulate("all_reduce", turned, size, nbytes, network=PLAIN, engine=engine)  # type: ignore[arg-type]
+            found = simulate("all_reduce", turned, size, nbytes, network=PLAIN, engine=engine)
             assert found.makespan == pytest.approx(expected, rel=1e-9)
         # All send to the last rank last: its port receives all messages when others are through with theirs.
         found = simulate("all_reduce", same, size, nbytes, network=PLAIN)
@@ -223,7 +223,7 @@ def test_ring_on_shared_links_in_rounds(ranks: int) -> None:
     network = Network(alpha=A, bandwidth=3e9, gamma=G, levels=levels, jitter=2e-6, stragglers={3: 2.0})
     starts = [1e-5 * (rank % 5) for rank in range(12)]
     found, expected = (
-        simulate("all_reduce", "ring", 12, 100_003, network=network, start=starts, engine=engine)  # type: ignore[arg-type]
+        simulate("all_reduce", "ring", 12, 100_003, network=network, start=starts, engine=engine)
         for engine in ("rounds", "events")
     )
     assert list(found.ends) == pytest.approx(list(expected.ends), rel=1e-9)
@@ -290,6 +290,6 @@ def test_errors_are_one_sentence() -> None:
         simulate("all_reduce", find("broadcast", "chain"), 4, 8)
     for wrong in ({"alpha": -1}, {"alpha": float("nan")}, {"bandwidth": 0}, {"gap": 1}, {"stragglers": {0: 0}}):
         with pytest.raises(ValueError, match=r"must be|pass an overhead"):
-            Network(**wrong)  # type: ignore[arg-type]
+            Network(**wrong)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match="whole units of 2 ranks"):
         Network(levels=(HOSTS, Level("rack", ranks=3, alpha=0, bandwidth=1)))

@@ -121,6 +121,7 @@ def test_wrong_result_is_reported() -> None:
             tensor.zero_()
             tensor_list[0].as_strided((8,), (1,)).fill_(3)
 
+    # It has what this check uses of a communicator.
     report = check_case(Wrong(), Case("all_gather", 1, 4, layout="every second"))  # type: ignore[arg-type]
     said = " ".join(report.complaints)
     assert "result 0: element 0 of 4 is 3.0" in said

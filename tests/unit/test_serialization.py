@@ -219,7 +219,7 @@ def _set(self: Setup, value: object) -> None:
     made.append(value)
 
 
-Setup.y = property(lambda self: 0, _set)  # type: ignore[assignment]
+Setup.y = property(lambda self: 0, _set)  # type: ignore[assignment]  # a descriptor in place of the field
 
 
 class Drops(NamedTuple):
@@ -305,7 +305,7 @@ def test_main_has_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
     main = type(sys)("__mp_main__")
     cls = dataclasses.make_dataclass("InMain", ["x"])
     cls.__module__ = "__mp_main__"
-    main.InMain = cls  # type: ignore[attr-defined]
+    main.InMain = cls  # type: ignore[attr-defined]  # a new name in the module
     monkeypatch.setitem(sys.modules, "__mp_main__", main)
     data = serialization.encode(cls(5))
     assert b"__main__:InMain" in data

@@ -90,6 +90,7 @@ def test_random_generators_are_per_rank() -> None:
         return drawn
 
     # Numpy's state is a tuple here.
+    # numpy declares a dict, which it returns for other generators.
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
     runs = [un.simulate(program, 3, seed=seed).results for seed in (1, 1, 2)]
     # As in processes of their own: the same on all ranks, whatever their order.

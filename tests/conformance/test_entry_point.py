@@ -19,7 +19,7 @@ from unisono.transports import TRANSPORTS
 from unisono.transports.thread import ThreadTransport
 
 MODULE = '''
-"""What somebody else has written: threads again, but with a look at what passes."""
+"""Transport of another package: threads, with a record of the messages."""
 
 from unisono.transports.thread import ThreadTransport
 

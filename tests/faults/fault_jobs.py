@@ -49,7 +49,7 @@ JOBS = {
     "SIGSTOP in a collective": "Watch.enter = stop",
     "a frozen rank": "time.sleep(600)",
 }
-"""What rank 1 does before it goes on as the others do."""
+"""Faults of rank 1, after which it goes on as the others do."""
 
 _NAMED = re.compile(rf"rank {ODD}\b[^\n]*(has not arrived|does not answer|was lost|exited on signal)")
 

@@ -26,7 +26,7 @@ class Told:
         return {(group.name, rank): call and self._one(rank, *call) for rank, call in enumerate(self._calls)}
 
     def _one(self, rank: int, number: int, inside: bool) -> dict[str, Any]:
-        """As a rank tells it that is in a quick call, which counts only when it is over; or that has made one."""
+        """State that a rank reports inside a quick call, which counts only when it is over, or after one."""
         activity = Activity(Group.world(rank, len(self._calls)))
         call: CallRecord = ("all_reduce", number, "sum", "train.py:7")
         if inside:

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank, every live rank gets the right error soon, and the group stays broken.
+"""Matrix of faults of one rank: every live rank gets the right error soon, and the group stays broken.
 
 `make soak` tries all cells; `make test` a sample that takes each row on one backend, and the deaths on one.
 """

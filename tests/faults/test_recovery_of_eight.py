@@ -23,7 +23,7 @@ from unisono.testing import run_ranks
 SIZE, LEFT, EPOCHS = 8, 2, 2
 WITHIN_S, HANGS_S = 3.0, 5.0
 JOBS = 20
-"""Of which each sees its ranks die until two are left: a hundred and more deaths."""
+"""Jobs whose ranks die until two are left: a hundred deaths and more."""
 
 
 @pytest.mark.soak

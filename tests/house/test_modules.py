@@ -19,7 +19,7 @@ LONGER: dict[str, str] = {
 }
 
 SHORTER = {"unisono.interop.torch_rpc.functions": "a module of torch.distributed.rpc has this name"}
-"""What may be shorter with one module that imports it, each with its reason."""
+"""Modules that may be shorter with one importing module, each with its reason."""
 
 # Each entry of a registry is a file of its own.
 ENTRIES = (

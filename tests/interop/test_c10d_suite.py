@@ -12,7 +12,7 @@ import pytest
 
 SUITE = Path(__file__).with_name("c10d_suite.py")
 ALL_TO_ALL = ["test_all_to_all", "test_all_to_all_complex", "test_all_to_all_full_group", "test_all_to_all_group"]
-"""Whose lists are uneven, which gloo refuses."""
+"""Tests with uneven lists, which gloo refuses."""
 
 REMAINING = {
     # The test makes a model if the backend's name is gloo, mpi or nccl, and else has none.
@@ -33,7 +33,7 @@ REMAINING = {
     '"Rank 0 timed out in monitoredBarrier" does not match': {"test_monitored_barrier_gloo_rank_0_timeout"},
     '" (Timed out|closed|timeout) " does not match': {"test_barrier_timeout_full_group", "test_barrier_timeout_group"},
 }
-"""What passes on gloo alone: the tests, by what their failures say."""
+"""Tests that pass on gloo alone, by the message of their failure here."""
 
 
 def outcomes(ranks: int, folder: Path) -> list[dict[str, str]]:

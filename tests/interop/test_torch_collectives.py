@@ -69,7 +69,7 @@ def test_differences_from_gloo(tmp_path: Path, transport: str) -> None:
 
 
 class Gathered(torch.autograd.Function):
-    """As torch's own functions with a derivative: its output gets a history after the call, and before it is done."""
+    """Function like torch's own ones: its output gets a history after the call, and before that is done."""
 
     works: ClassVar[list[dist.Work]] = []
 

@@ -89,7 +89,7 @@ def fp16_hook(group: Group) -> list[torch.Tensor]:
 
 
 def hook_that_communicates_in_a_callback(group: Group) -> list[torch.Tensor]:
-    """As PowerSGD's: what follows a collective is another one, which is waited for."""
+    """A hook like PowerSGD's, whose callback of a collective waits for another one."""
 
     def again(future):
         summed = future.value()[0] / 4

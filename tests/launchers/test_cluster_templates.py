@@ -24,7 +24,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def pod_environment(container: dict[str, Any], index: int) -> dict[str, str]:
-    """As the kubelet fills it in."""
+    """Environment of a pod, as the kubelet fills it in."""
     variables = {}
     for entry in container["env"]:
         source = entry.get("valueFrom", {})

@@ -137,7 +137,7 @@ def job(start: Start, tmp_path: Path) -> Job:
     ],
 )
 def test_slurm(job: Job, backend: str, killed: int) -> None:
-    """As under srun: each rank is a separate process without a parent that watches it."""
+    """Ranks as under srun: separate processes without a parent that watches them."""
     for rank in range(2):
         job.start(sys.executable, backend=backend, env=task(rank, 2, SLURM_JOB_ID=str(os.getpid())))
     job.kill(killed)

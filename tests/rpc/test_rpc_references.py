@@ -18,7 +18,7 @@ RANKS = 4
 
 
 class Handle:
-    """As an RRef: counted by Python, dropped with the last reference."""
+    """Stand-in for an RRef: counted by Python, dropped with the last reference."""
 
     def __init__(self, references: References, owner: int, key: Key) -> None:
         self.references, self.owner, self.key = references, owner, key

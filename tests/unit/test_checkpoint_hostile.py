@@ -26,9 +26,9 @@ from unisono.testing import run_ranks
 ROWS = 45_000
 """Of a state with 9 MB, too much to be held until all is checked."""
 USUAL = 1 << 20
-"""What the interpreter and the allocators take for themselves when a small checkpoint is loaded."""
+"""Memory that the interpreter and the allocators use when a small checkpoint is loaded."""
 ARENAS = 32 << 20
-"""What they reserve at most without using it."""
+"""Memory that they reserve at most without using it."""
 
 
 @pytest.fixture

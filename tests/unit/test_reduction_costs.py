@@ -145,7 +145,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
 }
 
 LEAST = ("bidirectional_ring", "bine", "bruck", "chunked_ring", "hierarchical", "ring", "swing", "two_shot")
-"""Those that send 2(p-1)/p of the message, the least possible, for any number of ranks that they serve."""
+"""Algorithms that send 2(p-1)/p of the message, the least possible, for any number of ranks that they serve."""
 
 
 @pytest.mark.parametrize("key", FORMULAS, ids="/".join)

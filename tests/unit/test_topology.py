@@ -88,7 +88,7 @@ def test_ranks_sharing_memory_are_neighbours() -> None:
 
 
 def test_rank_with_a_wrong_token_has_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in another container under the same kernel: everything but the proof says that the host is the same."""
+    """A container under the same kernel: everything but the proof says that the host is the same."""
     found_by, shown = segment._open, threading.Lock()
     seen: list[bytes] = []
 

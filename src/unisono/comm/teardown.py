@@ -18,7 +18,7 @@ from unisono.simulation import here
 __all__ = ["CLOSE_S", "Teardown"]
 
 CLOSE_S = 1.0
-"""How long the end of a communicator waits for the other ranks to leave too."""
+"""Longest wait, at the end of a communicator, for the other ranks to leave too."""
 _AT_EXIT_S = 5.0
 
 

@@ -169,7 +169,7 @@ COLLECTIVES = {collective.name: collective for collective in _ALL}
 """By name of the method of `Communicator`."""
 
 FAMILIES = {name: collective for name, collective in COLLECTIVES.items() if name == collective.family}
-"""Those that algorithms and native implementations are written for, in order of their numbers."""
+"""Collectives that algorithms and native implementations are written for, in order of their numbers."""
 
 
 def header_of(collective: Collective) -> Collective:

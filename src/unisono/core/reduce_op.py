@@ -15,7 +15,7 @@ HALVES = (torch.float16, torch.bfloat16, torch.complex32)
 """Averages of these divide before they sum, so that the sum does not overflow."""
 
 SUMS = (ReduceOp.SUM, ReduceOp.AVG)
-"""Those that are sums, before any division."""
+"""Operations that are sums, before any division."""
 
 _known: set[tuple[ReduceOp, torch.dtype]] = set()
 """Dtypes that an operation was found to reduce."""

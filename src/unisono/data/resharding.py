@@ -15,7 +15,7 @@ from unisono.data.partitioner import Partitioner
 __all__ = ["Evening", "Resharding", "ShardingPhase", "added", "deal", "in_step", "leftover"]
 
 Evening = Literal["none", "drop", "pad"]
-"""Whether parts are cut to the shortest, or padded to the longest by samples that occur twice."""
+"""Treatment of parts that differ in length: cut to the shortest, or padded to the longest by repeated samples."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ Model = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Ten
 """A module, its `parameters()`, or its `named_parameters()`."""
 
 Schedule = Callable[[int], bool]
-"""Whether to act after this step; steps count from 1. The same on all ranks."""
+"""Predicate: true if ranks act after this step, the same on all ranks. Steps count from 1."""
 
 Facts = Sequence[tuple[str, str]]
 """Names with what ranks must have alike under them."""

@@ -25,10 +25,10 @@ Handler = Callable[[Envelope], tuple[Task, bool] | None]
 _log = logging.getLogger(__name__)
 
 _LINGER_S = 100e-6
-"""How long the receiving thread polls after a message arrived, before it sleeps."""
+"""Duration of the receiving thread's polls after a message arrived, before it sleeps."""
 _SPINS = 30
 _POLL_S = 1e-3
-"""How long a thread that waits for an answer polls for it itself."""
+"""Duration of the polls of a thread that waits for an answer."""
 _TICK_S = 2e-3
 """The receiving thread is replaced if it runs one function for longer than this."""
 _QUIET_TICKS = 50

@@ -12,7 +12,7 @@ __all__ = ["Workers"]
 
 _IDLE_S = 5.0
 _STUCK_S = 0.02
-"""If no task has ended for this long while tasks are queued, the running ones may be waiting for the queued ones."""
+"""Time without an end of a task, while tasks are queued, after which the running ones may be waiting for these."""
 _NOT_HERE = nullcontext()
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 
 __all__ = [
     "NOT_THE_USERS",
     "call_site",
+    "called_at",
     "is_installed",
     "is_internal",
     "is_users",
@@ -68,6 +71,38 @@ def is_installed(filename: str) -> bool:
 def is_users(filename: str) -> bool:
     """Return whether a file of source is what the user writes: neither internal nor installed."""
     return not filename.startswith(NOT_THE_USERS) and not is_installed(filename)
+
+
+def _without_columns(code: CodeType) -> CodeType:
+    """Return the code with its first line as that of all instructions, and no columns to be underlined in it."""
+    units = len(code.co_code) // 2
+    # Entries of up to 8 instructions, each without columns (13) and in the line of the one before.
+    entries = (bytes([0x80 | 13 << 3 | min(8, units - start) - 1, 0]) for start in range(0, units, 8))
+    return code.replace(co_linetable=b"".join(entries))
+
+
+_CALL = _without_columns((lambda job: job()).__code__)
+
+
+def called_at(frame: FrameType | None, job: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that does a job as if the line did that has called for it, whatever thread runs it, and when.
+
+    The function's frame has the file and line of the user's one, so that reports and tracebacks name these.
+
+    Args:
+        frame: What the user's line has called.
+        job: What to do.
+
+    Example:
+        >>> called_at(sys._getframe(), call_site)() == call_site()
+        True
+    """
+    caller = nearest(frame)
+    if caller is None:
+        return job
+    code = caller.f_code
+    there = _CALL.replace(co_filename=code.co_filename, co_name=code.co_name, co_firstlineno=caller.f_lineno)
+    return partial(FunctionType(there, {}), job)
 
 
 def line_of(code: CodeType, instruction: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.communicator import Communicator
+from unisono.core.call_site import called_at
 from unisono.interop.device_backends import DeviceBackends, by_device
 from unisono.interop.from_store import Connection
 from unisono.interop.options import asynchronous, limit_s, only, operation, plain
@@ -213,7 +215,7 @@ class Collectives:
             with torch.inference_mode() if inference else contextlib.nullcontext():
                 call(limit)
 
-        return self._recorded(TorchWork(self._queue.start(there), result))
+        return self._recorded(TorchWork(self._queue.start(called_at(sys._getframe(), there)), result))
 
     def _recorded(self, work: TorchWork) -> TorchWork:
         if self._batch is not None:

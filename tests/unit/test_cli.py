@@ -147,6 +147,8 @@ def test_conversion_as_json_and_of_rubbish(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out) == {"written": str(new)}
     assert main(["checkpoint", "convert", str(old), str(tmp_path / "x"), "--to", "tar"]) == 2
     assert "unknown format 'tar'; known: dcp" in capsys.readouterr().err
+    assert main(["checkpoint", "convert", str(tmp_path / "none.pt"), str(tmp_path / "x")]) == 2
+    assert "none.pt: there is no such file or directory\n" in capsys.readouterr().err
     for number, content in enumerate((b"", b"\x13" * 1000, new.read_bytes()[:-3])):
         rubbish = tmp_path / f"{number}.{'safetensors' if number == 2 else 'bin'}"
         rubbish.write_bytes(content)

@@ -9,7 +9,7 @@ import torch
 
 from unisono.checkpoint.archive import Archive
 from unisono.checkpoint.dtypes import as_bytes
-from unisono.checkpoint.errors import FormatError
+from unisono.checkpoint.errors import FormatError, NoCheckpointError
 from unisono.checkpoint.formats import FORMATS
 from unisono.checkpoint.tree_utils import leaves
 
@@ -24,6 +24,7 @@ def read_any(path: str | Path, *, trusted: bool = False) -> Any:
         trusted: Let pickles in it run their code. Set it only for files that you would run as a program.
 
     Raises:
+        NoCheckpointError: There is nothing at that path.
         FormatError: No known format is recognised.
 
     Example:
@@ -37,6 +38,8 @@ def read_any(path: str | Path, *, trusted: bool = False) -> Any:
     for name in FORMATS.names():
         if FORMATS[name].recognises(file):
             return FORMATS[name].read(file, trusted)
+    if not file.exists():
+        raise NoCheckpointError("there is no such file or directory", path=str(file))
     raise FormatError(f"{file} holds no checkpoint in a known format ({', '.join(FORMATS.names())})")
 
 
@@ -51,6 +54,7 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
         trusted: As for `read_any`.
 
     Raises:
+        NoCheckpointError: There is no `source`.
         FormatError: `source` is in no known format, or the target's format cannot hold its tensors.
         CorruptError, OSError: `source` is damaged, or cannot be read.
         ValueError: There is no format `to`.

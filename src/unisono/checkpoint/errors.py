@@ -90,10 +90,11 @@ class FormatError(CheckpointError, ValueError):
     """The checkpoint is of a newer version or an unknown format, or its plain values would take too much memory.
 
     Example:
-        >>> un.checkpoint.convert("no/such/place", "new")
+        >>> import tempfile
+        >>> un.checkpoint.convert(tempfile.mkdtemp(), "new")
         Traceback (most recent call last):
         ...
-        unisono.checkpoint.errors.FormatError: no/such/place holds no checkpoint in a known format ...
+        unisono.checkpoint.errors.FormatError: ... holds no checkpoint in a known format ...
     """
 
 

@@ -214,6 +214,24 @@ def test_parts_of_a_failed_job_are_merged(tmp_path: Path) -> None:
     assert main(["trace", "merge", str(tmp_path / "run.json"), *parts]) == 2
 
 
+def test_parts_of_different_runs_are_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def program(comm: un.Communicator, name: str) -> None:
+        with un.trace(tmp_path / name, comm):
+            comm.barrier()
+            raise KeyError("mistake")
+
+    for name in ("one.json", "two.json"):
+        with pytest.raises(KeyError):
+            run_ranks(program, 2, "thread", name)
+    merge = ["trace", "merge", str(tmp_path / "whole.json"), str(tmp_path / "one.rank0.json")]
+    assert main([*merge, str(tmp_path / "two.rank1.json")]) == 2
+    assert "two.rank1.json and " in (error := capsys.readouterr().err)
+    assert "are of different runs of unisono.trace" in error
+    assert main([*merge, str(tmp_path / "one.rank0.json")]) == 2
+    assert "both hold rank 0" in capsys.readouterr().err
+    assert not (tmp_path / "whole.json").exists()
+
+
 def test_arrow_needs_both_ends() -> None:
     lone = {"name": "send to 1", "cat": "send", "ph": "X", "ts": 0, "dur": 1, "pid": 0, "tid": 0, "args": {"flow": "a"}}
     assert merged([[lone]])["traceEvents"] == [lone]

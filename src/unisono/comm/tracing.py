@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,8 +85,7 @@ def trace(path: str | os.PathLike[str], comm: _Ranks | None = None) -> Iterator[
             clocks.append(_Reading(comm))
             parts = comm.gather_object(json.dumps(_part(events, clocks, waited)))
             if parts is not None:
-                uncertainty = max(clock.uncertainty_s for clock in clocks)
-                _write(Path(path), [json.loads(part) for part in parts], uncertainty)
+                _write(Path(path), [json.loads(part) for part in parts], clocks)
     except BaseException as error:
         try:
             _write_own(path, comm, _part(events, clocks, waited), clocks)
@@ -100,7 +100,7 @@ def _write_own(path: str | os.PathLike[str], comm: _Ranks | None, part: list[Jso
     """Write the part of this rank alone."""
     own = Path(path)
     own = own if comm is None else own.with_suffix(f".rank{comm.rank}{own.suffix}")
-    _write(own, [part], max((clock.uncertainty_s for clock in clocks), default=0.0))
+    _write(own, [part], clocks)
 
 
 class _Reading:
@@ -115,6 +115,7 @@ class _Reading:
         at_s: Time of the reading, on this rank's clock.
         offset_s: This rank's clock minus that of rank 0.
         uncertainty_s: Greatest error of an offset, over all ranks.
+        digest: Hash of all ranks' times, the same on all ranks and at no other reading.
     """
 
     def __init__(self, comm: _Ranks) -> None:
@@ -130,6 +131,7 @@ class _Reading:
         least = (begun - ended[:, :1]).amax(0)
         most = (ended - begun[:, :1]).amin(0)
         same = (least <= 0) & (most >= 0)
+        self.digest = blake2b(str(begun.tolist()).encode(), digest_size=8).hexdigest()
         self.at_s = _now()
         self.offset_s = (least + most).div(2).masked_fill(same, 0.0)[comm.rank].item()
         self.uncertainty_s = (most - least).div(2).masked_fill(same, 0.0).max().item()
@@ -150,5 +152,7 @@ def _part(events: list[Event], clocks: list[_Reading], before_s: float | None) -
     return rank_events(events, socket.gethostname(), os.getpid(), _aligned(clocks), waited_s)
 
 
-def _write(path: Path, parts: list[list[Json]], uncertainty_s: float) -> None:
-    path.write_text(json.dumps(merged(parts, {"clock_uncertainty_us": round(uncertainty_s * 1e6, 3)})))
+def _write(path: Path, parts: list[list[Json]], clocks: list[_Reading]) -> None:
+    uncertainty_s = max((clock.uncertainty_s for clock in clocks), default=0.0)
+    run = {"run": clocks[0].digest} if clocks else {}
+    path.write_text(json.dumps(merged(parts, {"clock_uncertainty_us": round(uncertainty_s * 1e6, 3), **run})))

@@ -46,8 +46,10 @@ def run(given: argparse.Namespace) -> int:
 
 def _merge(given: argparse.Namespace) -> int:
     documents = [_read(path) for path in given.parts]
+    _check_same_run(given.parts, documents)
     uncertainty = max(one.get("otherData", {}).get("clock_uncertainty_us", 0.0) for one in documents)
-    document = merged([one["traceEvents"] for one in documents], {"clock_uncertainty_us": uncertainty})
+    other = {**documents[0].get("otherData", {}), "clock_uncertainty_us": uncertainty}
+    document = merged([one["traceEvents"] for one in documents], other)
     try:
         with given.output.open("x") as file:
             json.dump(document, file)
@@ -56,6 +58,18 @@ def _merge(given: argparse.Namespace) -> int:
     events = len(document["traceEvents"])
     print(json.dumps({"written": str(given.output), "events": events}) if given.json else f"written: {given.output}")
     return 0
+
+
+def _check_same_run(paths: list[Path], documents: list[Any]) -> None:
+    """Raise `UsageError` unless the documents are parts of one run of un.trace, each of other ranks."""
+    holder: dict[int, Path] = {}
+    for path, document in zip(paths, documents, strict=True):
+        if document.get("otherData", {}).get("run") != documents[0].get("otherData", {}).get("run"):
+            raise UsageError(f"{path} and {paths[0]} are of different runs of unisono.trace; pass parts of one run")
+        for rank in {event["pid"] for event in document["traceEvents"] if event["ph"] == "X" and "pid" in event}:
+            if rank in holder:
+                raise UsageError(f"{path} and {holder[rank]} both hold rank {rank}; pass one file of each rank")
+            holder[rank] = path
 
 
 def _read(path: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -112,6 +113,19 @@ def test_all_ranks_start_again_after_a_failure() -> None:
     assert ended.returncode == 0
     assert "start all ranks again (1 of 1 restarts)" in ended.stderr
     assert ended.stdout.splitlines() == ["sum 3 backend shm"] * 4
+
+
+def test_interrupt_of_a_starting_rank_prints_no_traceback(folder: Path) -> None:
+    # Python imports this first.
+    (folder / "sitecustomize.py").write_text(
+        "import os, signal\nif 'LOCAL_RANK' in os.environ: os.kill(os.getpid(), signal.SIGINT)"
+    )
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "unisono", "run", "-n", "2", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
+    assert ended.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in ended.stderr
+    assert "was ended by SIGINT" in ended.stderr
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])

@@ -12,7 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -132,9 +133,11 @@ class _Attempt:
         alive, held = os.pipe()
         with tempfile.TemporaryDirectory(prefix="unisono-run-") as folder:
             ports = (self._job.port, self._job.port + 1) if self._job.port else _free_ports()
-            ranks = [self._start(rank, ports, folder, alive) for rank in range(self._job.ranks)]
-            os.close(alive)
+            ranks: list[subprocess.Popen[bytes]] = []
             try:
+                with _interrupts_blocked():
+                    ranks.extend(self._start(rank, ports, folder, alive) for rank in range(self._job.ranks))
+                    os.close(alive)
                 self._wait(ranks, folder)
             except KeyboardInterrupt:
                 self.interrupted = True
@@ -244,6 +247,16 @@ class _Attempt:
         number, world = self._job.host * self._job.ranks + rank, self._job.hosts * self._job.ranks
         how = ended_by(-status) if status < 0 else f"exited with status {status}"
         _print_error(report["text"] if report else f"[rank {number} of {world}] {how}\n")
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Defer interrupts of this thread. Ranks inherit this, and unblock them when they can end without a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _read_report(path: Path) -> dict[str, Any] | None:

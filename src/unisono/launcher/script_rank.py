@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -22,6 +23,7 @@ def main(alive: int, command: list[str]) -> None:
     """
     threading.Thread(target=_end_with_launcher, args=(alive,), daemon=True).start()
     show_errors(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if command[0] == "-m":
         sys.argv = command[1:]
         sys.path[0] = str(Path.cwd())

@@ -60,7 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         ...
         SystemExit: 0
     """
-    words = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(words: Sequence[str]) -> int:
     parser = make_parser(words[:1])
     given = parser.parse_args(words)
     if given.command is None:
@@ -83,8 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a closed pipe has what it wants.
         closed = error.errno == errno.EPIPE
         return _FAILED if closed else _complain(given.command, f"cannot print: {error.strerror}", _FAILED)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
 
 
 def make_parser(loaded: Collection[str]) -> argparse.ArgumentParser:

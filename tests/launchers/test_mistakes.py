@@ -91,6 +91,7 @@ def check(mistake: Mistake, block: str) -> None:
     assert "direct cause" not in block
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["wrong_size"])
 def test_unisono_run(name: str, tmp_path: Path) -> None:
     check(NAMED[name], under_unisono_run(tmp_path, NAMED[name]))

@@ -18,7 +18,11 @@ from unisono.testing import pool, run_ranks
 rpc = un.rpc
 
 
-@pytest.mark.parametrize("calls", [[(1, 0), (2, 1)], [(1, 0), (1, 1), (2, 2), (2, 3)]], ids=["one call", "two calls"])
+@pytest.mark.parametrize(
+    "calls",
+    [pytest.param([(1, 0), (2, 1)], marks=pytest.mark.soak), [(1, 0), (1, 1), (2, 2), (2, 3)]],
+    ids=["one call", "two calls"],
+)
 def test_ddp_models_agree_after_a_distributed_pass(calls: list[tuple[int, int]], tmp_path: Any) -> None:
     def program(comm: un.Communicator, path: str) -> Any:
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)

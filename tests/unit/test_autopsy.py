@@ -176,7 +176,10 @@ comm.barrier()
 
 @pytest.mark.parametrize(
     ("how", "status", "text"),
-    [("exit", 0, "it left without closing its communicator"), ("raise", 1, "it failed: KeyError: 'lr'")],
+    [
+        pytest.param("exit", 0, "it left without closing its communicator", marks=pytest.mark.soak),
+        ("raise", 1, "it failed: KeyError: 'lr'"),
+    ],
 )
 def test_autopsy_of_a_world_of_one(
     how: str, status: int, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono import (
         algorithms,
+        autograd,
         checkpoint,
         compression,
         data,
@@ -49,6 +50,7 @@ __all__ = [
     "Send",
     "Work",
     "algorithms",
+    "autograd",
     "average_gradients",
     "broadcast_parameters",
     "checkpoint",
@@ -88,6 +90,7 @@ _HOME = {
 }
 _PACKAGES = {
     "algorithms": "unisono.algorithms",
+    "autograd": "unisono.autograd",
     "checkpoint": "unisono.checkpoint",
     "compression": "unisono.compression",
     "data": "unisono.data",

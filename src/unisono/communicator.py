@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Check", "Communicator"]
+__all__ = ["BY_HANDLE", "Check", "Communicator"]
+
+BY_HANDLE: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
+"""The communicators of this process by the names that compiled graphs hold instead of objects."""
+
+_numbers = itertools.count()
 
 Check = Literal["auto", "full", "off"]
 
@@ -89,6 +95,8 @@ class Communicator(ObjectMixin, PersistentMixin, TuningMixin, MonitoredBarrierMi
         self._engine = Engine(transport, control, options, self._host_names, full_check=check == "full")
         control.watch(self._engine.activity)
         relay.connect(self._engine)
+        self._handle = f"communicator {next(_numbers)}"
+        BY_HANDLE[self._handle] = self
 
     def _handshake(self, transport: Transport, group: Group) -> Sequence[str]:
         """Agree with the other ranks on common capabilities. Return the name of each rank's host."""

@@ -26,12 +26,14 @@ class Plan:
         call: What a transport or an algorithm carries out.
         staging: Copies before and after.
         like: A tensor of the call's dtype, device and shape; None if there is none.
+        origin: In a backward pass, the number and the line of the call whose gradients this one moves.
     """
 
     collective: Collective
     call: CollectiveCall
     staging: Staging
     like: torch.Tensor | None = None
+    origin: tuple[int, str] | None = None
 
 
 def make_plan(

@@ -51,6 +51,7 @@ class CallPlans(CommunicatorState):
         splits: Splits = (None, None),
         lengths: tuple[int, ...] = (),
         staging: Staging | None = None,
+        origin: tuple[int, str] | None = None,
     ) -> Plan:
         """Return the plan of a call with these arguments; raise for those that this rank alone can find wrong."""
         group, devices = self.group, self.transport.devices
@@ -64,6 +65,7 @@ class CallPlans(CommunicatorState):
                 raise ValueError(f"{what.output} has one list several times; pass separate lists")
             for buffer, tensor in zip(results, written.tensors, strict=True):
                 plan.staging.write_back(buffer, tensor)
+        plan.origin = origin
         return plan
 
     def _fingerprint(

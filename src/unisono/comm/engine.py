@@ -77,8 +77,7 @@ class Engine(CallPlans, FastPathCalls):
         self._rank, self._inside = self.group.rank, set()
         self._spare = ScratchPool()
         self._helper = SerialWorker(f"unisono {self.group.name} rank {self.group.rank}")
-        self._pending = 0
-        self._retired = False
+        self._pending, self._retired = 0, False
         self._lock = threading.Lock()
         self.parent: Engine | None = None
         self.vouched: Counter[tuple[int, int, int]] = Counter()
@@ -101,9 +100,10 @@ class Engine(CallPlans, FastPathCalls):
         splits: Splits = (None, None),
         lengths: tuple[int, ...] = (),
         follow: Follow | None = None,
+        origin: tuple[int, str] | None = None,
     ) -> Work | None:
         self.enter(what.name)
-        plan = self.plan(what, output, input, op, root, splits, lengths)
+        plan = self.plan(what, output, input, op, root, splits, lengths, origin=origin)
         if sink_here() is None and not profiler._is_profiler_enabled:
             return self.run(plan, algorithm, async_op, timeout, follow)
         like = plan.like

@@ -73,6 +73,9 @@ def fingerprint_of(plan: Plan, number: int, algorithm: str, site: str | None = N
     """Return the fingerprint of a call."""
     what, call, like = plan.collective, plan.call, plan.like
     read, written = numels(call.inputs), numels(call.outputs)
+    site = site or call_site()
+    if plan.origin is not None:
+        site = f"{site}, backward of {plan.origin[1]}"
     return Fingerprint(
         call=number,
         operation=what.name,
@@ -82,10 +85,11 @@ def fingerprint_of(plan: Plan, number: int, algorithm: str, site: str | None = N
         counts=call.lengths or what.compared_counts(read, written),
         device=None if like is None else like.device.type,
         algorithm=algorithm,
+        adjoint_of=None if plan.origin is None else plan.origin[0],
         sends=read if what.pairwise else (),
         receives=written if what.pairwise else (),
         shape=None if like is None else tuple(like.shape),
-        site=site or call_site(),
+        site=site,
     )
 
 

@@ -11,7 +11,7 @@ import xxhash
 
 __all__ = ["Fingerprint", "explain", "hash_of"]
 
-_COMPARED = ("call", "operation", "op", "root", "dtype", "counts", "device", "algorithm")
+_COMPARED = ("call", "operation", "op", "root", "dtype", "counts", "device", "algorithm", "adjoint_of")
 _FREE = ("sends", "receives", "shape", "site")
 _compared, _all = attrgetter(*_COMPARED), attrgetter(*_COMPARED, *_FREE)
 
@@ -20,10 +20,11 @@ _compared, _all = attrgetter(*_COMPARED), attrgetter(*_COMPARED, *_FREE)
 class Fingerprint:
     """Description of a call that every rank must agree on before a collective moves any data.
 
-    Compared between ranks: `call`, `operation`, `op`, `root`, `dtype`, `counts`, `device`, `algorithm`.
+    Compared between ranks: `call`, `operation`, `op`, `root`, `dtype`, `counts`, `device`, `algorithm`, `adjoint_of`.
     The other fields are for messages only: ranks may call from different lines, with different shapes.
 
     Attributes:
+        adjoint_of: In a backward pass, the number of the call whose gradients this one moves.
         counts: Numbers of elements, where ranks must agree on them.
         sends, receives: Elements for and from each rank, where they differ by rank (all_to_all):
             what rank a sends to b must be what b receives from a.
@@ -37,6 +38,7 @@ class Fingerprint:
     counts: tuple[int, ...] = ()
     device: str | None = None
     algorithm: str | None = None
+    adjoint_of: int | None = None
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
     shape: tuple[int, ...] | None = None
@@ -95,6 +97,7 @@ def _side(p: Fingerprint) -> str:
     details += [f"{' + '.join(map(str, p.counts[:4]))} elements" if p.counts else None]
     details += [f"shape {tuple(p.shape)}" if p.shape is not None else None]
     details += [f"root {p.root}" if p.root is not None else None, f"algorithm {p.algorithm}" if p.algorithm else None]
+    details += [f"adjoint of call {p.adjoint_of}" if p.adjoint_of is not None else None]
     return f"{p.operation}({', '.join(str(d) for d in details if d is not None)}){_site(p)}"
 
 

@@ -92,7 +92,8 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
     if tensor.requires_grad and torch.is_grad_enabled() and _has_history(tensor):
         raise ValueError(
             f"{name} has a gradient history, as views of parameters have, and communication would silently lose it; "
-            "pass tensor.detach(), or call inside torch.no_grad()"
+            "keep it by the function of the same name in un.autograd, such as un.autograd.all_reduce(tensor, comm), "
+            "or pass tensor.detach(), or call inside torch.no_grad()"
         )
     if written and not is_non_overlapping(tensor):
         raise ValueError(

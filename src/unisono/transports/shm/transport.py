@@ -137,10 +137,10 @@ class ShmTransport(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
-        """Compare a schedule in a separate round. Native calls are compared in their first round, at no cost."""
+        """Compare a schedule, or a backward call, in a separate round; other native calls in their first round, free."""
         self._fingerprint = fingerprint
         deadline = time.monotonic() + timeout_s
-        if fingerprint.algorithm == "native":
+        if fingerprint.algorithm == "native" and fingerprint.adjoint_of is None:
             return
         digest, pairs = hash_of(fingerprint.compared()[1:]), [*fingerprint.sends, *fingerprint.receives]
         if self._native is not None:

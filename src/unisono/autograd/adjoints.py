@@ -70,10 +70,14 @@ class _Collective(torch.autograd.Function):
         receipt: torch.Tensor | None,
         name: str,
         handle: str,
-        _: Any,
-        *call: Any,
+        place: tuple[int, int],
+        op: str,
+        root: int,
+        tag: int,
+        sends: list[int],
+        receives: list[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return collective(x, receipt, name, handle, *call)
+        return collective(x, receipt, name, handle, op, root, tag, sends, receives)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -120,4 +124,5 @@ def _of_reduction(
     chosen = (x == y).to(grad.dtype)
     both = torch.cat([grad, chosen])
     total, ties = _apply(both, receipt, "all_reduce", handle, place, "sum", -1, 0, [2 * n], [2 * n]).split(n)
-    return total * chosen / ties
+    shared: torch.Tensor = total * chosen / ties
+    return shared

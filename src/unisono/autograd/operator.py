@@ -108,8 +108,15 @@ def _collective(
 ) -> torch.Tensor:
     what, engine, rank = COLLECTIVES[name], comm._engine, comm.rank
     y = x.clone(memory_format=torch.contiguous_format) if what.in_place else x.new_zeros(sum(receives))
-    output, input = _sides(what, x, y, sends, receives, rank, root)
-    call = what, output, input, op if what.reduces else None, root if what.root else None, None, False, None
+    call = (
+        what,
+        *_sides(what, x, y, sends, receives, rank, root),
+        op if what.reduces else None,
+        root if what.root else None,
+        None,
+        False,
+        None,
+    )
     if origin is None:
         engine.collective(*call)
     else:

@@ -137,7 +137,7 @@ class ShmTransport(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
-        """Compare a schedule, or a backward call, in a separate round; other native calls in their first round, free."""
+        """Compare schedules and backward calls in a separate round. Other native calls compare in their first round."""
         self._fingerprint = fingerprint
         deadline = time.monotonic() + timeout_s
         if fingerprint.algorithm == "native" and fingerprint.adjoint_of is None:

@@ -36,9 +36,9 @@ def _columns(splits: Sequence[Sequence[int]], rank: int) -> list[int]:
 
 
 BY_RANKS: dict[str, Callable[[torch.Tensor, un.Communicator, Any], torch.Tensor]] = {
-    "all_reduce": lambda x, comm, op: ag.all_reduce(x, comm, op),
+    "all_reduce": ag.all_reduce,
     "reduce": lambda x, comm, a: ag.reduce(x, comm, *a),
-    "broadcast": lambda x, comm, root: ag.broadcast(x, comm, root),
+    "broadcast": ag.broadcast,
     "all_gather": lambda x, comm, _: torch.cat(ag.all_gather(x, comm)),
     "all_gather_v": lambda x, comm, rows: torch.cat(ag.all_gather_v(x[: rows[comm.rank]], comm)),
     "reduce_scatter": lambda x, comm, op: ag.reduce_scatter(x.unbind(), comm, op),

@@ -164,7 +164,10 @@ def check_graphs(size: int, seeds: Sequence[int], backend: str = "thread") -> No
     """Assert that ranks and one process compute the same gradients of each graph."""
     found = un.launch(lambda comm: [run_by_ranks(comm, seed) for seed in seeds], size, backend, timeout=20)
     for number, seed in enumerate(seeds):
-        for rank, wanted in enumerate(run_by_one(seed, size)):
+        by_one = run_by_one(seed, size)
+        # Sums of large numbers may cancel: errors are relative to the largest of the graph.
+        atol = 1e-13 * max(1.0, *(t.abs().max().item() for row in by_one for t in row))
+        for rank, wanted in enumerate(by_one):
             for mine, other in zip(found[rank][number], wanted, strict=True):
                 text = f"graph {seed} on rank {rank} of {size}: {graph(seed, size)}"
-                torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-11, msg=lambda m, t=text: f"{t}\n{m}")
+                torch.testing.assert_close(mine, other, rtol=1e-11, atol=atol, msg=lambda m, t=text: f"{t}\n{m}")

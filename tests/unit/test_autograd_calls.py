@@ -82,7 +82,7 @@ def test_messages_in_another_order_are_a_mismatch() -> None:
         run_ranks(messages_in_another_order, 2)
 
 
-# -- who takes part ----------------------------------------------------------------------------------------
+# -- ranks that take part ----------------------------------------------------------------------------------
 def with_one_rank_that_needs_gradients(comm: un.Communicator) -> Any:
     x = torch.full((2,), 1.0 + comm.rank, requires_grad=comm.rank == 1)
     (ag.all_reduce(x, comm) ** 2).sum().backward()

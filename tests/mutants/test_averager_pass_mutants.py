@@ -16,7 +16,7 @@ import unisono as un
 from unisono.gradients import backward_pass, parameter_registry
 from unisono.gradients.averager_comms import AveragerComms
 from unisono.gradients.averager_passes import AveragerPasses
-from unisono.gradients.backward_pass import BackwardPass, SavedGradients
+from unisono.utils.backward_pass import BackwardPass, SavedGradients
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer

@@ -12,10 +12,10 @@ from unisono.communicator import Communicator
 from unisono.core.notebook import html_table
 from unisono.core.work import format_bytes
 from unisono.gradients.averager_comms import AveragerComms
-from unisono.gradients.backward_pass import BackwardPass, SavedGradients, current_pass
+from unisono.utils.backward_pass import BackwardPass, SavedGradients, current_pass
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.error_context import ErrorContext, check_skipped
-from unisono.gradients.graph import adds_to_leaves, watch_outputs
+from unisono.utils.graph import adds_to_leaves, watch_outputs
 from unisono.gradients.logical_shards import LogicalShards
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer, codec_for

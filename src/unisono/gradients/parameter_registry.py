@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils import stateless
 
-from unisono.gradients.backward_pass import BackwardPass
+from unisono.utils.backward_pass import BackwardPass
 from unisono.utils.bucket_plan import Named
 
 __all__ = ["ParameterRegistry"]

@@ -88,8 +88,8 @@ class BackwardPass:
         if number != self.running:
             if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
                 raise RuntimeError(
-                    "compiled autograd calls no hook at the end of a backward pass, so a GradientAverager cannot "
-                    "average in it. Disable it for backward() (torch.compile does not need it), or call "
+                    "compiled autograd calls no hook at the end of a backward pass, so gradients cannot be "
+                    "averaged in it. Disable it for backward() (torch.compile does not need it), or call "
                     "un.average_gradients(model, comm) after backward() instead"
                 )
             if self.is_open and self._one_thread and self._thread != get_ident():
@@ -236,5 +236,5 @@ def _is_nested() -> bool:
 
 def _two_threads() -> RuntimeError:
     return RuntimeError(
-        "two threads run backward() on one averaged model, which mixes their gradients. Run one backward() at a time"
+        "two threads run backward() on one model, which mixes their gradients. Run one backward() at a time"
     )

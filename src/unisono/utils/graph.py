@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from unisono.gradients.backward_pass import will_run
+from unisono.utils.backward_pass import will_run
 
 __all__ = ["adds_to_leaves", "watch_outputs"]
 
 
-def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> None:
-    """Call `arrived` when a backward pass reaches an output of a model.
+def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> int:
+    """Call `arrived` when a backward pass reaches an output of a model. Return the number of watched tensors.
 
     Args:
         returned: A tensor, or a list, tuple, dict or dataclass of such.
@@ -25,12 +25,12 @@ def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> Non
         # A leaf has a hook of its own, and stays for many steps; what torch.func wraps is no part of a training step.
         if returned.grad_fn is not None and not torch._C._functorch.is_functorch_wrapped_tensor(returned):
             returned.register_hook(arrived)
+            return 1
     elif isinstance(returned, (list, tuple, dict)):
         parts = returned.values() if isinstance(returned, dict) else returned
     elif is_dataclass(returned) and not isinstance(returned, type):
         parts = [getattr(returned, field.name, None) for field in fields(returned)]
-    for part in parts:
-        watch_outputs(part, arrived)
+    return sum(watch_outputs(part, arrived) for part in parts)
 
 
 def adds_to_leaves(parameters: frozenset[int]) -> bool:

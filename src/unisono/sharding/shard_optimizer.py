@@ -1,0 +1,176 @@
+"""Optimizers of torch on this rank's slices of parameters, with states that checkpoints see as whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from unisono.checkpoint.tensor_shard import TensorShard
+
+__all__ = ["Piece", "ShardOptimizer", "check_elementwise", "shard_optimizer"]
+
+Options = Mapping[str, Any]
+"""Options of one group of parameters, such as `lr`."""
+
+
+_SCALARS = {"step", "mu_product", "eta", "mu"}
+"""States of torch's optimizers that are one number for a parameter: those of a 0-d parameter have the same shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Slice of one parameter that this rank updates. Each rank has one of each parameter, which may be empty.
+
+    Attributes:
+        name: Name of the parameter.
+        shape: Shape of the whole parameter.
+        start: Index of the first element in the flattened parameter.
+        tensor: 1-d parameter that the optimizer updates. Its `.grad` is set before the step.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    tensor: torch.nn.Parameter
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this piece's elements of a tensor of the parameter's shape: a view where its memory allows."""
+        return whole.reshape(-1)[self.start : self.start + len(self.tensor)]
+
+
+class ShardOptimizer(Optimizer):
+    """Base of the classes that `shard_optimizer` makes: its parameters are pieces, the rest is the user's class."""
+
+    pieces: Sequence[Piece]
+    """The pieces, in the order of the groups: the n-th one is of the unsharded optimizer's parameter n."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as the unsharded optimizer has it, each tensor of a parameter's shape as a `TensorShard`."""
+        state = super().state_dict()
+        state["state"] = {
+            index: {key: _wrap(value, self.pieces[index]) for key, value in values.items()}
+            for index, values in state["state"].items()
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from a state with shards of this rank, or with whole tensors, as an unsharded optimizer has it.
+
+        Raises:
+            ValueError: It is of other parameters, groups, or shards.
+        """
+        if [len(group["params"]) for group in state_dict["param_groups"]] == [
+            len(group["params"]) for group in self.param_groups
+        ]:
+            numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+            pieces = dict(zip(numbers, self.pieces, strict=True))
+            state = {
+                index: {key: _unwrap(key, value, pieces[index]) for key, value in values.items()}
+                for index, values in state_dict["state"].items()
+            }
+            state_dict = {**state_dict, "state": state}
+        super().load_state_dict(state_dict)
+
+
+def shard_optimizer(
+    optimizer_class: type[Optimizer], groups: Sequence[Options], *, elementwise: bool = False, **defaults: Any
+) -> ShardOptimizer:
+    """Return an optimizer of the user's class on this rank's pieces of parameters. Communicates nothing.
+
+    Args:
+        optimizer_class: A class of torch's, or one that is derived from `torch.optim.Optimizer`.
+        groups: Groups as for the class, with `Piece`s as "params".
+        elementwise: Whether the class is known to be elementwise, so that it is not tried.
+        defaults: Options for the class.
+
+    Raises:
+        ValueError: The class is not elementwise; see `check_elementwise`.
+
+    Example:
+        >>> from unisono.sharding.shard_optimizer import Piece, shard_optimizer
+        >>> half = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = shard_optimizer(torch.optim.Adam, [{"params": [Piece("w", torch.Size([2, 2]), 2, half)]}])
+        >>> half.grad = torch.ones(2)
+        >>> optimizer.step()
+        >>> optimizer.state_dict()["state"][0]["exp_avg"]
+        TensorShard(2:4 of [2, 2], torch.float32)
+    """
+    pieces = [piece for group in groups for piece in group["params"]]
+    if not elementwise:
+        device = pieces[0].tensor.device if pieces else torch.device("cpu")
+        for group in groups:
+            check_elementwise(optimizer_class, {k: v for k, v in group.items() if k != "params"}, defaults, device)
+    made = type(f"Sharded{optimizer_class.__name__}", (ShardOptimizer, optimizer_class), {})
+    optimizer: ShardOptimizer = made(
+        [{**group, "params": [piece.tensor for piece in group["params"]]} for group in groups], **defaults
+    )
+    optimizer.pieces = pieces
+    return optimizer
+
+
+def check_elementwise(
+    optimizer_class: type[Optimizer], options: Options, defaults: Options, device: torch.device
+) -> None:
+    """Try whether a class updates each element by itself: on a small matrix, whole and in two flat slices.
+
+    Args:
+        optimizer_class: The class to try.
+        options: Options of a group.
+        defaults: Options for the class.
+        device: Device of the trial.
+
+    Raises:
+        ValueError: The updates differ, or the trial fails.
+    """
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(2, 3, generator=generator).to(device) * scale for scale in (1, 1, 100, 0.01)]
+    start = draws[0]
+    whole, *parts = (torch.nn.Parameter(t.clone()) for t in (start, *start.reshape(-1).split([4, 2])))
+    advice = "If each element's update depends on its own values only, pass elementwise=True"
+    try:
+        tried = [optimizer_class([{**options, "params": params}], **defaults) for params in ([whole], parts)]
+        for gradient in draws[1:]:
+            whole.grad = gradient
+            for part, piece in zip(parts, gradient.reshape(-1).split([4, 2]), strict=True):
+                part.grad = piece.clone()
+            for optimizer in tried:
+                for group in optimizer.param_groups:
+                    group.update({"lr": 0.1} if "lr" in group else {})
+                optimizer.step()
+    except Exception as error:
+        raise ValueError(
+            f"{optimizer_class.__name__} failed in a trial step on slices of a parameter: {error}. {advice}"
+        ) from error
+    if not torch.allclose(whole.reshape(-1), torch.cat([*parts]), rtol=1e-5, atol=1e-6):
+        raise ValueError(
+            f"{optimizer_class.__name__} updates a slice of a parameter otherwise than the whole parameter, so its "
+            f"states cannot be sharded. {advice}"
+        )
+
+
+def _wrap(value: Any, piece: Piece) -> Any:
+    shaped = isinstance(value, torch.Tensor) and value.shape == piece.tensor.shape
+    return TensorShard(value, piece.start, piece.shape) if shaped else value
+
+
+def _unwrap(key: str, value: Any, piece: Piece) -> Any:
+    if isinstance(value, TensorShard):
+        if (value.start, len(value.local), value.shape) != (piece.start, len(piece.tensor), piece.shape):
+            raise ValueError(
+                f"the state's {key!r} of {piece.name!r} is {value}, not this rank's shard, from {piece.start} to "
+                f"{piece.start + len(piece.tensor)} of {list(piece.shape)}. Load states through un.checkpoint, "
+                "or whole ones"
+            )
+        return value.local
+    if not isinstance(value, torch.Tensor) or (value.ndim == 0 and (piece.shape or key in _SCALARS)):
+        return value
+    if value.shape != piece.shape:
+        raise ValueError(
+            f"the state's {key!r} of {piece.name!r} has shape {list(value.shape)}, not {list(piece.shape)}"
+        )
+    return piece.cut(value).clone()

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.nn.utils import stateless
 
-from unisono.utils.backward_pass import BackwardPass
 from unisono.utils.bucket_plan import Named
+from unisono.utils.claims import check_unclaimed, claim, release
 
 __all__ = ["ParameterRegistry"]
 
@@ -34,7 +34,7 @@ class ParameterRegistry:
         report: Called with the problem that `check` is about to raise.
 
     Raises:
-        ValueError: A parameter accepts no hooks, or has another averager's: two would take each other's gradients.
+        ValueError: A parameter accepts no hooks, or is averaged or sharded already.
 
     Attributes:
         names, parameters, ids: Names, tensors and Python `id`s of the parameters, in order.
@@ -116,6 +116,7 @@ class ParameterRegistry:
         Includes frozen parameters, which may be unfrozen later: torch accepts no hook until then.
         """
         self.hooked = True
+        claim(self.named, "averaged", "GradientAverager")
         for parameter in self.parameters:
             frozen = not parameter.requires_grad
             if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
@@ -166,6 +167,8 @@ class ParameterRegistry:
 
     def remove(self) -> None:
         """Remove the hooks."""
+        if self.hooked:
+            release(self.parameters)
         self.hooked = False
         self._paused.clear()
         for handle in self._handles:
@@ -188,6 +191,7 @@ class _ModuleHook:
 
 
 def _check_hookable(named: Named) -> None:
+    check_unclaimed(named)
     for name, parameter in named:
         if torch.nn.parameter.is_lazy(parameter):
             raise ValueError(
@@ -195,9 +199,6 @@ def _check_hookable(named: Named) -> None:
             )
         if not parameter.is_leaf:
             raise ValueError(f"{name!r} is the result of a computation; pass what it was computed from")
-        hooks = parameter._backward_hooks or {}
-        if any(isinstance(getattr(hook, "__self__", None), BackwardPass) for hook in hooks.values()):
-            raise ValueError(f"{name!r} is averaged by another GradientAverager; call its remove() first")
 
 
 def _in_functional_call() -> bool:

@@ -1,0 +1,53 @@
+"""The communicator of one sharded model, and its replacement after a failure."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from unisono.communicator import Communicator
+from unisono.errors import CommError
+
+__all__ = ["ShardComms"]
+
+
+class ShardComms:
+    """A communicator in use, and one from which it is made again.
+
+    A rank that fails in the middle of a step aborts the one in use, so that no other rank waits for it. All ranks
+    replace it at the beginning of their next step.
+
+    Args:
+        comm: The ranks that share the model. Collective.
+
+    Attributes:
+        data: The communicator in use.
+        rank, size: Of this rank.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._base = comm.dup()
+        self._base.allow_any_thread()
+        self.rank, self.size = comm.rank, comm.size
+        self.data = self._dup()
+
+    def _dup(self) -> Communicator:
+        data = self._base.dup()
+        # Where there is a GPU, hooks run in threads of autograd.
+        data.allow_any_thread()
+        return data
+
+    def abort(self, reason: str) -> None:
+        """End the running step on all ranks."""
+        # If the control plane is gone, it has notified the other ranks already.
+        with suppress(CommError):
+            self.data.abort(reason)
+
+    def replace(self) -> None:
+        """Make a new communicator where the one in use has failed. Collective then."""
+        if self.data.exception() is not None:
+            self.data.close()
+            self.data = self._dup()
+
+    def close(self) -> None:
+        """Release all. Idempotent."""
+        self._base.close()

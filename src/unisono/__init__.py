@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         gradients,
         interop,
         rpc,
+        sharding,
         testing,
         transports,
         utils,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
     from unisono.launcher.api import init, launch
     from unisono.launcher.simulated import simulate
+    from unisono.sharding import ShardedOptimizer
 
 __version__ = "0.1.0"
 
@@ -48,6 +50,7 @@ __all__ = [
     "Recv",
     "ReduceOp",
     "Send",
+    "ShardedOptimizer",
     "Work",
     "algorithms",
     "autograd",
@@ -64,6 +67,7 @@ __all__ = [
     "join",
     "launch",
     "rpc",
+    "sharding",
     "simulate",
     "testing",
     "trace",
@@ -79,6 +83,7 @@ _HOME = {
     "Recv": "unisono.core.types",
     "ReduceOp": "unisono.core.types",
     "Send": "unisono.core.types",
+    "ShardedOptimizer": "unisono.sharding",
     "Work": "unisono.core.types",
     "average_gradients": "unisono.gradients",
     "broadcast_parameters": "unisono.gradients",
@@ -99,6 +104,7 @@ _PACKAGES = {
     "gradients": "unisono.gradients",
     "interop": "unisono.interop",
     "rpc": "unisono.rpc",
+    "sharding": "unisono.sharding",
     "testing": "unisono.testing",
     "transports": "unisono.transports",
     "utils": "unisono.utils",

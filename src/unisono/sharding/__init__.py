@@ -1,1 +1,7 @@
 """Sharded training: optimizer states, gradients and parameters that each exist once over all ranks."""
+
+from __future__ import annotations
+
+from unisono.sharding.optimizer import ShardedOptimizer
+
+__all__ = ["ShardedOptimizer"]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint.tensor_shard import TensorShard
 
-__all__ = ["Piece", "ShardOptimizer", "check_elementwise", "shard_optimizer"]
+__all__ = ["Piece", "ShardOptimizer", "check_elementwise", "shard_optimizer", "unwrap"]
 
 Options = Mapping[str, Any]
 """Options of one group of parameters, such as `lr`."""
@@ -70,7 +70,7 @@ class ShardOptimizer(Optimizer):
             numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
             pieces = dict(zip(numbers, self.pieces, strict=True))
             state = {
-                index: {key: _unwrap(key, value, pieces[index]) for key, value in values.items()}
+                index: {key: unwrap(key, value, pieces[index]) for key, value in values.items()}
                 for index, values in state_dict["state"].items()
             }
             state_dict = {**state_dict, "state": state}
@@ -158,7 +158,12 @@ def _wrap(value: Any, piece: Piece) -> Any:
     return TensorShard(value, piece.start, piece.shape) if shaped else value
 
 
-def _unwrap(key: str, value: Any, piece: Piece) -> Any:
+def unwrap(key: str, value: Any, piece: Piece) -> Any:
+    """Return this rank's elements of a saved value of a parameter; the value itself if it is none of its shape.
+
+    Raises:
+        ValueError: It has another shape, or is the shard of another rank.
+    """
     if isinstance(value, TensorShard):
         if (value.start, len(value.local), value.shape) != (piece.start, len(piece.tensor), piece.shape):
             raise ValueError(

@@ -1,0 +1,323 @@
+"""Optimizers whose states, and on request gradients, exist once over all ranks (ZeRO-1 and ZeRO-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from unisono.checkpoint.tensor_shard import TensorShard
+from unisono.communicator import Communicator
+from unisono.core.types import Work
+from unisono.sharding.comms import ShardComms
+from unisono.sharding.gradient_norm import clip_shards_
+from unisono.sharding.gradient_sharder import GradientSharder
+from unisono.sharding.groups import check_shardable, named_groups
+from unisono.sharding.parameter_bucket import ParameterBucket
+from unisono.sharding.shard_optimizer import shard_optimizer, unwrap
+from unisono.sharding.step_check import check_same_step
+from unisono.utils.bucket_plan import agree_on_parameters, in_bytes, plan_buckets
+from unisono.utils.claims import claim, release
+from unisono.utils.flatten import share
+
+__all__ = ["ShardedOptimizer"]
+
+_MASTER = "master"
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer of torch of which each rank holds one part: its states, and with `shard_gradients` its gradients.
+
+    Each rank updates its part of every parameter, and receives the other parts. The parameters stay the same objects,
+    and become views of flat tensors; the training loop stays unchanged.
+
+    Collective: every rank creates one for the same model, and calls `step()` equally often. Rank 0's parameters, and
+    buffers if `model` is a module, are broadcast first.
+
+    With `shard_gradients=False` (ZeRO-1), gradients are averaged by other means, such as `GradientAverager`. With
+    True (ZeRO-2), `backward()` averages them, each rank keeps its part until `step()`, which frees it, and `p.grad`
+    is a placeholder of NaN that uses no memory: use `clip_grad_norm_` of this class.
+
+    Args:
+        optimizer_class: An optimizer class that treats each element by itself, as SGD, Adam, AdamW and most do.
+        model: A module, its parameters, or groups of parameters as for the class.
+        comm: The ranks. The optimizer communicates over a communicator of its own, derived from it.
+        shard_gradients: Whether `backward()` averages gradients and keeps this rank's part of them.
+        master_dtype: Dtype in which this rank updates its part, such as `torch.float32` for bfloat16 parameters; by
+            default the parameters' own. States are of this dtype.
+        bucket_cap_mb: With `shard_gradients`, size of a message in MiB.
+        elementwise: Whether the class is known to be elementwise. If not, a trial step on a small matrix finds out.
+        defaults: Options for the class.
+
+    Raises:
+        ValueError: The class is not elementwise; a parameter cannot be sharded, or with `shard_gradients` it has a
+            gradient or is averaged or sharded already; an argument is out of range.
+        TypeError: `model` is a single tensor, or contains something other than tensors.
+        MismatchError: Ranks have different models or settings; or, from `step()` and on every rank, different
+            gradients or options.
+        AbortedError: From `backward()` or `step()`: another rank's backward pass has failed. Gradients are dropped.
+        RuntimeError: From `step()`: a parameter was given other memory, or gradients wait for a pass outside
+            `no_sync`.
+
+    Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and checks with 8 bytes a rank;
+    `shard_gradients` adds one reduce_scatter a bucket. Memory in elements: N parameters, N/p of each state and of the
+    master, and gradients: N, or with `shard_gradients` N/p and at most a few buckets.
+
+    Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+
+    Example:
+        >>> def program(comm):
+        ...     model = torch.nn.Linear(2, 1, bias=False)
+        ...     torch.nn.init.ones_(model.weight)
+        ...     optimizer = un.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.5)
+        ...     model(torch.full((1, 2), float(comm.rank))).sum().backward()
+        ...     optimizer.step()
+        ...     return model.weight.tolist()
+        >>> un.launch(program, nprocs=3, backend="thread")
+        [[[0.5, 0.5]], [[0.5, 0.5]], [[0.5, 0.5]]]
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        model: torch.nn.Module | Iterable[Any],
+        comm: Communicator,
+        *,
+        shard_gradients: bool = False,
+        master_dtype: torch.dtype | None = None,
+        bucket_cap_mb: float = 25,
+        elementwise: bool = False,
+        **defaults: Any,
+    ) -> None:
+        groups = named_groups(model)
+        named = [pair for group in groups for pair in group["params"]]
+        check_shardable(named, master_dtype)
+        cap = in_bytes(bucket_cap_mb if shard_gradients else float("inf"))
+        assert cap is not None
+        self._comms = ShardComms(comm)
+        settings = (
+            optimizer_class.__qualname__,
+            shard_gradients,
+            master_dtype,
+            cap,
+            [len(g["params"]) for g in groups],
+        )
+        agree_on_parameters(named, self._comms.data, settings)
+        if shard_gradients:
+            claim(named, "sharded", "ShardedOptimizer")
+        self._named, self._steps, self._touched = named, 0, set[int]()
+        order = [i for i, (_, p) in reversed(list(enumerate(named))) if p.requires_grad]
+        frozen = [i for i, (_, p) in enumerate(named) if not p.requires_grad]
+        parameters = [p for _, p in named]
+        plans = [plan_buckets(parameters, order, cap), plan_buckets(parameters, frozen, cap)]
+        with torch.no_grad():
+            made = [[ParameterBucket(b, [named[i] for i in b], self._comms, master_dtype) for b in p] for p in plans]
+            if isinstance(model, torch.nn.Module):
+                share(list(model.named_buffers()), self._comms.data)
+        self._buckets, self._frozen = made[0] + made[1], made[1]
+        placed = {i: (b, slot) for b in self._buckets for slot, i in enumerate(b.indices)}
+        self._places = [placed[i] for i in range(len(named))]
+        self._pieces = [bucket.pieces[slot] for bucket, slot in self._places]
+        pieces = iter(self._pieces)
+        cut = [{**group, "params": [next(pieces) for _ in group["params"]]} for group in groups]
+        self._shards = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
+        self._sharder = GradientSharder(made[0], self._comms) if shard_gradients else None
+        super().__init__([{**g, "params": [p for _, p in g["params"]]} for g in groups], self._shards.defaults)
+        self.state = self._shards.state
+        # Lets a GradScaler call step() with what it found, which is of this rank's part only.
+        self._step_supports_amp_scaling = shard_gradients
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse another group: parameters are laid out when the optimizer is created."""
+        if hasattr(self, "_step_supports_amp_scaling"):
+            raise RuntimeError("a ShardedOptimizer takes no further groups. Create a new one with all parameters")
+        super().add_param_group(param_group)
+
+    # -- training -------------------------------------------------------------------------------
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters on all ranks. Collective.
+
+        Args:
+            closure: Called first, with gradients enabled: computes the loss and its gradients.
+
+        Returns: What the closure returned.
+
+        Raises:
+            MismatchError, AbortedError, RuntimeError: See the class. No parameter has changed then.
+        """
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "torch's GradScaler sees this rank's part of the gradients only. Use bfloat16, which needs no scaling, "
+                "or shard_gradients=False"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        present = self._prepare()
+        for bucket in self._buckets:
+            bucket.follow_parameters()
+        self._share_options()
+        self._shards.step()
+        self._touched.update(i for i, there in enumerate(present) if there)
+        changed = {id(self._places[i][0]): self._places[i][0] for i, there in enumerate(present) if there}
+        self._gather(list(changed.values()))
+        self._steps += 1
+        return loss
+
+    def _prepare(self) -> list[bool]:
+        """Give each piece its gradient, and check it. Return whether each parameter has one."""
+        for bucket in self._buckets:
+            bucket.check()
+        if self._sharder is not None:
+            self._check_frozen()
+            self._sharder.check_reduced()
+            self._sharder.follow_zero_grad()
+            grads: list[torch.Tensor] = []
+            present = [piece.tensor.grad is not None for piece in self._pieces]
+        else:
+            grads = [p.grad for _, p in self._named if p.grad is not None]
+            present = [p.grad is not None for _, p in self._named]
+            self._cut_gradients()
+        try:
+            names = [name for name, _ in self._named]
+            check_same_step(names, present, self.param_groups, grads, self._steps, self._comms.data)
+        except BaseException:
+            self._free_gradients()
+            raise
+        return present
+
+    def _cut_gradients(self) -> None:
+        for (name, parameter), piece in zip(self._named, self._pieces, strict=True):
+            grad = parameter.grad
+            if grad is not None and grad.layout != torch.strided:
+                raise ValueError(f"the gradient of {name!r} is sparse, which cannot be sharded")
+            piece.tensor.grad = None if grad is None else piece.cut(grad.detach()).to(piece.tensor.dtype)
+
+    def _check_frozen(self) -> None:
+        for bucket in self._frozen:
+            for parameter, piece in zip(bucket.parameters, bucket.pieces, strict=True):
+                if parameter.requires_grad:
+                    raise RuntimeError(
+                        f"{piece.name!r} was frozen when its optimizer was created, so its gradient is not averaged. "
+                        "Call remove() on the optimizer, and create a new one"
+                    )
+
+    def _gather(self, buckets: list[ParameterBucket]) -> None:
+        works: list[Work] = [work for bucket in buckets if (work := bucket.start_gather()) is not None]
+        for work in works:
+            work.wait()
+        parameters = [p for bucket in buckets for p in bucket.parameters]
+        # Autograd then detects a backward through the old values.
+        torch.autograd.graph.increment_version(parameters)
+        self._free_gradients()
+
+    def _free_gradients(self) -> None:
+        """Free the gradients of this rank's part."""
+        if self._sharder is not None:
+            self._sharder.drop()
+        for piece in self._pieces:
+            piece.tensor.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free all gradients; with `set_to_none=False`, fill whole ones with zeros instead."""
+        if self._sharder is not None:
+            self._sharder.drop()
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that their norm, over all parameters, is at most `max_norm`. Collective.
+
+        Args:
+            max_norm: Maximum norm.
+            norm_type: Order of the norm: positive, or `inf`.
+
+        Returns: The norm before, a 0-d tensor, equal on all ranks. It equals that of `torch.nn.utils.clip_grad_norm_`
+            on whole gradients, up to rounding.
+
+        Example:
+            >>> def program(comm):
+            ...     w = torch.nn.Parameter(torch.zeros(2))
+            ...     optimizer = un.ShardedOptimizer(torch.optim.SGD, [w], comm, shard_gradients=True, lr=1.0)
+            ...     (w * torch.tensor([3.0, 4.0])).sum().backward()
+            ...     norm = optimizer.clip_grad_norm_(1.0)
+            ...     optimizer.step()
+            ...     return norm.item(), [round(x, 3) for x in w.tolist()]
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [(5.0, [-0.6, -0.8]), (5.0, [-0.6, -0.8])]
+        """
+        if self._sharder is None:
+            return torch.nn.utils.clip_grad_norm_([p for _, p in self._named], max_norm, norm_type)
+        self._sharder.check_reduced()
+        self._sharder.follow_zero_grad()
+        return clip_shards_([piece.tensor for piece in self._pieces], self._comms.data, max_norm, norm_type)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which `backward()` only adds to this rank's gradients; needs `shard_gradients`.
+
+        The next pass outside averages the sum. Gradients are whole meanwhile.
+
+        Raises:
+            RuntimeError: Gradients are not sharded; use `no_sync` of the averager.
+        """
+        if self._sharder is None:
+            raise RuntimeError("this optimizer averages no gradients, so it has no no_sync(); see shard_gradients=True")
+        before, self._sharder.sync = self._sharder.sync, False
+        try:
+            yield
+        finally:
+            self._sharder.sync = before
+
+    def remove(self) -> None:
+        """Remove the hooks, and release the communicator. The optimizer is of no more use; the model stays."""
+        if self._sharder is not None:
+            self._sharder.remove()
+            release(p for _, p in self._named)
+        self._comms.close()
+
+    # -- states ---------------------------------------------------------------------------------
+    def _share_options(self) -> None:
+        for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
+            theirs.update({key: value for key, value in mine.items() if key != "params"})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the unsharded optimizer, in which tensors of a parameter's shape are `TensorShard`s.
+
+        `unisono.checkpoint` saves them as whole tensors. Communicates nothing. With `master_dtype`, the state of each
+        updated parameter has its master as "master".
+        """
+        self._share_options()
+        state = self._shards.state_dict()
+        for index in sorted(self._touched):
+            bucket, piece = self._places[index][0], self._pieces[index]
+            if bucket.has_master:
+                shard = TensorShard(piece.tensor.detach(), piece.start, piece.shape)
+                state["state"].setdefault(index, {})[_MASTER] = shard
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a state.
+
+        Args:
+            state_dict: A result of `state_dict` of the same rank, or a state of the unsharded optimizer with whole
+                tensors. `unisono.checkpoint.load` gets one from a checkpoint of any number of ranks.
+
+        Raises:
+            ValueError: It is of other parameters, groups, or of another rank.
+        """
+        values = {index: dict(found) for index, found in state_dict["state"].items()}
+        masters = {index: found.pop(_MASTER) for index, found in values.items() if _MASTER in found}
+        self._shards.load_state_dict({**state_dict, "state": values})
+        for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self.state = self._shards.state
+        self._touched = set(values)
+        with torch.no_grad():
+            for index, master in masters.items():
+                if self._places[index][0].has_master:
+                    self._pieces[index].tensor.copy_(unwrap(_MASTER, master, self._pieces[index]))

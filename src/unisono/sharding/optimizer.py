@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
-from unisono.core.types import Work
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.gradient_norm import clip_shards_
 from unisono.sharding.gradient_sharder import GradientSharder
@@ -208,8 +207,7 @@ class ShardedOptimizer(Optimizer):
                     )
 
     def _gather(self, buckets: list[ParameterBucket]) -> None:
-        works: list[Work] = [work for bucket in buckets if (work := bucket.start_gather()) is not None]
-        for work in works:
+        for work in [work for bucket in buckets for work in bucket.start_gather()]:
             work.wait()
         parameters = [p for bucket in buckets for p in bucket.parameters]
         # Autograd then detects a backward through the old values.

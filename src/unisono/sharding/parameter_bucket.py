@@ -83,12 +83,17 @@ class ParameterBucket:
             same = self._master.to(self._part.dtype) == self._part
             self._master.copy_(torch.where(same, self._master, self._part.to(self._master.dtype)))
 
-    def start_gather(self) -> Work | None:
-        """Begin to send this rank's updated part to all others, and to receive theirs. Collective."""
+    def start_gather(self) -> list[Work]:
+        """Begin to send this rank's updated part to all others, and to receive theirs. Collective.
+
+        One broadcast from each rank: in place, where some backends copy all of an all_gather's output.
+        """
         if self.has_master:
             self._part.copy_(self._master)
-        data = self._comms.data
-        if data.overlaps:
-            return data.all_gather_single(self._flat, self._part, async_op=True)
-        data.all_gather_single(self._flat, self._part)
-        return None
+        data, works = self._comms.data, []
+        for rank, part in enumerate(self._flat.view(data.size, len(self._part))):
+            if data.overlaps:
+                works.append(data.broadcast(part, rank, async_op=True))
+            else:
+                data.broadcast(part, rank)
+        return works

@@ -90,10 +90,6 @@ class ParameterBucket:
         """
         if self.has_master:
             self._part.copy_(self._master)
-        data, works = self._comms.data, []
-        for rank, part in enumerate(self._flat.view(data.size, len(self._part))):
-            if data.overlaps:
-                works.append(data.broadcast(part, rank, async_op=True))
-            else:
-                data.broadcast(part, rank)
-        return works
+        data = self._comms.data
+        parts = self._flat.view(data.size, len(self._part))
+        return [data.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts)]

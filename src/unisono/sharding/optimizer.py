@@ -38,7 +38,8 @@ class ShardedOptimizer(Optimizer):
 
     With `shard_gradients=False` (ZeRO-1), gradients are averaged by other means, such as `GradientAverager`. With
     True (ZeRO-2), `backward()` averages them, each rank keeps its part until `step()`, which frees it, and `p.grad`
-    is a placeholder of NaN that uses no memory: use `clip_grad_norm_` of this class.
+    is a placeholder of NaN that uses no memory. Torch's `clip_grad_norm_` and `GradScaler` raise on placeholders: use
+    `clip_grad_norm_` of this class, and bfloat16, which needs no scaling.
 
     Args:
         optimizer_class: An optimizer class that treats each element by itself, as SGD, Adam, AdamW and most do.
@@ -126,12 +127,11 @@ class ShardedOptimizer(Optimizer):
         self._sharder = GradientSharder(made[0], self._comms) if shard_gradients else None
         super().__init__([{**g, "params": [p for _, p in g["params"]]} for g in groups], self._shards.defaults)
         self.state = self._shards.state
-        # Lets a GradScaler call step() with what it found, which is of this rank's part only.
-        self._step_supports_amp_scaling = shard_gradients
+        self._created = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse another group: parameters are laid out when the optimizer is created."""
-        if hasattr(self, "_step_supports_amp_scaling"):
+        if getattr(self, "_created", False):
             raise RuntimeError("a ShardedOptimizer takes no further groups. Create a new one with all parameters")
         super().add_param_group(param_group)
 
@@ -148,11 +148,6 @@ class ShardedOptimizer(Optimizer):
         Raises:
             MismatchError, AbortedError, RuntimeError: See the class. No parameter has changed then.
         """
-        if hasattr(self, "found_inf"):
-            raise RuntimeError(
-                "torch's GradScaler sees this rank's part of the gradients only. Use bfloat16, which needs no scaling, "
-                "or shard_gradients=False"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

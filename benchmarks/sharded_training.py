@@ -6,7 +6,8 @@ DDP (torch), each with its best options: on shm, torch's run on backend "unisono
 all ways are compared after each step. Ratios are medians of neighbouring steps, of the slowest rank.
 
 Memory is the bytes of all live float32 tensors after backward and after the step, over the formula: parameters 4 N,
-gradients 4 N (zero2: 4 N / p), states 8 N / p. The peak of zero2 inside backward adds the buckets in flight. Results are in docs/benchmarks.md. To measure on your machine:
+gradients 4 N (zero2: 4 N / p), states 8 N / p. The peak of zero2 inside backward adds the buckets in flight.
+Results are in docs/benchmarks.md. To measure on your machine:
 
     python benchmarks/sharded_training.py [--ranks 1 2 4] [--backends shm gloo] [--seconds 20]
 """

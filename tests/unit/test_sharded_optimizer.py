@@ -276,9 +276,8 @@ def test_masters_keep_what_half_precision_rounds_away(sharded: bool) -> None:
         w = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         optimizer = shard(comm, [w], sharded=sharded, master_dtype=torch.float32)
         optimizer.load_state_dict({**state, "state": {0: {"master": torch.full((3,), 1.0 + 2.0**-12)}}})
-        return float(assembled(comm.all_gather_object(optimizer.state_dict()))["state"][0]["master"].sum())
+        return float(optimizer.state_dict()["state"][0]["master"].local.sum())
 
-    # Objects of other classes are not sent between ranks: one rank.
     assert un.launch(resumed, 1, "thread") == [3 * (1.0 + 2.0**-12)]
 
 
@@ -421,7 +420,7 @@ def test_misuse_is_one_error() -> None:
             with pytest.raises(RuntimeError, match="single memory location"):
                 use(optimizer)
         model.float()
-        with pytest.raises(RuntimeError, match=r"'0.weight' was given other memory"):
+        with pytest.raises(RuntimeError, match="was given other memory"):
             optimizer.step()
         optimizer.remove()
         un.GradientAverager(model, comm)

@@ -168,7 +168,8 @@ class ShardedOptimizer(Optimizer):
         for bucket in self._buckets:
             bucket.check()
         if self._sharder is not None:
-            self._check_frozen()
+            for bucket in self._frozen:
+                bucket.check_frozen()
             self._sharder.check_reduced()
             self._sharder.follow_zero_grad()
             grads: list[torch.Tensor] = []
@@ -176,7 +177,8 @@ class ShardedOptimizer(Optimizer):
         else:
             grads = [p.grad for _, p in self._named if p.grad is not None]
             present = [p.grad is not None for _, p in self._named]
-            self._cut_gradients()
+            for bucket in self._buckets:
+                bucket.cut_gradients()
         try:
             names = [name for name, _ in self._named]
             check_same_step(names, present, self.param_groups, grads, self._steps, self._comms.data)
@@ -184,22 +186,6 @@ class ShardedOptimizer(Optimizer):
             self._free_gradients()
             raise
         return present
-
-    def _cut_gradients(self) -> None:
-        for (name, parameter), piece in zip(self._named, self._pieces, strict=True):
-            grad = parameter.grad
-            if grad is not None and grad.layout != torch.strided:
-                raise ValueError(f"the gradient of {name!r} is sparse, which cannot be sharded")
-            piece.tensor.grad = None if grad is None else piece.cut(grad.detach()).to(piece.tensor.dtype)
-
-    def _check_frozen(self) -> None:
-        for bucket in self._frozen:
-            for parameter, piece in zip(bucket.parameters, bucket.pieces, strict=True):
-                if parameter.requires_grad:
-                    raise RuntimeError(
-                        f"{piece.name!r} was frozen when its optimizer was created, so its gradient is not averaged. "
-                        "Call remove() on the optimizer, and create a new one"
-                    )
 
     def _gather(self, buckets: list[ParameterBucket]) -> None:
         for work in [work for bucket in buckets for work in bucket.start_gather()]:

@@ -77,6 +77,23 @@ class ParameterBucket:
                     "the model first, then create the ShardedOptimizer"
                 )
 
+    def check_frozen(self) -> None:
+        """`RuntimeError` if a parameter is no longer frozen."""
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{piece.name!r} was frozen when its optimizer was created, so its gradient is not averaged. Call "
+                    "remove() on the optimizer, and create a new one"
+                )
+
+    def cut_gradients(self) -> None:
+        """Give each piece its elements of p.grad. `ValueError` for a sparse gradient."""
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+            grad = parameter.grad
+            if grad is not None and grad.layout != torch.strided:
+                raise ValueError(f"the gradient of {piece.name!r} is sparse, which cannot be sharded")
+            piece.tensor.grad = None if grad is None else piece.cut(grad.detach()).to(piece.tensor.dtype)
+
     def follow_parameters(self) -> None:
         """Take over the elements of this rank's part that were written since the last step, as by a checkpoint."""
         if self.has_master:

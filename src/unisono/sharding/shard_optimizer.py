@@ -172,8 +172,10 @@ def unwrap(key: str, value: Any, piece: Piece) -> Any:
                 "or whole ones"
             )
         return value.local
-    if not isinstance(value, torch.Tensor) or (value.ndim == 0 and (piece.shape or key in _SCALARS)):
+    if not isinstance(value, torch.Tensor):
         return value
+    if value.ndim == 0 and (piece.shape or key in _SCALARS):
+        return value.clone()
     if value.shape != piece.shape:
         raise ValueError(
             f"the state's {key!r} of {piece.name!r} has shape {list(value.shape)}, not {list(piece.shape)}"

@@ -190,9 +190,8 @@ class ShardedOptimizer(Optimizer):
     def _gather(self, buckets: list[ParameterBucket]) -> None:
         for work in [work for bucket in buckets for work in bucket.start_gather()]:
             work.wait()
-        parameters = [p for bucket in buckets for p in bucket.parameters]
         # Autograd then detects a backward through the old values.
-        torch.autograd.graph.increment_version(parameters)
+        torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.parameters])
         self._free_gradients()
 
     def _free_gradients(self) -> None:

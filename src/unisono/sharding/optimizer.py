@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.gradient_norm import clip_shards_
 from unisono.sharding.gradient_sharder import GradientSharder
 from unisono.sharding.groups import check_shardable, named_groups
+from unisono.sharding.optimizer_states import ShardedStates
 from unisono.sharding.parameter_bucket import ParameterBucket
-from unisono.sharding.shard_optimizer import shard_optimizer, unwrap
+from unisono.sharding.shard_optimizer import shard_optimizer
 from unisono.sharding.step_check import check_same_step
 from unisono.utils.bucket_plan import agree_on_parameters, in_bytes, plan_buckets
 from unisono.utils.claims import claim, release
@@ -24,10 +24,8 @@ from unisono.utils.flatten import share
 
 __all__ = ["ShardedOptimizer"]
 
-_MASTER = "master"
 
-
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(ShardedStates):
     """An optimizer of torch of which each rank holds one part: its states, and with `shard_gradients` its gradients.
 
     Each rank updates its part of every parameter, and receives the other parts. The parameters stay the same objects,
@@ -130,7 +128,21 @@ class ShardedOptimizer(Optimizer):
         self._created = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse another group: parameters are laid out when the optimizer is created."""
+        """Raise: all parameters are placed when the optimizer is created.
+
+        Args:
+            param_group: A further group.
+
+        Raises:
+            RuntimeError: Always.
+
+        Example:
+            >>> optimizer = un.ShardedOptimizer(torch.optim.SGD, torch.nn.Linear(2, 1), un.init())
+            >>> optimizer.add_param_group({"params": []})
+            Traceback (most recent call last):
+            ...
+            RuntimeError: a ShardedOptimizer takes no further groups. Create a new one with all parameters
+        """
         if getattr(self, "_created", False):
             raise RuntimeError("a ShardedOptimizer takes no further groups. Create a new one with all parameters")
         super().add_param_group(param_group)
@@ -202,7 +214,11 @@ class ShardedOptimizer(Optimizer):
             piece.tensor.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free all gradients; with `set_to_none=False`, fill whole ones with zeros instead."""
+        """Free all gradients.
+
+        Args:
+            set_to_none: Whether p.grad becomes None. If not, whole gradients are filled with zeros.
+        """
         if self._sharder is not None:
             self._sharder.drop()
         super().zero_grad(set_to_none)
@@ -257,45 +273,3 @@ class ShardedOptimizer(Optimizer):
             self._sharder.remove()
             release(p for _, p in self._named)
         self._comms.close()
-
-    # -- states ---------------------------------------------------------------------------------
-    def _share_options(self) -> None:
-        for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
-            theirs.update({key: value for key, value in mine.items() if key != "params"})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the unsharded optimizer, in which tensors of a parameter's shape are `TensorShard`s.
-
-        `unisono.checkpoint` saves them as whole tensors. Communicates nothing. With `master_dtype`, the state of each
-        updated parameter has its master as "master".
-        """
-        self._share_options()
-        state = self._shards.state_dict()
-        for index in sorted(self._touched):
-            bucket, piece = self._places[index][0], self._pieces[index]
-            if bucket.has_master:
-                shard = TensorShard(piece.tensor.detach(), piece.start, piece.shape)
-                state["state"].setdefault(index, {})[_MASTER] = shard
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a state.
-
-        Args:
-            state_dict: A result of `state_dict` of the same rank, or a state of the unsharded optimizer with whole
-                tensors. `unisono.checkpoint.load` gets one from a checkpoint of any number of ranks.
-
-        Raises:
-            ValueError: It is of other parameters, groups, or of another rank.
-        """
-        values = {index: dict(found) for index, found in state_dict["state"].items()}
-        masters = {index: found.pop(_MASTER) for index, found in values.items() if _MASTER in found}
-        self._shards.load_state_dict({**state_dict, "state": values})
-        for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-        self.state = self._shards.state
-        self._touched = set(values)
-        with torch.no_grad():
-            for index, master in masters.items():
-                if self._places[index][0].has_master:
-                    self._pieces[index].tensor.copy_(unwrap(_MASTER, master, self._pieces[index]))

@@ -14,8 +14,7 @@ from unisono.checkpoint.tensor_shard import TensorShard
 
 __all__ = ["Piece", "ShardOptimizer", "check_elementwise", "shard_optimizer", "unwrap"]
 
-Options = Mapping[str, Any]
-"""Options of one group of parameters, such as `lr`."""
+_Options = Mapping[str, Any]
 
 
 _SCALARS = {"step", "mu_product", "eta", "mu"}
@@ -78,7 +77,7 @@ class ShardOptimizer(Optimizer):
 
 
 def shard_optimizer(
-    optimizer_class: type[Optimizer], groups: Sequence[Options], *, elementwise: bool = False, **defaults: Any
+    optimizer_class: type[Optimizer], groups: Sequence[_Options], *, elementwise: bool = False, **defaults: Any
 ) -> ShardOptimizer:
     """Return an optimizer of the user's class on this rank's pieces of parameters. Communicates nothing.
 
@@ -86,7 +85,7 @@ def shard_optimizer(
         optimizer_class: A class of torch's, or one that is derived from `torch.optim.Optimizer`.
         groups: Groups as for the class, with `Piece`s as "params".
         elementwise: Whether the class is known to be elementwise, so that it is not tried.
-        defaults: Options for the class.
+        defaults: _Options for the class.
 
     Raises:
         ValueError: The class is not elementwise; see `check_elementwise`.
@@ -114,14 +113,14 @@ def shard_optimizer(
 
 
 def check_elementwise(
-    optimizer_class: type[Optimizer], options: Options, defaults: Options, device: torch.device
+    optimizer_class: type[Optimizer], options: _Options, defaults: _Options, device: torch.device
 ) -> None:
     """Try whether a class updates each element by itself: on a small matrix, whole and in two flat slices.
 
     Args:
         optimizer_class: The class to try.
-        options: Options of a group.
-        defaults: Options for the class.
+        options: _Options of a group.
+        defaults: _Options for the class.
         device: Device of the trial.
 
     Raises:

@@ -1,0 +1,69 @@
+"""States of a sharded optimizer, in the layout of the unsharded one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from unisono.checkpoint.tensor_shard import TensorShard
+from unisono.sharding.parameter_bucket import ParameterBucket
+from unisono.sharding.shard_optimizer import Piece, ShardOptimizer, unwrap
+
+__all__ = ["ShardedStates"]
+
+_MASTER = "master"
+
+
+class ShardedStates(Optimizer):
+    """Base of `ShardedOptimizer`: what it saves and loads."""
+
+    _shards: ShardOptimizer
+    _pieces: Sequence[Piece]
+    # The bucket of each parameter, and its slot there.
+    _places: Sequence[tuple[ParameterBucket, int]]
+    # Indices of the parameters that were updated at least once.
+    _touched: set[int]
+
+    def _share_options(self) -> None:
+        for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
+            theirs.update({key: value for key, value in mine.items() if key != "params"})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the unsharded optimizer, in which tensors of a parameter's shape are `TensorShard`s.
+
+        `unisono.checkpoint` saves them as whole tensors. Communicates nothing. With `master_dtype`, the state of each
+        updated parameter has its master as "master".
+        """
+        self._share_options()
+        state = self._shards.state_dict()
+        for index in sorted(self._touched):
+            bucket, piece = self._places[index][0], self._pieces[index]
+            if bucket.has_master:
+                shard = TensorShard(piece.tensor.detach(), piece.start, piece.shape)
+                state["state"].setdefault(index, {})[_MASTER] = shard
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a state.
+
+        Args:
+            state_dict: A result of `state_dict` of the same rank, or a state of the unsharded optimizer with whole
+                tensors. `unisono.checkpoint.load` gets one from a checkpoint of any number of ranks.
+
+        Raises:
+            ValueError: It is of other parameters, groups, or of another rank.
+        """
+        values = {index: dict(found) for index, found in state_dict["state"].items()}
+        masters = {index: found.pop(_MASTER) for index, found in values.items() if _MASTER in found}
+        self._shards.load_state_dict({**state_dict, "state": values})
+        for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self.state = self._shards.state
+        self._touched = set(values)
+        with torch.no_grad():
+            for index, master in masters.items():
+                if self._places[index][0].has_master:
+                    self._pieces[index].tensor.copy_(unwrap(_MASTER, master, self._pieces[index]))

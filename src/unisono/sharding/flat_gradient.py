@@ -10,7 +10,7 @@ import torch
 from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
-from unisono.sharding.layout import FlatLayout
+from unisono.utils.layout import FlatLayout
 from unisono.sharding.shard_optimizer import Piece
 
 __all__ = ["FlatGradient"]

@@ -6,12 +6,13 @@ from contextlib import suppress
 
 import torch
 
-from unisono.communicator import Communicator
+from unisono.checkpoint import TensorShard
 from unisono.core.types import Work
 from unisono.errors import CommError
+from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_gradient import FlatGradient
 from unisono.sharding.freed import free, refill
-from unisono.sharding.layout import FlatLayout
+from unisono.sharding.layout import FlatLayout, Slice
 from unisono.utils.bucket_plan import Named
 
 __all__ = ["FlatParameters"]
@@ -25,7 +26,7 @@ class FlatParameters:
 
     Args:
         named: The parameters, with their names: of one dtype, device and `requires_grad`.
-        comm: The ranks that share them.
+        comms: The ranks that share them.
         padding: Number of elements after the last parameter.
         param_dtype: Dtype of the gathered parameters; theirs if None.
         reduce_dtype: Dtype in which gradients are averaged; that of the gathered parameters if None.
@@ -33,16 +34,16 @@ class FlatParameters:
     Attributes:
         names, parameters: As passed.
         layout: Places of the parameters in the flat tensor.
-        slices: Those on this rank.
         part: This rank's elements, in the parameters' first dtype.
-        gradient: Gradient of `part`; None for frozen parameters.
+        pieces: This rank's slices of parameters: leaf tensors in `part`, with their places.
+        gradient: Gradient that backward passes fill; None for frozen parameters.
         gathered: Whether the parameters can be used.
     """
 
     def __init__(
         self,
         named: Named,
-        comm: Communicator,
+        comms: ShardComms,
         padding: int,
         *,
         param_dtype: torch.dtype | None = None,
@@ -51,36 +52,34 @@ class FlatParameters:
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named if isinstance(p, torch.nn.Parameter)]
         numels = [p.numel() for p in self.parameters]
-        self.layout = FlatLayout([*numels, padding], comm.size)
-        self.slices = [s for s in self.layout.slices(comm.rank) if s.index < len(named)]
+        self.layout = FlatLayout([*numels, padding], comms.size)
         self.gathered = False
-        self._comm = comm
+        self._comms = comms
         self._work: Work | None = None
         self._classes = [type(p) for p in self.parameters]
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         unused = self.parameters[0].new_zeros(self.layout.total - sum(numels))
         flat = torch.cat([*(p.detach().reshape(-1) for p in self.parameters), unused])
-        self.part = flat[comm.rank * self.layout.part :][: self.layout.part].clone()
-        self._whole = flat if param_dtype is None else flat.to(param_dtype)
+        self.part = flat[comms.rank * self.layout.part :][: self.layout.part].clone()
+        self.pieces = [(s, self._piece(s)) for s in self.layout.slices(comms.rank) if s.index < len(named)]
+        self._whole = flat.to(param_dtype) if param_dtype is not None and flat.is_floating_point() else flat
         self.gradient: FlatGradient | None = None
         if self.parameters[0].requires_grad:
-            self.gradient = FlatGradient(self.layout, comm, self.part.dtype, reduce_dtype or self._whole.dtype)
+            self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._whole.dtype)
         for name, parameter in named:
             parameter.__dict__["_sharded_name"] = name
-        self.show(self._whole)
+        self._point_to(self._whole)
+        self.gathered = True
         self.free()
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters' places in a tensor of the layout, in their shapes."""
-        places = zip(self.layout.offsets, self.parameters, strict=False)
-        return [flat[start : start + p.numel()].view(p.shape) for start, p in places]
+    def _piece(self, place: Slice) -> torch.Tensor:
+        piece = self.part[place.offset : place.offset + place.numel].detach()
+        return piece.requires_grad_(self.parameters[place.index].requires_grad)
 
-    def show(self, flat: torch.Tensor | None = None) -> None:
-        """Let the parameters be views of another flat tensor; by default of the one that is gathered and freed."""
-        flat = self._whole if flat is None else flat
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, view in zip(self.parameters, self.views(flat), strict=True):
-                parameter.data = view
+    def _point_to(self, flat: torch.Tensor) -> None:
+        """Let the parameters be views of a flat tensor."""
+        for start, parameter in zip(self.layout.offsets, self.parameters, strict=False):
+            parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
 
     # -- the whole ------------------------------------------------------------------------------
     def start_gather(self, *, async_op: bool) -> None:
@@ -91,9 +90,9 @@ class FlatParameters:
         storage.resize_(self._whole.nbytes)
         part = self.part.to(self._whole.dtype)
         if async_op:
-            self._work = self._comm.all_gather_single(self._whole, part, async_op=True)
+            self._work = self._comms.data.all_gather_single(self._whole, part, async_op=True)
         else:
-            self._comm.all_gather_single(self._whole, part)
+            self._comms.data.all_gather_single(self._whole, part)
             self._show_filled()
 
     def finish_gather(self) -> None:
@@ -109,6 +108,8 @@ class FlatParameters:
 
     def free(self) -> None:
         """Release the memory of the parameters."""
+        if not self.gathered and self._work is None:
+            return
         if self._work is not None:
             work, self._work = self._work, None
             with suppress(CommError):
@@ -117,16 +118,44 @@ class FlatParameters:
         free(self.parameters)
         self._whole.untyped_storage().resize_(0)
 
-    def gather_part(self) -> torch.Tensor:
-        """Return all elements in the dtype of `part`, in a tensor of their own. Collective."""
+    # -- outside of training --------------------------------------------------------------------
+    def show_whole(self) -> torch.Tensor:
+        """Let the parameters be views of a new tensor with all elements, and return that. Collective."""
         flat = self.part.new_empty(self.layout.total)
-        self._comm.all_gather_single(flat, self.part)
+        self._comms.data.all_gather_single(flat, self.part)
+        self._show_filled()
+        self._point_to(flat)
         return flat
+
+    def hide_whole(self, flat: torch.Tensor, *, writeback: bool) -> None:
+        """Undo `show_whole`. With `writeback`, keep this rank's part of what the tensor holds now."""
+        if writeback:
+            self.part.copy_(flat[self._comms.rank * self.layout.part :][: self.layout.part])
+        self._point_to(self._whole)
+        self.free()
 
     def restore(self) -> None:
         """Let the parameters be plain again, with their first strides. Collective."""
-        flat = self.gather_part()
-        self._show_filled()
-        for parameter, view, strides in zip(self.parameters, self.views(flat), self._strides, strict=True):
-            parameter.data = view.new_empty_strided(view.shape, strides).copy_(view)
+        self.show_whole()
+        for parameter, strides in zip(self.parameters, self._strides, strict=True):
+            parameter.data = parameter.new_empty_strided(parameter.shape, strides).copy_(parameter.data)
             del parameter.__dict__["_sharded_name"]
+
+    def shards(self) -> list[TensorShard]:
+        """Return this rank's slice of each parameter, which may be empty, for a checkpoint."""
+        here = {place.index: TensorShard(piece.detach(), place.start, self.parameters[place.index].shape)
+                for place, piece in self.pieces}
+        empty = self.part[:0]
+        return [here.get(i) or TensorShard(empty, 0, p.shape) for i, p in enumerate(self.parameters)]
+
+    # -- gradients ------------------------------------------------------------------------------
+    def take(self, index: int) -> None:
+        """Move a parameter's p.grad into `gradient`."""
+        parameter = self.parameters[index]
+        grad, parameter.grad = parameter.grad, None
+        assert grad is not None
+        assert self.gradient is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"{self.names[index]!r} has a sparse gradient, which has no parts. Use sparse=False")
+        with torch.no_grad():
+            self.gradient.take(index, grad)

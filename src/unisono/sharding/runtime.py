@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
-from unisono.communicator import Communicator
-from unisono.errors import CommError, MismatchError
+from unisono.errors import MismatchError
+from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
-from unisono.sharding.unit import Unit
+from unisono.sharding.unit import Call, Unit
 from unisono.utils.backward_pass import BackwardPass, current_pass
 from unisono.utils.graph import watch_outputs
 
@@ -25,31 +24,41 @@ __all__ = ["Runtime"]
 class Runtime:
     """Gathers, frees and reduces the units of one model at the right times.
 
+    Every module has hooks, so a module that is called directly gathers its unit too. Outputs of each module have a
+    hook that gathers its unit before its backward.
+
     Args:
         units: All units.
-        comm: Communicator of its own.
+        comms: Communicator of its own.
 
     Attributes:
         sync: Whether backward passes reduce their gradients.
-        version: Number of changes of the parameters.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
-        self.units, self._comm = units, comm
-        self.sync, self.version = True, 0
+    def __init__(self, units: Sequence[Unit], comms: ShardComms) -> None:
+        self._units, self._comms = units, comms
+        self.sync = True
         on_cpu = all(p.device.type == "cpu" for unit in units for flat in unit.flats for p in flat.parameters)
         self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=on_cpu)
-        self._overlaps = comm.overlaps
-        self._call = count()
-        # The unit that was needed after each one, in forward and in backward.
-        self._next: dict[tuple[bool, int], Unit] = {}
-        self._last: Unit | None = None
         self._handles: list[Any] = []
+        # Number of changes of the parameters.
+        self._version = 0
+        # Number of running modules, and the exception that was handled when the outermost one began.
+        self._depth = 0
+        self._outer: BaseException | None = None
+        self._begun = self._syncing = False
+        # The unit that was gathered after each one, in forward and in backward.
+        self._next: dict[tuple[bool, Unit], Unit] = {}
+        self._previous: Unit | None = None
+        # The last unit that was gathered in the running forward, and in the forward before.
+        self._latest: Unit | None = None
+        self._last: Unit | None = None
+        self._reducing: Unit | None = None
 
     # -- hooks ----------------------------------------------------------------------------------
     def hook(self) -> None:
         """Register all hooks."""
-        for unit in self.units:
+        for unit in self._units:
             for module in unit.modules:
                 self._handles += [
                     module.register_forward_pre_hook(partial(self._enter, unit), prepend=True, with_kwargs=True),
@@ -65,71 +74,158 @@ class Runtime:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._pass.forget()
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._depth == 0 and not self._in_backward():
+            self._begin_forward()
+        outermost = not unit.running
         unit.running.append(module)
+        self._depth += 1
+        unit.check()
         self._need(unit)
+        if outermost:
+            unit.call = Call()
+            if torch.is_grad_enabled() and not unit.frees_after_gradients:
+                unit.call.inputs = watch_outputs((args, kwargs), partial(self._leave_backward, unit, unit.call))
 
     def _leave(self, unit: Unit, module: nn.Module, _given: Any, returned: Any) -> None:
+        # Another hook may have raised before `_enter` was called.
         if not unit.running or unit.running[-1] is not module:
             return
         unit.running.pop()
-        if returned is not None and torch.is_grad_enabled():
-            watch_outputs(returned, partial(self._reach, unit, self.version))
-        if not unit.running and not self._in_backward():
+        self._depth -= 1
+        watched = 0
+        if torch.is_grad_enabled():
+            watched = watch_outputs(returned, partial(self._reach, unit, unit.call, self._version))
+        if self._in_backward():
+            return
+        if not unit.running and not (watched and (unit.name == "" or unit is self._last)):
             unit.free()
+        error = sys.exception()
+        if error not in (None, self._outer) and self._depth == 0:
+            self.free()
+            self._comms.abort(f"a forward of the sharded model has failed there: {error!r}")
 
-    def _in_backward(self) -> bool:
-        return self._pass.is_open or current_pass() >= 0
-
-    def _reach(self, unit: Unit, version: int, _gradient: torch.Tensor) -> None:
-        """Hook of an output: a backward pass is about to need the unit."""
+    def _reach(self, unit: Unit, call: Call, version: int, _gradient: torch.Tensor) -> None:
+        """Gather the unit, because a backward pass has reached its output."""
         self._pass.enter(current_pass())
-        if version != self.version:
-            raise RuntimeError("parameters of the sharded model were changed between forward and backward")
+        if version != self._version:
+            raise RuntimeError(
+                f"parameters were changed between the forward and the backward of unit {unit.name!r} of a sharded "
+                "model. Call backward() before optimizer.step()"
+            )
+        if call not in unit.open:
+            unit.open.add(call)
+            call.left = call.inputs
         self._need(unit)
 
+    def _leave_backward(self, unit: Unit, call: Call, _gradient: torch.Tensor) -> None:
+        """Free a unit with frozen parameters, because all inputs of its calls have their gradients."""
+        call.left -= 1
+        if call.left == 0:
+            unit.open.discard(call)
+            if not unit.open:
+                unit.free()
+
     def _arrive(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
-        """Hook of a parameter: its gradient is in p.grad."""
+        """Take the gradient that was added to p.grad."""
         self._pass.enter(current_pass())
-        grad, parameter.grad = parameter.grad, None
-        assert grad is not None
-        assert flat.gradient is not None
-        with torch.no_grad():
-            flat.gradient.take(index, grad)
-            if self.sync and unit.is_complete():
-                unit.reduce(async_op=self._overlaps)
+        flat.take(index)
+        if self._syncing and unit.is_complete():
+            self._reduce(unit)
+            if unit.frees_after_gradients:
                 unit.free()
 
     # -- schedule -------------------------------------------------------------------------------
+    def _in_backward(self) -> bool:
+        return self._pass.is_open or current_pass() >= 0
+
+    def _begin_forward(self) -> None:
+        self._outer = sys.exception()
+        self._comms.replace()
+        # Parameters may have changed since, so units that an earlier forward has kept are gathered again.
+        self.free()
+        self._last, self._latest, self._previous = self._latest, None, None
+
     def _need(self, unit: Unit) -> None:
         if unit.gathered:
             return
+        backward, overlaps = self._in_backward(), self._comms.data.overlaps
+        if self._previous is not None:
+            self._next[backward, self._previous] = unit
+        self._previous = unit
+        if not backward:
+            self._latest = unit
         with torch.no_grad():
-            unit.start_gather(async_op=False)
+            unit.start_gather(async_op=overlaps)
+            if overlaps and (following := self._next.get((backward, unit))) is not None:
+                following.start_gather(async_op=True)
             unit.finish_gather()
+
+    def _reduce(self, unit: Unit) -> None:
+        with torch.no_grad():
+            if self._reducing is not None:
+                self._reducing.finish_reduce()
+            unit.start_reduce(async_op=self._comms.data.overlaps)
+            self._reducing = unit
 
     # -- backward pass --------------------------------------------------------------------------
     def _begin(self) -> None:
-        pass
+        self._begun, self._syncing, self._previous = True, self.sync, None
+        for unit in self._units:
+            unit.begin_backward()
 
     def _end(self) -> None:
-        with torch.no_grad():
-            if self.sync:
-                for unit in self.units:
-                    unit.reduce(async_op=self._overlaps)
-                for unit in self.units:
-                    for gradient in unit.gradients:
-                        gradient.commit()
+        if self._syncing:
+            self._agree()
+            for unit in self._units:
+                if unit.has_taken():
+                    self._reduce(unit)
+            for unit in self._units:
+                unit.commit()
+        self._begun, self._reducing = False, None
         self.free()
 
     def _fail(self) -> None:
-        for unit in self.units:
-            for gradient in unit.gradients:
-                gradient.drop()
+        if not self._begun:
+            return
+        self._begun, self._reducing = False, None
+        self._comms.abort("a backward of the sharded model has failed there")
+        if not all([unit.drop() for unit in self._units]) and not self._syncing:
+            warnings.warn("backward() has raised inside no_sync(): gradients of earlier passes are lost", stacklevel=2)
         self.free()
 
+    def _agree(self) -> None:
+        """`MismatchError` on every rank if ranks have gradients of different parameters. Collective."""
+        known = [(name, here) for unit in self._units for name, here in unit.presence()]
+        if not known:
+            return
+        device = self._units[0].flats[0].part.device
+        here = torch.tensor([there for _, there in known], dtype=torch.uint8, device=device)
+        both = torch.cat([here, 1 - here])
+        self._comms.data.all_reduce(both, "max")
+        differs = (both[: len(known)] & both[len(known) :]).tolist()
+        if 1 in differs:
+            raise MismatchError(
+                f"only some ranks have a gradient of {known[differs.index(1)][0]!r}. All ranks must use the same "
+                "parameters in a step of a sharded model",
+                rank=self._comms.rank,
+                size=self._comms.size,
+            )
+
+    # -- from step to step ----------------------------------------------------------------------
     def free(self) -> None:
         """Release all units that no running module needs."""
-        for unit in self.units:
+        for unit in self._units:
             unit.free()
+
+    def changed(self) -> None:
+        """Release all units, because this rank's parts have changed."""
+        self._version += 1
+        self.free()
+
+    def check_idle(self, action: str) -> None:
+        """`RuntimeError` inside a forward or backward."""
+        if self._depth or self._in_backward():
+            raise RuntimeError(f"{action} was called inside a forward or backward of the sharded model")

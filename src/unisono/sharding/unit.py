@@ -7,12 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from unisono.communicator import Communicator
-from unisono.sharding.flat_gradient import FlatGradient
+from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
 from unisono.sharding.partition import UnitPlan
 
-__all__ = ["Unit", "make_units"]
+__all__ = ["Call", "Unit", "make_units"]
+
+
+class Call:
+    """One forward of a unit, as its backward sees it.
+
+    Attributes:
+        inputs: Number of inputs that get a gradient.
+        left: Number of those that have none yet.
+    """
+
+    def __init__(self) -> None:
+        self.inputs = self.left = 0
 
 
 class Unit:
@@ -25,25 +36,22 @@ class Unit:
     Attributes:
         name, modules, flats: As passed.
         running: The modules whose forward is running, the innermost one last.
-        calls: Numbers of the forward calls that the running backward pass has reached and not left.
+        call: The newest forward call.
+        open: The forward calls that the running backward pass has reached and not left.
         frees_after_gradients: Whether backward needs no parameter once all have their gradients: none is frozen.
     """
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
         self.name, self.modules, self.flats = plan.name, plan.modules, flats
         self.running: list[nn.Module] = []
-        self.calls: set[int] = set()
+        self.call = Call()
+        self.open: set[Call] = set()
         self.frees_after_gradients = all(flat.gradient is not None for flat in flats)
 
     @property
     def gathered(self) -> bool:
         """Return whether its parameters can be used."""
         return all(flat.gathered for flat in self.flats)
-
-    @property
-    def gradients(self) -> list[FlatGradient]:
-        """Return the gradients of its trained parameters."""
-        return [flat.gradient for flat in self.flats if flat.gradient is not None]
 
     def start_gather(self, *, async_op: bool) -> None:
         """Begin to fill its parameters, unless they are filled. Collective."""
@@ -57,28 +65,77 @@ class Unit:
 
     def free(self) -> None:
         """Release the memory of its parameters, unless one of its modules is running."""
-        self.calls.clear()
+        self.open.clear()
         if not self.running:
             for flat in self.flats:
                 flat.free()
 
+    def check(self) -> None:
+        """`RuntimeError` if a parameter was unfrozen since the model was sharded."""
+        for flat in self.flats:
+            if flat.gradient is None and any(p.requires_grad for p in flat.parameters):
+                name = next(n for n, p in zip(flat.names, flat.parameters, strict=True) if p.requires_grad)
+                raise RuntimeError(
+                    f"{name!r} was frozen when its model was sharded. Call remove(), and shard the model again"
+                )
+
+    # -- gradients ------------------------------------------------------------------------------
+    def begin_backward(self) -> None:
+        """Expect a gradient of each trained parameter."""
+        for flat in self.flats:
+            if flat.gradient is not None:
+                flat.gradient.arrived.clear()
+
     def is_complete(self) -> bool:
-        """Return whether each trained parameter has a gradient that is not reduced."""
+        """Return whether each trained parameter has a gradient of the running pass that is not reduced."""
         return all(
-            flat.gradient is None or len(flat.gradient.taken) == sum(p.requires_grad for p in flat.parameters)
+            flat.gradient is None or len(flat.gradient.arrived) == sum(p.requires_grad for p in flat.parameters)
             for flat in self.flats
         )
 
-    def reduce(self, *, async_op: bool) -> None:
+    def has_taken(self) -> bool:
+        """Return whether there are gradients that are not reduced."""
+        return any(flat.gradient is not None and flat.gradient.taken for flat in self.flats)
+
+    def presence(self) -> list[tuple[str, bool]]:
+        """Return the name of each parameter that can be trained, and whether it has a gradient to be averaged."""
+        return [
+            (name, index in flat.gradient.taken or index in flat.gradient.reduced)
+            for flat in self.flats
+            if flat.gradient is not None
+            for index, name in enumerate(flat.names)
+        ]
+
+    def start_reduce(self, *, async_op: bool) -> None:
         """Begin to average the gradients that were taken. Collective."""
-        for gradient in self.gradients:
-            if gradient.taken:
-                gradient.start_reduce(async_op=async_op)
+        for flat in self.flats:
+            if flat.gradient is not None and flat.gradient.taken:
+                flat.gradient.start_reduce(async_op=async_op)
+
+    def finish_reduce(self) -> None:
+        """Wait until the gradients are averaged."""
+        for flat in self.flats:
+            if flat.gradient is not None:
+                flat.gradient.finish_reduce()
+
+    def commit(self) -> None:
+        """Add what was averaged to the gradients of this rank's part."""
+        for flat in self.flats:
+            if flat.gradient is not None:
+                flat.gradient.commit(flat.pieces)
+
+    def drop(self) -> bool:
+        """Forget gradients that are not committed. Return whether there were none that are not reduced."""
+        clean = not self.has_taken()
+        for flat in self.flats:
+            if flat.gradient is not None:
+                flat.gradient.drop()
+        return clean
 
 
 def make_units(
     plans: Sequence[UnitPlan],
-    comm: Communicator,
+    comms: ShardComms,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> list[Unit]:
@@ -95,13 +152,13 @@ def make_units(
         flats = []
         for named in kinds.values():
             used = sum(p.numel() for _, p in named)
-            length = max(1, -(-used // comm.size))
+            length = max(1, -(-used // comms.size))
             while length in lengths:
                 length += 1
             lengths.add(length)
             flats.append(
                 FlatParameters(
-                    named, comm, length * comm.size - used, param_dtype=param_dtype, reduce_dtype=reduce_dtype
+                    named, comms, length * comms.size - used, param_dtype=param_dtype, reduce_dtype=reduce_dtype
                 )
             )
         units.append(Unit(plan, flats))

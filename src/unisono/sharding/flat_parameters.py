@@ -5,14 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 
 import torch
+from torch import nn
 
-from unisono.checkpoint import TensorShard
 from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_gradient import FlatGradient
 from unisono.sharding.freed import free, refill
 from unisono.sharding.layout import FlatLayout, Slice
+from unisono.sharding.shard_optimizer import Piece
 from unisono.utils.bucket_plan import Named
 
 __all__ = ["FlatParameters"]
@@ -35,7 +36,7 @@ class FlatParameters:
         names, parameters: As passed.
         layout: Places of the parameters in the flat tensor.
         part: This rank's elements, in the parameters' first dtype.
-        pieces: This rank's slices of parameters: leaf tensors in `part`, with their places.
+        pieces: This rank's slice of each parameter, in the memory of `part`; may be empty.
         gradient: Gradient that backward passes fill; None for frozen parameters.
         gathered: Whether the parameters can be used.
     """
@@ -50,7 +51,7 @@ class FlatParameters:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named if isinstance(p, torch.nn.Parameter)]
+        self.parameters = [p for _, p in named if isinstance(p, nn.Parameter)]
         numels = [p.numel() for p in self.parameters]
         self.layout = FlatLayout([*numels, padding], comms.size)
         self.gathered = False
@@ -61,7 +62,7 @@ class FlatParameters:
         unused = self.parameters[0].new_zeros(self.layout.total - sum(numels))
         flat = torch.cat([*(p.detach().reshape(-1) for p in self.parameters), unused])
         self.part = flat[comms.rank * self.layout.part :][: self.layout.part].clone()
-        self.pieces = [(s, self._piece(s)) for s in self.layout.slices(comms.rank) if s.index < len(named)]
+        self.pieces = self._pieces()
         self._whole = flat.to(param_dtype) if param_dtype is not None and flat.is_floating_point() else flat
         self.gradient: FlatGradient | None = None
         if self.parameters[0].requires_grad:
@@ -72,9 +73,15 @@ class FlatParameters:
         self.gathered = True
         self.free()
 
-    def _piece(self, place: Slice) -> torch.Tensor:
-        piece = self.part[place.offset : place.offset + place.numel].detach()
-        return piece.requires_grad_(self.parameters[place.index].requires_grad)
+    def _pieces(self) -> list[Piece]:
+        places = {place.index: place for place in self.layout.slices(self._comms.rank)}
+        pieces = []
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            place = places.get(index, Slice(index, 0, 0, 0))
+            elements = self.part[place.offset : place.offset + place.numel]
+            tensor = nn.Parameter(elements, requires_grad=parameter.requires_grad)
+            pieces.append(Piece(name, parameter.shape, place.start, tensor))
+        return pieces
 
     def _point_to(self, flat: torch.Tensor) -> None:
         """Let the parameters be views of a flat tensor."""
@@ -140,13 +147,6 @@ class FlatParameters:
         for parameter, strides in zip(self.parameters, self._strides, strict=True):
             parameter.data = parameter.new_empty_strided(parameter.shape, strides).copy_(parameter.data)
             del parameter.__dict__["_sharded_name"]
-
-    def shards(self) -> list[TensorShard]:
-        """Return this rank's slice of each parameter, which may be empty, for a checkpoint."""
-        here = {place.index: TensorShard(piece.detach(), place.start, self.parameters[place.index].shape)
-                for place, piece in self.pieces}
-        empty = self.part[:0]
-        return [here.get(i) or TensorShard(empty, 0, p.shape) for i, p in enumerate(self.parameters)]
 
     # -- gradients ------------------------------------------------------------------------------
     def take(self, index: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ class Runtime:
         # Number of running modules, and the exception that was handled when the outermost one began.
         self._depth = 0
         self._outer: BaseException | None = None
-        self._begun = self._syncing = False
+        self._begun = self._syncing = self._whole = False
         # The unit that was gathered after each one, in forward and in backward.
         self._next: dict[tuple[bool, Unit], Unit] = {}
         self._previous: Unit | None = None
@@ -68,13 +69,6 @@ class Runtime:
                 for index, parameter in enumerate(flat.parameters if flat.gradient else ()):
                     hook = partial(self._arrive, unit, flat, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def unhook(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._pass.forget()
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._depth == 0 and not self._in_backward():
@@ -217,15 +211,53 @@ class Runtime:
     # -- from step to step ----------------------------------------------------------------------
     def free(self) -> None:
         """Release all units that no running module needs."""
-        for unit in self._units:
-            unit.free()
+        if not self._whole:
+            for unit in self._units:
+                unit.free()
 
     def changed(self) -> None:
         """Release all units, because this rank's parts have changed."""
         self._version += 1
         self.free()
 
-    def check_idle(self, action: str) -> None:
+    def check_reduced(self, action: str) -> None:
+        """`RuntimeError` if gradients of `no_sync` passes have not been averaged."""
+        if any(unit.has_taken() for unit in self._units):
+            raise RuntimeError(
+                f"{action} follows a backward() inside no_sync(), so its gradients are not averaged. Run the last "
+                "backward() of a step outside no_sync(), or drop the gradients with sharded.zero_grad()"
+            )
+
+    @contextmanager
+    def whole(self, *, writeback: bool) -> Iterator[None]:
+        """Show all parameters whole. Collective."""
+        self._check_idle("full_parameters()")
+        self.free()
+        flats = [flat for unit in self._units for flat in unit.flats]
+        wholes = [flat.show_whole() for flat in flats]
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+            for flat, whole in zip(flats, wholes, strict=True):
+                flat.hide_whole(whole, writeback=writeback)
+            self.changed()
+
+    def remove(self) -> None:
+        """Remove all hooks, and let the parameters be whole and plain. Collective."""
+        self._check_idle("remove()")
+        self.free()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.restore()
+
+    def _check_idle(self, action: str) -> None:
         """`RuntimeError` inside a forward or backward."""
-        if self._depth or self._in_backward():
-            raise RuntimeError(f"{action} was called inside a forward or backward of the sharded model")
+        if self._depth or self._whole or self._in_backward():
+            raise RuntimeError(
+                f"{action} was called inside a forward, a backward or full_parameters() of the same sharded model"
+            )

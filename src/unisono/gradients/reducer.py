@@ -13,10 +13,10 @@ from unisono.core.reduce_op import HALVES
 from unisono.core.tracing import profiler, sink_here
 from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError
-from unisono.utils.backward_pass import SavedGradients
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.observed_bucket import observe_bucket
 from unisono.gradients.weights import Weights
+from unisono.utils.backward_pass import SavedGradients
 from unisono.utils.bucket_plan import Named, plan_buckets
 
 if TYPE_CHECKING:

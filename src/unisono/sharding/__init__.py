@@ -5,3 +5,6 @@ from __future__ import annotations
 from unisono.sharding.optimizer import ShardedOptimizer
 
 __all__ = ["ShardedOptimizer"]
+from unisono.sharding.model import ShardedModel
+
+__all__ = ["ShardedModel"]

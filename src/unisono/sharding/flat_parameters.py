@@ -159,3 +159,8 @@ class FlatParameters:
             raise RuntimeError(f"{self.names[index]!r} has a sparse gradient, which has no parts. Use sparse=False")
         with torch.no_grad():
             self.gradient.take(index, grad)
+
+    def forget(self, index: int) -> None:
+        """Drop a parameter's gradient that is not reduced."""
+        if self.gradient is not None:
+            self.gradient.taken.discard(index)

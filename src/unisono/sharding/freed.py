@@ -30,7 +30,8 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
         torch.numel,
     ]
 )
-_GRADIENT = (torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)  # type: ignore[attr-defined]
+_GRAD: Any = torch.Tensor.grad
+_GRADIENT = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
 
 
 class FreedParameter(torch.nn.Parameter):

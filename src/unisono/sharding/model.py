@@ -13,18 +13,79 @@ from torch.optim import Optimizer
 from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
 from unisono.sharding.comms import ShardComms
+from unisono.sharding.flat_parameters import FlatParameters
+from unisono.sharding.gradient_norm import clip_grad_norm
 from unisono.sharding.partition import UnitPolicy, partition
 from unisono.sharding.runtime import Runtime
-from unisono.sharding.shard_optimizer import Piece, ShardOptimizer, shard_optimizer
+from unisono.sharding.shard_optimizer import ShardOptimizer, shard_optimizer
+from unisono.sharding.state import load_entries
 from unisono.sharding.unit import make_units
-from unisono.utils.bucket_plan import agree_on_parameters
-from unisono.utils.claims import claim, release
+from unisono.utils.bucket_plan import Named, agree_on_parameters
+from unisono.utils.claims import check_unclaimed, claim, release
 from unisono.utils.flatten import share
 
 __all__ = ["ShardedModel"]
 
+_Place = tuple[FlatParameters, int]
+
 
 class ShardedModel:
+    """Hooks that shard the parameters, gradients and optimizer states of a plain model over all ranks (ZeRO-3).
+
+    Each rank keeps an equal part of the parameters. The modules of a unit have whole parameters while they run: these
+    are gathered before the unit's forward and before its backward, and freed afterwards. Gradients are averaged, and
+    each rank gets those of its part. The model is used as before, and its parameters remain the same objects. A freed
+    parameter has a shape, and raises `RuntimeError` if its elements or its gradient are used.
+
+    Collective, as are all methods but `optimizer`, `zero_grad`, `no_sync`, `state_dict` and `load_state_dict`. All
+    ranks run the same forwards and backwards in the same order. Freeze parameters before, not after.
+
+    A parameter of several units, such as a tied weight, belongs to the nearest unit that encloses them all. What
+    belongs to no other unit belongs to the unit of the model, which stays gathered between forward and backward.
+
+    Args:
+        model: Any module without lazy parameters and without gradients.
+        comm: The ranks that share it. The model communicates over two communicators of its own, derived from it.
+        units: Classes of the modules that are units, or a predicate. None: the elements of each `ModuleList` and
+            `Sequential`, such as the blocks of a transformer.
+        param_dtype: Dtype in which floating-point parameters are gathered and used; the parts and the optimizer keep
+            the model's. As `MixedPrecisionPolicy` of torch has it. Inputs and buffers are not converted.
+        reduce_dtype: Dtype in which gradients are averaged; by default that in which they are computed.
+        init_sync: Whether to broadcast rank 0's parameters and buffers now.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: It has no parameters, an uninitialized one, one with a gradient, or one that is averaged or sharded
+            already; or no module is a unit.
+        MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient of
+            a parameter. From a forward: ranks run different units.
+        AbortedError: Another rank's forward or backward has raised. All ranks drop the step; the next one is correct.
+        RuntimeError: From a forward: a parameter was unfrozen. From `backward()`: parameters were changed since the
+            forward, or a gradient is sparse.
+
+    Tensors that a module neither returns nor keeps in a list, dict or dataclass that it returns must not lead a
+    backward pass into it. A forward or backward that raises frees all units; gradients of the step are dropped.
+
+    Cost: for each step two all_gathers of the parameters and one reduce_scatter of the gradients, in one message a
+    unit and dtype, and an all_reduce of two bytes a parameter. Where `comm.overlaps`, the unit that followed in the
+    step before is gathered in the meantime. Memory, in elements, for N parameters of which the model's own unit has r
+    and the largest other unit u: N/p parameters and N/p gradients, the states of N/p elements; in forward r + u more,
+    in backward 2(r + u) more; another u where `comm.overlaps`. Source: Rajbhandari et al., "ZeRO: Memory Optimizations
+    Toward Training Trillion Parameter Models", SC 2020.
+
+    Example:
+        >>> def program(comm):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+        ...     sharded = un.sharding.ShardedModel(model, comm)
+        ...     optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        ...     with sharded.full_parameters():
+        ...         return model[0].weight.shape
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [torch.Size([4, 2]), torch.Size([4, 2])]
+    """
+
     def __init__(
         self,
         model: nn.Module,
@@ -41,15 +102,15 @@ class ShardedModel:
         self._comms = ShardComms(comm)
         settings = [[unit.name for unit in plans], param_dtype, reduce_dtype]
         agree_on_parameters(named, self._comms.data, settings)
-        claim(named, "sharded", "ShardedModel")
         if init_sync:
             share([*named, *model.named_buffers()], self._comms.data)
-        self._units = make_units(plans, self._comms, param_dtype, reduce_dtype)
-        self._flats = [flat for unit in self._units for flat in unit.flats]
-        pieces = {id(p): piece for flat in self._flats for p, piece in zip(flat.parameters, flat.pieces, strict=True)}
+        claim(named, "sharded", "ShardedModel")
+        made = make_units(plans, self._comms, param_dtype, reduce_dtype)
+        flats = [flat for unit in made for flat in unit.flats]
+        places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
         # In the order of the model's parameters, which is that of an unsharded optimizer.
-        self._pieces: dict[int, Piece] = {id(p): pieces[id(p)] for p in self._parameters}
-        self._runtime = Runtime(self._units, self._comms)
+        self._places: dict[int, _Place] = {id(p): places[id(p)] for p in self._parameters}
+        self._runtime = Runtime(made, self._comms)
         self._runtime.hook()
 
     # -- training -------------------------------------------------------------------------------
@@ -61,45 +122,117 @@ class ShardedModel:
         elementwise: bool = False,
         **defaults: Any,
     ) -> ShardOptimizer:
-        given = list(self._parameters if params is None else params)
+        """Return an optimizer that updates this rank's part of the parameters.
+
+        Args:
+            optimizer_class: A class of torch's, or one derived from `torch.optim.Optimizer`, that updates each element
+                by its own values only.
+            params: Parameters of the model, or groups of them, as for the class; all of them if None.
+            elementwise: Whether the class is known to be elementwise, so that it is not tried.
+            defaults: Options for the class.
+
+        Returns: An object of a class derived from `optimizer_class`. Its `state_dict` has the unsharded optimizer's
+            layout, with `un.checkpoint.TensorShard`s.
+
+        Raises:
+            ValueError: The class is not elementwise, or `params` has a tensor that is no parameter of the model.
+            RuntimeError: From `step()`: gradients are not averaged, since the last `backward()` ran in `no_sync`.
+
+        Example:
+            >>> def program(comm):
+            ...     sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), comm)
+            ...     optimizer = sharded.optimizer(torch.optim.Adam, lr=0.1)
+            ...     return sum(p.numel() for p in optimizer.param_groups[0]["params"])
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [2, 2]
+        """
+        given: list[Any] = list(self._parameters if params is None else params)
         groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-        cut = [{**group, "params": [self._piece(p) for p in group["params"]]} for group in groups]
+        places = [[self._place(p) for p in group["params"]] for group in groups]
+        cut = [
+            {**group, "params": [flat.pieces[index] for flat, index in own]}
+            for group, own in zip(groups, places, strict=True)
+        ]
         optimizer = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
-        optimizer.register_step_pre_hook(lambda *_: self._runtime.check_reduced("optimizer.step()"))
+        own = [place for group in places for place in group]
+        zero_pieces = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            zero_pieces(set_to_none)
+            for flat, index in own:
+                flat.forget(index)
+
+        # Gradients of no_sync passes are not those of the pieces yet.
+        setattr(optimizer, "zero_grad", zero_grad)  # noqa: B010
+        optimizer.register_step_pre_hook(lambda *_: self._check_reduced("optimizer.step()", own))
         optimizer.register_step_post_hook(lambda *_: self._runtime.changed())
         return optimizer
 
-    def _piece(self, parameter: torch.Tensor) -> Piece:
-        if id(parameter) not in self._pieces:
-            raise ValueError("params holds a tensor that is no parameter of the sharded model")
-        return self._pieces[id(parameter)]
+    def _place(self, parameter: torch.Tensor) -> _Place:
+        if id(parameter) not in self._places:
+            raise ValueError("params has a tensor that is no parameter of the sharded model")
+        return self._places[id(parameter)]
+
+    def _check_reduced(self, action: str, places: Iterable[_Place]) -> None:
+        self._runtime.check_idle(action)
+        for flat, index in places:
+            if flat.gradient is not None and index in flat.gradient.taken:
+                raise RuntimeError(
+                    f"{action} follows a backward() inside no_sync(), so the gradient of {flat.names[index]!r} is not "
+                    "averaged. Run the last backward() of a step outside no_sync()"
+                )
 
     def zero_grad(self) -> None:
-        for flat in self._flats:
-            for piece in flat.pieces:
-                piece.tensor.grad = None
-            if flat.gradient is not None:
-                flat.gradient.drop()
+        """Drop all gradients, as `zero_grad` of an optimizer for all parameters does."""
+        for flat, index in self._places.values():
+            flat.pieces[index].tensor.grad = None
+            flat.forget(index)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        self._runtime.check_reduced("clip_grad_norm_()")
-        grads = [piece.tensor.grad for piece in self._pieces.values() if piece.tensor.grad is not None]
-        here = nn.utils.get_total_norm([g for g in grads if len(g)], norm_type).double()
-        infinite = norm_type == float("inf")
-        total = here.clone() if infinite else here**norm_type
-        self._comms.data.all_reduce(total, "max" if infinite else "sum")
-        total = total if infinite else total ** (1.0 / norm_type)
-        if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(f"the gradients' total norm is {total.item()}, so they cannot be clipped")
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor.to(grad.device))
-        return total
+        """Scale all gradients so that their total norm over all ranks is at most `max_norm`. Collective.
+
+        Args:
+            max_norm: Largest norm of all gradients as one vector.
+            norm_type: Order of the norm; infinity for the largest absolute value.
+            error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
+
+        Returns: The norm before, a float64 scalar, equal on all ranks.
+
+        Raises:
+            RuntimeError: Gradients are not averaged, or, if asked for, the norm is not finite; on every rank.
+
+        Example:
+            >>> def program(comm):
+            ...     model = torch.nn.Linear(4, 1, bias=False)
+            ...     sharded = un.sharding.ShardedModel(model, comm)
+            ...     model(torch.ones(1, 4)).sum().backward()
+            ...     return sharded.clip_grad_norm_(1.0).item()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [2.0, 2.0]
+        """
+        self._check_reduced("clip_grad_norm_()", self._places.values())
+        pieces = [flat.pieces[index].tensor for flat, index in self._places.values()]
+        return clip_grad_norm(pieces, self._comms.data, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without averaging in each backward pass that runs inside.
+
+        The next one outside averages the sum. Until then each rank has all gradients whole.
+
+        Example:
+            >>> def program(comm):
+            ...     model = torch.nn.Linear(1, 1, bias=False)
+            ...     sharded = un.sharding.ShardedModel(model, comm)
+            ...     with sharded.no_sync():
+            ...         model(torch.ones(1, 1)).sum().backward()
+            ...     model(torch.ones(1, 1)).sum().backward()
+            ...     return sharded.clip_grad_norm_(10.0).item()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [2.0, 2.0]
+        """
         before, self._runtime.sync = self._runtime.sync, False
         try:
             yield
@@ -109,34 +242,70 @@ class ShardedModel:
     # -- the whole model ------------------------------------------------------------------------
     @contextmanager
     def full_parameters(self, *, writeback: bool = True) -> Iterator[None]:
+        """Show all parameters whole, in their first dtype, to look at, change or save them. Collective.
+
+        Args:
+            writeback: Whether to keep changes: each rank keeps those that it has made to its own part.
+
+        Raises:
+            RuntimeError: A forward, a backward or another `full_parameters` is running.
+        """
         with self._runtime.whole(writeback=writeback):
             yield
 
     def remove(self) -> None:
+        """Remove the hooks, and let the model be plain and whole again. Collective. Gradients are dropped.
+
+        Raises:
+            RuntimeError: A forward, a backward or `full_parameters` is running.
+        """
         self._runtime.remove()
         release(self._parameters)
         self._comms.close()
 
     # -- checkpoints ----------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the model, with this rank's part of each parameter as an `un.checkpoint.TensorShard`.
+
+        Saved by `un.checkpoint.save` on all ranks, it is the plain model's state. The shards are the memory of the
+        parts, so `un.checkpoint.load` into the state loads into the model.
+        """
         state = self._model.state_dict(keep_vars=True)
         return {name: self._shard(entry) for name, entry in state.items()}
 
     def _shard(self, entry: Any) -> Any:
-        piece = self._pieces.get(id(entry))
-        return entry if piece is None else TensorShard(piece.tensor.detach(), piece.start, piece.shape)
+        if id(entry) not in self._places:
+            return entry
+        flat, index = self._places[id(entry)]
+        piece = flat.pieces[index]
+        return TensorShard(piece.tensor.detach(), piece.start, piece.shape)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state with shards of this rank, or with whole tensors, as a plain model has it.
+
+        Args:
+            state: A result of `state_dict` of this model, or of a plain one of the same class.
+
+        Raises:
+            ValueError: It has other names, shapes or shards. Nothing is loaded then.
+            RuntimeError: A forward, a backward or `full_parameters` is running.
+        """
+        self._runtime.check_idle("load_state_dict()")
+        load_entries(self._model, self.state_dict(), state)
+        self._runtime.changed()
 
 
-def _shardable(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _shardable(model: nn.Module) -> Named:
     """Return the parameters of a model that can be sharded; `TypeError` or `ValueError` if it cannot."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, not a {type(model).__name__}")
-    named = list(model.named_parameters())
+    named: Named = list(model.named_parameters())
     if not named:
         raise ValueError("the model has no parameters to shard")
+    check_unclaimed(named)
     for name, parameter in named:
         if torch.nn.parameter.is_lazy(parameter):
             raise ValueError(f"{name!r} is uninitialized (a lazy module). Run a forward of the model, then shard it")
         if parameter.grad is not None:
-            raise ValueError(f"{name!r} has a gradient. Call model.zero_grad() before the model is sharded")
+            raise ValueError(f"{name!r} has a gradient. Call model.zero_grad(), then shard the model")
     return named

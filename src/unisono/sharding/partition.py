@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from unisono.utils.bucket_plan import Named

@@ -186,7 +186,7 @@ class Runtime:
             return
         self._begun, self._reducing = False, None
         self._comms.abort("a backward of the sharded model has failed there")
-        if not all([unit.drop() for unit in self._units]) and not self._syncing:
+        if sum(unit.drop() for unit in self._units) and not self._syncing:
             warnings.warn("backward() has raised inside no_sync(): gradients of earlier passes are lost", stacklevel=2)
         self.free()
 
@@ -211,42 +211,39 @@ class Runtime:
     # -- from step to step ----------------------------------------------------------------------
     def free(self) -> None:
         """Release all units that no running module needs."""
-        if not self._whole:
-            for unit in self._units:
-                unit.free()
+        for unit in self._units:
+            unit.free()
 
     def changed(self) -> None:
         """Release all units, because this rank's parts have changed."""
         self._version += 1
         self.free()
 
-    def check_reduced(self, action: str) -> None:
-        """`RuntimeError` if gradients of `no_sync` passes have not been averaged."""
-        if any(unit.has_taken() for unit in self._units):
-            raise RuntimeError(
-                f"{action} follows a backward() inside no_sync(), so its gradients are not averaged. Run the last "
-                "backward() of a step outside no_sync(), or drop the gradients with sharded.zero_grad()"
-            )
-
     @contextmanager
     def whole(self, *, writeback: bool) -> Iterator[None]:
         """Show all parameters whole. Collective."""
-        self._check_idle("full_parameters()")
+        self.check_idle("full_parameters()")
+        self._comms.replace()
         self.free()
         flats = [flat for unit in self._units for flat in unit.flats]
         wholes = [flat.show_whole() for flat in flats]
         self._whole = True
+        for unit in self._units:
+            unit.held = True
         try:
             yield
         finally:
             self._whole = False
+            for unit in self._units:
+                unit.held = False
             for flat, whole in zip(flats, wholes, strict=True):
                 flat.hide_whole(whole, writeback=writeback)
             self.changed()
 
     def remove(self) -> None:
         """Remove all hooks, and let the parameters be whole and plain. Collective."""
-        self._check_idle("remove()")
+        self.check_idle("remove()")
+        self._comms.replace()
         self.free()
         for handle in self._handles:
             handle.remove()
@@ -255,7 +252,7 @@ class Runtime:
             for flat in unit.flats:
                 flat.restore()
 
-    def _check_idle(self, action: str) -> None:
+    def check_idle(self, action: str) -> None:
         """`RuntimeError` inside a forward or backward."""
         if self._depth or self._whole or self._in_backward():
             raise RuntimeError(

@@ -37,6 +37,7 @@ class Unit:
         name, modules, flats: As passed.
         running: The modules whose forward is running, the innermost one last.
         call: The newest forward call.
+        held: Whether its parameters are not to be freed.
         open: The forward calls that the running backward pass has reached and not left.
         frees_after_gradients: Whether backward needs no parameter once all have their gradients: none is frozen.
     """
@@ -44,6 +45,7 @@ class Unit:
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
         self.name, self.modules, self.flats = plan.name, plan.modules, flats
         self.running: list[nn.Module] = []
+        self.held = False
         self.call = Call()
         self.open: set[Call] = set()
         self.frees_after_gradients = all(flat.gradient is not None for flat in flats)
@@ -66,7 +68,7 @@ class Unit:
     def free(self) -> None:
         """Release the memory of its parameters, unless one of its modules is running."""
         self.open.clear()
-        if not self.running:
+        if not self.running and not self.held:
             for flat in self.flats:
                 flat.free()
 
@@ -125,12 +127,12 @@ class Unit:
                 flat.gradient.commit(flat.pieces)
 
     def drop(self) -> bool:
-        """Forget gradients that are not committed. Return whether there were none that are not reduced."""
-        clean = not self.has_taken()
+        """Forget gradients that are not committed. Return whether there were any that are not reduced."""
+        had = self.has_taken()
         for flat in self.flats:
             if flat.gradient is not None:
                 flat.gradient.drop()
-        return clean
+        return had
 
 
 def make_units(

@@ -69,7 +69,9 @@ class FlatParameters:
             self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._whole.dtype)
         for name, parameter in named:
             parameter.__dict__["_sharded_name"] = name
-        self._point_to(self._whole)
+        # Torch makes no views of a freed tensor.
+        self._places = self._views(self._whole)
+        self._point_to(self._places)
         self.gathered = True
         self.free()
 
@@ -83,10 +85,14 @@ class FlatParameters:
             pieces.append(Piece(name, parameter.shape, place.start, tensor))
         return pieces
 
-    def _point_to(self, flat: torch.Tensor) -> None:
-        """Let the parameters be views of a flat tensor."""
-        for start, parameter in zip(self.layout.offsets, self.parameters, strict=False):
-            parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' places in a flat tensor, in their shapes."""
+        places = zip(self.layout.offsets, self.parameters, strict=False)
+        return [flat[start : start + p.numel()].view(p.shape) for start, p in places]
+
+    def _point_to(self, views: list[torch.Tensor]) -> None:
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
 
     # -- the whole ------------------------------------------------------------------------------
     def start_gather(self, *, async_op: bool) -> None:
@@ -131,14 +137,14 @@ class FlatParameters:
         flat = self.part.new_empty(self.layout.total)
         self._comms.data.all_gather_single(flat, self.part)
         self._show_filled()
-        self._point_to(flat)
+        self._point_to(self._views(flat))
         return flat
 
     def hide_whole(self, flat: torch.Tensor, *, writeback: bool) -> None:
         """Undo `show_whole`. With `writeback`, keep this rank's part of what the tensor holds now."""
         if writeback:
             self.part.copy_(flat[self._comms.rank * self.layout.part :][: self.layout.part])
-        self._point_to(self._whole)
+        self._point_to(self._places)
         self.free()
 
     def restore(self) -> None:

@@ -168,10 +168,11 @@ class TorchTransport(Transport):
                 raise translated(error, []) from error
             if work is None:
                 return None
+            # A rank lost before it was connected never answers, and only the wait of this work can be ended.
+            waited = _GlooWork([(None, work)], self._options.timeout_s, lambda: self._broken)
             if self._owned:
-                self._flying = [known for known in self._flying if not known.is_completed()] + [work]
-        # A rank lost before it was connected never answers, and only the wait of this work can be ended.
-        return _GlooWork([(None, work)], self._options.timeout_s, lambda: self._broken)
+                self._flying = [known for known in self._flying if known.unfinished()] + [waited]
+        return waited
 
     # -- end -----------------------------------------------------------------------------------
     def close(self) -> None:
@@ -186,7 +187,7 @@ class TorchTransport(Transport):
         self._envelopes.close(cause)
         with self._lock:
             self._broken = self._broken or cause
-            works = [work for work in self._flying if not work.is_completed()]
+            works = [work for known in self._flying for work in known.unfinished()]
             if shut() or works:
                 _threads.run(partial(self._sockets.abandon, (self._backend, self._upward), works))
             # Works keep their own references.
@@ -247,6 +248,10 @@ class _GlooWork(Work):
                 waited = time.monotonic() - started
                 self._error = translated(error, [message] if message is not None else [], waited)
                 raise self._error from error
+
+    def unfinished(self) -> list[Any]:
+        """Return torch's works that may be running: torch never reports a reduce_scatter of gloo as completed."""
+        return [work for _, work in self._works if not work.is_completed()]
 
     def is_completed(self) -> bool:
         return self._error is not None or all(work.is_completed() for _, work in self._works)

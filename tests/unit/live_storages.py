@@ -1,0 +1,46 @@
+"""Bytes of the storages of tensors that are alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["LiveStorages"]
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the memory of all tensors that operations in it return, also after they were resized.
+
+    Attributes:
+        peak: Largest number of bytes since `restart`, after any operation.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[StorageWeakRef, Any]] = {}
+        self._see(tensors)
+        self.restart()
+
+    def _see(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known[storage._cdata] = (StorageWeakRef(storage), None)
+
+    def now(self) -> int:
+        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
+        return sum(torch.UntypedStorage._new_with_weak_ptr(key).nbytes() for key in self._known)
+
+    def restart(self) -> None:
+        self.peak = self.now()
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._see(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self.peak = max(self.peak, self.now())
+        return result

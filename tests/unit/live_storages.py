@@ -22,7 +22,7 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self._known: dict[int, tuple[StorageWeakRef, Any]] = {}
+        self._known: dict[int, StorageWeakRef] = {}
         self._see(tensors)
         self.restart()
 
@@ -30,11 +30,12 @@ class LiveStorages(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
-                self._known[storage._cdata] = (StorageWeakRef(storage), None)
+                self._known[storage._cdata] = StorageWeakRef(storage)
 
     def now(self) -> int:
-        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
-        return sum(torch.UntypedStorage._new_with_weak_ptr(key).nbytes() for key in self._known)
+        self._known = {key: known for key, known in self._known.items() if not known.expired()}
+        alive = [torch.UntypedStorage._new_with_weak_ptr(key) for key in self._known]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
 
     def restart(self) -> None:
         self.peak = self.now()

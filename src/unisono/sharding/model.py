@@ -68,9 +68,10 @@ class ShardedModel:
 
     Cost: for each step two all_gathers of the parameters and one reduce_scatter of the gradients, in one message a
     unit and dtype, and an all_reduce of two bytes a parameter. Where `comm.overlaps`, the unit that followed in the
-    step before is gathered in the meantime. Memory, in elements, for N parameters of which the model's own unit has r
-    and the largest other unit u: N/p parameters and N/p gradients, the states of N/p elements; in forward r + u more,
-    in backward 2(r + u) more; another u where `comm.overlaps`. Source: Rajbhandari et al., "ZeRO: Memory Optimizations
+    step before is gathered in the meantime. Memory in elements, without activations and a transport's own: N/p in the
+    parts and as many in states; in forward r + u more; in backward N/p gradients, (2 - 1/p)(r + u) and 2w more. N are
+    the parameters, r those of the model's own unit, u those of the largest other unit, w the largest parameter. Where
+    `comm.overlaps`, u more in forward and 2u in backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations
     Toward Training Trillion Parameter Models", SC 2020.
 
     Example:

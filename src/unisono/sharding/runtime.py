@@ -127,9 +127,9 @@ class Runtime:
         self._pass.enter(current_pass())
         flat.take(index)
         if self._syncing and unit.is_complete():
-            self._reduce(unit)
             if unit.frees_after_gradients:
                 unit.free()
+            self._reduce(unit)
 
     # -- schedule -------------------------------------------------------------------------------
     def _in_backward(self) -> bool:

@@ -11,10 +11,7 @@ Results (2 cores, float32) are in docs/benchmarks.md. To measure on your machine
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +20,6 @@ from _training import transformer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import unisono as un
 from unisono.tools.bench import interleave, on_ranks, timed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 import unisono as un
 from unisono.sharding import ShardedModel
 from unisono.testing import pool
-
 
 STATISTICS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 
@@ -142,3 +142,173 @@ def test_a_freed_parameter_is_not_read(action: str, when: str) -> None:
     for message in un.launch(program, 1, "thread"):
         assert "its model is sharded" in message
         assert "'0.weight'" in message or "'3.bias'" in message
+
+
+def test_ranks_that_use_other_units_or_parameters_raise() -> None:
+    def program(comm: un.Communicator) -> list[str]:
+        model, _, _ = simple(comm)
+        caught = []
+        for modules in ([model[0], model[1 + comm.rank], model[3]], [model[0], model[3]] if comm.rank else [model[0]]):
+            with pytest.raises(un.CommError) as error:
+                nn.Sequential(*modules)(torch.ones(1, 3)).sum().backward()
+            caught.append(type(error.value).__name__)
+        for p in (model[1].weight, model[2].weight):
+            p.requires_grad_(p is model[1].weight or comm.rank == 0)
+        with pytest.raises(un.errors.MismatchError, match=r"only some ranks have a gradient of '2.weight'"):
+            model(torch.ones(1, 3)).sum().backward()
+        return caught
+
+    assert all("MismatchError" in caught[0] for caught in on_two(program))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_fails_on_one_rank_ends_on_all(where: str) -> None:
+    def program(comm: un.Communicator) -> bool:
+        model, sharded, optimizer = simple(comm)
+        failing = comm.rank == 1
+
+        def fail(*_: Any) -> None:
+            if failing:
+                raise KeyError("data")
+
+        model[2].register_forward_hook(
+            lambda _m, _given, out: fail() if where == "forward" else out.register_hook(fail) and None
+        )
+        x = torch.full((1, 3), 1.0 + comm.rank)
+        with pytest.raises(KeyError if failing else un.errors.AbortedError):
+            model(x).sum().backward()
+        assert all(type(p).__name__ == "FreedParameter" for p in model.parameters())
+        failing = False
+        model(x).sum().backward()
+        found = sharded.clip_grad_norm_(1e9)
+        _, again, _ = simple(comm)
+        again._model(x).sum().backward()
+        return torch.equal(found, again.clip_grad_norm_(1e9))
+
+    assert on_two(program) == [True, True]
+
+
+def test_averager_and_sharded_model_refuse_each_other() -> None:
+    def program(comm: un.Communicator) -> list[str]:
+        model = nn.Linear(2, 1)
+        caught = []
+        averager = un.GradientAverager(model, comm)
+        with pytest.raises(ValueError, match="averaged by another GradientAverager") as error:
+            ShardedModel(model, comm)
+        caught.append(str(error.value))
+        averager.remove()
+        sharded = ShardedModel(model, comm)
+        for make in (un.GradientAverager, ShardedModel):
+            with pytest.raises(ValueError, match="sharded by another ShardedModel"):
+                make(model, comm)
+        sharded.remove()
+        un.GradientAverager(model, comm).remove()
+        return caught
+
+    assert len(on_two(program)) == 2
+
+
+def test_full_parameters_and_states() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model, sharded, optimizer = simple(comm)
+        wanted = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).state_dict()
+        sharded.load_state_dict(wanted)
+        with sharded.full_parameters(writeback=False):
+            same = all(torch.equal(v, wanted[k]) for k, v in model.state_dict().items())
+            assert torch.isfinite(model(torch.ones(1, 3))).all()
+            model[0].weight.data.zero_()
+            with pytest.raises(RuntimeError, match="inside a forward, a backward or full_parameters"):
+                optimizer.step()
+        with sharded.full_parameters():
+            same &= torch.equal(model[0].weight, wanted["0.weight"])
+            model[0].weight.data.fill_(2.0)
+        with sharded.full_parameters():
+            same &= bool((model[0].weight == 2.0).all())
+        state = sharded.state_dict()
+        sharded.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"lacks \['0.weight'\]"):
+            sharded.load_state_dict({k: v for k, v in state.items() if k != "0.weight"})
+        with pytest.raises(ValueError, match=r"'0.weight' is \[2\] in the state"):
+            sharded.load_state_dict({**state, "0.weight": torch.ones(2)})
+        return same
+
+    assert on_two(program) == [True, True]
+
+
+def test_gradients_of_no_sync_and_changes_between_passes() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model, sharded, optimizer = simple(comm)
+        x = torch.full((1, 3), 1.0 + comm.rank)
+        model(x).sum().backward(retain_graph=False)
+        once = sharded.clip_grad_norm_(1e9)
+        optimizer.zero_grad()
+        with sharded.no_sync():
+            model(x).sum().backward()
+        with pytest.raises(RuntimeError, match="inside no_sync"):
+            optimizer.step()
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        twice = sharded.clip_grad_norm_(1e9)
+        late = model(x).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="changed between the forward and the backward"):
+            late.backward()
+        with torch.no_grad():
+            model(x)
+        return torch.allclose(2 * once, twice) and type(model[0].weight) is not nn.Parameter
+
+    assert on_two(program) == [True, True]
+
+
+def test_mixed_precision_keeps_parts_and_states_in_the_first_dtype() -> None:
+    def program(comm: un.Communicator) -> tuple[list[torch.dtype], bool]:
+        model, sharded, optimizer = simple(comm, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        seen = model(torch.ones(1, 3, dtype=torch.bfloat16))
+        seen.sum().backward()
+        optimizer.step()
+        part = optimizer.param_groups[0]["params"][0]
+        with sharded.full_parameters():
+            whole = model[0].weight.dtype
+        again = model(torch.ones(1, 3, dtype=torch.bfloat16))
+        again.sum().backward()
+        moved = not torch.equal(seen, again)
+        sharded.remove()
+        return [seen.dtype, part.dtype, part.grad.dtype, whole, model[0].weight.dtype], moved
+
+    for dtypes, moved in on_two(program):
+        assert dtypes == [torch.bfloat16, *[torch.float32] * 4]
+        assert moved
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "match"),
+    [
+        (nn.ReLU(), {}, ValueError, "no parameters"),
+        ([nn.Parameter(torch.ones(1))], {}, TypeError, "must be a module"),
+        (nn.LazyLinear(2), {}, ValueError, "uninitialized"),
+        (nn.Linear(1, 1), {"units": [nn.Conv1d]}, ValueError, "no module of the model is a unit"),
+    ],
+)
+def test_unfit_models(model: Any, options: dict[str, Any], error: type[Exception], match: str) -> None:
+    def program(comm: un.Communicator) -> None:
+        with pytest.raises(error, match=match):
+            ShardedModel(model, comm, **options)
+
+    un.launch(program, 1, "thread")
+
+
+def test_processes_and_memory_of_reductions_over_gloo() -> None:
+    def program(comm: un.Communicator) -> int:
+        kept = []
+        for _ in range(8):
+            whole = torch.ones(2 * comm.size)
+            kept.append(weakref.ref(whole.untyped_storage()))
+            whole = whole.clone()
+            kept.append(weakref.ref(whole))
+            comm.reduce_scatter_single(torch.empty(2), whole)
+        del whole
+        return sum(each() is not None for each in kept)
+
+    assert max(pool("gloo", 2).run(program)) <= 1

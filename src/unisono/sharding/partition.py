@@ -33,7 +33,7 @@ class UnitPlan:
 
 
 def partition(model: nn.Module, units: UnitPolicy = None) -> list[UnitPlan]:
-    """Return the units of a model that have parameters; the model's own unit first.
+    """Return the unit of the model itself, which may have no parameters, and the other units that have some.
 
     A parameter of several units, or a module, belongs to the nearest unit that encloses them all.
 
@@ -48,7 +48,7 @@ def partition(model: nn.Module, units: UnitPolicy = None) -> list[UnitPlan]:
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
         >>> [(unit.name, [name for name, _ in unit.parameters]) for unit in partition(model)]
-        [('0', ['0.weight', '0.bias']), ('1', ['1.weight', '1.bias'])]
+        [('', []), ('0', ['0.weight', '0.bias']), ('1', ['1.weight', '1.bias'])]
     """
     chosen = _elements(model) if units is None else {id(m) for m in model.modules() if _policy(units)(m)}
     if units is not None and not chosen:
@@ -67,7 +67,7 @@ def partition(model: nn.Module, units: UnitPolicy = None) -> list[UnitPlan]:
         own = [owners[id(p)][-1] for p in module.parameters(recurse=False)]
         for unit in {id(m): None for m in (homes[id(module)][-1], *own)}:
             plans[unit].modules.append(module)
-    return [plan for plan in plans.values() if plan.parameters]
+    return [plan for plan in plans.values() if plan.parameters or not plan.name]
 
 
 def _policy(units: UnitPolicy) -> Callable[[nn.Module], bool]:

@@ -195,7 +195,7 @@ class Runtime:
         known = [(name, here) for unit in self._units for name, here in unit.presence()]
         if not known:
             return
-        device = self._units[0].flats[0].part.device
+        device = next(flat.part.device for unit in self._units for flat in unit.flats)
         here = torch.tensor([there for _, there in known], dtype=torch.uint8, device=device)
         both = torch.cat([here, 1 - here])
         self._comms.data.all_reduce(both, "max")

@@ -43,10 +43,7 @@ class Transformer(nn.Module):
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.embedding(words)
         for block in self.blocks:
-            if self.how == "plain":
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
+            x = block(x) if self.how == "plain" else checkpoint(block, x, use_reentrant=self.how == "reentrant")
         return self.head(self.norm(x))
 
 

@@ -164,7 +164,7 @@ def test_ranks_that_use_other_units_or_parameters_raise() -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_fails_on_one_rank_ends_on_all(where: str) -> None:
     def program(comm: un.Communicator) -> bool:
-        model, sharded, optimizer = simple(comm)
+        model, sharded, _ = simple(comm)
         failing = comm.rank == 1
 
         def fail(*_: Any) -> None:

@@ -42,11 +42,13 @@ class ShardComms:
         with suppress(CommError):
             self.data.abort(reason)
 
-    def replace(self) -> None:
-        """Make a new communicator where the one in use has failed. Collective then."""
-        if self.data.exception() is not None:
+    def replace(self) -> bool:
+        """Make a new communicator where the one in use has failed. Collective then. Return whether it has."""
+        failed = self.data.exception() is not None
+        if failed:
             self.data.close()
             self.data = self._dup()
+        return failed
 
     def close(self) -> None:
         """Release all. Idempotent."""

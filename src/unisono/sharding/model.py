@@ -37,7 +37,7 @@ class ShardedModel:
     each rank gets those of its part. The model is used as before, and its parameters remain the same objects. A freed
     parameter has a shape, and raises `RuntimeError` if its elements or its gradient are used.
 
-    Collective, as are all methods but `optimizer`, `zero_grad`, `no_sync`, `state_dict` and `load_state_dict`. All
+    Collective, as are all methods but `optimizer`, `no_sync`, `state_dict` and `load_state_dict`. All
     ranks run the same forwards and backwards in the same order. Freeze parameters before, not after.
 
     A parameter of several units, such as a tied weight, belongs to the nearest unit that encloses them all. What
@@ -182,12 +182,6 @@ class ShardedModel:
                     f"{action} follows a backward() inside no_sync(), so the gradient of {flat.names[index]!r} is not "
                     "averaged. Run the last backward() of a step outside no_sync()"
                 )
-
-    def zero_grad(self) -> None:
-        """Drop all gradients, as `zero_grad` of an optimizer for all parameters does."""
-        for flat, index in self._places.values():
-            flat.pieces[index].tensor.grad = None
-            flat.forget(index)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -137,7 +137,10 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         self._outer = sys.exception()
-        self._comms.replace()
+        if self._comms.replace():
+            # Ranks were at different units.
+            self._next.clear()
+            self._latest = None
         # Parameters may have changed since, so units that an earlier forward has kept are gathered again.
         self.free()
         self._last, self._latest, self._previous = self._latest, None, None

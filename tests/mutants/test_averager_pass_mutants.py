@@ -16,13 +16,13 @@ import unisono as un
 from unisono.gradients import backward_pass, parameter_registry
 from unisono.gradients.averager_comms import AveragerComms
 from unisono.gradients.averager_passes import AveragerPasses
-from unisono.utils.backward_pass import BackwardPass, SavedGradients
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer
 from unisono.gradients.weights import Weights
 from unisono.testing import run_ranks
 from unisono.transports.thread import ThreadTransport
+from unisono.utils.backward_pass import BackwardPass, SavedGradients
 
 TINY = {"bucket_cap_mb": 4 / 2**20}
 """One parameter a bucket."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, relu
 from torch.utils.checkpoint import checkpoint
 
 __all__ = ["MODELS", "Transformer", "batch", "loss_of", "trained"]
@@ -77,7 +77,7 @@ class Odd(nn.Module):
             for layer in self.layers:
                 x = self.twice(layer(x)) * self.scale
         x = self.norm(x.flatten(0, 1)).view(x.shape)
-        return {"logits": [self.head(F.relu(x)) + self.empty.sum()]}
+        return {"logits": [self.head(relu(x)) + self.empty.sum()]}
 
 
 class Convolutions(nn.Module):
@@ -120,7 +120,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
 def loss_of(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
     out = model(words)
     logits = out["logits"][0] if isinstance(out, dict) else out
-    return F.cross_entropy(logits.flatten(0, 1), words.roll(1, 1).flatten())
+    return cross_entropy(logits.flatten(0, 1), words.roll(1, 1).flatten())
 
 
 def trained(name: str, ranks: int, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:

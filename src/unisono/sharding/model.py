@@ -15,13 +15,13 @@ from unisono.communicator import Communicator
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
 from unisono.sharding.gradient_norm import clip_grad_norm
-from unisono.sharding.partition import UnitPolicy, partition
+from unisono.sharding.partition import UnitPolicy, partition, shardable
 from unisono.sharding.runtime import Runtime
 from unisono.sharding.shard_optimizer import ShardOptimizer, shard_optimizer
 from unisono.sharding.state import load_entries
 from unisono.sharding.unit import make_units
-from unisono.utils.bucket_plan import Named, agree_on_parameters
-from unisono.utils.claims import check_unclaimed, claim, release
+from unisono.utils.bucket_plan import agree_on_parameters
+from unisono.utils.claims import claim, release
 from unisono.utils.flatten import share
 
 __all__ = ["ShardedModel"]
@@ -97,7 +97,7 @@ class ShardedModel:
         reduce_dtype: torch.dtype | None = None,
         init_sync: bool = True,
     ) -> None:
-        named = _shardable(model)
+        named = shardable(model)
         plans = partition(model, units)
         self._model, self._parameters = model, [p for _, p in named]
         self._comms = ShardComms(comm)
@@ -217,6 +217,8 @@ class ShardedModel:
 
         The next one outside averages the sum. Until then each rank has all gradients whole.
 
+        Returns: A context manager.
+
         Example:
             >>> def program(comm):
             ...     model = torch.nn.Linear(1, 1, bias=False)
@@ -241,6 +243,8 @@ class ShardedModel:
 
         Args:
             writeback: Whether to keep changes: each rank keeps those that it has made to its own part.
+
+        Returns: A context manager. Parameters are freed again when it ends.
 
         Raises:
             RuntimeError: A forward, a backward or another `full_parameters` is running.
@@ -288,19 +292,3 @@ class ShardedModel:
         self._runtime.check_idle("load_state_dict()")
         load_entries(self._model, self.state_dict(), state)
         self._runtime.changed()
-
-
-def _shardable(model: nn.Module) -> Named:
-    """Return the parameters of a model that can be sharded; `TypeError` or `ValueError` if it cannot."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a module, not a {type(model).__name__}")
-    named: Named = list(model.named_parameters())
-    if not named:
-        raise ValueError("the model has no parameters to shard")
-    check_unclaimed(named)
-    for name, parameter in named:
-        if torch.nn.parameter.is_lazy(parameter):
-            raise ValueError(f"{name!r} is uninitialized (a lazy module). Run a forward of the model, then shard it")
-        if parameter.grad is not None:
-            raise ValueError(f"{name!r} has a gradient. Call model.zero_grad(), then shard the model")
-    return named

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from unisono.utils.bucket_plan import Named
+from unisono.utils.claims import check_unclaimed
 
-__all__ = ["UnitPlan", "UnitPolicy", "partition"]
+__all__ = ["UnitPlan", "UnitPolicy", "partition", "shardable"]
 
 UnitPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
@@ -103,3 +104,19 @@ def _common(one: _Path, two: _Path) -> _Path:
     """Return the units that both paths begin with."""
     length = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a is not b), min(len(one), len(two)))
     return one[:length]
+
+
+def shardable(model: nn.Module) -> Named:
+    """Return the parameters of a model that can be sharded; `TypeError` or `ValueError` if it cannot."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, not a {type(model).__name__}")
+    named: Named = list(model.named_parameters())
+    if not named:
+        raise ValueError("the model has no parameters to shard")
+    check_unclaimed(named)
+    for name, parameter in named:
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"{name!r} is uninitialized (a lazy module). Run a forward of the model, then shard it")
+        if parameter.grad is not None:
+            raise ValueError(f"{name!r} has a gradient. Call model.zero_grad(), then shard the model")
+    return named

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
+from unisono.sharding.model import ShardedModel
 from unisono.sharding.optimizer import ShardedOptimizer
 
-__all__ = ["ShardedOptimizer"]
-from unisono.sharding.model import ShardedModel
-
-__all__ = ["ShardedModel"]
+__all__ = ["ShardedModel", "ShardedOptimizer"]

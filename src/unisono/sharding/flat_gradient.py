@@ -10,8 +10,8 @@ import torch
 from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
-from unisono.utils.layout import FlatLayout
 from unisono.sharding.shard_optimizer import Piece
+from unisono.utils.layout import FlatLayout
 
 __all__ = ["FlatGradient"]
 

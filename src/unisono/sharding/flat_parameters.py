@@ -12,9 +12,9 @@ from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_gradient import FlatGradient
 from unisono.sharding.freed import free, refill
-from unisono.sharding.layout import FlatLayout, Slice
 from unisono.sharding.shard_optimizer import Piece
 from unisono.utils.bucket_plan import Named
+from unisono.utils.layout import FlatLayout, Slice
 
 __all__ = ["FlatParameters"]
 

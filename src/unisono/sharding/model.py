@@ -14,12 +14,12 @@ from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
-from unisono.sharding.gradient_norm import clip_grad_norm
 from unisono.sharding.partition import UnitPolicy, partition, shardable
 from unisono.sharding.runtime import Runtime
 from unisono.sharding.shard_optimizer import ShardOptimizer, shard_optimizer
 from unisono.sharding.state import load_entries
 from unisono.sharding.unit import make_units
+from unisono.utils.gradient_norms import clip_grad_norm_
 from unisono.utils.bucket_plan import agree_on_parameters
 from unisono.utils.claims import claim, release
 from unisono.utils.flatten import share
@@ -209,7 +209,7 @@ class ShardedModel:
         """
         self._check_reduced("clip_grad_norm_()", self._places.values())
         pieces = [flat.pieces[index].tensor for flat, index in self._places.values()]
-        return clip_grad_norm(pieces, self._comms.data, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return clip_grad_norm_(pieces, max_norm, self._comms.data, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

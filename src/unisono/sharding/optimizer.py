@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
 from unisono.sharding.comms import ShardComms
-from unisono.sharding.gradient_norm import clip_shards_
 from unisono.sharding.gradient_sharder import GradientSharder
 from unisono.sharding.groups import check_shardable, named_groups
 from unisono.sharding.optimizer_states import ShardedStates
 from unisono.sharding.parameter_bucket import ParameterBucket
 from unisono.sharding.shard_optimizer import shard_optimizer
 from unisono.sharding.step_check import check_same_step
+from unisono.utils.gradient_norms import clip_grad_norm_
 from unisono.utils.bucket_plan import agree_on_parameters, in_bytes, plan_buckets
 from unisono.utils.claims import claim, release
 from unisono.utils.flatten import share
@@ -248,7 +248,7 @@ class ShardedOptimizer(ShardedStates):
             return torch.nn.utils.clip_grad_norm_([p for _, p in self._named], max_norm, norm_type)
         self._sharder.check_reduced()
         self._sharder.follow_zero_grad()
-        return clip_shards_([piece.tensor for piece in self._pieces], self._comms.data, max_norm, norm_type)
+        return clip_grad_norm_([piece.tensor for piece in self._pieces], max_norm, self._comms.data, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -9,9 +9,9 @@ import torch
 from unisono.core.types import Work
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_gradient import FlatGradient
-from unisono.utils.layout import FlatLayout, Slice
 from unisono.sharding.shard_optimizer import Piece
 from unisono.utils.bucket_plan import Named
+from unisono.utils.layout import FlatLayout, Slice
 
 __all__ = ["ParameterBucket"]
 

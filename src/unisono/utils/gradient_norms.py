@@ -44,7 +44,7 @@ def grad_norm(
         raise ValueError(f"norm_type must be positive, not {norm_type}")
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     with torch.no_grad():
-        own = get_total_norm([p.grad for p in tensors if p.grad is not None], norm_type)
+        own = get_total_norm([p.grad for p in tensors if p.grad is not None and p.grad.numel()], norm_type)
         if comm is None:
             return own
         norms = torch.empty(comm.size, dtype=torch.float64, device=comm.device)

@@ -37,11 +37,11 @@ OPTIONS = {"lr": 1e-4}
 
 def zero1(model: nn.Module, comm: un.Communicator) -> tuple[nn.Module, Optimizer]:
     un.GradientAverager(model, comm)
-    return model, un.ShardedOptimizer(Adam, model, comm, **OPTIONS)
+    return model, un.sharding.ShardedOptimizer(Adam, model, comm, **OPTIONS)
 
 
 def zero2(model: nn.Module, comm: un.Communicator) -> tuple[nn.Module, Optimizer]:
-    return model, un.ShardedOptimizer(Adam, model, comm, shard_gradients=True, **OPTIONS)
+    return model, un.sharding.ShardedOptimizer(Adam, model, comm, shard_gradients=True, **OPTIONS)
 
 
 def torch_zero(model: nn.Module, comm: un.Communicator) -> tuple[nn.Module, Optimizer]:

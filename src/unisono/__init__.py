@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
     from unisono.launcher.api import init, launch
     from unisono.launcher.simulated import simulate
-    from unisono.sharding import ShardedOptimizer
 
 __version__ = "0.1.0"
 
@@ -50,7 +49,6 @@ __all__ = [
     "Recv",
     "ReduceOp",
     "Send",
-    "ShardedOptimizer",
     "Work",
     "algorithms",
     "autograd",
@@ -83,7 +81,6 @@ _HOME = {
     "Recv": "unisono.core.types",
     "ReduceOp": "unisono.core.types",
     "Send": "unisono.core.types",
-    "ShardedOptimizer": "unisono.sharding",
     "Work": "unisono.core.types",
     "average_gradients": "unisono.gradients",
     "broadcast_parameters": "unisono.gradients",

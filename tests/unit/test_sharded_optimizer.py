@@ -43,8 +43,8 @@ def shard(comm: Any, model: Any, cls: type[Optimizer] = SGD, *, sharded: bool, *
     """Return an optimizer for averaged gradients, with buckets of few parameters."""
     if not sharded:
         un.GradientAverager(model, comm)
-        return un.ShardedOptimizer(cls, model, comm, **options)
-    return un.ShardedOptimizer(cls, model, comm, shard_gradients=True, bucket_cap_mb=1e-4, **options)
+        return un.sharding.ShardedOptimizer(cls, model, comm, **options)
+    return un.sharding.ShardedOptimizer(cls, model, comm, shard_gradients=True, bucket_cap_mb=1e-4, **options)
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, steps: range = range(STEPS)) -> list[torch.Tensor]:
@@ -189,7 +189,7 @@ def test_groups_schedulers_and_closures(sharded: bool) -> None:
         model = make_model()
         if not sharded:
             un.GradientAverager(model, comm)
-        made = un.ShardedOptimizer(SGD, groups(model), comm, shard_gradients=sharded, lr=0.1, momentum=0.5)
+        made = un.sharding.ShardedOptimizer(SGD, groups(model), comm, shard_gradients=sharded, lr=0.1, momentum=0.5)
         with pytest.raises(RuntimeError, match="no further groups"):
             made.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         return run(model, made, 0)
@@ -320,7 +320,7 @@ def on_two(program: Callable[..., object], *args: object) -> None:
 def test_gradients_that_were_not_averaged_are_an_error() -> None:
     def program(comm: Any) -> None:
         model = make_model()
-        optimizer = un.ShardedOptimizer(SGD, model, comm, lr=0.1)
+        optimizer = un.sharding.ShardedOptimizer(SGD, model, comm, lr=0.1)
         before = values(model)
         loss_of(model, 0, comm.rank).backward()
         with pytest.raises(MismatchError, match="gradients differ"):
@@ -337,7 +337,7 @@ def test_ranks_that_would_step_differently_are_an_error(sharded: bool) -> None:
     def program(comm: Any) -> None:
         model = make_model()
         parts = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-        made = un.ShardedOptimizer(SGD, parts, comm, shard_gradients=sharded, lr=0.1)
+        made = un.sharding.ShardedOptimizer(SGD, parts, comm, shard_gradients=sharded, lr=0.1)
         (parts[comm.rank] if comm.rank else parts[0] + parts[1]).sum().backward()
         with pytest.raises(MismatchError, match="only rank 0 has a gradient of 'parameter 0'"):
             made.step()
@@ -391,8 +391,8 @@ def test_classes_that_look_at_whole_tensors_are_refused() -> None:
     def program(comm: Any) -> None:
         for cls in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam, Normed):
             with pytest.raises(ValueError, match=f"{cls.__name__} .*pass elementwise=True"):
-                un.ShardedOptimizer(cls, make_model(), comm, lr=0.1)
-        un.ShardedOptimizer(Normed, make_model(), comm, elementwise=True, lr=0.0)
+                un.sharding.ShardedOptimizer(cls, make_model(), comm, lr=0.1)
+        un.sharding.ShardedOptimizer(Normed, make_model(), comm, elementwise=True, lr=0.0)
 
     un.launch(program, 1, "thread")
 
@@ -409,11 +409,11 @@ def test_misuse_is_one_error() -> None:
             un.GradientAverager(model, comm)
         tied = nn.Parameter(torch.ones(4))
         with pytest.raises(ValueError, match="share memory"):
-            un.ShardedOptimizer(SGD, [tied, nn.Parameter(tied.detach()[1:])], comm)
+            un.sharding.ShardedOptimizer(SGD, [tied, nn.Parameter(tied.detach()[1:])], comm)
         with pytest.raises(ValueError, match="twice"):
-            un.ShardedOptimizer(SGD, [tied, tied], comm)
+            un.sharding.ShardedOptimizer(SGD, [tied, tied], comm)
         with pytest.raises(ValueError, match="no parameters"):
-            un.ShardedOptimizer(SGD, [], comm)
+            un.sharding.ShardedOptimizer(SGD, [], comm)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(model, 0, 0)).backward()
         for use in (scaler.step, lambda _: nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
@@ -448,7 +448,7 @@ def test_unfrozen_parameters() -> None:
     def program(comm: Any) -> None:
         w = nn.Parameter(torch.ones(3), requires_grad=False)
         v = nn.Parameter(torch.ones(3))
-        optimizer = un.ShardedOptimizer(SGD, [w, v], comm, shard_gradients=True, lr=0.1)
+        optimizer = un.sharding.ShardedOptimizer(SGD, [w, v], comm, shard_gradients=True, lr=0.1)
         w.requires_grad_()
         (w * v).sum().backward()
         with pytest.raises(RuntimeError, match="'parameter 0' was frozen"):

@@ -19,10 +19,10 @@ from unisono.sharding.runtime import Runtime
 from unisono.sharding.shard_optimizer import ShardOptimizer, shard_optimizer
 from unisono.sharding.state import load_entries
 from unisono.sharding.unit import make_units
-from unisono.utils.gradient_norms import clip_grad_norm_
 from unisono.utils.bucket_plan import agree_on_parameters
 from unisono.utils.claims import claim, release
 from unisono.utils.flatten import share
+from unisono.utils.gradient_norms import clip_grad_norm_
 
 __all__ = ["ShardedModel"]
 

@@ -17,10 +17,10 @@ from unisono.sharding.optimizer_states import ShardedStates
 from unisono.sharding.parameter_bucket import ParameterBucket
 from unisono.sharding.shard_optimizer import shard_optimizer
 from unisono.sharding.step_check import check_same_step
-from unisono.utils.gradient_norms import clip_grad_norm_
 from unisono.utils.bucket_plan import agree_on_parameters, in_bytes, plan_buckets
 from unisono.utils.claims import claim, release
 from unisono.utils.flatten import share
+from unisono.utils.gradient_norms import clip_grad_norm_
 
 __all__ = ["ShardedOptimizer"]
 
@@ -70,7 +70,7 @@ class ShardedOptimizer(ShardedStates):
         >>> def program(comm):
         ...     model = torch.nn.Linear(2, 1, bias=False)
         ...     torch.nn.init.ones_(model.weight)
-        ...     optimizer = un.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.5)
+        ...     optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.5)
         ...     model(torch.full((1, 2), float(comm.rank))).sum().backward()
         ...     optimizer.step()
         ...     return model.weight.tolist()
@@ -137,7 +137,7 @@ class ShardedOptimizer(ShardedStates):
             RuntimeError: Always.
 
         Example:
-            >>> optimizer = un.ShardedOptimizer(torch.optim.SGD, torch.nn.Linear(2, 1), un.init())
+            >>> optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, torch.nn.Linear(2, 1), un.init())
             >>> optimizer.add_param_group({"params": []})
             Traceback (most recent call last):
             ...
@@ -236,7 +236,7 @@ class ShardedOptimizer(ShardedStates):
         Example:
             >>> def program(comm):
             ...     w = torch.nn.Parameter(torch.zeros(2))
-            ...     optimizer = un.ShardedOptimizer(torch.optim.SGD, [w], comm, shard_gradients=True, lr=1.0)
+            ...     optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, [w], comm, shard_gradients=True, lr=1.0)
             ...     (w * torch.tensor([3.0, 4.0])).sum().backward()
             ...     norm = optimizer.clip_grad_norm_(1.0)
             ...     optimizer.step()

@@ -85,7 +85,7 @@ def shard_optimizer(
         optimizer_class: A class of torch's, or one that is derived from `torch.optim.Optimizer`.
         groups: Groups as for the class, with `Piece`s as "params".
         elementwise: Whether the class is known to be elementwise, so that it is not tried.
-        defaults: _Options for the class.
+        defaults: Options for the class.
 
     Raises:
         ValueError: The class is not elementwise; see `check_elementwise`.
@@ -119,8 +119,8 @@ def check_elementwise(
 
     Args:
         optimizer_class: The class to try.
-        options: _Options of a group.
-        defaults: _Options for the class.
+        options: Options of a group.
+        defaults: Options for the class.
         device: Device of the trial.
 
     Raises:

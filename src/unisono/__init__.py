@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
     from unisono.launcher.api import init, launch
     from unisono.launcher.simulated import simulate
+    from unisono.pool import Pool
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "Communicator",
     "GradientAverager",
     "Metrics",
+    "Pool",
     "Recv",
     "ReduceOp",
     "Send",
@@ -78,6 +80,7 @@ _HOME = {
     "Communicator": "unisono.communicator",
     "GradientAverager": "unisono.gradients",
     "Metrics": "unisono.diagnostics.metrics",
+    "Pool": "unisono.pool",
     "Recv": "unisono.core.types",
     "ReduceOp": "unisono.core.types",
     "Send": "unisono.core.types",

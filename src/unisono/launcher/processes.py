@@ -12,14 +12,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.control.server import Server
 from unisono.core.failure import ended_by
@@ -29,7 +29,7 @@ from unisono.launcher.job import GRACE_S, Job, Outcome, reported
 from unisono.launcher.worker import WorkerSpec, run_worker
 from unisono.serialization.functions import dumps
 
-__all__ = ["by_value", "run_processes", "share_of_cores"]
+__all__ = ["by_value", "dump", "importable", "run_processes", "share_of_cores"]
 
 _END_S = 1.0
 _starting = threading.Lock()
@@ -42,7 +42,7 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
             "launch was called while a rank was importing your main script; put the call "
             "under if __name__ == '__main__':"
         )
-    context, payload = _context(), _dump(job)
+    context, payload = _context(), dump(job, importable(job.fn))
     server = Server(secret := secrets.token_bytes(32))
     ranks: list[tuple[BaseProcess, connection.Connection]] = []
     ended: list[Outcome] = []
@@ -188,24 +188,30 @@ def _keep(copy: Any) -> Any:
     return copy
 
 
-def _dump(job: Job) -> bytes:
-    """The job by reference where a rank can import it, else by value."""
-    main = sys.modules.get("__main__")
-    importable = _importable(job.fn, main)
+class _Program(Protocol):
+    """A function, and the arguments that it is sent with."""
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+def dump(program: _Program, found: bool) -> bytes:
+    """The program by reference where its ranks can import it (`found`), else by value."""
     try:
-        if importable and not _is_rewritten(job.fn):
-            return pickle.dumps(job)
+        if found and not _is_rewritten(program.fn):
+            return pickle.dumps(program)
     except (pickle.PicklingError, AttributeError, TypeError):
         pass
     try:
-        return by_value(job)
+        return by_value(program)
     except TypeError:
-        if not importable:
+        if not found:
             raise
-        return pickle.dumps(job)
+        return pickle.dumps(program)
 
 
-def by_value(job: Job) -> bytes:
+def by_value(job: _Program) -> bytes:
     """The job, and with it all that a fresh process could not import.
 
     Raises:
@@ -220,7 +226,7 @@ def by_value(job: Job) -> bytes:
         raise TypeError(f"{_unsendable(job)} cannot be sent to the ranks: {error}") from error
 
 
-def _unsendable(job: Job) -> str:
+def _unsendable(job: _Program) -> str:
     """Return which part of a job cannot be pickled."""
     arguments = {f"args[{index}]": value for index, value in enumerate(job.args)}
     keywords = {f"kwargs[{name!r}]": value for name, value in job.kwargs.items()}
@@ -232,7 +238,9 @@ def _unsendable(job: Job) -> str:
     return "the program"
 
 
-def _importable(fn: Any, main: ModuleType | None) -> bool:
+def importable(fn: Any) -> bool:
+    """Return whether ranks that are started now can import the function."""
+    main = sys.modules.get("__main__")
     # Objects that fn holds or receives may be from the main module too.
     if main is None or not _is_file(main):
         return False

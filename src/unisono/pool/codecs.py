@@ -1,0 +1,87 @@
+"""Bytes of tasks and results: plain values and exposed functions, or anything among ranks that trust each other."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import cloudpickle
+
+from unisono import serialization
+from unisono.launcher.processes import dump, importable
+from unisono.rpc.exported import ExportTable, name_of
+
+__all__ = ["Chunk", "Codec", "PickleCodec", "ValueCodec"]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Calls of one function: each has its own positional arguments, and all have the same keyword arguments."""
+
+    fn: Callable[..., Any]
+    args: Sequence[Sequence[Any]]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Codec(Protocol):
+    """Conversion of chunks, and of lists of results, to bytes and back."""
+
+    def pack(self, chunk: Chunk) -> bytes:
+        """Return the bytes of a chunk. Raises TypeError if something in it cannot be sent."""
+
+    def unpack(self, content: bytes) -> Chunk:
+        """Return the chunk of these bytes."""
+
+    def dumps(self, values: list[Any], /) -> bytes:
+        """Return the bytes of results."""
+
+    def loads(self, content: bytes, /) -> list[Any]:
+        """Return the results of these bytes."""
+
+
+class ValueCodec:
+    """Values without pickle; functions by name, if the receiving rank exposes them."""
+
+    dumps = staticmethod(serialization.encode)
+    loads = staticmethod(serialization.decode)
+
+    def __init__(self) -> None:
+        self._exposed = ExportTable(trusted=False)
+
+    def pack(self, chunk: Chunk) -> bytes:
+        """Return the bytes of a chunk."""
+        return serialization.encode((name_of(chunk.fn), list(chunk.args), chunk.kwargs))
+
+    def unpack(self, content: bytes) -> Chunk:
+        """Return the chunk of these bytes. Raises NotExposedError."""
+        name, args, kwargs = serialization.decode(content)
+        return Chunk(self._exposed.function(name), args, kwargs)
+
+
+class PickleCodec:
+    """Pickles, with functions and classes as `launch` sends them: by name where workers can import them."""
+
+    dumps = staticmethod(cloudpickle.dumps)
+    loads = staticmethod(pickle.loads)
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, Any], bool] = {}
+        # The registry of modules that cloudpickle sends by value is one of the process.
+        self._lock = threading.Lock()
+
+    def pack(self, chunk: Chunk) -> bytes:
+        """Return the bytes of a chunk."""
+        names = getattr(chunk.fn, "__module__", None), getattr(chunk.fn, "__qualname__", None)
+        with self._lock:
+            if names not in self._found:
+                # Workers have imported the main module as it was when they started.
+                self._found[names] = importable(chunk.fn)
+            return dump(chunk, self._found[names])
+
+    def unpack(self, content: bytes) -> Chunk:
+        """Return the chunk of these bytes."""
+        chunk: Chunk = pickle.loads(content)
+        return chunk

@@ -1,0 +1,275 @@
+"""Executor of the standard library's kind, whose workers are ranks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor, Future
+from functools import partial
+from typing import Any, TypeVar
+
+from unisono.communicator import Communicator
+from unisono.errors import CommError
+from unisono.host.cpu_count import cores
+from unisono.pool.codecs import Chunk
+from unisono.pool.own_ranks import OwnRanks
+from unisono.pool.scheduler import Batch, Scheduler
+from unisono.pool.worker import Worker
+
+__all__ = ["Pool"]
+
+T = TypeVar("T")
+
+
+class Pool(Executor):
+    """Executor of `concurrent.futures` whose workers are ranks: processes of its own, or those of a communicator.
+
+    `Pool(4)` starts 4 processes on this host, which end with the pool; pickles carry tasks and results, and
+    functions are sent as `launch` sends them.
+
+    `Pool(comm)` is collective: rank 0 gets the pool, and the other ranks run its tasks; a single rank runs them
+    itself, in a thread. In a `with` statement the other ranks get None, after the pool has been shut down on rank 0;
+    without one, their `shutdown` serves until then.
+
+    An idle worker takes the next tasks. A worker runs one task at a time, in its main thread. If it dies, others run
+    what it had not finished; the result of each task arrives once. A task that runs twice because its worker died
+    has its side effects twice.
+
+    Args:
+        workers: A communicator, or the number of processes to start; one for each core if None.
+        backend: Transport to the processes: "shm", "gloo", or "thread" for threads of this process. "auto" is "shm"
+            where there is any.
+        initializer: Called once on each worker, before its first task. A worker on which it fails gets no task.
+        initargs: Its arguments.
+        retries: How many times a task runs again after its worker was lost; then the task fails with `PeerLostError`,
+            because it may have ended the workers.
+        trusted: Of a communicator: whether ranks exchange pickles, which run what their sender likes. If False,
+            functions must be exposed (`unisono.rpc.expose`), and arguments and results be plain values, as for
+            `unisono.rpc`. The same on all ranks.
+
+    Raises:
+        ValueError: A number of workers or retries that makes no sense, or a backend whose ranks a pool cannot start.
+        TypeError: `workers` is neither a number nor a communicator, or `initializer` is no function.
+
+    Cost: about 1 s to start processes, 0.1 ms to exchange a chunk of tasks. Arguments and results are copied, also
+    between threads.
+
+    Example:
+        >>> with un.Pool(2, backend="thread") as pool:
+        ...     future = pool.submit(pow, 2, exponent := 10)
+        ...     list(pool.map(abs, [-1, 2, -3])), future.result()
+        ([1, 2, 3], 1024)
+    """
+
+    def __init__(
+        self,
+        workers: Communicator | int | None = None,
+        *,
+        backend: str = "auto",
+        initializer: Callable[..., object] | None = None,
+        initargs: Sequence[Any] = (),
+        retries: int = 1,
+        trusted: bool = False,
+    ) -> None:
+        workers = cores() if workers is None else workers
+        if not isinstance(workers, Communicator | int) or isinstance(workers, bool):
+            raise TypeError(f"workers must be a communicator or a number, not {type(workers).__name__}")
+        if isinstance(workers, int) and workers < 1:
+            raise ValueError(f"the number of workers must be at least 1, not {workers}")
+        if not isinstance(retries, int) or retries < 0:
+            raise ValueError(f"retries must be an int of at least 0, not {retries!r}")
+        if initializer is not None and not callable(initializer):
+            raise TypeError(f"initializer must be a function, not {type(initializer).__name__}")
+        initialize = None if initializer is None else partial(initializer, *initargs)
+        self._own = OwnRanks(workers, backend, initialize) if isinstance(workers, int) else None
+        self._rank = Worker(workers, trusted, initialize) if self._own is None else self._own.rank
+        self._lock = threading.Lock()
+        self._served = False
+        self._end: threading.Thread | None = None
+        self._scheduler: Scheduler | None = None
+        if self._rank.agent.rank == 0:
+            others = range(1, self._rank.agent.size)
+            if not others:
+                self._rank.agent.thread(self._rank.loop)
+            self._scheduler = Scheduler(self._rank, others or (0,), retries)
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Have a worker run `fn(*args, **kwargs)`, and return the future of its result.
+
+        Args:
+            fn: A function that workers can import, or any other one, which is sent by value (if it is not, with
+                `trusted=False`, exposed).
+            args: Its positional arguments. They have been copied when this returns.
+            kwargs: Its keyword arguments.
+
+        Returns: The future. `cancel()` works until a worker takes the task. `result()` raises what the function raised:
+            of the same class where that is known here, with the worker's traceback in its text.
+
+        Raises:
+            RuntimeError: The pool was shut down.
+            BrokenPoolError: No worker is left.
+            TypeError: The function or an argument cannot be sent.
+        """
+        scheduler = self._tasks()
+        content = self._rank.codec.pack(Chunk(fn, [args], kwargs))
+        future: Future[T] = Future()
+        batch = Batch(_name("submit", fn), 1, lambda *_: content, partial(_settle, future), _begin(future))
+        scheduler.add(batch)
+        return future
+
+    def map(
+        self,
+        fn: Callable[..., T],
+        /,
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        unordered: bool = False,
+    ) -> Iterator[T]:
+        """Return an iterator over `fn(*items)` for the items of all iterables, as `zip` joins them.
+
+        Args:
+            fn: As for `submit`.
+            iterables: They are read immediately. Leave items that can change unchanged until the end.
+            timeout: Seconds from now, after which waiting for a result raises `TimeoutError`; None waits without limit.
+            chunksize: Number of calls that are sent together. None adapts it to the time that calls take and to how
+                many remain, so that all workers end at about the same time.
+            unordered: Yield results as they arrive, instead of in the order of the items.
+
+        Returns: The iterator. It raises what a call raised, after the results before it; calls that have not been sent
+            then never run.
+
+        Raises:
+            RuntimeError, BrokenPoolError: As `submit`.
+            ValueError: `chunksize` is less than 1.
+        """
+        return self.starmap(fn, zip(*iterables, strict=False), timeout, chunksize, unordered)
+
+    def starmap(
+        self,
+        fn: Callable[..., T],
+        /,
+        items: Iterable[Iterable[Any]],
+        timeout: float | None = None,
+        chunksize: int | None = None,
+        unordered: bool = False,
+    ) -> Iterator[T]:
+        """Return an iterator over `fn(*item)`, as `map` does.
+
+        Args:
+            fn, timeout, chunksize, unordered: As for `map`.
+            items: The arguments of each call.
+
+        Returns: The iterator, as of `map`.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        if chunksize is not None and chunksize < 1:
+            raise ValueError(f"chunksize must be at least 1, not {chunksize}")
+        scheduler, calls = self._tasks(), [tuple(item) for item in items]
+        codec = self._rank.codec
+        arrived: queue.SimpleQueue[_Part] = queue.SimpleQueue()
+        batch = Batch(
+            _name("map", fn),
+            len(calls),
+            lambda start, stop: codec.pack(Chunk(fn, calls[start:stop])),
+            lambda *part: arrived.put(part),
+            chunksize=chunksize,
+        )
+        if calls:
+            scheduler.add(batch)
+        return _results(arrived, len(calls), until, unordered, partial(scheduler.drop, batch))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Accept no more tasks, and end the workers when those that were accepted are done. Idempotent.
+
+        On other ranks of a communicator than 0, run tasks until rank 0 has called this.
+
+        Args:
+            wait: Return when the workers have ended; else immediately.
+            cancel_futures: Cancel the tasks that no worker has taken.
+
+        Raises:
+            PeerLostError: On another rank than 0: rank 0 was lost.
+        """
+        if self._scheduler is None:
+            first, self._served = not self._served, True
+            return self._rank.serve() if first else None
+        self._scheduler.close()
+        if cancel_futures:
+            self._scheduler.cancel()
+        with self._lock:
+            if self._end is None:
+                self._end = threading.Thread(target=self._finish, args=(self._scheduler,), daemon=True)
+                self._end.start()
+        if wait:
+            self._end.join()
+
+    def __enter__(self) -> Any:
+        if self._scheduler is None:
+            self.shutdown()
+            return None
+        return self
+
+    def _tasks(self) -> Scheduler:
+        if self._scheduler is None:
+            raise RuntimeError(f"rank {self._rank.agent.rank} runs the tasks of this pool; only rank 0 can give some")
+        return self._scheduler
+
+    def _finish(self, scheduler: Scheduler) -> None:
+        agent = self._rank.agent
+        scheduler.wait()
+        try:
+            for rank in agent.alive() if agent.size == 1 else agent.alive()[1:]:
+                agent.rpc_async(rank, self._rank.stop)
+            agent.shutdown()
+        except CommError:
+            # A worker was lost meanwhile.
+            agent.close()
+        if self._own is not None:
+            self._own.close()
+
+
+_Part = tuple[int, Sequence[Any], BaseException | None]
+
+
+def _name(method: str, fn: Any) -> str:
+    return f"{method}({getattr(fn, '__qualname__', type(fn).__qualname__)})"
+
+
+def _begin(future: Future[Any]) -> Callable[[], bool]:
+    return future.set_running_or_notify_cancel
+
+
+def _settle(future: Future[Any], _start: int, values: Sequence[Any], error: BaseException | None) -> None:
+    """End the future of a task."""
+    if error is None:
+        future.set_result(values[0])
+    elif type(error) is CancelledError and future.cancel():
+        future.set_running_or_notify_cancel()
+    elif future.running() or future.set_running_or_notify_cancel():
+        future.set_exception(error)
+
+
+def _results(
+    arrived: queue.SimpleQueue[_Part], size: int, until: float | None, unordered: bool, drop: Callable[[], None]
+) -> Iterator[Any]:
+    """Yield the results of a map as they arrive, or in order."""
+    parts: dict[int, _Part] = {}
+    done = 0
+    try:
+        while done < size:
+            while not (parts if unordered else done in parts):
+                try:
+                    part = arrived.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+                except queue.Empty:
+                    raise TimeoutError(f"{done} of {size} results arrived in time") from None
+                parts[part[0]] = part
+            _, values, error = parts.pop(next(iter(parts)) if unordered else done)
+            done += len(values)
+            yield from values
+            if error is not None:
+                raise error
+    finally:
+        drop()

@@ -1,0 +1,278 @@
+"""Assignment of tasks to idle workers, and of a lost worker's tasks to others."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError
+from functools import partial
+from typing import Any
+
+from unisono.errors import CommError, PeerLostError
+from unisono.pool.worker import Worker
+from unisono.rpc.remote_errors import rebuilt
+
+__all__ = ["Batch", "BrokenPoolError", "Scheduler"]
+
+_log = logging.getLogger(__name__)
+
+_SHORTEST_S, _LONGEST_S = 1e-3, 50e-3
+"""A chunk should take between these times: the exchange of one takes about 0.1 ms."""
+_NO_LIMIT_S = 1e9
+
+
+class BrokenPoolError(PeerLostError, BrokenExecutor):
+    """Error of tasks that a pool cannot run because it has lost all its workers, or none could be initialized.
+
+    Args:
+        message, group, call, rank, size, operation, peer, nbytes, waited_s: As of `CommError`.
+
+    Example:
+        >>> from concurrent.futures import BrokenExecutor
+        >>> issubclass(un.pool.BrokenPoolError, BrokenExecutor)
+        True
+    """
+
+
+class Batch:
+    """Calls of one function that are to run.
+
+    Args:
+        name: Name of the function, for errors.
+        size: Number of calls.
+        pack: Returns the bytes of the calls from one index to another.
+        deliver: Called with an index, the results of the calls from there on, and the error of the next call, if any.
+        begin: Called before the first call is sent; returns whether it is still wanted.
+        chunksize: Calls of a chunk; adapted to what remains and to the time that calls take if None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        pack: Callable[[int, int], bytes],
+        deliver: Callable[[int, Sequence[Any], BaseException | None], None],
+        begin: Callable[[], bool] = lambda: True,
+        chunksize: int | None = None,
+    ) -> None:
+        self.name, self.pack, self.deliver = name, pack, deliver
+        self._begin: Callable[[], bool] | None = begin
+        self._chunksize = chunksize
+        self.seconds: float | None = None
+        self.todo: deque[tuple[int, int]] = deque([(0, size)])
+        self.deaths: Counter[int] = Counter()
+
+    def wanted(self) -> bool:
+        """Return whether calls wait to be sent."""
+        begin, self._begin = self._begin, None
+        if begin is not None and not begin():
+            self.todo.clear()
+        return bool(self.todo)
+
+    def take(self, workers: int) -> tuple[int, int]:
+        """Return the next chunk: half of a worker's share of what remains, within bounds of time.
+
+        After Polychronopoulos and Kuck, *Guided self-scheduling* (1987).
+        """
+        start, stop = self.todo.popleft()
+        left = stop - start
+        size = float(self._chunksize or 1)
+        if self._chunksize is None and self.seconds is not None:
+            seconds = max(self.seconds, 1e-9)
+            size = max(min(left / (2 * workers), _LONGEST_S / seconds), _SHORTEST_S / seconds)
+        middle = start + min(left, math.ceil(size))
+        if middle < stop:
+            self.todo.appendleft((middle, stop))
+        return start, middle
+
+    def retry(self, chunk: tuple[int, int]) -> None:
+        """Put calls of a lost worker back, one by one: a call that ends its worker harms no other one."""
+        self.todo.extendleft((index, index + 1) for index in reversed(range(*chunk)))
+
+
+class Scheduler:
+    """Queue of batches, and the workers that are idle. Methods are thread-safe.
+
+    Args:
+        rank: Part of rank 0.
+        workers: Ranks that run tasks.
+        retries: Number of times that a call runs again after its worker was lost.
+    """
+
+    def __init__(self, rank: Worker, workers: Sequence[int], retries: int) -> None:
+        self._rank, self._agent, self._retries = rank, rank.agent, retries
+        self._lock = threading.Lock()
+        self._quiet = threading.Condition(self._lock)
+        self._queue: deque[Batch] = deque()
+        self._idle: deque[int] = deque()
+        self._living = set(workers)
+        self._running = 0
+        self._closed = False
+        self._lost: BaseException | None = None
+        self._agent.when_lost.append(lambda peer: self._lose(peer, self._agent.box.lost[peer]))
+        for worker in workers:
+            future = self._agent.rpc_async(worker, rank.start, timeout=_NO_LIMIT_S)
+            future.add_done_callback(partial(self._started, worker))
+
+    def add(self, batch: Batch) -> None:
+        """Queue a batch. Raises RuntimeError after `close`, and BrokenPoolError."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("cannot give tasks to a pool that was shut down")
+            if not self._living:
+                raise self._broken()
+            self._queue.append(batch)
+        self._dispatch()
+
+    def close(self) -> None:
+        """Accept no more batches."""
+        with self._lock:
+            self._closed = True
+
+    def drop(self, batch: Batch) -> None:
+        """Forget the calls of a batch that have not been sent."""
+        with self._lock:
+            batch.todo.clear()
+
+    def cancel(self) -> None:
+        """Forget all calls that have not been sent; they end with `CancelledError`."""
+        self._end_queue(CancelledError)
+
+    def wait(self) -> None:
+        """Return when all calls have ended."""
+        with self._quiet:
+            self._quiet.wait_for(lambda: not self._running and not any(batch.todo for batch in self._queue))
+
+    # -- workers -------------------------------------------------------------------------------
+    def _started(self, worker: int, future: Any) -> None:
+        try:
+            future.value()
+        except Exception as error:
+            _log.warning("rank %d takes no tasks, because its initializer failed: %s", worker, error)
+            self._lose(worker, error)
+        else:
+            self._free(worker)
+            self._dispatch()
+
+    def _free(self, worker: int) -> None:
+        with self._lock:
+            if worker in self._living:
+                self._idle.append(worker)
+
+    def _lose(self, worker: int, error: BaseException) -> None:
+        with self._lock:
+            if worker not in self._living:
+                return
+            self._living.discard(worker)
+            self._lost = error
+            if worker in self._idle:
+                self._idle.remove(worker)
+            broken = not self._living
+        if broken:
+            self._end_queue(self._broken)
+
+    def _broken(self) -> BrokenPoolError:
+        error = BrokenPoolError(f"the pool has no worker left, so it runs no more tasks; the last error: {self._lost}")
+        error.__cause__ = self._lost
+        return error
+
+    def _end_queue(self, error: Callable[[], BaseException]) -> None:
+        """End all calls that have not been sent."""
+        with self._lock:
+            chunks = [(batch, start) for batch in self._queue for start, _ in batch.todo]
+            for batch in self._queue:
+                batch.todo.clear()
+            self._queue.clear()
+        for batch, start in chunks:
+            batch.deliver(start, (), error())
+        with self._quiet:
+            self._quiet.notify_all()
+
+    # -- chunks --------------------------------------------------------------------------------
+    def _dispatch(self) -> None:
+        """Send chunks while there are idle workers."""
+        while (order := self._next()) is not None:
+            self._send(*order)
+
+    def _next(self) -> tuple[int, Batch, tuple[int, int]] | None:
+        with self._lock:
+            while self._queue and self._idle:
+                batch = self._queue[0]
+                if batch.wanted():
+                    self._running += 1
+                    return self._idle.popleft(), batch, batch.take(len(self._living))
+                self._queue.popleft()
+            self._quiet.notify_all()
+            return None
+
+    def _send(self, worker: int, batch: Batch, chunk: tuple[int, int]) -> None:
+        try:
+            future = self._agent.rpc_async(worker, self._rank.run, (batch.pack(*chunk),), timeout=_NO_LIMIT_S)
+        except CommError:
+            # The worker is lost, and has not begun.
+            self._put_back(batch, chunk)
+        except Exception as error:
+            self._free(worker)
+            self._deliver(batch, chunk[0], (), error)
+        else:
+            future.add_done_callback(partial(self._ended, worker, batch, chunk))
+
+    def _ended(self, worker: int, batch: Batch, chunk: tuple[int, int], future: Any) -> None:
+        """Handle the answer of a worker: give it the next chunk first."""
+        start, stop = chunk
+        try:
+            content, seconds, failed = future.value()
+        except PeerLostError as lost:
+            return self._retry(batch, chunk, lost)
+        except Exception as error:
+            self._free(worker)
+            self._dispatch()
+            return self._deliver(batch, start, (), error)
+        batch.seconds = seconds / (stop - start)
+        self._free(worker)
+        self._dispatch()
+        try:
+            values = self._rank.codec.loads(content)
+        except Exception as error:
+            error.add_note(f"while reading the results of {batch.name}, which rank {worker} has sent")
+            return self._deliver(batch, start, (), error)
+        self._deliver(batch, start, values, None if failed is None else rebuilt(failed, worker))
+
+    def _retry(self, batch: Batch, chunk: tuple[int, int], lost: PeerLostError) -> None:
+        """Have the calls of a lost worker run again, but those that have ended too many workers."""
+        batch.deaths.update(range(*chunk))
+        deaths = batch.deaths[chunk[0]]
+        if deaths <= self._retries:
+            return self._put_back(batch, chunk)
+        start, stop = chunk
+        calls = f"call {start}" if stop - start == 1 else f"one of the calls {start} to {stop - 1}"
+        error = PeerLostError(
+            f"{calls} of {batch.name} does not run again, because it seems to end its worker: {deaths} of them were "
+            f"lost while they ran it, the last one with: {lost.message}; pass retries= to allow more",
+            peer=lost.peer,
+        )
+        error.__cause__ = lost
+        self._deliver(batch, start, (), error)
+
+    def _put_back(self, batch: Batch, chunk: tuple[int, int]) -> None:
+        with self._lock:
+            self._running -= 1
+            batch.retry(chunk)
+            if batch not in self._queue:
+                self._queue.appendleft(batch)
+            broken = not self._living
+        if broken:
+            return self._end_queue(self._broken)
+        self._dispatch()
+
+    def _deliver(self, batch: Batch, start: int, values: Sequence[Any], error: BaseException | None) -> None:
+        try:
+            batch.deliver(start, values, error)
+        finally:
+            with self._quiet:
+                self._running -= 1
+                self._quiet.notify_all()
+

@@ -1,0 +1,130 @@
+"""One rank's part in a pool: its agent, and the thread that runs tasks one after the other."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.errors import PeerLostError
+from unisono.pool.codecs import Codec, PickleCodec, ValueCodec
+from unisono.rpc.agent import TIMEOUT_S, Agent
+from unisono.rpc.context import unregister
+from unisono.rpc.exported import async_execution
+from unisono.rpc.remote_errors import packed
+
+__all__ = ["Report", "Worker"]
+
+Report = tuple[bytes, float, Any]
+"""Results up to the first error, seconds that the calls took, and that error as `packed` or None."""
+
+
+class Worker:
+    """One rank of a pool. Collective.
+
+    All tasks of a rank run in one thread, which also runs the initializer: what this sets for its thread, such as
+    `torch.set_grad_enabled`, holds for the tasks.
+
+    Args:
+        comm: Communicator of the ranks; rank 0 gives tasks.
+        trusted: Whether tasks and results are pickled.
+        initialize: Called before the first task.
+
+    Attributes:
+        agent, codec: For calls between the ranks, and for their contents.
+        start, run, stop: Functions that rank 0 calls on a worker.
+    """
+
+    def __init__(self, comm: Communicator, trusted: bool, initialize: Callable[[], object] | None) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Any] | PeerLostError | None] = queue.SimpleQueue()
+        self._initialize = initialize
+        self.codec: Codec = PickleCodec() if trusted else ValueCodec()
+        self.start, self.run, self.stop = self._calls()
+        expose = (self.start, self.run, self.stop)
+        self.agent = Agent(comm, f"rank{comm.rank}", TIMEOUT_S, trusted=False, expose=expose, workers=1)
+        # Calls of the program itself are not for this agent.
+        unregister(self.agent)
+        self.agent.when_lost.append(self._lose)
+
+    def _calls(self) -> tuple[Callable[[], Any], Callable[[bytes], Any], Callable[[], None]]:
+        """Return what this rank exposes: functions of its own, since ranks may be threads of one process."""
+
+        @async_execution
+        def start() -> Any:
+            return self._later(self._initialize or (lambda: None))
+
+        @async_execution
+        def run(content: bytes) -> Any:
+            return self._later(partial(self._run, content))
+
+        def stop() -> None:
+            self._jobs.put(None)
+
+        return start, run, stop
+
+    def _later(self, job: Callable[[], Any]) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        self._jobs.put((job, future))
+        return future
+
+    def _lose(self, peer: int) -> None:
+        if peer == 0:
+            lost = self.agent.box.lost[peer]
+            self._jobs.put(PeerLostError(f"rank 0, which gives this pool its tasks, was lost: {lost}", peer=peer))
+
+    def loop(self) -> None:
+        """Run jobs until rank 0 stops this rank. Raises PeerLostError if it is lost."""
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, PeerLostError):
+                raise job
+            do, future = job
+            try:
+                result = do()
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                future.set_exception(RuntimeError(str(error)) if not isinstance(error, Exception) else error)
+            else:
+                future.set_result(result)
+
+    def serve(self) -> None:
+        """Run jobs until the pool is shut down on rank 0, and end."""
+        with self.agent:
+            self.loop()
+
+    def _run(self, content: bytes) -> Report:
+        """Run a chunk of calls. All of them run, but results that follow an error are dropped."""
+        values: list[Any] = []
+        failed = None
+        try:
+            chunk = self.codec.unpack(content)
+        except Exception as error:
+            return self.codec.dumps([]), 0.0, packed(error)
+        started = time.perf_counter()
+        for args in chunk.args:
+            try:
+                value = chunk.fn(*args, **chunk.kwargs)
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                failed = failed or packed(error)
+            else:
+                if failed is None:
+                    values.append(value)
+        seconds = time.perf_counter() - started
+        try:
+            return self.codec.dumps(values), seconds, failed
+        except Exception as error:
+            content, refused = self._sendable(values, error)
+            return content, seconds, packed(refused)
+
+    def _sendable(self, values: list[Any], error: Exception) -> tuple[bytes, TypeError]:
+        """Return the results before the first one that cannot be sent, and the error of that one."""
+        for at, value in enumerate(values):
+            try:
+                self.codec.dumps([value])
+            except Exception as reason:
+                text = f"a task's result, {type(value).__name__}, cannot be sent back ({reason})"
+                return self.codec.dumps(values[:at]), TypeError(text)
+        raise error

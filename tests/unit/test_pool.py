@@ -1,250 +1,295 @@
-"""A pool's ranks serve many programs, tell what went wrong, and leave nothing behind."""
+"""Pools: the laws of `concurrent.futures` on threads, simulated ranks and processes."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
-import textwrap
-import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import asyncio
+import itertools
+import threading
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from typing import Any
 
+import pool_tasks as tasks
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import unisono as un
-from unisono.errors import CommTimeoutError, MismatchError, PeerLostError
-from unisono.testing import RankPool, pool, run_ranks
+from unisono.pool.scheduler import Batch
+
+_numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(3, "gloo") as made:
-        yield made
-
-
-@dataclass
-class Point:
-    """A class that ranks cannot import."""
-
-    x: int
-
-
-def total(comm: un.Communicator, x: float = 1.0) -> float:
-    t = torch.tensor([x])
-    comm.all_reduce(t)
-    return t.item()
-
-
-def who(comm: un.Communicator) -> tuple[int, int]:
-    return os.getpid(), comm.rank
-
-
-def test_ranks_are_reused(ranks: RankPool) -> None:
-    first, second = ranks.run(who), ranks.run(who)
-    assert first == second
-    assert len({pid for pid, _ in first}) == 3
-    assert [rank for _, rank in first] == [0, 1, 2]
-
-
-def test_programs_get_the_requested_number_of_ranks(ranks: RankPool) -> None:
-    for size in (1, 2, 3, 2, 1):
-        assert ranks.run(total, 2.0, size=size) == [2.0 * size] * size
-    for size in (0, 4):
-        with pytest.raises(ValueError, match=f"size={size}, but this pool has 3 ranks"):
-            ranks.run(total, size=size)
-
-
-def test_unimportable_function_is_sent_by_value(ranks: RankPool) -> None:
-    offset = 10
-    assert ranks.run(lambda comm, point: Point(point.x + comm.rank + offset), Point(1), size=2) == [
-        Point(11),
-        Point(12),
-    ]
-
-
-def test_error_is_raised_with_rank_and_traceback(ranks: RankPool) -> None:
-    def program(comm: un.Communicator) -> None:
-        if comm.rank == 1:
-            raise KeyError("my mistake")
-        comm.barrier()
-
-    before = ranks.run(who)
-    with pytest.raises(KeyError, match="my mistake") as caught:
-        ranks.run(program)
-    assert "raised on rank 1 of 3" in caught.value.__notes__
-    assert "in program" in "".join(traceback.format_tb(caught.value.__traceback__))
-    # The barrier was not the same on all ranks, so they get a new communicator.
-    assert ranks.run(total) == [3.0] * 3
-    assert ranks.run(total, size=2) == [2.0] * 2
-    assert ranks.run(who) == before
-
-
-def test_error_of_communication_replaces_the_ranks(ranks: RankPool) -> None:
-    before = ranks.run(who)
-    with pytest.raises(MismatchError):
-        ranks.run(lambda comm: comm.all_reduce(torch.ones(1 + comm.rank)))
-    after = ranks.run(who)
-    assert not {pid for pid, _ in before} & {pid for pid, _ in after}
-
-
-def test_changed_environment_and_folder_reach_the_ranks(
-    ranks: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("UNISONO_TESTED", "yes")
-    monkeypatch.chdir(tmp_path)
-    here = [("yes", str(tmp_path))] * 2
-    assert ranks.run(lambda comm: (os.environ["UNISONO_TESTED"], str(Path.cwd())), size=2) == here
-
-
-def test_programs_find_the_random_generator_as_new(ranks: RankPool) -> None:
-    def drawn(comm: un.Communicator) -> float:
-        return torch.rand(1).item()
-
-    assert ranks.run(drawn, size=2) == ranks.run(drawn, size=2)
-
-
-def test_on_failure_continue_returns_errors_in_place(ranks: RankPool) -> None:
-    def program(comm: un.Communicator) -> str:
-        if comm.rank == 0:
-            raise KeyError("my mistake")
-        return "fine"
-
-    ends = ranks.run(program, on_failure="continue")
-    assert isinstance(ends[0], KeyError)
-    assert ends[1:] == ["fine", "fine"]
-
-
-def test_killed_rank_is_reported(ranks: RankPool) -> None:
-    def program(comm: un.Communicator) -> None:
-        if comm.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        comm.barrier()
-
-    with pytest.raises(PeerLostError, match="rank 2 of 3 was ended by SIGKILL"):
-        ranks.run(program)
-    assert ranks.run(total) == [3.0] * 3
-
-
-def test_unpicklable_result_is_explained(ranks: RankPool) -> None:
-    with pytest.raises(TypeError, match="the result of rank 0, frame, cannot be sent back"):
-        ranks.run(lambda comm: sys._getframe(), size=1)
-
-    class OddError(Exception):
-        def __init__(self, one: int, two: int) -> None:
-            super().__init__("text")
-            self.frame = sys._getframe()
-
-    def program(comm: un.Communicator) -> None:
-        raise OddError(1, 2)
-
-    with pytest.raises(RuntimeError, match="OddError: text"):
-        ranks.run(program, size=1)
-
-
-@pytest.mark.parametrize("backend", ["thread", "gloo"])
-def test_hanging_program_is_ended_and_reported(backend: str) -> None:
-    def for_ever(comm: un.Communicator) -> None:
-        while comm.rank == 1:
-            pass
-
-    with RankPool(2, backend, limit_s=1.0) as ranks:
-        with pytest.raises(CommTimeoutError, match=r"did not end within 1 s on rank 1(.|\n)*in for_ever") as caught:
-            ranks.run(for_ever)
-        assert "unisono" not in str(caught.value)
-        assert ranks.run(total) == [2.0] * 2
-
-
-@pytest.mark.parametrize("backend", ["thread", "gloo"])
-def test_interrupted_driver_learns_where_ranks_are(backend: str) -> None:
-    def for_ever(comm: un.Communicator) -> None:
-        comm.barrier()
-        if comm.rank == 1:
-            os.kill(driver, signal.SIGALRM)
-        while True:
-            pass
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    driver, before = os.getpid(), signal.signal(signal.SIGALRM, interrupt)
+def end_of(future: Future[Any]) -> tuple[str, Any]:
+    """Return how a future has ended, for comparison."""
     try:
-        with RankPool(2, backend) as ranks:
-            with pytest.raises(KeyboardInterrupt) as caught:
-                ranks.run(for_ever)
-            (note,) = caught.value.__notes__
-            assert re.match(r"Rank 0 was at:\n(.|\n)* in for_ever(.|\n)*Rank 1 was at:\n(.|\n)* in for_ever", note)
-            assert ranks.run(total) == [2.0] * 2
-    finally:
-        signal.signal(signal.SIGALRM, before)
+        return "result", future.result(timeout=60)
+    except CancelledError:
+        return "cancelled", future.cancelled()
+    except Exception as error:
+        known = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+        return known.__name__, error.args
 
 
-def test_ranks_that_cannot_start_report_why() -> None:
-    with pytest.raises(un.errors.UnavailableError, match="use "):
-        RankPool(2, "ucc").run(total)
+calls = st.one_of(
+    st.tuples(st.just(tasks.square), st.tuples(st.integers(-9, 9)), st.just({})),
+    st.tuples(
+        st.just(tasks.divide),
+        st.tuples(st.integers(-9, 9), st.integers(-1, 1)),
+        st.one_of(st.just({}), st.just({"plus": 3}), st.just({"minus": 3})),
+    ),
+    st.tuples(st.just(tasks.square), st.just(("text",)), st.just({})),
+)
 
 
-def test_threads_need_no_start() -> None:
-    with RankPool(3, "thread") as ranks:
-        assert ranks.run(total) == [3.0] * 3
-        assert ranks.run(total, size=2) == [2.0] * 2
-        assert len({pid for pid, _ in ranks.run(who)}) == 1
+def submit_and_cancel(pool: Executor, wanted: list[Any], cancelled: set[int], end_early: bool) -> list[Any]:
+    """Submit calls behind one that holds the only worker, cancel some, and return how all have ended."""
+    number = next(_numbers)
+    tasks.GATES[number] = threading.Event()
+    held = pool.submit(tasks.hold, number)
+    while not held.running():
+        pass
+    futures = [pool.submit(fn, *args, **kwargs) for fn, args, kwargs in wanted]
+    said = [held.cancel(), *(future.cancel() for index, future in enumerate(futures) if index in cancelled)]
+    pool.shutdown(wait=False, cancel_futures=end_early)
+    tasks.GATES[number].set()
+    pool.shutdown()
+    assert all(future.done() for future in futures)
+    with pytest.raises(RuntimeError, match=r"shut ?down"):
+        pool.submit(tasks.square, 1)
+    return [said, end_of(held), *map(end_of, futures)]
 
 
-def test_closed_pool_leaves_no_process_and_is_reusable() -> None:
-    ranks = RankPool(2, "gloo")
-    pids = [pid for pid, _ in ranks.run(who)]
-    ranks.close()
-    ranks.close()
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    assert ranks.run(total) == [2.0] * 2
-    ranks.close()
+@given(st.lists(calls, max_size=6), st.sets(st.integers(0, 5)), st.booleans())
+def test_submits_end_as_those_of_threads(wanted: list[Any], cancelled: set[int], end_early: bool) -> None:
+    own, others = un.Pool(1, backend="thread"), ThreadPoolExecutor(1)
+    expected = submit_and_cancel(others, wanted, cancelled, end_early)
+    assert submit_and_cancel(own, wanted, cancelled, end_early) == expected
 
 
-def test_pools_are_kept_by_their_arguments() -> None:
-    assert pool("thread", 4) is pool("thread", 4)
-    assert pool("thread", 4) is not pool("thread", 2)
-    assert pool("thread", 4) is not pool("thread", 4, chunk_bytes=64)
-    assert pool("thread", 4, hosts=[[0, 1], [2, 3]]) is pool("thread", 4, hosts=[[0, 1], [2, 3]])
+def taken(results: Any) -> list[Any]:
+    """Return what an iterator yields, and its error at the end."""
+    found = []
+    try:
+        for result in results:
+            found.append(result)  # noqa: PERF402  # those before an error count
+    except Exception as error:
+        found.append(type(error).__mro__[-4:-2])
+    return found
 
 
-def test_least_recently_used_pool_ends_its_ranks() -> None:
-    first = pool("gloo", 1)
-    ((pid, _),) = first.run(who)
-    for size in range(2, 10):
-        pool("thread", size)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    assert pool("gloo", 1) is not first
+@given(
+    st.lists(st.integers(-3, 9), max_size=30),
+    st.lists(st.integers(0, 9), max_size=30),
+    st.sampled_from([None, 1, 2, 7]),
+    st.integers(1, 3),
+)
+def test_map_yields_what_that_of_threads_does(xs: list[int], ys: list[int], chunksize: int | None, size: int) -> None:
+    with ThreadPoolExecutor(2) as others, un.Pool(size, backend="thread") as own:
+        expected = taken(others.map(tasks.divide, xs, ys))
+        assert taken(own.map(tasks.divide, xs, ys, chunksize=chunksize)) == expected
+        assert taken(own.starmap(tasks.divide, list(zip(xs, ys, strict=False)), chunksize=chunksize)) == expected
+        if all(ys[: len(xs)]):
+            assert sorted(own.map(tasks.divide, xs, ys, chunksize=chunksize, unordered=True)) == sorted(expected)
 
 
-@pytest.mark.soak
-def test_ranks_end_with_their_process() -> None:
-    program = """
-        import os
-        from unisono.testing import pool
-        print(*pool("gloo", 2).run(lambda comm: os.getpid()))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    for pid in map(int, done.stdout.split()):
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+def collective(comm: un.Communicator, trusted: bool) -> Any:
+    ends: Any = None
+    with un.Pool(comm, trusted=trusted) as pool:
+        if comm.rank == 0:
+            ends = [list(pool.map(tasks.square, range(50))), pool.submit(tasks.flip, tasks.Point(1, 2)).result()]
+            ends.append(pool.submit(tasks.square, torch.full((5000,), 3.0)).result().sum().item())
+            try:
+                ends.append(pool.submit(tasks.same_class, 1).result())
+            except un.rpc.NotExposedError as error:
+                ends.append("is not exposed" in str(error))
+            try:
+                ends.append(pool.submit(lambda: 7).result())
+            except (TypeError, un.rpc.NotExposedError) as error:
+                ends.append(type(error).__name__)
+        else:
+            assert pool is None
+    return ends
 
 
-def test_run_ranks_passes_arguments_and_options() -> None:
-    def program(comm: un.Communicator, x: int, y: int) -> int:
-        return comm.rank + x + y
+@pytest.mark.parametrize("backend", ["thread", "sim"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_ranks_of_a_communicator_serve_rank_0(backend: str, size: int, trusted: bool) -> None:
+    first, *others = un.launch(collective, size, backend, (trusted,))
+    last = [(False, 1), 7] if trusted else [True, "NotExposedError"]
+    assert first == [[x * x for x in range(50)], tasks.Point(2, 1), 45000.0, *last]
+    assert others == [None] * (size - 1)
 
-    assert run_ranks(program, 2, "thread", 10, 100) == [110, 111]
-    with pytest.raises(CommTimeoutError, match="rank 1"):
-        # Rank 1 is busy elsewhere meanwhile.
-        run_ranks(lambda comm: comm.recv(torch.ones(1), 0, timeout=5) if comm.rank else comm.barrier(), 2, timeout=0.1)
-    with pytest.raises(ValueError, match=r"unknown transport 'threads'; known: .*thread"):
-        run_ranks(program, 2, "threads")
+
+def served_without_with(comm: un.Communicator) -> Any:
+    pool = un.Pool(comm, trusted=True)
+    if comm.rank:
+        with pytest.raises(RuntimeError, match="only rank 0 can give"):
+            pool.submit(tasks.square, 1)
+    result = None if comm.rank else pool.submit(tasks.square, 3).result()
+    pool.shutdown()
+    pool.shutdown()
+    return result
+
+
+def test_shutdown_serves_on_other_ranks() -> None:
+    assert un.launch(served_without_with, 3, "thread") == [9, None, None]
+
+
+def left_behind(comm: un.Communicator) -> None:
+    pool = un.Pool(comm)
+    if comm.rank == 0:
+        raise KeyError("rank 0 has failed")
+    pool.shutdown()
+
+
+def test_workers_end_with_rank_0() -> None:
+    first, *others = un.launch(left_behind, 3, "thread", on_failure="continue")
+    assert isinstance(first, KeyError)
+    assert all(isinstance(end, un.errors.PeerLostError) and end.peer == 0 for end in others)
+
+
+def under_deaths(comm: un.Communicator, deadly: set[int], chunksize: int | None) -> Any:
+    ended: list[int] = []
+    # Calls that shared a chunk with a deadly one may have lost two workers.
+    with un.Pool(comm, trusted=True, retries=2) as pool:
+        if comm.rank:
+            return None
+        futures = [pool.submit(tasks.die_once, index, deadly) for index in range(100, 110)]
+        for future in futures:
+            future.add_done_callback(lambda done: ended.append(done.result()))
+        mapped = list(pool.starmap(tasks.die_once, [(index, deadly) for index in range(40)], chunksize=chunksize))
+        return mapped, [future.result() for future in futures], sorted(ended)
+
+
+@given(st.sets(st.one_of(st.integers(0, 39), st.integers(100, 109)), max_size=2), st.sampled_from([None, 1, 8]),
+       st.integers(0, 1000))  # fmt: skip
+def test_tasks_of_dead_workers_run_again_with_one_result(deadly: set[int], chunksize: int | None, seed: int) -> None:
+    tasks.RUNS.clear()
+    ran = un.simulate(under_deaths, 4, (deadly, chunksize), seed=seed, on_failure="continue")
+    single = [index * index for index in range(100, 110)]
+    assert ran.results[0] == ([index * index for index in range(40)], single, single)
+    assert sum(isinstance(end, tasks.DeathError) for end in ran.results) == len(deadly)
+    assert all(tasks.RUNS[index] == 2 for index in deadly)
+    assert max(tasks.RUNS.values()) <= 2 + len(deadly)
+
+
+def poisoned(comm: un.Communicator) -> Any:
+    with un.Pool(comm, trusted=True, retries=0) as pool:
+        if comm.rank:
+            return None
+        with pytest.raises(un.errors.PeerLostError, match=r"call 0 of submit\(die_once\) does not run again") as caught:
+            pool.submit(tasks.die_once, 5, {5}).result()
+        assert not isinstance(caught.value, un.pool.BrokenPoolError)
+        tasks.RUNS.clear()
+        with pytest.raises(un.errors.PeerLostError, match=r"one of the calls 4 to 7 of map\(die_once\)"):
+            list(pool.starmap(tasks.die_once, [(index, {5}) for index in range(8)], chunksize=4))
+        return pool.submit(tasks.square, 3).result()
+
+
+def test_a_task_that_ends_its_workers_fails_by_name_and_spares_the_others() -> None:
+    tasks.RUNS.clear()
+    assert un.launch(poisoned, 4, "thread", on_failure="continue")[0] == 9
+
+
+def all_dead(comm: un.Communicator) -> Any:
+    with un.Pool(comm, trusted=True) as pool:
+        if comm.rank:
+            return None
+        futures = [pool.submit(tasks.die_once, index, {0}) for index in range(3)]
+        for future in futures:
+            with pytest.raises(un.pool.BrokenPoolError, match="no worker left"):
+                future.result()
+        with pytest.raises(un.pool.BrokenPoolError, match="no worker left"):
+            pool.submit(tasks.square, 1)
+        return "broken"
+
+
+def test_a_pool_without_workers_is_broken() -> None:
+    tasks.RUNS.clear()
+    assert un.launch(all_dead, 2, "thread", on_failure="continue")[0] == "broken"
+
+
+def test_initializer_runs_first_in_the_thread_of_the_tasks() -> None:
+    with un.Pool(1, backend="thread", initializer=tasks.set_offset, initargs=(5,)) as pool:
+        assert list(pool.map(tasks.read_offset, range(3))) == [5, 6, 7]
+        assert len(set(pool.map(tasks.thread_of, range(20), chunksize=1))) == 1
+    with un.Pool(2, backend="thread", initializer=tasks.fail_to_begin) as pool:
+        with pytest.raises(un.pool.BrokenPoolError, match="no licence") as caught:
+            pool.submit(tasks.square, 1).result()
+        assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_contents_that_cannot_be_sent_are_one_error() -> None:
+    with un.Pool(1, backend="thread") as pool:
+        with pytest.raises(TypeError, match=r"arguments cannot be pickled: cannot pickle '_thread\.lock'"):
+            pool.submit(tasks.square, threading.Lock())
+        with pytest.raises(TypeError, match="a task's result, lock, cannot be sent back"):
+            pool.submit(tasks.unsendable).result()
+        assert taken(pool.map(tasks.square, [3, *[threading.Lock()] * 1200], chunksize=1)) == [9, (TypeError, Exception)]
+        assert pool.submit(tasks.square, 2).result() == 4
+
+
+def test_arguments_are_copied_by_submit() -> None:
+    with un.Pool(1, backend="thread") as pool:
+        values = torch.zeros(3)
+        futures = []
+        for number in range(20):
+            values.fill_(number)
+            futures.append(pool.submit(tasks.square, values))
+        assert [future.result()[0].item() for future in futures] == [number * number for number in range(20)]
+
+
+def test_map_ends_at_its_timeout() -> None:
+    number = next(_numbers)
+    tasks.GATES[number] = threading.Event()
+    with un.Pool(1, backend="thread") as pool:
+        results = pool.map(tasks.hold, [number], timeout=0.05)
+        with pytest.raises(TimeoutError, match="0 of 1 results"):
+            next(results)
+        tasks.GATES[number].set()
+
+
+def test_asyncio_awaits_tasks() -> None:
+    async def program() -> list[int]:
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(*(loop.run_in_executor(pool, tasks.square, x) for x in range(9)))
+
+    with un.Pool(2, backend="thread") as pool:
+        assert asyncio.run(program()) == [x * x for x in range(9)]
+
+
+def test_chunks_shrink_to_an_even_end() -> None:
+    batch = Batch("map", 10_000, lambda *_: b"", lambda *_: None)
+    sizes = []
+    while batch.todo:
+        start, stop = batch.take(2)
+        sizes.append(stop - start)
+        batch.seconds = 20e-6
+    assert sizes[0] == 1
+    assert sum(sizes) == 10_000
+    assert sizes[1] == 2500
+    assert sizes[1:] == sorted(sizes[1:], reverse=True)
+    assert 5 <= sizes[-2] <= 50
+    assert len(sizes) < 30
+    slow = Batch("map", 100, lambda *_: b"", lambda *_: None)
+    slow.seconds = 1.0
+    assert slow.take(2) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"workers": 0}, ValueError, "at least 1"),
+        ({"workers": "four"}, TypeError, "a communicator or a number"),
+        ({"workers": 1, "retries": -1}, ValueError, "retries"),
+        ({"workers": 1, "initializer": 3}, TypeError, "initializer"),
+        ({"workers": 1, "backend": "sim"}, ValueError, r"Pool\(comm\)"),
+        ({"workers": 1, "backend": "mpi"}, ValueError, r"Pool\(comm\)"),
+        ({"workers": 1, "backend": "carrier pigeon"}, ValueError, "carrier pigeon"),
+    ],
+)
+def test_bad_arguments_start_nothing(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        un.Pool(**arguments)

@@ -12,14 +12,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.control.server import Server
 from unisono.core.failure import ended_by
@@ -188,16 +188,8 @@ def _keep(copy: Any) -> Any:
     return copy
 
 
-class _Program(Protocol):
-    """A function, and the arguments that it is sent with."""
-
-    fn: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-
-
-def dump(program: _Program, found: bool) -> bytes:
-    """The program by reference where its ranks can import it (`found`), else by value."""
+def dump(program: Any, found: bool) -> bytes:
+    """An object with `fn`, `args` and `kwargs`, by reference where ranks can import the function, else by value."""
     try:
         if found and not _is_rewritten(program.fn):
             return pickle.dumps(program)
@@ -211,7 +203,7 @@ def dump(program: _Program, found: bool) -> bytes:
         return pickle.dumps(program)
 
 
-def by_value(job: _Program) -> bytes:
+def by_value(job: Any) -> bytes:
     """The job, and with it all that a fresh process could not import.
 
     Raises:
@@ -226,7 +218,7 @@ def by_value(job: _Program) -> bytes:
         raise TypeError(f"{_unsendable(job)} cannot be sent to the ranks: {error}") from error
 
 
-def _unsendable(job: _Program) -> str:
+def _unsendable(job: Any) -> str:
     """Return which part of a job cannot be pickled."""
     arguments = {f"args[{index}]": value for index, value in enumerate(job.args)}
     keywords = {f"kwargs[{name!r}]": value for name, value in job.kwargs.items()}

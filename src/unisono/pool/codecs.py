@@ -6,7 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
@@ -14,7 +14,7 @@ from unisono import serialization
 from unisono.launcher.processes import dump, importable
 from unisono.rpc.exported import ExportTable, name_of
 
-__all__ = ["Chunk", "Codec", "PickleCodec", "ValueCodec"]
+__all__ = ["Chunk", "Codec", "PickleCodec"]
 
 
 @dataclass(slots=True)
@@ -26,42 +26,23 @@ class Chunk:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-class Codec(Protocol):
-    """Conversion of chunks, and of lists of results, to bytes and back."""
+class Codec:
+    """Chunks, and lists of results, as bytes: values without pickle, and functions that are exposed, by name."""
+
+    dumps: Callable[[list[Any]], bytes] = staticmethod(serialization.encode)
+    loads: Callable[[bytes], Any] = staticmethod(serialization.decode)
 
     def pack(self, chunk: Chunk) -> bytes:
         """Return the bytes of a chunk. Raises TypeError if something in it cannot be sent."""
-
-    def unpack(self, content: bytes) -> Chunk:
-        """Return the chunk of these bytes."""
-
-    def dumps(self, values: list[Any], /) -> bytes:
-        """Return the bytes of results."""
-
-    def loads(self, content: bytes, /) -> list[Any]:
-        """Return the results of these bytes."""
-
-
-class ValueCodec:
-    """Values without pickle; functions by name, if the receiving rank exposes them."""
-
-    dumps = staticmethod(serialization.encode)
-    loads = staticmethod(serialization.decode)
-
-    def __init__(self) -> None:
-        self._exposed = ExportTable(trusted=False)
-
-    def pack(self, chunk: Chunk) -> bytes:
-        """Return the bytes of a chunk."""
-        return serialization.encode((name_of(chunk.fn), list(chunk.args), chunk.kwargs))
+        return self.dumps([name_of(chunk.fn), list(chunk.args), chunk.kwargs])
 
     def unpack(self, content: bytes) -> Chunk:
         """Return the chunk of these bytes. Raises NotExposedError."""
-        name, args, kwargs = serialization.decode(content)
-        return Chunk(self._exposed.function(name), args, kwargs)
+        name, args, kwargs = self.loads(content)
+        return Chunk(ExportTable(trusted=False).function(name), args, kwargs)
 
 
-class PickleCodec:
+class PickleCodec(Codec):
     """Pickles, with functions and classes as `launch` sends them: by name where workers can import them."""
 
     dumps = staticmethod(cloudpickle.dumps)
@@ -79,7 +60,13 @@ class PickleCodec:
             if names not in self._found:
                 # Workers have imported the main module as it was when they started.
                 self._found[names] = importable(chunk.fn)
-            return dump(chunk, self._found[names])
+            try:
+                return dump(chunk, self._found[names])
+            except Exception as error:
+                raise TypeError(
+                    "a task cannot be sent to a worker, because its function or one of its arguments cannot be "
+                    f"pickled: {error.__cause__ or error}"
+                ) from error
 
     def unpack(self, content: bytes) -> Chunk:
         """Return the chunk of these bytes."""

@@ -83,8 +83,12 @@ class Pool(Executor):
         if initializer is not None and not callable(initializer):
             raise TypeError(f"initializer must be a function, not {type(initializer).__name__}")
         initialize = None if initializer is None else partial(initializer, *initargs)
-        self._own = OwnRanks(workers, backend, initialize) if isinstance(workers, int) else None
-        self._rank = Worker(workers, trusted, initialize) if self._own is None else self._own.rank
+        self._own: OwnRanks | None = None
+        if isinstance(workers, int):
+            self._own = OwnRanks(workers, backend, initialize)
+            self._rank = self._own.rank
+        else:
+            self._rank = Worker(workers, trusted, initialize)
         self._lock = threading.Lock()
         self._served = False
         self._end: threading.Thread | None = None

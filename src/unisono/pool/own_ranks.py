@@ -44,7 +44,7 @@ class OwnRanks:
         self._begun: queue.SimpleQueue[Worker | BaseException] = queue.SimpleQueue()
         self._over = threading.Event()
         if kind.in_process:
-            lives = [lambda: launch(self._be, size + 1, backend, (initialize,))]
+            lives: list[Callable[[], object]] = [lambda: launch(self._be, size + 1, backend, (initialize,))]
         else:
             folder = tempfile.TemporaryDirectory(prefix="unisono-pool-")
             address = f"file://{Path(folder.name) / 'meeting'}", size + 1, secrets.token_hex(32), backend
@@ -81,10 +81,9 @@ class OwnRanks:
 
     def _start(self, size: int, backend: str, args: tuple[Any, ...]) -> None:
         """Start the processes, and outlive them."""
-        ended = launch(_serve, size, backend, args, on_failure="continue")
-        raise next(
-            (end for end in ended if isinstance(end, BaseException)), PeerLostError("all workers of the pool ended")
-        )
+        ended: list[object] = launch(_serve, size, backend, args, on_failure="continue")
+        failures = [end for end in ended if isinstance(end, BaseException)]
+        raise failures[0] if failures else PeerLostError("the workers of the pool ended before they began")
 
     def _lead(self, folder: tempfile.TemporaryDirectory[str], address: tuple[str, int, str, str]) -> None:
         """Be rank 0 of the processes."""

@@ -20,7 +20,7 @@ __all__ = ["Batch", "BrokenPoolError", "Scheduler"]
 _log = logging.getLogger(__name__)
 
 _SHORTEST_S, _LONGEST_S = 1e-3, 50e-3
-"""A chunk should take between these times: the exchange of one takes about 0.1 ms."""
+"""A chunk should take between these times: to exchange one takes about 0.1 ms."""
 _NO_LIMIT_S = 1e9
 
 
@@ -35,6 +35,9 @@ class BrokenPoolError(PeerLostError, BrokenExecutor):
         >>> issubclass(un.pool.BrokenPoolError, BrokenExecutor)
         True
     """
+
+
+_Range = tuple[int, int]
 
 
 class Batch:
@@ -62,7 +65,7 @@ class Batch:
         self._begin: Callable[[], bool] | None = begin
         self._chunksize = chunksize
         self.seconds: float | None = None
-        self.todo: deque[tuple[int, int]] = deque([(0, size)])
+        self.todo: deque[_Range] = deque([(0, size)])
         self.deaths: Counter[int] = Counter()
 
     def wanted(self) -> bool:
@@ -72,7 +75,12 @@ class Batch:
             self.todo.clear()
         return bool(self.todo)
 
-    def take(self, workers: int) -> tuple[int, int]:
+    @property
+    def short(self) -> bool:
+        """Return whether a chunk is known to be soon over."""
+        return self.seconds is not None and self.seconds * (self._chunksize or 1) <= _LONGEST_S
+
+    def take(self, workers: int) -> _Range:
         """Return the next chunk: half of a worker's share of what remains, within bounds of time.
 
         After Polychronopoulos and Kuck, *Guided self-scheduling* (1987).
@@ -88,7 +96,7 @@ class Batch:
             self.todo.appendleft((middle, stop))
         return start, middle
 
-    def retry(self, chunk: tuple[int, int]) -> None:
+    def retry(self, chunk: _Range) -> None:
         """Put calls of a lost worker back, one by one: a call that ends its worker harms no other one."""
         self.todo.extendleft((index, index + 1) for index in reversed(range(*chunk)))
 
@@ -107,8 +115,8 @@ class Scheduler:
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
         self._queue: deque[Batch] = deque()
-        self._idle: deque[int] = deque()
         self._living = set(workers)
+        self._sent: dict[int, deque[tuple[Batch, _Range]]] = {}
         self._running = 0
         self._closed = False
         self._lost: BaseException | None = None
@@ -154,13 +162,10 @@ class Scheduler:
             _log.warning("rank %d takes no tasks, because its initializer failed: %s", worker, error)
             self._lose(worker, error)
         else:
-            self._free(worker)
+            with self._lock:
+                if worker in self._living:
+                    self._sent[worker] = deque()
             self._dispatch()
-
-    def _free(self, worker: int) -> None:
-        with self._lock:
-            if worker in self._living:
-                self._idle.append(worker)
 
     def _lose(self, worker: int, error: BaseException) -> None:
         with self._lock:
@@ -168,8 +173,7 @@ class Scheduler:
                 return
             self._living.discard(worker)
             self._lost = error
-            if worker in self._idle:
-                self._idle.remove(worker)
+            self._sent.pop(worker, None)
             broken = not self._living
         if broken:
             self._end_queue(self._broken)
@@ -197,57 +201,76 @@ class Scheduler:
         while (order := self._next()) is not None:
             self._send(*order)
 
-    def _next(self) -> tuple[int, Batch, tuple[int, int]] | None:
+    def _next(self) -> tuple[int, Batch, _Range] | None:
         with self._lock:
-            while self._queue and self._idle:
+            while self._queue:
                 batch = self._queue[0]
+                worker = self._ready(batch)
+                if worker is None:
+                    break
                 if batch.wanted():
+                    chunk = batch.take(len(self._living))
+                    self._sent[worker].append((batch, chunk))
                     self._running += 1
-                    return self._idle.popleft(), batch, batch.take(len(self._living))
+                    return worker, batch, chunk
                 self._queue.popleft()
             self._quiet.notify_all()
             return None
 
-    def _send(self, worker: int, batch: Batch, chunk: tuple[int, int]) -> None:
+    def _ready(self, batch: Batch) -> int | None:
+        """Return a worker that is idle, else one that is about to end a chunk of this batch."""
+        idle = (worker for worker, sent in self._sent.items() if not sent)
+        soon = (worker for worker, sent in self._sent.items() if len(sent) == 1 and sent[0][0] is batch)
+        return next(idle, None) if not batch.short else next(idle, next(soon, None))
+
+    def _send(self, worker: int, batch: Batch, chunk: _Range) -> None:
         try:
             future = self._agent.rpc_async(worker, self._rank.run, (batch.pack(*chunk),), timeout=_NO_LIMIT_S)
-        except CommError:
-            # The worker is lost, and has not begun.
+        except CommError as lost:
+            # It has not begun there.
+            self._lose(worker, lost)
             self._put_back(batch, chunk)
         except Exception as error:
-            self._free(worker)
+            self._took(worker, batch, chunk)
             self._deliver(batch, chunk[0], (), error)
         else:
             future.add_done_callback(partial(self._ended, worker, batch, chunk))
 
-    def _ended(self, worker: int, batch: Batch, chunk: tuple[int, int], future: Any) -> None:
+    def _took(self, worker: int, batch: Batch, chunk: _Range) -> bool:
+        """Note that a worker is done with a chunk; return whether it was the one that it ran."""
+        with self._lock:
+            sent = self._sent.get(worker)
+            if not sent:
+                return False
+            first = sent[0] == (batch, chunk)
+            sent.remove((batch, chunk))
+            return first
+
+    def _ended(self, worker: int, batch: Batch, chunk: _Range, future: Any) -> None:
         """Handle the answer of a worker: give it the next chunk first."""
         start, stop = chunk
+        ran = self._took(worker, batch, chunk)
         try:
             content, seconds, failed = future.value()
-        except PeerLostError as lost:
-            return self._retry(batch, chunk, lost)
-        except Exception as error:
-            self._free(worker)
+            batch.seconds = seconds / (stop - start)
             self._dispatch()
-            return self._deliver(batch, start, (), error)
-        batch.seconds = seconds / (stop - start)
-        self._free(worker)
-        self._dispatch()
-        try:
             values = self._rank.codec.loads(content)
+        except PeerLostError as lost:
+            self._lose(worker, lost)
+            self._retry(batch, chunk, ran, lost)
         except Exception as error:
-            error.add_note(f"while reading the results of {batch.name}, which rank {worker} has sent")
-            return self._deliver(batch, start, (), error)
-        self._deliver(batch, start, values, None if failed is None else rebuilt(failed, worker))
+            error.add_note(f"while reading the results of {batch.name} from rank {worker}")
+            self._deliver(batch, start, (), error)
+        else:
+            self._deliver(batch, start, values, None if failed is None else rebuilt(failed, worker))
 
-    def _retry(self, batch: Batch, chunk: tuple[int, int], lost: PeerLostError) -> None:
+    def _retry(self, batch: Batch, chunk: _Range, ran: bool, lost: PeerLostError) -> None:
         """Have the calls of a lost worker run again, but those that have ended too many workers."""
-        batch.deaths.update(range(*chunk))
-        deaths = batch.deaths[chunk[0]]
+        start, stop = chunk
+        batch.deaths.update(range(start, stop if ran else start))
+        deaths = batch.deaths[start]
         if deaths <= self._retries:
             return self._put_back(batch, chunk)
-        start, stop = chunk
         calls = f"call {start}" if stop - start == 1 else f"one of the calls {start} to {stop - 1}"
         error = PeerLostError(
             f"{calls} of {batch.name} does not run again, because it seems to end its worker: {deaths} of them were "
@@ -257,7 +280,7 @@ class Scheduler:
         error.__cause__ = lost
         self._deliver(batch, start, (), error)
 
-    def _put_back(self, batch: Batch, chunk: tuple[int, int]) -> None:
+    def _put_back(self, batch: Batch, chunk: _Range) -> None:
         with self._lock:
             self._running -= 1
             batch.retry(chunk)
@@ -275,4 +298,3 @@ class Scheduler:
             with self._quiet:
                 self._running -= 1
                 self._quiet.notify_all()
-

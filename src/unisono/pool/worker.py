@@ -12,7 +12,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.errors import PeerLostError
-from unisono.pool.codecs import Codec, PickleCodec, ValueCodec
+from unisono.pool.codecs import Codec, PickleCodec
 from unisono.rpc.agent import TIMEOUT_S, Agent
 from unisono.rpc.context import unregister
 from unisono.rpc.exported import async_execution
@@ -43,7 +43,7 @@ class Worker:
     def __init__(self, comm: Communicator, trusted: bool, initialize: Callable[[], object] | None) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Any] | PeerLostError | None] = queue.SimpleQueue()
         self._initialize = initialize
-        self.codec: Codec = PickleCodec() if trusted else ValueCodec()
+        self.codec: Codec = PickleCodec() if trusted else Codec()
         self.start, self.run, self.stop = self._calls()
         expose = (self.start, self.run, self.stop)
         self.agent = Agent(comm, f"rank{comm.rank}", TIMEOUT_S, trusted=False, expose=expose, workers=1)
@@ -92,8 +92,12 @@ class Worker:
 
     def serve(self) -> None:
         """Run jobs until the pool is shut down on rank 0, and end."""
-        with self.agent:
+        try:
             self.loop()
+        except BaseException as error:
+            self.agent.on_process_exit(error)
+            raise
+        self.agent.shutdown()
 
     def _run(self, content: bytes) -> Report:
         """Run a chunk of calls. All of them run, but results that follow an error are dropped."""
@@ -103,10 +107,11 @@ class Worker:
             chunk = self.codec.unpack(content)
         except Exception as error:
             return self.codec.dumps([]), 0.0, packed(error)
+        fn, kwargs = chunk.fn, chunk.kwargs
         started = time.perf_counter()
         for args in chunk.args:
             try:
-                value = chunk.fn(*args, **chunk.kwargs)
+                value = fn(*args, **kwargs)
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 failed = failed or packed(error)
             else:

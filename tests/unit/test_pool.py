@@ -125,7 +125,7 @@ def test_ranks_of_a_communicator_serve_rank_0(backend: str, size: int, trusted: 
 def served_without_with(comm: un.Communicator) -> Any:
     pool = un.Pool(comm, trusted=True)
     if comm.rank:
-        with pytest.raises(RuntimeError, match="only rank 0 can give"):
+        with pytest.raises(RuntimeError, match="only rank 0 submits"):
             pool.submit(tasks.square, 1)
     result = None if comm.rank else pool.submit(tasks.square, 3).result()
     pool.shutdown()
@@ -148,6 +148,17 @@ def test_workers_end_with_rank_0() -> None:
     first, *others = un.launch(left_behind, 3, "thread", on_failure="continue")
     assert isinstance(first, KeyError)
     assert all(isinstance(end, un.errors.PeerLostError) and end.peer == 0 for end in others)
+
+
+def of_two_minds(comm: un.Communicator) -> None:
+    with un.Pool(comm, trusted=comm.rank == 0) as pool:
+        if pool is not None:
+            with pytest.raises(un.pool.BrokenPoolError, match="different values of trusted"):
+                pool.submit(tasks.square, 1).result()
+
+
+def test_ranks_agree_on_trust() -> None:
+    assert un.launch(of_two_minds, 2, "thread") == [None, None]
 
 
 def under_deaths(comm: un.Communicator, deadly: set[int], chunksize: int | None) -> Any:
@@ -227,7 +238,10 @@ def test_contents_that_cannot_be_sent_are_one_error() -> None:
             pool.submit(tasks.square, threading.Lock())
         with pytest.raises(TypeError, match="a task's result, lock, cannot be sent back"):
             pool.submit(tasks.unsendable).result()
-        assert taken(pool.map(tasks.square, [3, *[threading.Lock()] * 1200], chunksize=1)) == [9, (TypeError, Exception)]
+        assert taken(pool.map(tasks.square, [3, *[threading.Lock()] * 1200], chunksize=1)) == [
+            9,
+            (TypeError, Exception),
+        ]
         assert pool.submit(tasks.square, 2).result() == 4
 
 

@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from unisono.communicator import Communicator
+from unisono.core.types import Timeout
+from unisono.core.work import resolve_timeout
 from unisono.errors import CommError
 from unisono.host.cpu_count import cores
 from unisono.pool.codecs import Chunk
@@ -35,7 +37,7 @@ class Pool(Executor):
 
     An idle worker takes the next tasks. A worker runs one task at a time, in its main thread. If it dies, others run
     what it had not finished; the result of each task arrives once. A task that runs twice because its worker died
-    has its side effects twice.
+    has its side effects twice. Processes of a pool that is never shut down end with this process.
 
     Args:
         workers: A communicator, or the number of processes to start; one for each core if None.
@@ -128,7 +130,7 @@ class Pool(Executor):
         fn: Callable[..., T],
         /,
         *iterables: Iterable[Any],
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
         chunksize: int | None = None,
         unordered: bool = False,
     ) -> Iterator[T]:
@@ -137,7 +139,8 @@ class Pool(Executor):
         Args:
             fn: As for `submit`.
             iterables: They are read immediately. Leave items that can change unchanged until the end.
-            timeout: Seconds from now, after which waiting for a result raises `TimeoutError`; None waits without limit.
+            timeout: Time from now (seconds or a `timedelta`) after which waiting for a result raises `TimeoutError`;
+                no limit if None.
             chunksize: Number of calls that are sent together. None adapts it to the time that calls take and to how
                 many remain, so that all workers end at about the same time.
             unordered: Yield results as they arrive, instead of in the order of the items.
@@ -156,7 +159,7 @@ class Pool(Executor):
         fn: Callable[..., T],
         /,
         items: Iterable[Iterable[Any]],
-        timeout: float | None = None,
+        timeout: Timeout | None = None,
         chunksize: int | None = None,
         unordered: bool = False,
     ) -> Iterator[T]:
@@ -167,8 +170,16 @@ class Pool(Executor):
             items: The arguments of each call.
 
         Returns: The iterator, as of `map`.
+
+        Raises:
+            RuntimeError, BrokenPoolError, ValueError: As `map`.
+
+        Example:
+            >>> with un.Pool(2, backend="thread") as pool:
+            ...     list(pool.starmap(pow, [(2, 3), (3, 2)]))
+            [8, 9]
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None if timeout is None else time.monotonic() + resolve_timeout(timeout)
         if chunksize is not None and chunksize < 1:
             raise ValueError(f"chunksize must be at least 1, not {chunksize}")
         scheduler, calls = self._tasks(), [tuple(item) for item in items]
@@ -218,7 +229,7 @@ class Pool(Executor):
 
     def _tasks(self) -> Scheduler:
         if self._scheduler is None:
-            raise RuntimeError(f"rank {self._rank.agent.rank} runs the tasks of this pool; only rank 0 can give some")
+            raise RuntimeError(f"rank {self._rank.agent.rank} runs the tasks of this pool; only rank 0 submits them")
         return self._scheduler
 
     def _finish(self, scheduler: Scheduler) -> None:

@@ -122,8 +122,12 @@ class Scheduler:
         self._lost: BaseException | None = None
         self._agent.when_lost.append(lambda peer: self._lose(peer, self._agent.box.lost[peer]))
         for worker in workers:
-            future = self._agent.rpc_async(worker, rank.start, timeout=_NO_LIMIT_S)
-            future.add_done_callback(partial(self._started, worker))
+            try:
+                future = self._agent.rpc_async(worker, rank.start, (rank.trusted,), timeout=_NO_LIMIT_S)
+            except CommError as lost:
+                self._lose(worker, lost)
+            else:
+                future.add_done_callback(partial(self._started, worker))
 
     def add(self, batch: Batch) -> None:
         """Queue a batch. Raises RuntimeError after `close`, and BrokenPoolError."""
@@ -157,15 +161,16 @@ class Scheduler:
     # -- workers -------------------------------------------------------------------------------
     def _started(self, worker: int, future: Any) -> None:
         try:
-            future.value()
+            failed = future.value()
         except Exception as error:
-            _log.warning("rank %d takes no tasks, because its initializer failed: %s", worker, error)
-            self._lose(worker, error)
-        else:
-            with self._lock:
-                if worker in self._living:
-                    self._sent[worker] = deque()
-            self._dispatch()
+            return self._lose(worker, error)
+        if failed is not None:
+            _log.warning("rank %d takes no tasks, because its initializer failed:\n%s", worker, failed[3])
+            return self._lose(worker, rebuilt(failed, worker))
+        with self._lock:
+            if worker in self._living:
+                self._sent[worker] = deque()
+        self._dispatch()
 
     def _lose(self, worker: int, error: BaseException) -> None:
         with self._lock:
@@ -179,7 +184,8 @@ class Scheduler:
             self._end_queue(self._broken)
 
     def _broken(self) -> BrokenPoolError:
-        error = BrokenPoolError(f"the pool has no worker left, so it runs no more tasks; the last error: {self._lost}")
+        last = f"{type(self._lost).__name__}: {str(self._lost).partition(chr(10))[0]}"
+        error = BrokenPoolError(f"the pool has no worker left to run tasks; the last one ended with {last}")
         error.__cause__ = self._lost
         return error
 

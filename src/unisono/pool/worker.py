@@ -36,13 +36,13 @@ class Worker:
         initialize: Called before the first task.
 
     Attributes:
-        agent, codec: For calls between the ranks, and for their contents.
+        agent, codec, trusted: For calls between the ranks, and for their contents.
         start, run, stop: Functions that rank 0 calls on a worker.
     """
 
     def __init__(self, comm: Communicator, trusted: bool, initialize: Callable[[], object] | None) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Any] | PeerLostError | None] = queue.SimpleQueue()
-        self._initialize = initialize
+        self._initialize, self.trusted = initialize, trusted
         self.codec: Codec = PickleCodec() if trusted else Codec()
         self.start, self.run, self.stop = self._calls()
         expose = (self.start, self.run, self.stop)
@@ -50,13 +50,15 @@ class Worker:
         # Calls of the program itself are not for this agent.
         unregister(self.agent)
         self.agent.when_lost.append(self._lose)
+        if 0 in self.agent.box.lost:
+            self._lose(0)
 
-    def _calls(self) -> tuple[Callable[[], Any], Callable[[bytes], Any], Callable[[], None]]:
+    def _calls(self) -> tuple[Callable[[bool], Any], Callable[[bytes], Any], Callable[[], None]]:
         """Return what this rank exposes: functions of its own, since ranks may be threads of one process."""
 
         @async_execution
-        def start() -> Any:
-            return self._later(self._initialize or (lambda: None))
+        def start(trusted: bool) -> Any:
+            return self._later(partial(self._begin, trusted))
 
         @async_execution
         def run(content: bytes) -> Any:
@@ -83,12 +85,7 @@ class Worker:
             if isinstance(job, PeerLostError):
                 raise job
             do, future = job
-            try:
-                result = do()
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
-                future.set_exception(RuntimeError(str(error)) if not isinstance(error, Exception) else error)
-            else:
-                future.set_result(result)
+            future.set_result(do())
 
     def serve(self) -> None:
         """Run jobs until the pool is shut down on rank 0, and end."""
@@ -98,6 +95,17 @@ class Worker:
             self.agent.on_process_exit(error)
             raise
         self.agent.shutdown()
+
+    def _begin(self, trusted: bool) -> Any:
+        """Run the initializer; return its error as `packed`, or None."""
+        try:
+            if trusted != self.trusted:
+                raise ValueError("ranks passed different values of trusted= to Pool")
+            if self._initialize is not None:
+                self._initialize()
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            return packed(error)
+        return None
 
     def _run(self, content: bytes) -> Report:
         """Run a chunk of calls. All of them run, but results that follow an error are dropped."""
@@ -132,4 +140,4 @@ class Worker:
             except Exception as reason:
                 text = f"a task's result, {type(value).__name__}, cannot be sent back ({reason})"
                 return self.codec.dumps(values[:at]), TypeError(text)
-        raise error
+        return self.codec.dumps([]), TypeError(f"the results of a chunk of tasks cannot be sent back ({error})")

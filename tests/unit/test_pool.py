@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.pool.scheduler import Batch
+from unisono.pool.batch import Batch
 
 _numbers = itertools.count()
 

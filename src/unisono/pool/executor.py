@@ -15,9 +15,10 @@ from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError
 from unisono.host.cpu_count import cores
+from unisono.pool.batch import Batch
 from unisono.pool.codecs import Chunk
 from unisono.pool.own_ranks import OwnRanks
-from unisono.pool.scheduler import Batch, Scheduler
+from unisono.pool.scheduler import Scheduler
 from unisono.pool.worker import Worker
 
 __all__ = ["Pool"]

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError
 from functools import partial
 from typing import Any
 
 from unisono.errors import CommError, PeerLostError
+from unisono.pool.batch import Batch, Range
 from unisono.pool.worker import Worker
 from unisono.rpc.remote_errors import rebuilt
 
-__all__ = ["Batch", "BrokenPoolError", "Scheduler"]
+__all__ = ["BrokenPoolError", "Scheduler"]
 
 _log = logging.getLogger(__name__)
 
-_SHORTEST_S, _LONGEST_S = 1e-3, 50e-3
-"""A chunk should take between these times: to exchange one takes about 0.1 ms."""
 _NO_LIMIT_S = 1e9
 
 
@@ -35,70 +33,6 @@ class BrokenPoolError(PeerLostError, BrokenExecutor):
         >>> issubclass(un.pool.BrokenPoolError, BrokenExecutor)
         True
     """
-
-
-_Range = tuple[int, int]
-
-
-class Batch:
-    """Calls of one function that are to run.
-
-    Args:
-        name: Name of the function, for errors.
-        size: Number of calls.
-        pack: Returns the bytes of the calls from one index to another.
-        deliver: Called with an index, the results of the calls from there on, and the error of the next call, if any.
-        begin: Called before the first call is sent; returns whether it is still wanted.
-        chunksize: Calls of a chunk; adapted to what remains and to the time that calls take if None.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        size: int,
-        pack: Callable[[int, int], bytes],
-        deliver: Callable[[int, Sequence[Any], BaseException | None], None],
-        begin: Callable[[], bool] = lambda: True,
-        chunksize: int | None = None,
-    ) -> None:
-        self.name, self.pack, self.deliver = name, pack, deliver
-        self._begin: Callable[[], bool] | None = begin
-        self._chunksize = chunksize
-        self.seconds: float | None = None
-        self.todo: deque[_Range] = deque([(0, size)])
-        self.deaths: Counter[int] = Counter()
-
-    def wanted(self) -> bool:
-        """Return whether calls wait to be sent."""
-        begin, self._begin = self._begin, None
-        if begin is not None and not begin():
-            self.todo.clear()
-        return bool(self.todo)
-
-    @property
-    def short(self) -> bool:
-        """Return whether a chunk is known to be soon over."""
-        return self.seconds is not None and self.seconds * (self._chunksize or 1) <= _LONGEST_S
-
-    def take(self, workers: int) -> _Range:
-        """Return the next chunk: half of a worker's share of what remains, within bounds of time.
-
-        After Polychronopoulos and Kuck, *Guided self-scheduling* (1987).
-        """
-        start, stop = self.todo.popleft()
-        left = stop - start
-        size = float(self._chunksize or 1)
-        if self._chunksize is None and self.seconds is not None:
-            seconds = max(self.seconds, 1e-9)
-            size = max(min(left / (2 * workers), _LONGEST_S / seconds), _SHORTEST_S / seconds)
-        middle = start + min(left, math.ceil(size))
-        if middle < stop:
-            self.todo.appendleft((middle, stop))
-        return start, middle
-
-    def retry(self, chunk: _Range) -> None:
-        """Put calls of a lost worker back, one by one: a call that ends its worker harms no other one."""
-        self.todo.extendleft((index, index + 1) for index in reversed(range(*chunk)))
 
 
 class Scheduler:
@@ -116,7 +50,7 @@ class Scheduler:
         self._quiet = threading.Condition(self._lock)
         self._queue: deque[Batch] = deque()
         self._living = set(workers)
-        self._sent: dict[int, deque[tuple[Batch, _Range]]] = {}
+        self._sent: dict[int, deque[tuple[Batch, Range]]] = {}
         self._running = 0
         self._closed = False
         self._lost: BaseException | None = None
@@ -207,7 +141,7 @@ class Scheduler:
         while (order := self._next()) is not None:
             self._send(*order)
 
-    def _next(self) -> tuple[int, Batch, _Range] | None:
+    def _next(self) -> tuple[int, Batch, Range] | None:
         with self._lock:
             while self._queue:
                 batch = self._queue[0]
@@ -229,7 +163,7 @@ class Scheduler:
         soon = (worker for worker, sent in self._sent.items() if len(sent) == 1 and sent[0][0] is batch)
         return next(idle, None) if not batch.short else next(idle, next(soon, None))
 
-    def _send(self, worker: int, batch: Batch, chunk: _Range) -> None:
+    def _send(self, worker: int, batch: Batch, chunk: Range) -> None:
         try:
             future = self._agent.rpc_async(worker, self._rank.run, (batch.pack(*chunk),), timeout=_NO_LIMIT_S)
         except CommError as lost:
@@ -242,7 +176,7 @@ class Scheduler:
         else:
             future.add_done_callback(partial(self._ended, worker, batch, chunk))
 
-    def _took(self, worker: int, batch: Batch, chunk: _Range) -> bool:
+    def _took(self, worker: int, batch: Batch, chunk: Range) -> bool:
         """Note that a worker is done with a chunk; return whether it was the one that it ran."""
         with self._lock:
             sent = self._sent.get(worker)
@@ -252,7 +186,7 @@ class Scheduler:
             sent.remove((batch, chunk))
             return first
 
-    def _ended(self, worker: int, batch: Batch, chunk: _Range, future: Any) -> None:
+    def _ended(self, worker: int, batch: Batch, chunk: Range, future: Any) -> None:
         """Handle the answer of a worker: give it the next chunk first."""
         start, stop = chunk
         ran = self._took(worker, batch, chunk)
@@ -270,7 +204,7 @@ class Scheduler:
         else:
             self._deliver(batch, start, values, None if failed is None else rebuilt(failed, worker))
 
-    def _retry(self, batch: Batch, chunk: _Range, ran: bool, lost: PeerLostError) -> None:
+    def _retry(self, batch: Batch, chunk: Range, ran: bool, lost: PeerLostError) -> None:
         """Have the calls of a lost worker run again, but those that have ended too many workers."""
         start, stop = chunk
         batch.deaths.update(range(start, stop if ran else start))
@@ -286,7 +220,7 @@ class Scheduler:
         error.__cause__ = lost
         self._deliver(batch, start, (), error)
 
-    def _put_back(self, batch: Batch, chunk: _Range) -> None:
+    def _put_back(self, batch: Batch, chunk: Range) -> None:
         with self._lock:
             self._running -= 1
             batch.retry(chunk)

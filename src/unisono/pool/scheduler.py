@@ -112,7 +112,6 @@ class Scheduler:
                 return
             self._living.discard(worker)
             self._lost = error
-            self._sent.pop(worker, None)
             broken = not self._living
         if broken:
             self._end_queue(self._broken)
@@ -159,8 +158,9 @@ class Scheduler:
 
     def _ready(self, batch: Batch) -> int | None:
         """Return a worker that is idle, else one that is about to end a chunk of this batch."""
-        idle = (worker for worker, sent in self._sent.items() if not sent)
-        soon = (worker for worker, sent in self._sent.items() if len(sent) == 1 and sent[0][0] is batch)
+        living = [(worker, sent) for worker, sent in self._sent.items() if worker in self._living]
+        idle = (worker for worker, sent in living if not sent)
+        soon = (worker for worker, sent in living if len(sent) == 1 and sent[0][0] is batch)
         return next(idle, None) if not batch.short else next(idle, next(soon, None))
 
     def _send(self, worker: int, batch: Batch, chunk: Range) -> None:
@@ -168,6 +168,7 @@ class Scheduler:
             future = self._agent.rpc_async(worker, self._rank.run, (batch.pack(*chunk),), timeout=_NO_LIMIT_S)
         except CommError as lost:
             # It has not begun there.
+            self._took(worker, batch, chunk)
             self._lose(worker, lost)
             self._put_back(batch, chunk)
         except Exception as error:
@@ -176,28 +177,24 @@ class Scheduler:
         else:
             future.add_done_callback(partial(self._ended, worker, batch, chunk))
 
-    def _took(self, worker: int, batch: Batch, chunk: Range) -> bool:
-        """Note that a worker is done with a chunk; return whether it was the one that it ran."""
+    def _took(self, worker: int, batch: Batch, chunk: Range) -> None:
+        """Note that a worker is done with a chunk."""
         with self._lock:
-            sent = self._sent.get(worker)
-            if not sent:
-                return False
-            first = sent[0] == (batch, chunk)
-            sent.remove((batch, chunk))
-            return first
+            self._sent[worker].remove((batch, chunk))
 
     def _ended(self, worker: int, batch: Batch, chunk: Range, future: Any) -> None:
         """Handle the answer of a worker: give it the next chunk first."""
         start, stop = chunk
-        ran = self._took(worker, batch, chunk)
         try:
             content, seconds, failed = future.value()
+            self._took(worker, batch, chunk)
             batch.seconds = seconds / (stop - start)
             self._dispatch()
             values = self._rank.codec.loads(content)
         except PeerLostError as lost:
             self._lose(worker, lost)
-            self._retry(batch, chunk, ran, lost)
+            # A lost worker keeps what was sent to it: it ran the first chunk only.
+            self._retry(batch, chunk, self._sent[worker][0] == (batch, chunk), lost)
         except Exception as error:
             error.add_note(f"while reading the results of {batch.name} from rank {worker}")
             self._deliver(batch, start, (), error)

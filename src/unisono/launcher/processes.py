@@ -211,9 +211,9 @@ def by_value(job: Any) -> bytes:
     """
     main = sys.modules.get("__main__")
     module = sys.modules.get(getattr(job.fn, "__module__", "") or "")
-    importable = module is None or module is main or (_found(module) and not _is_rewritten(job.fn))
+    known = module is None or module is main or (_found(module) and not _is_rewritten(job.fn))
     try:
-        return dumps(job, None if importable else module)
+        return dumps(job, None if known else module)
     except Exception as error:
         raise TypeError(f"{_unsendable(job)} cannot be sent to the ranks: {error}") from error
 

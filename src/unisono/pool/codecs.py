@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
-
 from unisono import serialization
 from unisono.launcher.processes import dump, importable
 from unisono.rpc.exported import ExportTable, name_of
+from unisono.serialization.functions import dumps
 
 __all__ = ["Chunk", "Codec", "PickleCodec"]
 
@@ -45,7 +44,7 @@ class Codec:
 class PickleCodec(Codec):
     """Pickles, with functions and classes as `launch` sends them: by name where workers can import them."""
 
-    dumps = staticmethod(cloudpickle.dumps)
+    dumps = staticmethod(dumps)
     loads = staticmethod(pickle.loads)
 
     def __init__(self) -> None:

@@ -69,8 +69,11 @@ def make_plan(
         inputs, outputs = (buffer,) if read.tensors else (), (buffer,) if written.tensors else ()
     elif collective.reduces:
         outputs = (staging.target(written.tensors[0]),)
-        packed = _copied(read, like, staging)
-        inputs = packed.split(read.counts)
+        if (op is ReduceOp.AVG and like.dtype in HALVES) or _share_storage(read, written):
+            packed = _copied(read, like, staging)
+            inputs = packed.split(read.counts)
+        else:
+            inputs, packed = _flat(read, [staging.source(t) for t in read.tensors])
     else:
         inputs, _ = _flat(read, [staging.source(t) for t in read.tensors])
         outputs, packed = _flat(written, [staging.target(t) for t in written.tensors])
@@ -102,12 +105,18 @@ def _in_place(collective: Collective, read: Side, written: Side, staging: Stagin
 
 
 def _copied(read: Side, like: torch.Tensor, staging: Staging) -> torch.Tensor:
-    """Return one copy of all input, for partial sums: the tensors belong to the caller."""
+    """Return one copy of all input, which may be written to: the tensors belong to the caller."""
     scratch = staging.scratch(sum(read.counts), like)
     lengths = numels(read.tensors)
     for part, tensor in zip(scratch.split(lengths), read.tensors, strict=True):
         staging.copy_before(part.view(tensor.shape), tensor)
     return scratch
+
+
+def _share_storage(read: Side, written: Side) -> bool:
+    """Return whether a result may overlap the input."""
+    target = written.tensors[0].untyped_storage().data_ptr()
+    return any(tensor.untyped_storage().data_ptr() == target for tensor in read.tensors)
 
 
 def _flat(side: Side, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:

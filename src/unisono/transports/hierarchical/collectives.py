@@ -110,7 +110,7 @@ class HierarchicalCollectives:
             return tile
         shares = self._shares(tile)
         share = torch.empty_like(shares[self._local_rank])
-        inner = CollectiveCall(name="reduce_scatter", inputs=shares, outputs=(share,), op=call.op, packed=tile)
+        inner = CollectiveCall(name="reduce_scatter", inputs=shares, outputs=(share,), op=call.op)
         self._inside(inner, deadline)
         return share
 
@@ -181,15 +181,9 @@ class HierarchicalCollectives:
         partly = call.outputs[0].new_empty(sum(lengths))
         rail = partly.split(lengths)
         for ranks, share in zip(self._hosts, rail, strict=True):
-            inputs, packed = _consecutive([call.inputs[rank] for rank in ranks])
-            self._inside(
-                CollectiveCall(name="reduce_scatter", inputs=inputs, outputs=(share,), op=call.op, packed=packed),
-                deadline,
-            )
-        self._rail(
-            CollectiveCall(name="reduce_scatter", inputs=rail, outputs=call.outputs, op=call.op, packed=partly),
-            deadline,
-        )
+            inputs = tuple(call.inputs[rank] for rank in ranks)
+            self._inside(CollectiveCall(name="reduce_scatter", inputs=inputs, outputs=(share,), op=call.op), deadline)
+        self._rail(CollectiveCall(name="reduce_scatter", inputs=rail, outputs=call.outputs, op=call.op), deadline)
 
 
 def _tiles(count: int, usual: int) -> list[int]:
@@ -217,12 +211,6 @@ def _moved(call: CollectiveCall, root: int, here: bool) -> CollectiveCall:
     """Return the same broadcast, among other ranks."""
     target = call.outputs[0]
     return CollectiveCall(name="broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
-
-
-def _consecutive(parts: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return the parts, and a tensor of which they are consecutive slices, because schedules use runs of elements."""
-    packed = torch.cat(list(parts))
-    return packed.split([part.numel() for part in parts]), packed
 
 
 class _InterHostStage:

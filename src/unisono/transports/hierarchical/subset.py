@@ -60,7 +60,7 @@ class SubsetCollectives:
         self._spare = ScratchPool()
 
     def __call__(self, call: CollectiveCall, deadline: float) -> None:
-        """Return when this rank's part is done. A schedule reduces in the call's inputs."""
+        """Return when this rank's part is done. A reduction in place writes to its inputs, too."""
         transport = self.transport
         if transport.supports(call):
             transport.collective(call).wait(max(0.0, deadline - time.monotonic()))

@@ -17,7 +17,7 @@ from unisono.core.collective import FAMILIES
 from unisono.core.tensors import numels
 from unisono.core.types import CollectiveCall
 from unisono.transports.mpi.communicators import MpiCommunicators
-from unisono.transports.mpi.reduce_op import Reductions, reducible
+from unisono.transports.mpi.reduce_op import Reductions, prepares, reducible
 from unisono.transports.mpi.requests import LONGEST, memory
 from unisono.transports.mpi.watchdog import Watchdog
 
@@ -109,10 +109,12 @@ class Native:
 
     def _reduce_scatter(self, call: CollectiveCall) -> None:
         assert call.op is not None
-        assert call.packed is not None
-        target = call.outputs[0]
-        packed, kind, op = self.reductions.prepare(call.packed, call.op)
-        factor = packed.numel() // max(1, call.packed.numel())
+        target, whole = call.outputs[0], torch.cat(call.inputs) if call.packed is None else call.packed
+        if whole is call.packed and prepares(whole.dtype, call.op):
+            # The elements belong to the caller.
+            whole = whole.clone()
+        packed, kind, op = self.reductions.prepare(whole, call.op)
+        factor = packed.numel() // max(1, whole.numel())
         counts = [t.numel() * factor for t in call.inputs]
         given, into = memory(self._comms, packed), [memory(self._comms, target), target.numel() * factor, kind]
         if len(set(counts)) > 1:

@@ -44,7 +44,8 @@ def under_mpirun(program: Path) -> list[str]:
     """Return what a program's ranks print."""
     launcher = find_mpirun()
     assert launcher is not None
-    ended = run([launcher, "-n", "1" if program.stem == "pi" else str(RANKS), sys.executable, str(program)])
+    runner = [sys.executable, "-m", "mpi4py.futures"] if program.stem == "pool" else [sys.executable]
+    ended = run([launcher, "-n", "1" if program.stem == "pi" else str(RANKS), *runner, str(program)])
     assert ended.status == 0, ended.err
     return sorted(ended.out.splitlines())
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import unisono as un
-from unisono.gradients import backward_pass, parameter_registry
+from unisono.gradients import parameter_registry
 from unisono.gradients.averager_comms import AveragerComms
 from unisono.gradients.averager_passes import AveragerPasses
 from unisono.gradients.bucket import Bucket
@@ -22,6 +22,7 @@ from unisono.gradients.reducer import Reducer
 from unisono.gradients.weights import Weights
 from unisono.testing import run_ranks
 from unisono.transports.thread import ThreadTransport
+from unisono.utils import backward_pass
 from unisono.utils.backward_pass import BackwardPass, SavedGradients
 
 TINY = {"bucket_cap_mb": 4 / 2**20}

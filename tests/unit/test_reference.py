@@ -37,6 +37,10 @@ def rows(title: str) -> dict[str, str]:
         "interop",
         "rpc",
         "testing",
+        "autograd",
+        "pool",
+        "sharding",
+        "utils",
     ],
 )
 def test_packages(package: str) -> None:

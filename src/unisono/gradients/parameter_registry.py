@@ -116,7 +116,7 @@ class ParameterRegistry:
         Includes frozen parameters, which may be unfrozen later: torch accepts no hook until then.
         """
         self.hooked = True
-        claim(self.named, "averaged", "GradientAverager")
+        self._claim = claim(self.named, "averaged", "GradientAverager")
         for parameter in self.parameters:
             frozen = not parameter.requires_grad
             if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):

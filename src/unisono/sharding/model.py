@@ -105,7 +105,7 @@ class ShardedModel:
         agree_on_parameters(named, self._comms.data, settings)
         if init_sync:
             share([*named, *model.named_buffers()], self._comms.data)
-        claim(named, "sharded", "ShardedModel")
+        self._claim = claim(named, "sharded", "ShardedModel")
         made = make_units(plans, self._comms, param_dtype, reduce_dtype)
         flats = [flat for unit in made for flat in unit.flats]
         places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}

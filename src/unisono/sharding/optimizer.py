@@ -105,7 +105,7 @@ class ShardedOptimizer(ShardedStates):
         )
         agree_on_parameters(named, self._comms.data, settings)
         if shard_gradients:
-            claim(named, "sharded", "ShardedOptimizer")
+            self._claim = claim(named, "sharded", "ShardedOptimizer")
         self._named, self._steps, self._touched = named, 0, set[int]()
         order = [i for i, (_, p) in reversed(list(enumerate(named))) if p.requires_grad]
         frozen = [i for i, (_, p) in enumerate(named) if not p.requires_grad]

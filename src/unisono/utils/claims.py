@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.utils.bucket_plan import Named
 
-__all__ = ["check_unclaimed", "claim", "release"]
-
-_OWNERS = WeakTensorKeyDictionary()
+__all__ = ["Claim", "check_unclaimed", "claim", "release"]
 
 
-def claim(named: Named, how: str, owner: str) -> None:
-    """Claim parameters until `release`.
+class Claim:
+    """Claim of parameters, which it keeps alive; it ends when its owner does."""
+
+    def __init__(self, named: Named, text: str) -> None:
+        self.named, self.text = named, text
+
+
+_CLAIMS: WeakValueDictionary[int, Claim] = WeakValueDictionary()
+"""By the id of each parameter. A weak reference to a parameter would keep torch from swapping it."""
+
+
+def claim(named: Named, how: str, owner: str) -> Claim:
+    """Claim parameters until `release`, or until the returned claim is dropped.
 
     Args:
         named: Parameters, with their names.
         how: Verb of what is done to them, such as "averaged".
         owner: Class of the object that does it.
+
+    Returns: The claim, which the owner keeps.
 
     Raises:
         ValueError: One is claimed already; names it. None is claimed then.
@@ -28,25 +39,27 @@ def claim(named: Named, how: str, owner: str) -> None:
     Example:
         >>> from unisono.utils.claims import claim
         >>> model = torch.nn.Linear(2, 1)
-        >>> claim(list(model.named_parameters()), "averaged", "GradientAverager")
+        >>> kept = claim(list(model.named_parameters()), "averaged", "GradientAverager")
         >>> claim(list(model.named_parameters()), "sharded", "ShardedModel")
         Traceback (most recent call last):
         ...
         ValueError: 'weight' is averaged by another GradientAverager; call its remove() first
     """
     check_unclaimed(named)
+    found = Claim(named, f"{how} by another {owner}")
     for _, parameter in named:
-        _OWNERS[parameter] = f"{how} by another {owner}"
+        _CLAIMS[id(parameter)] = found
+    return found
 
 
 def check_unclaimed(named: Named) -> None:
     """`ValueError` if one of these parameters is claimed."""
     for name, parameter in named:
-        if parameter in _OWNERS:
-            raise ValueError(f"{name!r} is {_OWNERS[parameter]}; call its remove() first")
+        if found := _CLAIMS.get(id(parameter)):
+            raise ValueError(f"{name!r} is {found.text}; call its remove() first")
 
 
 def release(parameters: Iterable[torch.Tensor]) -> None:
     """Release claims. Idempotent."""
     for parameter in parameters:
-        _OWNERS.pop(parameter, None)
+        _CLAIMS.pop(id(parameter), None)

@@ -23,6 +23,7 @@ from unisono.checkpoint import (
     reader,
     restore,
     saver,
+    snapshot,
     tensor_loader,
 )
 from unisono.checkpoint import loader as loading
@@ -120,12 +121,12 @@ def ranks_are_not_compared(patch: Patch) -> None:
 
 
 def only_shapes_are_compared(patch: Patch) -> None:
-    patch.setattr(saver, "digest", lambda data: "0" * 32)
+    patch.setattr(snapshot, "digest", lambda data: "0" * 32)
 
 
 def the_copy_is_a_view(patch: Patch) -> None:
-    real = saver._take
-    patch.setattr(saver, "_take", lambda flat, copy, hashed: real(flat, False, hashed))
+    real = snapshot._take
+    patch.setattr(snapshot, "_take", lambda flat, copy, hashed: real(flat, False, hashed))
 
 
 def saves_overtake_each_other(patch: Patch) -> None:

@@ -37,8 +37,9 @@ def dumps(value: object, module: ModuleType | None = None, pickler: type[Functio
 
     Example:
         >>> import pickle
-        >>> function = pickle.loads(dumps(lambda: 3))
-        >>> function(), function.__code__.co_filename == (lambda: 3).__code__.co_filename
+        >>> three = lambda: 3
+        >>> copy = pickle.loads(dumps(three))
+        >>> copy(), copy.__code__.co_filename == three.__code__.co_filename
         (3, True)
     """
     file = io.BytesIO()

@@ -53,7 +53,7 @@ class MpiFastPath:
         if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
             return Status.UNSUPPORTED
         if not collective.moves:
-            word = hash_of((collective.name, ReduceOp.BOR.value, None, None, (), None, "native"))
+            word = hash_of((collective.name, ReduceOp.BOR.value, None, None, (), None, "native", None))
             return Status.OK if self._agreement.check(word, deadline) else Status.MISMATCH
         if not (collective.in_place or collective.packed):
             return Status.UNSUPPORTED
@@ -71,7 +71,7 @@ class MpiFastPath:
         read, written = _parts(source, collective.scatters, self._size), _parts(target, collective.gathers, self._size)
         call = self._call(collective, target, source, operation, root, read, written)
         counts = collective.compared_counts(read, written)
-        word = hash_of((collective.name, operation and operation.value, root, dtype, counts, "cpu", "native"))
+        word = hash_of((collective.name, operation and operation.value, root, dtype, counts, "cpu", "native", None))
         rows = self._agreement.rows_of(read, written) if collective.pairwise else 0
         if not self._agreement.check(word, deadline, rows):
             return Status.MISMATCH

@@ -25,6 +25,9 @@ class ShardComms:
     """
 
     def __init__(self, comm: Communicator) -> None:
+        self._attach(comm)
+
+    def _attach(self, comm: Communicator) -> None:
         self._base = comm.dup()
         self._base.allow_any_thread()
         self.rank, self.size = comm.rank, comm.size
@@ -49,6 +52,11 @@ class ShardComms:
             self.data.close()
             self.data = self._dup()
         return failed
+
+    def move_to(self, comm: Communicator) -> None:
+        """Continue with the ranks of another communicator. Collective over it."""
+        self.close()
+        self._attach(comm)
 
     def close(self) -> None:
         """Release all. Idempotent."""

@@ -50,6 +50,11 @@ class FlatGradient:
         self.taken: set[int] = set()
         self.reduced: set[int] = set()
 
+    def move_to(self, layout: FlatLayout) -> None:
+        """Drop all, and be of another number of ranks."""
+        self.drop()
+        self._layout = layout
+
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Add a parameter's gradient of this rank."""
         if self._whole is None:

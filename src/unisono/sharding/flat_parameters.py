@@ -52,38 +52,55 @@ class FlatParameters:
     ) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named if isinstance(p, nn.Parameter)]
-        numels = [p.numel() for p in self.parameters]
-        self.layout = FlatLayout([*numels, padding], comms.size)
         self.gathered = False
         self._comms = comms
         self._work: Work | None = None
         self._classes = [type(p) for p in self.parameters]
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
-        unused = self.parameters[0].new_zeros(self.layout.total - sum(numels))
-        flat = torch.cat([*(p.detach().reshape(-1) for p in self.parameters), unused])
-        self.part = flat[comms.rank * self.layout.part :][: self.layout.part].clone()
-        self.pieces = self._pieces()
-        self._whole = flat.to(param_dtype) if param_dtype is not None and flat.is_floating_point() else flat
+        first = self.parameters[0]
+        self._part_dtype = first.dtype
+        self._dtype = param_dtype if param_dtype is not None and first.is_floating_point() else first.dtype
+        self.pieces = [
+            Piece(name, p.shape, 0, nn.Parameter(p.new_empty(0), requires_grad=p.requires_grad)) for name, p in named
+        ]
+        self._cut(padding)
+        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
+            piece.tensor.detach().copy_(piece.cut(parameter.detach()))
         self.gradient: FlatGradient | None = None
-        if self.parameters[0].requires_grad:
-            self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._whole.dtype)
+        if first.requires_grad:
+            self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._dtype)
         for name, parameter in named:
             parameter.__dict__["_sharded_name"] = name
+        self._make_whole()
+
+    def _cut(self, padding: int) -> None:
+        """Make the part of this rank, and let the pieces be slices of it, with undefined elements."""
+        self.layout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
+        self.part = torch.zeros(self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device)
+        places = {place.index: place for place in self.layout.slices(self._comms.rank)}
+        for index, piece in enumerate(self.pieces):
+            place = places.get(index, Slice(index, 0, 0, 0))
+            piece.move(place.start, self.part[place.offset : place.offset + place.numel])
+
+    def _make_whole(self) -> None:
+        """Let the parameters be views of a flat tensor, and free it."""
+        self._whole = torch.empty(self.layout.total, dtype=self._dtype, device=self.part.device)
         # Torch makes no views of a freed tensor.
         self._places = self._views(self._whole)
         self._point_to(self._places)
         self.gathered = True
         self.free()
 
-    def _pieces(self) -> list[Piece]:
-        places = {place.index: place for place in self.layout.slices(self._comms.rank)}
-        pieces = []
-        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            place = places.get(index, Slice(index, 0, 0, 0))
-            elements = self.part[place.offset : place.offset + place.numel]
-            tensor = nn.Parameter(elements, requires_grad=parameter.requires_grad)
-            pieces.append(Piece(name, parameter.shape, place.start, tensor))
-        return pieces
+    def recut(self, padding: int) -> None:
+        """Be of the ranks that the communicator now has. Gradients are dropped, and elements are undefined."""
+        self.free()
+        self._cut(padding)
+        if self.part.is_floating_point():
+            self.part.fill_(torch.nan)
+        if self.gradient is not None:
+            self.gradient.move_to(self.layout)
+        refill(self.parameters, self._classes)
+        self._make_whole()
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' places in a flat tensor, in their shapes."""

@@ -10,14 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
 from unisono.sharding.comms import ShardComms
-from unisono.sharding.flat_parameters import FlatParameters
+from unisono.sharding.model_states import ModelStates, Place
 from unisono.sharding.partition import UnitPolicy, partition, shardable
 from unisono.sharding.runtime import Runtime
 from unisono.sharding.shard_optimizer import ShardOptimizer, shard_optimizer
-from unisono.sharding.state import load_entries
 from unisono.sharding.unit import make_units
 from unisono.utils.bucket_plan import agree_on_parameters
 from unisono.utils.claims import claim, release
@@ -26,10 +24,8 @@ from unisono.utils.gradient_norms import clip_grad_norm_
 
 __all__ = ["ShardedModel"]
 
-_Place = tuple[FlatParameters, int]
 
-
-class ShardedModel:
+class ShardedModel(ModelStates):
     """Hooks that shard the parameters, gradients and optimizer states of a plain model over all ranks (ZeRO-3).
 
     Each rank keeps an equal part of the parameters. The modules of a unit have whole parameters while they run: these
@@ -101,8 +97,8 @@ class ShardedModel:
         plans = partition(model, units)
         self._model, self._parameters = model, [p for _, p in named]
         self._comms = ShardComms(comm)
-        settings = [[unit.name for unit in plans], param_dtype, reduce_dtype]
-        agree_on_parameters(named, self._comms.data, settings)
+        self._settings = [[unit.name for unit in plans], param_dtype, reduce_dtype]
+        agree_on_parameters(named, self._comms.data, self._settings)
         if init_sync:
             share([*named, *model.named_buffers()], self._comms.data)
         self._claim = claim(named, "sharded", "ShardedModel")
@@ -110,7 +106,7 @@ class ShardedModel:
         flats = [flat for unit in made for flat in unit.flats]
         places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
         # In the order of the model's parameters, which is that of an unsharded optimizer.
-        self._places: dict[int, _Place] = {id(p): places[id(p)] for p in self._parameters}
+        self._places = {id(p): places[id(p)] for p in self._parameters}
         self._runtime = Runtime(made, self._comms)
         self._runtime.hook()
 
@@ -169,12 +165,12 @@ class ShardedModel:
         optimizer.register_step_post_hook(lambda *_: self._runtime.changed())
         return optimizer
 
-    def _place(self, parameter: torch.Tensor) -> _Place:
+    def _place(self, parameter: torch.Tensor) -> Place:
         if id(parameter) not in self._places:
             raise ValueError("params has a tensor that is no parameter of the sharded model")
         return self._places[id(parameter)]
 
-    def _check_reduced(self, action: str, places: Iterable[_Place]) -> None:
+    def _check_reduced(self, action: str, places: Iterable[Place]) -> None:
         self._runtime.check_idle(action)
         for flat, index in places:
             if flat.gradient is not None and index in flat.gradient.taken:
@@ -261,34 +257,3 @@ class ShardedModel:
         self._runtime.remove()
         release(self._parameters)
         self._comms.close()
-
-    # -- checkpoints ----------------------------------------------------------------------------
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the model, with this rank's part of each parameter as an `un.checkpoint.TensorShard`.
-
-        Saved by `un.checkpoint.save` on all ranks, it is the plain model's state. The shards are the memory of the
-        parts, so `un.checkpoint.load` into the state loads into the model.
-        """
-        state = self._model.state_dict(keep_vars=True)
-        return {name: self._shard(entry) for name, entry in state.items()}
-
-    def _shard(self, entry: Any) -> Any:
-        if id(entry) not in self._places:
-            return entry
-        flat, index = self._places[id(entry)]
-        piece = flat.pieces[index]
-        return TensorShard(piece.tensor.detach(), piece.start, piece.shape)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state with shards of this rank, or with whole tensors, as a plain model has it.
-
-        Args:
-            state: A result of `state_dict` of this model, or of a plain one of the same class.
-
-        Raises:
-            ValueError: It has other names, shapes or shards. Nothing is loaded then.
-            RuntimeError: A forward, a backward or `full_parameters` is running.
-        """
-        self._runtime.check_idle("load_state_dict()")
-        load_entries(self._model, self.state_dict(), state)
-        self._runtime.changed()

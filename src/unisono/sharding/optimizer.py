@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,14 +96,14 @@ class ShardedOptimizer(ShardedStates):
         cap = in_bytes(bucket_cap_mb if shard_gradients else float("inf"))
         assert cap is not None
         self._comms = ShardComms(comm)
-        settings = (
+        self._settings = (
             optimizer_class.__qualname__,
             shard_gradients,
             master_dtype,
             cap,
             [len(g["params"]) for g in groups],
         )
-        agree_on_parameters(named, self._comms.data, settings)
+        agree_on_parameters(named, self._comms.data, self._settings)
         if shard_gradients:
             self._claim = claim(named, "sharded", "ShardedOptimizer")
         self._named, self._steps, self._touched = named, 0, set[int]()
@@ -199,7 +199,7 @@ class ShardedOptimizer(ShardedStates):
             raise
         return present
 
-    def _gather(self, buckets: list[ParameterBucket]) -> None:
+    def _gather(self, buckets: Sequence[ParameterBucket]) -> None:
         for work in [work for bucket in buckets for work in bucket.start_gather()]:
             work.wait()
         # Autograd then detects a backward through the old values.

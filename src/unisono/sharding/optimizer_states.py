@@ -9,12 +9,15 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.checkpoint.tensor_shard import TensorShard
+from unisono.communicator import Communicator
+from unisono.sharding.comms import ShardComms
 from unisono.sharding.parameter_bucket import ParameterBucket
 from unisono.sharding.shard_optimizer import Piece, ShardOptimizer, unwrap
+from unisono.utils.bucket_plan import Named, agree_on_parameters
 
 __all__ = ["ShardedStates"]
 
-_MASTER = "master"
+_MASTER, _PARAMETERS, _STEPS = "master", "parameters", "steps"
 
 
 class ShardedStates(Optimizer):
@@ -26,6 +29,11 @@ class ShardedStates(Optimizer):
     _places: Sequence[tuple[ParameterBucket, int]]
     # Indices of the parameters that were updated at least once.
     _touched: set[int]
+    _buckets: Sequence[ParameterBucket]
+    _comms: ShardComms
+    _named: Named
+    _settings: Sequence[object]
+    _steps: int
 
     def _share_options(self) -> None:
         for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
@@ -67,3 +75,57 @@ class ShardedStates(Optimizer):
             for index, master in masters.items():
                 if self._places[index][0].has_master:
                     self._pieces[index].tensor.copy_(unwrap(_MASTER, master, self._pieces[index]))
+
+    # -- other ranks ----------------------------------------------------------------------------
+    def move_to(self, comm: Communicator) -> None:
+        """Divide the states among the ranks of another communicator. Collective over it.
+
+        Parameters, hooks and the optimizer stay the same objects. Gradients are dropped. States are undefined until
+        they are loaded, and parameters stay as they are on each rank; `un.elastic.Recovery` restores both.
+
+        Args:
+            comm: The new communicator, such as the result of `comm.rebuild()`.
+
+        Raises:
+            MismatchError: Ranks have different models or settings.
+        """
+        self._comms.move_to(comm)
+        agree_on_parameters(self._named, self._comms.data, self._settings)
+        self.zero_grad()
+        for bucket in self._buckets:
+            bucket.recut()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return `state_dict()`, with this rank's part of the parameters. See `un.elastic.Recovery`."""
+        parameters = {index: bucket.shard(slot) for index, (bucket, slot) in enumerate(self._places)}
+        return {**self.state_dict(), _PARAMETERS: parameters, _STEPS: self._steps}
+
+    @torch.no_grad()
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Load a snapshot, and send each part of the parameters to all ranks. Collective.
+
+        Args:
+            snapshot: As of `snapshot` on the present ranks.
+        """
+        for index, shard in snapshot[_PARAMETERS].items():
+            bucket, slot = self._places[index]
+            bucket.shard(slot).local.copy_(shard.local)
+            self._pieces[index].tensor.copy_(shard.local)
+        self.load_state_dict({key: snapshot[key] for key in ("state", "param_groups")})
+        self._steps = snapshot[_STEPS]
+        for bucket in self._buckets:
+            bucket.follow_parameters()
+        self._gather(self._buckets)
+
+    def _gather(self, buckets: Sequence[ParameterBucket]) -> None:
+        """Send each rank's part of the parameters to all others."""
+        raise NotImplementedError
+
+    def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
+        """Return which elements this rank has of a parameter, as start and stop in the flattened parameter.
+
+        Args:
+            path: Keys that lead to it, or to a state of it, in `snapshot()`.
+        """
+        piece = self._pieces[path[1]]
+        return piece.start, piece.start + len(piece.tensor)

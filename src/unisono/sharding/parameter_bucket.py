@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from unisono.core.tensor_shard import TensorShard
 from unisono.core.types import Work
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_gradient import FlatGradient
@@ -38,7 +39,22 @@ class ParameterBucket:
         self, indices: Sequence[int], named: Named, comms: ShardComms, master_dtype: torch.dtype | None
     ) -> None:
         self.indices, self.parameters, self._comms = indices, [p for _, p in named], comms
-        layout = FlatLayout([p.numel() for p in self.parameters], comms.size)
+        raised = master_dtype is not None and self.parameters[0].is_floating_point()
+        self._dtype = master_dtype if raised else self.parameters[0].dtype
+        self.pieces = [
+            Piece(
+                name, p.shape, 0, torch.nn.Parameter(p.new_empty(0, dtype=self._dtype), requires_grad=p.requires_grad)
+            )
+            for name, p in named
+        ]
+        self._cut()
+        comms.data.broadcast(self._flat, 0)
+        self._master.copy_(self._part)
+        self.gradient = FlatGradient(self._layout, comms, self._flat.dtype)
+
+    def _cut(self) -> None:
+        """Let the parameters be views of a flat tensor, and the pieces slices of this rank's part."""
+        self._layout = layout = FlatLayout([p.numel() for p in self.parameters], self._comms.size)
         self._flat = self.parameters[0].new_zeros(layout.total)
         self._views = [
             self._flat[start : start + p.numel()].view(p.shape)
@@ -47,21 +63,26 @@ class ParameterBucket:
         for view, parameter in zip(self._views, self.parameters, strict=True):
             view.copy_(parameter)
             parameter.data = view
-        comms.data.broadcast(self._flat, 0)
-        self._part = self._flat[comms.rank * layout.part :][: layout.part]
-        raised = master_dtype is not None and self._flat.is_floating_point()
-        self._master = self._part.to(master_dtype) if raised else self._part
-        found = {place.index: place for place in layout.slices(comms.rank)}
-        places = [found.get(slot, Slice(slot, 0, 0, 0)) for slot in range(len(named))]
-        self.pieces = [
-            Piece(name, p.shape, place.start, self._piece(place, p))
-            for place, (name, p) in zip(places, named, strict=True)
-        ]
-        self.gradient = FlatGradient(layout, comms, self._flat.dtype)
+        self._part = self._flat[self._comms.rank * layout.part :][: layout.part]
+        self._master = self._part.to(self._dtype)
+        self._slices = {place.index: place for place in layout.slices(self._comms.rank)}
+        for slot, piece in enumerate(self.pieces):
+            place = self._place(slot)
+            piece.move(place.start, self._master[place.offset : place.offset + place.numel])
 
-    def _piece(self, place: Slice, parameter: torch.Tensor) -> torch.nn.Parameter:
-        elements = self._master[place.offset : place.offset + place.numel]
-        return torch.nn.Parameter(elements, requires_grad=parameter.requires_grad)
+    def _place(self, slot: int) -> Slice:
+        return self._slices.get(slot, Slice(slot, 0, 0, 0))
+
+    @torch.no_grad()
+    def recut(self) -> None:
+        """Be of the ranks that the communicator now has. Gradients are dropped."""
+        self._cut()
+        self.gradient.move_to(self._layout)
+
+    def shard(self, slot: int) -> TensorShard:
+        """Return this rank's elements of a parameter, in the memory of the parameter."""
+        place, piece = self._place(slot), self.pieces[slot]
+        return TensorShard(self._part[place.offset : place.offset + place.numel], piece.start, piece.shape)
 
     @property
     def has_master(self) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from unisono.errors import MismatchError
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
-from unisono.sharding.unit import Call, Unit
+from unisono.sharding.unit import Call, Unit, recut_units
 from unisono.utils.backward_pass import BackwardPass, current_pass
 from unisono.utils.graph import watch_outputs
 
@@ -254,6 +254,17 @@ class Runtime:
         for unit in self._units:
             for flat in unit.flats:
                 flat.restore()
+
+    def recut(self) -> None:
+        """Divide all units among the ranks that the communicator now has, with undefined elements."""
+        self.free()
+        for unit in self._units:
+            unit.drop()
+        # Ranks may have been at different units.
+        self._next.clear()
+        self._latest = self._previous = self._reducing = None
+        recut_units(self._units, self._comms)
+        self.changed()
 
     def check_idle(self, action: str) -> None:
         """`RuntimeError` inside a forward or backward."""

@@ -21,7 +21,7 @@ _SCALARS = {"step", "mu_product", "eta", "mu"}
 """States of torch's optimizers that are one number for a parameter: those of a 0-d parameter have the same shape."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """Slice of one parameter that this rank updates. Each rank has one of each parameter, which may be empty.
 
@@ -37,6 +37,15 @@ class Piece:
     start: int
     tensor: torch.nn.Parameter
 
+    def move(self, start: int, elements: torch.Tensor) -> None:
+        """Become another slice, for another number of ranks. The tensor stays the same object.
+
+        Args:
+            start: As `start`.
+            elements: Memory of the slice.
+        """
+        self.start, self.tensor.grad, self.tensor.data = start, None, elements
+
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this piece's elements of a tensor of the parameter's shape: a view where its memory allows."""
         return whole.reshape(-1)[self.start : self.start + len(self.tensor)]
@@ -47,6 +56,16 @@ class ShardOptimizer(Optimizer):
 
     pieces: Sequence[Piece]
     """The pieces, in the order of the groups: the n-th one is of the unsharded optimizer's parameter n."""
+    ranges: Sequence[tuple[int, int]]
+    """Start and length of each piece that the state is of."""
+
+    def check_ranges(self) -> None:
+        """`RuntimeError` if the pieces have become those of other ranks, and the state has not."""
+        if self.ranges != _ranges(self.pieces):
+            raise RuntimeError(
+                "the parameters of this optimizer were divided among other ranks, and its state was not. Pass the "
+                "optimizer to un.elastic.Recovery, too, or load its state from a checkpoint"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as the unsharded optimizer has it, each tensor of a parameter's shape as a `TensorShard`."""
@@ -56,6 +75,19 @@ class ShardOptimizer(Optimizer):
             for index, values in state["state"].items()
         }
         return state
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return `state_dict()`: all that this rank holds. See `un.elastic.Recovery`."""
+        return self.state_dict()
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Load a snapshot, with shards of this rank."""
+        self.load_state_dict(snapshot)
+
+    def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
+        """Return which elements this rank has of the tensor that is at a path in `snapshot()`, as start and stop."""
+        piece = self.pieces[path[1]]
+        return piece.start, piece.start + len(piece.tensor)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state with shards of this rank, or with whole tensors, as an unsharded optimizer has it.
@@ -74,6 +106,7 @@ class ShardOptimizer(Optimizer):
             }
             state_dict = {**state_dict, "state": state}
         super().load_state_dict(state_dict)
+        self.ranges = _ranges(self.pieces)
 
 
 def shard_optimizer(
@@ -108,8 +141,13 @@ def shard_optimizer(
     optimizer: ShardOptimizer = made(
         [{**group, "params": [piece.tensor for piece in group["params"]]} for group in groups], **defaults
     )
-    optimizer.pieces = pieces
+    optimizer.pieces, optimizer.ranges = pieces, _ranges(pieces)
+    optimizer.register_step_pre_hook(lambda *_: optimizer.check_ranges())
     return optimizer
+
+
+def _ranges(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    return [(piece.start, len(piece.tensor)) for piece in pieces]
 
 
 def check_elementwise(

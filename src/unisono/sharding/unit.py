@@ -11,7 +11,7 @@ from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
 from unisono.sharding.partition import UnitPlan
 
-__all__ = ["Call", "Unit", "make_units"]
+__all__ = ["Call", "Unit", "make_units", "recut_units"]
 
 
 class Call:
@@ -145,7 +145,7 @@ def make_units(
 
     No two messages have one length: the communicator's check then finds ranks that are at different units.
     """
-    lengths: set[int] = set()
+    paddings = _Paddings(comms.size)
     units = []
     for plan in plans:
         kinds: dict[object, list[tuple[str, torch.Tensor]]] = {}
@@ -153,15 +153,31 @@ def make_units(
             kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append((name, p))
         flats = []
         for named in kinds.values():
-            used = sum(p.numel() for _, p in named)
-            length = max(1, -(-used // comms.size))
-            while length in lengths:
-                length += 1
-            lengths.add(length)
-            flats.append(
-                FlatParameters(
-                    named, comms, length * comms.size - used, param_dtype=param_dtype, reduce_dtype=reduce_dtype
-                )
-            )
+            padding = paddings.of([p for _, p in named])
+            flats.append(FlatParameters(named, comms, padding, param_dtype=param_dtype, reduce_dtype=reduce_dtype))
         units.append(Unit(plan, flats))
     return units
+
+
+def recut_units(units: Sequence[Unit], comms: ShardComms) -> None:
+    """Shard the parameters of each unit over the ranks that the communicator now has; their elements are undefined."""
+    paddings = _Paddings(comms.size)
+    for unit in units:
+        for flat in unit.flats:
+            flat.recut(paddings.of(flat.parameters))
+
+
+class _Paddings:
+    """Numbers of elements after the parameters of a flat tensor, with which no two messages have one length."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lengths: set[int] = set()
+
+    def of(self, parameters: Sequence[torch.Tensor]) -> int:
+        used = sum(p.numel() for p in parameters)
+        length = max(1, -(-used // self._size))
+        while length in self._lengths:
+            length += 1
+        self._lengths.add(length)
+        return length * self._size - used

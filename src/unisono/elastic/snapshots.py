@@ -50,7 +50,7 @@ class Copy:
     def of(cls, shards: Mapping[_Key, TensorShard], device: torch.device) -> Copy:
         """Copy shards."""
         index = [(key, s.start, len(s.local), s.shape, s.local.dtype) for key, s in shards.items()]
-        memory = torch.zeros(sum(map(_room, shards.values())), dtype=torch.uint8, device=device)
+        memory = torch.empty(sum(map(_room, shards.values())), dtype=torch.uint8, device=device)
         copied = cls(index, memory)
         for key, place in copied.shards().items():
             place.local.copy_(shards[key].local)
@@ -75,7 +75,7 @@ class Copy:
         """Return what another rank sends by `send`."""
         lengths = torch.zeros(2, dtype=torch.int64, device=comm.device)
         comm.recv(lengths, src)
-        index, memory = (torch.zeros(n, dtype=torch.uint8, device=comm.device) for n in lengths.tolist())
+        index, memory = (torch.empty(n, dtype=torch.uint8, device=comm.device) for n in lengths.tolist())
         comm.recv(index, src)
         comm.recv(memory, src)
         return cls(serialization.decode(bytes(index.cpu().numpy())), memory)
@@ -86,7 +86,7 @@ class Copy:
         lengths, index, memory = (message.to(comm.device) for message in self._messages())
         other = torch.zeros_like(lengths)
         comm.sendrecv(lengths, to[0], other, to[1])
-        found = [torch.zeros(n, dtype=torch.uint8, device=comm.device) for n in other.tolist()]
+        found = [torch.empty(n, dtype=torch.uint8, device=comm.device) for n in other.tolist()]
         for mine, theirs in zip((index, memory), found, strict=True):
             comm.sendrecv(mine, to[0], theirs, to[1])
         return Copy(serialization.decode(bytes(found[0].cpu().numpy())), found[1])

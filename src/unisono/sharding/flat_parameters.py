@@ -64,8 +64,8 @@ class FlatParameters:
             Piece(name, p.shape, 0, nn.Parameter(p.new_empty(0), requires_grad=p.requires_grad)) for name, p in named
         ]
         self._cut(padding)
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-            piece.tensor.detach().copy_(piece.cut(parameter.detach()))
+        for piece, p in zip(self.pieces, self.parameters, strict=True):
+            piece.tensor.detach().copy_(piece.cut(p.detach()))
         self.gradient: FlatGradient | None = None
         if first.requires_grad:
             self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._dtype)

@@ -100,7 +100,7 @@ class ModelStates:
         self._runtime.recut()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `state_dict()`, but with a tied parameter once: all that this rank holds. See `un.elastic.Recovery`."""
+        """Return `state_dict()`, but with a tied parameter once. See `un.elastic.Recovery`."""
         state = self._model.state_dict(keep_vars=True)
         return {self._key(name, entry): self._shard(entry) for name, entry in state.items()}
 

@@ -102,7 +102,7 @@ def test_rank_dies_at_every_message(kind: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_faults(kind: str) -> None:
-    """Also deaths during recovery from others."""
+    """Some ranks die during recovery from other deaths."""
     endings = chaos.check(train, 4, kind, seeds=range(5000, 5100), judge=nearly)
     print(f"\n{kind}: {dict(endings.most_common())}")
     assert endings["right"] >= 25
@@ -113,7 +113,7 @@ def test_random_faults(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["model", "states"])
 @pytest.mark.parametrize("leavers", [(1, 2), (0,)])
 def test_ranks_leave(kind: str, leavers: tuple[int, ...]) -> None:
-    """Also neighbours, whose shards no other rank has."""
+    """Neighbours leave together, whose shards no other rank has."""
 
     def program(comm: un.Communicator) -> torch.Tensor | None:
         training, samples, me = Training(comm, kind), make_samples(), comm.rank

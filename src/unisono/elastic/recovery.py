@@ -43,7 +43,7 @@ class Recovery:
             `GlobalBatchSampler`), and is advanced by each commit; a part with `move_to` (`un.GradientAverager`) moves
             to the new communicator; a part with `state_dict` and `load_state_dict` (a model, an optimizer, a
             scheduler) is synced. A `ShardedModel`, an optimizer of it, and a `ShardedOptimizer`, which includes its
-            parameters, are divided anew. Parts are treated in the order in which they are passed.
+            parameters, are divided among the new ranks. Parts are treated in the order in which they are passed.
 
     Attributes:
         comm: The current communicator.
@@ -189,6 +189,16 @@ class Recovery:
 
         Raises:
             CommError: As `recover` does.
+
+        Example:
+            >>> def program(comm):
+            ...     sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), comm)
+            ...     training = un.elastic.Recovery(comm, model=sharded)
+            ...     if comm.rank == 1:
+            ...         return training.leave()
+            ...     return training.recover().size
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [2, None, 2]
         """
         self._leaving = True
         while True:

@@ -35,7 +35,7 @@ class Sharded(Protocol):
         """Return which elements this rank has of the tensor at a path in the snapshot."""
 
 
-class Copy:
+class _Copy:
     """Shards of one rank, in one message.
 
     Args:
@@ -47,7 +47,7 @@ class Copy:
         self.index, self.memory = index, memory
 
     @classmethod
-    def of(cls, shards: Mapping[_Key, TensorShard], device: torch.device) -> Copy:
+    def of(cls, shards: Mapping[_Key, TensorShard], device: torch.device) -> _Copy:
         """Copy shards."""
         index = [(key, s.start, len(s.local), s.shape, s.local.dtype) for key, s in shards.items()]
         memory = torch.empty(sum(map(_room, shards.values())), dtype=torch.uint8, device=device)
@@ -71,7 +71,7 @@ class Copy:
             comm.send(message.to(comm.device), dst)
 
     @classmethod
-    def recv(cls, comm: Communicator, src: int) -> Copy:
+    def recv(cls, comm: Communicator, src: int) -> _Copy:
         """Return what another rank sends by `send`."""
         lengths = torch.zeros(2, dtype=torch.int64, device=comm.device)
         comm.recv(lengths, src)
@@ -80,7 +80,7 @@ class Copy:
         comm.recv(memory, src)
         return cls(serialization.decode(bytes(index.cpu().numpy())), memory)
 
-    def shift(self, comm: Communicator, distance: int) -> Copy:
+    def shift(self, comm: Communicator, distance: int) -> _Copy:
         """Send to the rank `distance` to the right, and return what the one to the left has sent. Collective."""
         to = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
         lengths, index, memory = (message.to(comm.device) for message in self._messages())
@@ -89,7 +89,7 @@ class Copy:
         found = [torch.empty(n, dtype=torch.uint8, device=comm.device) for n in other.tolist()]
         for mine, theirs in zip((index, memory), found, strict=True):
             comm.sendrecv(mine, to[0], theirs, to[1])
-        return Copy(serialization.decode(bytes(found[0].cpu().numpy())), found[1])
+        return _Copy(serialization.decode(bytes(found[0].cpu().numpy())), found[1])
 
     def _messages(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         index = torch.frombuffer(bytearray(serialization.encode(self.index)), dtype=torch.uint8)
@@ -101,7 +101,7 @@ def _room(shard: TensorShard) -> int:
 
 
 @dataclass
-class Snapshot:
+class _Snapshot:
     """State of all parts at one moment.
 
     Attributes:
@@ -113,7 +113,7 @@ class Snapshot:
     rank: int
     size: int
     rest: dict[str, Any]
-    copies: dict[int, Copy]
+    copies: dict[int, _Copy]
 
 
 class Snapshots:
@@ -135,7 +135,7 @@ class Snapshots:
     def forget(self) -> None:
         """Drop all snapshots: this rank is to receive the state of others."""
         self.serial = -1
-        self._taken: dict[int, Snapshot] = {}
+        self._taken: dict[int, _Snapshot] = {}
 
     def take(self, comm: Communicator) -> None:
         """Take a snapshot, and give the neighbours a copy of it; returns when all ranks have. Collective."""
@@ -143,8 +143,8 @@ class Snapshots:
         shards: dict[_Key, TensorShard] = {}
         rest = {name: _without_shards(part.snapshot(), (name,), shards) for name, part in self._sharded.items()}
         rest |= {name: deepcopy(part.state_dict()) for name, part in self._whole.items()}
-        own = Copy.of(shards, comm.device)
-        taken = Snapshot(comm.rank, comm.size, rest, {comm.rank: own})
+        own = _Copy.of(shards, comm.device)
+        taken = _Snapshot(comm.rank, comm.size, rest, {comm.rank: own})
         for distance in range(1, min(self._redundancy, comm.size - 1) + 1):
             taken.copies[(comm.rank - distance) % comm.size] = own.shift(comm, distance)
         self._taken[self.serial + 1] = taken
@@ -225,7 +225,7 @@ class Snapshots:
                 if comm.rank == src:
                     self._taken[serial].copies[shard].send(comm, dst)
                 elif comm.rank == dst:
-                    self._taken[serial].copies[shard] = Copy.recv(comm, src)
+                    self._taken[serial].copies[shard] = _Copy.recv(comm, src)
         comm.barrier()
 
 

@@ -100,7 +100,13 @@ class ModelStates:
         self._runtime.recut()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `state_dict()`, but with a tied parameter once. See `un.elastic.Recovery`."""
+        """Return `state_dict()`, but with a tied parameter once. See `un.elastic.Recovery`.
+
+        Example:
+            >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))
+            >>> sharded.snapshot()["weight"]
+            TensorShard(0:3 of [1, 3], torch.float32)
+        """
         state = self._model.state_dict(keep_vars=True)
         return {self._key(name, entry): self._shard(entry) for name, entry in state.items()}
 
@@ -109,6 +115,10 @@ class ModelStates:
 
         Args:
             snapshot: As of `snapshot` on the present ranks.
+
+        Example:
+            >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))
+            >>> sharded.restore(sharded.snapshot())
         """
         state = self._model.state_dict(keep_vars=True)
         self.load_state_dict({name: snapshot[self._key(name, entry)] for name, entry in state.items()})
@@ -128,6 +138,11 @@ class ModelStates:
 
         Args:
             path: Keys that lead to it in `snapshot()`: one name.
+
+        Example:
+            >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))
+            >>> sharded.shard_range(["weight"])
+            (0, 3)
         """
         piece = self._pieces[path[0]]
         return piece.start, piece.start + len(piece.tensor)

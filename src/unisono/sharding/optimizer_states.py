@@ -88,6 +88,15 @@ class ShardedStates(Optimizer):
 
         Raises:
             MismatchError: Ranks have different models or settings.
+
+        Example:
+            >>> def program(comm):
+            ...     model = torch.nn.Linear(3, 1)
+            ...     optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, lr=0.1)
+            ...     optimizer.move_to(comm.split(comm.rank))
+            ...     return optimizer.shard_range(["parameters", 0])
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [(0, 3), (0, 3)]
         """
         self._comms.move_to(comm)
         agree_on_parameters(self._named, self._comms.data, self._settings)
@@ -96,7 +105,14 @@ class ShardedStates(Optimizer):
             bucket.recut()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `state_dict()`, with this rank's part of the parameters. See `un.elastic.Recovery`."""
+        """Return `state_dict()`, with this rank's part of the parameters. See `un.elastic.Recovery`.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, un.init("thread"))
+            >>> optimizer.snapshot()["parameters"]
+            {0: TensorShard(0:3 of [1, 3], torch.float32), 1: TensorShard(0:1 of [1], torch.float32)}
+        """
         parameters = {index: bucket.shard(slot) for index, (bucket, slot) in enumerate(self._places)}
         return {**self.state_dict(), _PARAMETERS: parameters, _STEPS: self._steps}
 
@@ -106,6 +122,11 @@ class ShardedStates(Optimizer):
 
         Args:
             snapshot: As of `snapshot` on the present ranks.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, un.init("thread"))
+            >>> optimizer.restore(optimizer.snapshot())
         """
         for index, shard in snapshot[_PARAMETERS].items():
             bucket, slot = self._places[index]
@@ -126,6 +147,12 @@ class ShardedStates(Optimizer):
 
         Args:
             path: Keys that lead to it, or to a state of it, in `snapshot()`.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, un.init("thread"))
+            >>> optimizer.shard_range(["parameters", 0])
+            (0, 3)
         """
         piece = self._pieces[path[1]]
         return piece.start, piece.start + len(piece.tensor)

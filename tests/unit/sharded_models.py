@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy, relu
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["MODELS", "Transformer", "batch", "loss_of", "trained"]
+import unisono as un
+from unisono.sharding import ShardedModel
+
+__all__ = ["MODELS", "Transformer", "batch", "loss_of", "trained", "trained_equally"]
 
 
 class Block(nn.Module):
@@ -139,3 +143,24 @@ def trained(name: str, ranks: int, steps: int = 3) -> tuple[list[float], dict[st
         optimizer.step()
         losses.append(total)
     return losses, model.state_dict()
+
+
+def trained_equally(model: nn.Module, given: torch.Tensor) -> bool:
+    """Return whether two sharded ranks train a model as one process does."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        losses = []
+        for step in range(3):
+            optimizer.zero_grad()
+            losses.append(model(given * (1 + step)).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        return torch.stack(losses).detach()
+
+    def program(comm: un.Communicator) -> torch.Tensor:
+        mine = copy.deepcopy(model)
+        return run(mine, ShardedModel(mine, comm).optimizer(torch.optim.SGD, lr=0.01))
+
+    found = un.launch(program, 2, "sim")
+    wanted = run(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    return all(torch.allclose(each, wanted, rtol=1e-12, atol=0) for each in found)

@@ -55,6 +55,8 @@ class FlatParameters:
         self.gathered = False
         self._comms = comms
         self._work: Work | None = None
+        # What autograd has saved of the parameters is valid at this version. While they are freed, theirs is higher.
+        self._version = 0
         self._classes = [type(p) for p in self.parameters]
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         first = self.parameters[0]
@@ -88,6 +90,7 @@ class FlatParameters:
         # Torch makes no views of a freed tensor.
         self._places = self._views(self._whole)
         self._point_to(self._places)
+        self.changed()
         self.gathered = True
         self.free()
 
@@ -134,25 +137,40 @@ class FlatParameters:
 
     def _show_filled(self) -> None:
         self.gathered = True
-        refill(self.parameters, self._classes)
+        refill(self.parameters, self._classes, self._version)
 
     def free(self) -> None:
         """Release the memory of the parameters."""
-        if not self.gathered and self._work is None:
-            return
         if self._work is not None:
             work, self._work = self._work, None
             with suppress(CommError):
                 work.wait()
-        self.gathered = False
-        free(self.parameters)
+        if self.gathered:
+            self.gathered = False
+            free(self.parameters, self._version + 1)
         self._whole.untyped_storage().resize_(0)
+
+    def changed(self) -> None:
+        """Let autograd refuse what it has saved of the parameters, because the elements are others."""
+        self._version = 1 + max(parameter._version for parameter in self.parameters)
+
+    def written(self) -> str | None:
+        """Return the name of a gathered parameter that was changed in place."""
+        pairs = zip(self.names, self.parameters, strict=True) if self.gathered else ()
+        return next((name for name, parameter in pairs if parameter._version != self._version), None)
+
+    def is_seen_by(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has the parameters' memory."""
+        if tensor.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        return tensor.untyped_storage()._cdata == self._whole.untyped_storage()._cdata
 
     # -- outside of training --------------------------------------------------------------------
     def show_whole(self) -> torch.Tensor:
         """Let the parameters be views of a new tensor with all elements, and return that. Collective."""
         flat = self.part.new_empty(self.layout.total)
         self._comms.data.all_gather_single(flat, self.part)
+        self.changed()
         self._show_filled()
         self._point_to(self._views(flat))
         return flat
@@ -162,6 +180,7 @@ class FlatParameters:
         if writeback:
             self.part.copy_(flat[self._comms.rank * self.layout.part :][: self.layout.part])
         self._point_to(self._places)
+        self.changed()
         self.free()
 
     def restore(self) -> None:

@@ -76,18 +76,25 @@ def _name(parameter: torch.Tensor) -> str:
     return str(parameter.__dict__["_sharded_name"])
 
 
-def free(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Let parameters refuse to be used."""
+def free(parameters: Sequence[torch.nn.Parameter], version: int) -> None:
+    """Let parameters refuse to be used, and autograd refuse what it has saved of them at another version."""
     for parameter in parameters:
         parameter.__class__ = FreedParameter
+    _set_version(parameters, version)
 
 
-def refill(parameters: Iterable[torch.nn.Parameter], classes: Iterable[type]) -> None:
+def refill(parameters: Sequence[torch.nn.Parameter], classes: Iterable[type], version: int) -> None:
     """Let parameters be used again.
 
     Args:
         parameters: Some of a sharded model.
         classes: The class that each had before `free`.
+        version: Number of these elements. Autograd uses what it has saved of the parameters at this version.
     """
     for parameter, original in zip(parameters, classes, strict=True):
         parameter.__class__ = original
+    _set_version(parameters, version)
+
+
+def _set_version(parameters: Sequence[torch.nn.Parameter], version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), (version,) * len(parameters))

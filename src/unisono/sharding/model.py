@@ -56,11 +56,12 @@ class ShardedModel(ModelStates):
         MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient of
             a parameter. From a forward: ranks run different units.
         AbortedError: Another rank's forward or backward has raised. All ranks drop the step; the next one is correct.
-        RuntimeError: From a forward: a parameter was unfrozen. From `backward()`: parameters were changed since the
-            forward, or a gradient is sparse.
+        RuntimeError: From a forward: a parameter was unfrozen, or changed in place. From `backward()`: parameters were
+            changed since the forward, or a gradient is sparse.
 
-    Tensors that a module neither returns nor keeps in a list, dict or dataclass that it returns must not lead a
-    backward pass into it. A forward or backward that raises frees all units; gradients of the step are dropped.
+    A backward pass that enters a module by another tensor than an output of it (in a list, dict or dataclass) needs
+    freed parameters: autograd then raises, as if they were modified in place. So it does in a double backward. A
+    forward or backward that raises frees all units; gradients of the step are dropped.
 
     Cost: for each step two all_gathers of the parameters and one reduce_scatter of the gradients, in one message a
     unit and dtype, and an all_reduce of two bytes a parameter. Where `comm.overlaps`, the unit that followed in the

@@ -89,17 +89,20 @@ class Runtime:
             return
         unit.running.pop()
         self._depth -= 1
+        raised = sys.exception() if sys.exception() is not self._outer else None
+        written = unit.written() if raised is None and not unit.running and not unit.held else None
         watched = 0
         if torch.is_grad_enabled():
             watched = watch_outputs(returned, partial(self._reach, unit, unit.call, self._version))
-        if self._in_backward():
-            return
-        if not unit.running and not (watched and (unit.name == "" or unit is self._last)):
-            unit.free()
-        error = sys.exception()
-        if error not in (None, self._outer) and self._depth == 0:
-            self.free()
-            self._comms.abort(f"a forward of the sharded model has failed there: {error!r}")
+        if not self._in_backward():
+            stays = watched and (unit.name == "" or unit is self._last)
+            if not unit.running and not stays and not unit.is_seen_by(returned):
+                unit.free()
+            if self._depth == 0 and (error := raised or written) is not None:
+                self.free()
+                self._comms.abort(f"a forward of the sharded model has failed there: {error!r}")
+        if written is not None:
+            raise written
 
     def _reach(self, unit: Unit, call: Call, version: int, _gradient: torch.Tensor) -> None:
         """Gather the unit, because a backward pass has reached its output."""
@@ -177,6 +180,8 @@ class Runtime:
         if self._syncing:
             self._agree()
             for unit in self._units:
+                if (error := unit.written()) is not None:
+                    raise error
                 if unit.has_taken():
                     self._reduce(unit)
             for unit in self._units:
@@ -221,6 +226,9 @@ class Runtime:
         """Release all units, because this rank's parts have changed."""
         self._version += 1
         self.free()
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.changed()
 
     @contextmanager
     def whole(self, *, writeback: bool) -> Iterator[None]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
@@ -80,6 +82,21 @@ class Unit:
                 raise RuntimeError(
                     f"{name!r} was frozen when its model was sharded. Call remove(), and shard the model again"
                 )
+
+    def written(self) -> RuntimeError | None:
+        """Return an error if a gathered parameter was changed in place."""
+        names = [name for flat in self.flats if (name := flat.written()) is not None]
+        if not names:
+            return None
+        return RuntimeError(
+            f"{names[0]!r} was changed in place while its sharded model ran, where each rank has a copy of it that is "
+            "not kept. Change it inside `with sharded.full_parameters():`"
+        )
+
+    def is_seen_by(self, returned: Any) -> bool:
+        """Return whether a tensor of what a module returned is a view of its parameters."""
+        found = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        return any(flat.is_seen_by(leaf) for leaf in found for flat in self.flats)
 
     # -- gradients ------------------------------------------------------------------------------
     def begin_backward(self) -> None:

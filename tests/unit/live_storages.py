@@ -16,13 +16,15 @@ __all__ = ["LiveStorages"]
 class LiveStorages(TorchDispatchMode):
     """Counts the memory of all tensors that operations in it return, also after they were resized.
 
+    A storage counts if its first tensor is of a floating-point dtype: memory of a transport is of bytes.
+
     Attributes:
         peak: Largest number of bytes since `restart`, after any operation.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self._known: dict[int, StorageWeakRef] = {}
+        self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
         self._see(tensors)
         self.restart()
 
@@ -30,11 +32,11 @@ class LiveStorages(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
-                self._known[storage._cdata] = StorageWeakRef(storage)
+                self._known[storage._cdata] = StorageWeakRef(storage), tensor.is_floating_point()
 
     def now(self) -> int:
-        self._known = {key: known for key, known in self._known.items() if not known.expired()}
-        alive = [torch.UntypedStorage._new_with_weak_ptr(key) for key in self._known]
+        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
+        alive = [torch.UntypedStorage._new_with_weak_ptr(key) for key, (_, counts) in self._known.items() if counts]
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
     def restart(self) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import loss_of, made
 from sharded_models import batch as batch_of
+from sharded_models import loss_of, made
 from torch import nn
 from torch.optim import AdamW
 

@@ -14,7 +14,8 @@ A transformer of 10.6 M parameters (6 blocks, each a unit of ZeRO-3) is trained 
   are of one token. Memory of the transport is not counted, nor zero1's gradients, which are in its averager's memory.
   In elements, for N parameters, w in the largest, r outside the blocks, u in a block: forward N + 2N/p (zero3: 3N/p + r
   + u). Backward in addition: zero2 the parts of all buckets up to one, that bucket, and w; zero3 N/p + (2 - 1/p)(r + u)
-  + 2w instead of r + u. Step in addition: this rank's gradients, and 2w.
+  + 2w instead of r + u. Step in addition: this rank's gradients, and 2w. Where `comm.overlaps` (as on 1 rank), one more
+  bucket, or one more unit in forward and two in backward.
 - Time: median of the ratios of neighbouring steps, of the slowest rank, zero1 and zero2 to torch, zero3 to
   fully_shard; torch's run on backend "unisono" over shared memory, or on gloo.
 
@@ -28,7 +29,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def curve(comm: un.Communicator, name: str, dtype: torch.dtype, steps: int, _fol
     for step in range(steps):
         way.batch = batch(comm.rank, step).to(dtype)
         way.step()
-        losses.append(torch.stack(comm.all_gather(way.loss.detach())).mean())
+        losses.append(torch.tensor(comm.all_gather_object(way.loss.item()), dtype=torch.float64).mean())
     return torch.stack(losses)
 
 
@@ -162,20 +163,26 @@ def show_curves(ranks: int, steps: int) -> None:
 
 
 # -- memory ---------------------------------------------------------------------------------------
-def formula(name: str, model: nn.Module, ranks: int) -> tuple[float, float, float]:
+def formula(name: str, model: nn.Module, ranks: int, *, overlaps: bool) -> tuple[float, float, float]:
     """Return the elements at the peaks of forward, backward and step."""
     sizes = [p.numel() for p in model.parameters()]
     n, u, w = sum(sizes), sum(p.numel() for p in model.layers[0].parameters()), max(sizes)
     r, kept = n - 6 * u, n + 2 * n / ranks
     if name == "zero1":
-        return kept, kept + w, kept + 2 * w
+        # A single rank averages nothing, so its gradients are torch's.
+        gradients = n if ranks == 1 else 0
+        return kept, kept + gradients + w, kept + gradients + 2 * w
     if name == "zero2":
         plan = plan_buckets(list(model.parameters()), range(len(sizes) - 1, -1, -1), 25 * MIB)
         buckets = [sum(sizes[i] for i in bucket) for bucket in plan]
         in_flight = max(bucket + before / ranks for bucket, before in zip(buckets, accumulate(buckets), strict=True))
+        if overlaps:
+            parts = accumulate(buckets)
+            in_flight = max(a + b + part / ranks for (a, b), part in zip(pairwise(buckets), parts, strict=False))
         return kept, kept + in_flight + w, kept + n / ranks + 2 * w
     kept, gathered = 3 * n / ranks, r + u
-    return kept + gathered, kept + n / ranks + (2 - 1 / ranks) * gathered + 2 * w, kept + n / ranks + 2 * w
+    forward, backward = gathered + u * overlaps, (2 - 1 / ranks) * gathered + 2 * w + 2 * u * overlaps
+    return kept + forward, kept + n / ranks + backward, kept + n / ranks + 2 * w
 
 
 def memory(comm: un.Communicator, name: str, _folder: Path) -> str:
@@ -190,7 +197,7 @@ def memory(comm: un.Communicator, name: str, _folder: Path) -> str:
             live.restart()
             phase()
             peaks.append(live.peak)
-    wanted = formula(name, made(), comm.size)
+    wanted = formula(name, made(), comm.size, overlaps=comm.overlaps)
     pairs = [
         f"{peak / 2**20:.1f} MiB, {peak / 4 / elements:.3f}{'' if abs(peak / 4 / elements - 1) < 0.05 else ' MISSED'}"
         for peak, elements in zip(peaks, wanted, strict=True)

@@ -188,6 +188,24 @@ def test_a_step_that_fails_on_one_rank_ends_on_all(where: str) -> None:
     assert on_two(program) == [True, True]
 
 
+def test_ranks_with_other_options_raise() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model, sharded, optimizer = simple(comm)
+        kept = [shard.local.clone() for shard in sharded.state_dict().values()]
+        other = sharded.optimizer(torch.optim.Adam if comm.rank else torch.optim.SGD, lr=0.5)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.param_groups[0]["lr"] += comm.rank
+        for wrong in (optimizer, other):
+            with pytest.raises(un.errors.MismatchError, match="options of group 0 are"):
+                wrong.step()
+        same = [torch.equal(shard.local, old) for shard, old in zip(sharded.state_dict().values(), kept, strict=True)]
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step()
+        return all(same)
+
+    assert on_two(program) == [True, True]
+
+
 def test_averager_and_sharded_model_refuse_each_other() -> None:
     def program(comm: un.Communicator) -> list[str]:
         model = nn.Linear(2, 1)

@@ -163,7 +163,7 @@ class FlatParameters:
         """Return whether a tensor has the parameters' memory."""
         if tensor.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False
-        return tensor.untyped_storage()._cdata == self._whole.untyped_storage()._cdata
+        return bool(tensor.untyped_storage()._cdata == self._whole.untyped_storage()._cdata)
 
     # -- outside of training --------------------------------------------------------------------
     def show_whole(self) -> torch.Tensor:

@@ -90,6 +90,9 @@ class GradientSharder:
             # Other ranks may have gradients here: contribute zeros, which count as no gradient.
             gradient.take(0, torch.zeros_like(bucket.parameters[0]))
             gradient.taken.clear()
+        if self._next > 1:
+            # At most one whole bucket is on its way.
+            self._buckets[self._next - 2].gradient.finish_reduce()
         gradient.start_reduce(async_op=self._comms.data.overlaps)
 
     @torch.no_grad()

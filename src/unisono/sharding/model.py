@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from unisono.sharding.model_states import ModelStates, Place
 from unisono.sharding.partition import UnitPolicy, partition, shardable
 from unisono.sharding.runtime import Runtime
 from unisono.sharding.shard_optimizer import ShardOptimizer, shard_optimizer
+from unisono.sharding.step_check import check_same_step
 from unisono.sharding.unit import make_units
 from unisono.utils.bucket_plan import agree_on_parameters
 from unisono.utils.claims import claim, release
@@ -135,6 +136,8 @@ class ShardedModel(ModelStates):
         Raises:
             ValueError: The class is not elementwise, or `params` has a tensor that is no parameter of the model.
             RuntimeError: From `step()`: gradients are not averaged, since the last `backward()` ran in `no_sync`.
+            MismatchError: From `step()`, which is collective: ranks have other options, or gradients of other
+                parameters. No parameter has changed then.
 
         Example:
             >>> def program(comm):
@@ -153,16 +156,13 @@ class ShardedModel(ModelStates):
         ]
         optimizer = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
         own = [place for group in places for place in group]
-        zero_pieces = optimizer.zero_grad
 
-        def zero_grad(set_to_none: bool = True) -> None:
-            zero_pieces(set_to_none)
+        def drop() -> None:
             for flat, index in own:
                 flat.forget(index)
 
-        # Gradients of no_sync passes are not those of the pieces yet.
-        setattr(optimizer, "zero_grad", zero_grad)  # noqa: B010
-        optimizer.register_step_pre_hook(lambda *_: self._check_reduced("optimizer.step()", own))
+        optimizer.drop = drop
+        optimizer.register_step_pre_hook(lambda *_: self._check_step(optimizer, own))
         optimizer.register_step_post_hook(lambda *_: self._runtime.changed())
         return optimizer
 
@@ -170,6 +170,13 @@ class ShardedModel(ModelStates):
         if id(parameter) not in self._places:
             raise ValueError("params has a tensor that is no parameter of the sharded model")
         return self._places[id(parameter)]
+
+    def _check_step(self, optimizer: ShardOptimizer, places: Sequence[Place]) -> None:
+        self._check_reduced("optimizer.step()", places)
+        self._comms.replace()
+        names = [flat.names[index] for flat, index in places]
+        present = [flat.pieces[index].tensor.grad is not None for flat, index in places]
+        check_same_step(names, present, optimizer.param_groups, [], 0, self._comms.data)
 
     def _check_reduced(self, action: str, places: Iterable[Place]) -> None:
         self._runtime.check_idle(action)

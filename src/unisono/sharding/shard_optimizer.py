@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -59,6 +59,9 @@ class ShardOptimizer(Optimizer):
     ranges: Sequence[tuple[int, int]]
     """Start and length of each piece that the state is of."""
 
+    drop: Callable[[], None]
+    """Drops gradients that are not those of the pieces yet."""
+
     def check_ranges(self) -> None:
         """`RuntimeError` if the pieces have become those of other ranks, and the state has not."""
         if self.ranges != _ranges(self.pieces):
@@ -66,6 +69,11 @@ class ShardOptimizer(Optimizer):
                 "the parameters of this optimizer were divided among other ranks, and its state was not. Pass the "
                 "optimizer to un.elastic.Recovery, too, or load its state from a checkpoint"
             )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free all gradients, those of passes that are not averaged too."""
+        super().zero_grad(set_to_none)
+        self.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as the unsharded optimizer has it, each tensor of a parameter's shape as a `TensorShard`."""
@@ -141,7 +149,7 @@ def shard_optimizer(
     optimizer: ShardOptimizer = made(
         [{**group, "params": [piece.tensor for piece in group["params"]]} for group in groups], **defaults
     )
-    optimizer.pieces, optimizer.ranges = pieces, _ranges(pieces)
+    optimizer.pieces, optimizer.ranges, optimizer.drop = pieces, _ranges(pieces), lambda: None
     optimizer.register_step_pre_hook(lambda *_: optimizer.check_ranges())
     return optimizer
 

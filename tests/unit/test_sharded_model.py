@@ -29,7 +29,7 @@ def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bo
     return True
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_that_of_one_process(name: str, ranks: int) -> None:
     def program(comm: un.Communicator) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -193,8 +193,11 @@ def test_ranks_with_other_options_raise() -> None:
         model, sharded, optimizer = simple(comm)
         kept = [shard.local.clone() for shard in sharded.state_dict().values()]
         other = sharded.optimizer(torch.optim.Adam if comm.rank else torch.optim.SGD, lr=0.5)
-        model(torch.ones(1, 3)).sum().backward()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
         optimizer.param_groups[0]["lr"] += comm.rank
+        with pytest.raises(RuntimeError, match="GradScaler finds no infinity"):
+            scaler.step(optimizer)
         for wrong in (optimizer, other):
             with pytest.raises(un.errors.MismatchError, match="options of group 0 are"):
                 wrong.step()
@@ -330,3 +333,13 @@ def test_processes_and_memory_of_reductions_over_gloo() -> None:
         return sum(each() is not None for each in kept)
 
     assert max(pool("gloo", 2).run(program)) <= 1
+
+
+@pytest.mark.soak
+def test_torch_compile_of_the_model_raises() -> None:
+    def program(comm: un.Communicator) -> None:
+        model, _, _ = simple(comm)
+        with pytest.raises(RuntimeError, match=r"torch.compile cannot trace a ShardedModel's hooks"):
+            torch.compile(model, backend="eager")(torch.ones(1, 3))
+
+    un.launch(program, 1, "thread")

@@ -428,6 +428,21 @@ def test_misuse_is_one_error() -> None:
     on_two(program)
 
 
+def test_sharded_gradients_come_from_backward_only() -> None:
+    def program(comm: Any) -> None:
+        model = make_model()
+        optimizer = shard(comm, model, sharded=True, lr=0.1)
+        with pytest.raises(ValueError, match="none can be zeroed"):
+            optimizer.zero_grad(set_to_none=False)
+        loss_of(model, 0, 0).backward()
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match=r"p.grad of '0.weight' was set"):
+                use()
+
+    on_two(program)
+
+
 def test_scaled_losses_with_whole_gradients() -> None:
     def program(comm: Any) -> list[torch.Tensor]:
         model = make_model()

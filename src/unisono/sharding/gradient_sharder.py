@@ -122,7 +122,14 @@ class GradientSharder:
                     bucket.gradient.taken.discard(slot)
 
     def check_reduced(self) -> None:
-        """`RuntimeError` if gradients wait for a pass outside of `no_sync`."""
+        """`RuntimeError` if gradients wait for a pass outside of `no_sync`, or are not of a pass."""
+        for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
+            for parameter, placeholder, piece in zip(bucket.parameters, placeholders, bucket.pieces, strict=True):
+                if parameter.grad is not None and parameter.grad is not placeholder:
+                    raise RuntimeError(
+                        f"p.grad of {piece.name!r} was set, but sharded gradients come from backward() only. Set it to "
+                        "None, or create the optimizer with shard_gradients=False"
+                    )
         if any(bucket.gradient.taken for bucket in self._buckets):
             raise RuntimeError(
                 "gradients of backward passes in no_sync() are not averaged yet. Run the last backward() of a step "

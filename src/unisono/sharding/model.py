@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class ShardedModel(ModelStates):
     each rank gets those of its part. The model is used as before, and its parameters remain the same objects. A freed
     parameter has a shape, and raises `RuntimeError` if its elements or its gradient are used.
 
-    Collective, as are all methods but `optimizer`, `no_sync`, `state_dict` and `load_state_dict`. All
-    ranks run the same forwards and backwards in the same order. Freeze parameters before, not after.
+    Collective, as are all methods but `optimizer`, `no_sync`, `state_dict` and `load_state_dict`. All ranks run equal
+    forwards and backwards in the same order. Freeze parameters before. `torch.compile` of the model raises.
 
     A parameter of several units, such as a tied weight, belongs to the nearest unit that encloses them all. What
     belongs to no other unit belongs to the unit of the model, which stays gathered between forward and backward.
@@ -135,9 +136,8 @@ class ShardedModel(ModelStates):
 
         Raises:
             ValueError: The class is not elementwise, or `params` has a tensor that is no parameter of the model.
-            RuntimeError: From `step()`: gradients are not averaged, since the last `backward()` ran in `no_sync`.
-            MismatchError: From `step()`, which is collective: ranks have other options, or gradients of other
-                parameters. No parameter has changed then.
+            RuntimeError: From `step()`: the last `backward()` ran in `no_sync`, or a `GradScaler` calls.
+            MismatchError: From `step()`, which is collective: ranks have other options. No parameter has changed then.
 
         Example:
             >>> def program(comm):
@@ -150,18 +150,13 @@ class ShardedModel(ModelStates):
         given: list[Any] = list(self._parameters if params is None else params)
         groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         places = [[self._place(p) for p in group["params"]] for group in groups]
-        cut = [
-            {**group, "params": [flat.pieces[index] for flat, index in own]}
-            for group, own in zip(groups, places, strict=True)
-        ]
+        pieces = [[flat.pieces[index] for flat, index in own] for own in places]
+        cut = [{**group, "params": own} for group, own in zip(groups, pieces, strict=True)]
         optimizer = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
         own = [place for group in places for place in group]
-
-        def drop() -> None:
-            for flat, index in own:
-                flat.forget(index)
-
-        optimizer.drop = drop
+        optimizer.on_zero_grad = [partial(flat.forget, index) for flat, index in own]
+        # GradScaler then sets `found_inf`, and always steps.
+        optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_step_pre_hook(lambda *_: self._check_step(optimizer, own))
         optimizer.register_step_post_hook(lambda *_: self._runtime.changed())
         return optimizer
@@ -173,10 +168,13 @@ class ShardedModel(ModelStates):
 
     def _check_step(self, optimizer: ShardOptimizer, places: Sequence[Place]) -> None:
         self._check_reduced("optimizer.step()", places)
-        self._comms.replace()
-        names = [flat.names[index] for flat, index in places]
-        present = [flat.pieces[index].tensor.grad is not None for flat, index in places]
-        check_same_step(names, present, optimizer.param_groups, [], 0, self._comms.data)
+        scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]
+        if any(scaled):
+            raise RuntimeError(
+                "GradScaler finds no infinity in other ranks' gradients. Use bfloat16 without a GradScaler"
+            )
+        known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
+        check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.data)
 
     def _check_reduced(self, action: str, places: Iterable[Place]) -> None:
         self._runtime.check_idle(action)

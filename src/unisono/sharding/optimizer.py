@@ -57,8 +57,8 @@ class ShardedOptimizer(ShardedStates):
         MismatchError: Ranks have different models or settings; or, from `step()` and on every rank, different
             gradients or options.
         AbortedError: From `backward()` or `step()`: another rank's backward pass has failed. Gradients are dropped.
-        RuntimeError: From `step()`: a parameter was given other memory, or gradients wait for a pass outside
-            `no_sync`.
+        RuntimeError: From `step()`: a parameter was given other memory, p.grad was set with `shard_gradients`, or
+            gradients wait for a pass outside `no_sync`.
 
     Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and checks with 8 bytes a rank;
     `shard_gradients` adds one reduce_scatter a bucket. Memory in elements: N parameters, N/p of each state and of the
@@ -218,8 +218,13 @@ class ShardedOptimizer(ShardedStates):
 
         Args:
             set_to_none: Whether p.grad becomes None. If not, whole gradients are filled with zeros.
+
+        Raises:
+            ValueError: Sharded gradients cannot be filled with zeros, because `step()` has freed them.
         """
         if self._sharder is not None:
+            if not set_to_none:
+                raise ValueError("step() has freed the sharded gradients, so none can be zeroed. Pass set_to_none=True")
             self._sharder.drop()
         super().zero_grad(set_to_none)
 

@@ -71,6 +71,8 @@ class Runtime:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+            raise RuntimeError("torch.compile cannot trace a ShardedModel's hooks. Compile functions inside modules")
         if self._depth == 0 and not self._in_backward():
             self._begin_forward()
         outermost = not unit.running
@@ -178,10 +180,11 @@ class Runtime:
 
     def _end(self) -> None:
         if self._syncing:
-            self._agree()
             for unit in self._units:
                 if (error := unit.written()) is not None:
                     raise error
+            self._agree()
+            for unit in self._units:
                 if unit.has_taken():
                     self._reduce(unit)
             for unit in self._units:

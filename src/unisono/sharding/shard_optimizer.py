@@ -58,9 +58,8 @@ class ShardOptimizer(Optimizer):
     """The pieces, in the order of the groups: the n-th one is of the unsharded optimizer's parameter n."""
     ranges: Sequence[tuple[int, int]]
     """Start and length of each piece that the state is of."""
-
-    drop: Callable[[], None]
-    """Drops gradients that are not those of the pieces yet."""
+    on_zero_grad: Sequence[Callable[[], None]] = ()
+    """Called by `zero_grad`: they drop gradients that are not those of the pieces yet."""
 
     def check_ranges(self) -> None:
         """`RuntimeError` if the pieces have become those of other ranks, and the state has not."""
@@ -73,7 +72,8 @@ class ShardOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free all gradients, those of passes that are not averaged too."""
         super().zero_grad(set_to_none)
-        self.drop()
+        for drop in self.on_zero_grad:
+            drop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as the unsharded optimizer has it, each tensor of a parameter's shape as a `TensorShard`."""
@@ -149,7 +149,7 @@ def shard_optimizer(
     optimizer: ShardOptimizer = made(
         [{**group, "params": [piece.tensor for piece in group["params"]]} for group in groups], **defaults
     )
-    optimizer.pieces, optimizer.ranges, optimizer.drop = pieces, _ranges(pieces), lambda: None
+    optimizer.pieces, optimizer.ranges = pieces, _ranges(pieces)
     optimizer.register_step_pre_hook(lambda *_: optimizer.check_ranges())
     return optimizer
 

@@ -202,12 +202,12 @@ class ShardedModel(ModelStates):
 
         Example:
             >>> def program(comm):
-            ...     model = torch.nn.Linear(4, 1, bias=False)
+            ...     model = torch.nn.Linear(2, 1, bias=False)
             ...     sharded = un.sharding.ShardedModel(model, comm)
-            ...     model(torch.ones(1, 4)).sum().backward()
+            ...     model(torch.tensor([[3.0, 4.0]])).sum().backward()
             ...     return sharded.clip_grad_norm_(1.0).item()
             >>> un.launch(program, nprocs=2, backend="thread")
-            [2.0, 2.0]
+            [5.0, 5.0]
         """
         self._check_reduced("clip_grad_norm_()", self._places.values())
         pieces = [flat.pieces[index].tensor for flat, index in self._places.values()]

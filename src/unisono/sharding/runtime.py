@@ -71,7 +71,7 @@ class Runtime:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             raise RuntimeError("torch.compile cannot trace a ShardedModel's hooks. Compile functions inside modules")
         if self._depth == 0 and not self._in_backward():
             self._begin_forward()

@@ -102,7 +102,8 @@ class FlatParameters:
             self.part.fill_(torch.nan)
         if self.gradient is not None:
             self.gradient.move_to(self.layout)
-        refill(self.parameters, self._classes)
+        self.changed()
+        refill(self.parameters, self._classes, self._version)
         self._make_whole()
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:

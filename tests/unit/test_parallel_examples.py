@@ -231,27 +231,36 @@ def test_training_equals_one_process(backend: str, ranks: int) -> None:
     check_training(run_ranks(trained, ranks, backend, whole, 2), whole, 2)
 
 
-def everything(comm: un.Communicator, folder: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def everything(comm: un.Communicator, folder: str, whole: nn.Sequential, layers: list[nn.Module]) -> tuple[Any, ...]:
     sys.path.insert(0, folder)
-    whole, layers, model = arguments
-    pair = comm.split(comm.rank // 2)
     torch.set_num_threads(1)
+    pair = comm.split(comm.rank // 2)
     return (
         divided_step(pair, whole),
-        pipeline_step(comm, 8, layers[:4]),
-        pipeline_step(comm, 8, layers),
-        trained(comm, model, 2),
+        pipeline_step(comm, 8, layers[: comm.size]),
+        pipeline_step(comm, 8, layers[: 2 * comm.size]),
     )
 
 
-def test_on_shared_memory() -> None:
-    whole, layers, model = whole_transformer(), stages(8), train_tensor_pipeline.whole_model()
-    results = pool("shm", 4).run(everything, str(FOLDER), (whole, layers, model))
-    divided, plain, interleaved, training = zip(*results, strict=True)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_on_shared_memory(ranks: int) -> None:
+    whole, layers = whole_transformer(), stages(2 * ranks)
+    divided, plain, interleaved = zip(*pool("shm", ranks).run(everything, str(FOLDER), whole, layers), strict=True)
     check_divided(list(divided[:2]), whole)
-    check_pipeline(list(plain), 8, layers[:4])
+    check_pipeline(list(plain), 8, layers[:ranks])
     check_pipeline(list(interleaved), 8, layers)
-    check_training(list(training), model, 2)
+
+
+def training_on_shared_memory(comm: un.Communicator, folder: str, whole: nn.Sequential) -> tuple[Any, ...]:
+    sys.path.insert(0, folder)
+    torch.set_num_threads(1)
+    return trained(comm, whole, 2)
+
+
+@pytest.mark.soak
+def test_training_on_shared_memory() -> None:
+    whole = train_tensor_pipeline.whole_model()
+    check_training(pool("shm", 4).run(training_on_shared_memory, str(FOLDER), whole), whole, 2)
 
 
 def test_errors() -> None:

@@ -1,4 +1,4 @@
-"""How long the ranks of a pipeline are idle, on a virtual clock: no model, no waiting.
+"""Idle time of the ranks of a pipeline, on a virtual clock: no model, no waiting.
 
 python docs/examples/parallel/pipeline_bubble.py
 

@@ -54,9 +54,10 @@ def schedule(rank, size, microbatches, chunks=1):
 class Pipeline:
     """A model whose stages are divided between the ranks of a communicator.
 
-    Sends do not block, and a receive waits for what the next action needs: so ranks never wait for each other in a
-    circle, even if no message is buffered. Activations and gradients have a tag each, within which a rank sends in the
-    order in which its neighbor receives. The backend needs tags, which all have but nccl.
+    Between two actions a rank sends the result of one and receives what the next needs, together, and has started to
+    receive for the action after it: so ranks never wait for each other in a circle, even if no message is buffered.
+    Activations and gradients have a tag each, within which a rank sends in the order in which its neighbor receives.
+    The backend needs tags, which all have but nccl.
 
     Args:
         chunks: This rank's modules: chunk c is stage `c * comm.size + comm.rank` of the model. As many on each rank.
@@ -80,17 +81,16 @@ class Pipeline:
         """
         rank, size = self.comm.rank, self.comm.size
         stages, mean = len(self.chunks) * size, self.activation.new_zeros((), dtype=torch.float64)
-        kept, sends = {}, []
-        for action in schedule(rank, size, len(inputs), len(self.chunks)):
-            stage = action.chunk * size + rank
-            key = action.chunk, action.microbatch
-            sends = [work for work in sends if not work.is_completed()]
+        actions = schedule(rank, size, len(inputs), len(self.chunks))
+        kept, sent, arriving = {}, None, self._receive(actions[0])
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
+            stage, key = action.chunk * size + rank, (action.chunk, action.microbatch)
+            received, work = arriving
+            arriving = self._receive(following)
+            _wait(work, sent)
+            sent = None
             if action.forward:
-                x = (
-                    inputs[action.microbatch]
-                    if stage == 0
-                    else self._receive(self.previous, ACTIVATION).requires_grad_()
-                )
+                x = inputs[action.microbatch] if received is None else received.requires_grad_()
                 y = self.chunks[action.chunk](x)
                 if stage == stages - 1:
                     y = loss(y, action.microbatch) / len(inputs)
@@ -98,20 +98,31 @@ class Pipeline:
                 elif y.shape != self.activation.shape:
                     raise ValueError(f"stage {stage} returned {tuple(y.shape)}, not {tuple(self.activation.shape)}")
                 else:
-                    sends.append(self.comm.isend(y.detach(), self.next, ACTIVATION))
+                    sent = self.comm.isend(y.detach(), self.next, ACTIVATION)
                 kept[key] = x, y
                 self.peak = max(self.peak, len(kept))
             else:
                 x, y = kept.pop(key)
-                y.backward(None if stage == stages - 1 else self._receive(self.next, GRADIENT))
+                y.backward(received)  # of a loss, the last stage's, it is None
                 if stage > 0:
-                    sends.append(self.comm.isend(x.grad, self.previous, GRADIENT))
-        for work in sends:
-            work.wait()
+                    sent = self.comm.isend(x.grad, self.previous, GRADIENT)
+        _wait(sent)
         self.comm.broadcast(mean, size - 1)
         return mean
 
-    def _receive(self, peer, tag):
+    def _receive(self, action):
+        """Start to receive what an action needs from another rank: return the tensor and the work, None if nothing."""
+        if action is None:
+            return None, None
+        stage = action.chunk * self.comm.size + self.comm.rank
+        if stage == (0 if action.forward else len(self.chunks) * self.comm.size - 1):
+            return None, None
         tensor = torch.empty_like(self.activation)
-        self.comm.recv(tensor, peer, tag)
-        return tensor
+        peer, tag = (self.previous, ACTIVATION) if action.forward else (self.next, GRADIENT)
+        return tensor, self.comm.irecv(tensor, peer, tag)
+
+
+def _wait(*works):
+    for work in works:
+        if work is not None:
+            work.wait()

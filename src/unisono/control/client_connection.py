@@ -11,6 +11,7 @@ from unisono import serialization
 from unisono.control import handshake
 from unisono.control.auth_channel import Channel
 from unisono.control.inspect_socket import InspectSocket
+from unisono.control.sockets import check_platform
 from unisono.errors import CommError, CommTimeoutError
 
 __all__ = ["ClientConnection", "connect"]
@@ -97,7 +98,9 @@ def connect(
     Raises:
         CommTimeoutError: No server answers there.
         CommError: Something else answers there, or the secrets differ.
+        UnavailableError: On Windows.
     """
+    check_platform()
     deadline = time.monotonic() + timeout
     attempt = 0
     while True:

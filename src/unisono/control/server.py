@@ -17,7 +17,7 @@ from unisono.control.handshake import Acceptor, Handshake
 from unisono.control.inspect_socket import InspectSocket
 from unisono.control.membership import Outgoing, Reply, failed
 from unisono.control.server_connection import Connection
-from unisono.control.sockets import invalidate_after_fork, listen
+from unisono.control.sockets import check_platform, invalidate_after_fork, listen
 from unisono.control.state import ControlState
 from unisono.core.failure import Cause
 
@@ -38,6 +38,7 @@ class Server:
 
     Raises:
         CommError: The address cannot be listened at; the message names the reason and the fix.
+        UnavailableError: On Windows.
 
     Example:
         >>> from unisono.control.client import SocketControl
@@ -51,6 +52,7 @@ class Server:
     """
 
     def __init__(self, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+        check_platform()
         self._listener = listen(host, port)
         self._address: tuple[str, int] = self._listener.getsockname()[:2]
         self._state = ControlState()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
 import weakref
 from typing import Protocol
 
-from unisono.errors import CommError
+from unisono.errors import CommError, UnavailableError
 
-__all__ = ["ForkUnsafeResource", "invalidate_after_fork", "listen", "recv_exactly", "tune"]
+__all__ = ["ForkUnsafeResource", "check_platform", "invalidate_after_fork", "listen", "recv_exactly", "tune"]
 
 # Seconds after which a host that vanishes without a message is noticed, approximately.
 _SILENCE_S = 20
@@ -42,6 +43,15 @@ def _in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
+
+
+def check_platform() -> None:
+    """Raise UnavailableError where processes cannot be ranks."""
+    if not hasattr(select, "poll"):
+        raise UnavailableError(
+            "ranks that are processes need select.poll, which Windows does not have; use backend='thread' or 'sim', "
+            "or run the program in WSL"
+        )
 
 
 def tune(peer: socket.socket) -> None:

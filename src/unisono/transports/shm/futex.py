@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 __all__ = ["futex_wait", "futex_wake"]
 
 _SYS_FUTEX, _WAIT, _WAKE = 202, 0, 1
 _ALL = 0x7FFFFFFF
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """Return the C library. Not loaded on import, which has to work where there is none, as on Windows."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.syscall.restype = ctypes.c_long
+    return library
 
 
 class _Timespec(ctypes.Structure):
@@ -27,9 +33,9 @@ def futex_wait(address: int, expected: int, timeout_s: float) -> None:
     """
     limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
     word, value = ctypes.c_void_p(address), ctypes.c_uint32(expected & 0xFFFFFFFF)
-    _libc.syscall(_SYS_FUTEX, word, _WAIT, value, ctypes.byref(limit), None, 0)
+    _libc().syscall(_SYS_FUTEX, word, _WAIT, value, ctypes.byref(limit), None, 0)
 
 
 def futex_wake(address: int) -> None:
     """Wake every thread that sleeps at an address."""
-    _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)
+    _libc().syscall(_SYS_FUTEX, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)

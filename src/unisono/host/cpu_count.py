@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from unisono.host import mpi_library
+from unisono.host.numa import BOUND
 
 __all__ = ["core_wait_s", "cores", "quota", "visible"]
 
@@ -41,7 +42,11 @@ def visible() -> int:
     """Return the number of processors in this process's affinity, or in the machine if a launcher binds each rank."""
     of_the_machine = os.cpu_count() or 1
     # The script that sbatch runs is no step, and has all of the job's processors on this host.
-    binds = mpi_library.launched() is not None or ("SLURM_STEP_ID" in os.environ and "RANK" not in os.environ)
+    binds = (
+        mpi_library.launched() is not None
+        or BOUND in os.environ
+        or ("SLURM_STEP_ID" in os.environ and "RANK" not in os.environ)
+    )
     if binds or not hasattr(os, "sched_getaffinity"):
         # This rank's binding does not show the processors of all ranks together.
         return of_the_machine

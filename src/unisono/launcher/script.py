@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from unisono.core.failure import ended_by
+from unisono.host import numa
 from unisono.host.cpu_count import cores
 
 __all__ = ["ScriptJob", "ScriptResult", "run_script"]
@@ -41,6 +42,7 @@ class ScriptJob:
         address: Address of the first host.
         port: Where rank 0 listens, for torch too at the port after it; free ports if None.
         backend: What `init` uses where a program passes none; None for its own choice.
+        binding: Which processors a rank may use; see `unisono.host.numa.placement`.
         prefix: Whether each line of output begins with its rank.
         to_stderr: Whether the ranks' standard output goes to standard error too.
     """
@@ -52,6 +54,7 @@ class ScriptJob:
     address: str = "127.0.0.1"
     port: int | None = None
     backend: str | None = None
+    binding: numa.Binding = "none"
     prefix: bool = True
     to_stderr: bool = False
 
@@ -72,6 +75,8 @@ class ScriptJob:
             "PYTHONUNBUFFERED": 1,
         }
         chosen = {} if self.backend is None else {"UNISONO_BACKEND": self.backend}
+        if self.binding != "none":
+            chosen[numa.BOUND] = numa.shown(numa.placement(self.ranks, self.binding)[local_rank])
         return {**os.environ, **{name: str(value) for name, value in places.items()}, **chosen}
 
 

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 from unisono.diagnostics.tracebacks import show_errors
+from unisono.host import numa
 
 __all__ = ["main"]
 
@@ -21,6 +22,7 @@ def main(alive: int, command: list[str]) -> None:
         alive: File descriptor of a pipe that ends with the launcher.
         command: A file or "-m" and a module, then the script's arguments.
     """
+    numa.bind()
     threading.Thread(target=_end_with_launcher, args=(alive,), daemon=True).start()
     show_errors(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

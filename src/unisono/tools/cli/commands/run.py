@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -50,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help=f"where rank 0 listens, and torch at the next port (free ports; {_PORT} with --hosts)",
     )
+    add(
+        "--bind-to",
+        choices=("none", "numa", "core"),
+        default="none",
+        help="processors of a rank: all, those of its NUMA node, or an equal share of these (default none)",
+    )
     add("--no-prefix", action="store_true", help="pass output on without the rank")
     add(
         "--json",
@@ -68,6 +75,8 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError(f"--restarts must be at least 0, not {given.restarts}")
     if given.port is not None and not 0 < given.port < 65535:
         raise UsageError(f"--port must be from 1 to 65534, not {given.port}")
+    if given.bind_to != "none" and not hasattr(os, "sched_setaffinity"):
+        raise UsageError(f"--bind-to {given.bind_to} needs Linux")
     if not given.module and not Path(given.script).is_file():
         raise UsageError(f"there is no file {given.script!r}; pass -m to run a module")
     hosts = [host.strip() for host in given.hosts.split(",") if host.strip()]
@@ -80,6 +89,7 @@ def run(given: argparse.Namespace) -> int:
         address=hosts[0] if hosts else "127.0.0.1",
         port=given.port or (_PORT if hosts else None),
         backend=given.backend,
+        binding=given.bind_to,
         prefix=not given.no_prefix,
         to_stderr=given.json,
     )

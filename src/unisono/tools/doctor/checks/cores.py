@@ -11,7 +11,7 @@ from unisono.tools.doctor.checks.launcher import BY_VARIABLES, launched
 from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.target import Target
 
-__all__ = ["ORDER", "check"]
+__all__ = ["ORDER", "check", "ranks_here"]
 
 ORDER = 40
 
@@ -20,7 +20,7 @@ def check(target: Target) -> Iterator[Finding]:
     """Count the cores in the process's affinity mask and in its control group's quota."""
     launch = launched()
     count, why = _cores()
-    ranks = next((count for count in (target.ranks, launch.local_size, launch.size) if count is not None), None)
+    ranks = ranks_here(target)
     if ranks is None:
         yield ok(f"{count} {why}")
         return
@@ -42,6 +42,12 @@ def check(target: Target) -> Iterator[Finding]:
         )
     elif threads is None and ranks > 1 and launch.by in ("", *BY_VARIABLES):
         yield info("OMP_NUM_THREADS is not set: each rank may take all cores", f"export OMP_NUM_THREADS={share}")
+
+
+def ranks_here(target: Target) -> int | None:
+    """Return the number of ranks on this host, asked for or started by a launcher; None if it is unknown."""
+    launch = launched()
+    return next((count for count in (target.ranks, launch.local_size, launch.size) if count is not None), None)
 
 
 def _cores() -> tuple[int, str]:

@@ -27,7 +27,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 class Network:
-    """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ..., and no other network.
+    """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ... (fd77::1, ...), and no other network.
 
     A context manager; on exit, it kills all processes on these hosts and removes the hosts.
 
@@ -35,16 +35,18 @@ class Network:
         hosts: Number of hosts.
         rate: Maximum send rate of each host, in the notation of `tc`; None is unlimited.
         burst: Maximum burst, in the notation of `tc`.
+        ipv6: Whether the hosts have IPv6 addresses only.
 
     Example:
         with Network(2, rate="1gbit") as network:
             subprocess.run(network.command(1, "ping", "-c1", network.addresses[0]), check=True)
     """
 
-    def __init__(self, hosts: int = 2, rate: str | None = "1gbit", burst: str = "128kb") -> None:
+    def __init__(self, hosts: int = 2, rate: str | None = "1gbit", burst: str = "128kb", *, ipv6: bool = False) -> None:
         self._stem = f"uni{os.getpid():x}-{next(_numbers)}"
         self._rate, self._burst = rate, burst
-        self.addresses = [f"10.77.0.{number + 1}" for number in range(hosts)]
+        stem, self._rest = ("fd77::", ["/64", "nodad"]) if ipv6 else ("10.77.0.", ["/24"])
+        self.addresses = [f"{stem}{number + 1}" for number in range(hosts)]
         self._made: list[str] = []
 
     def __enter__(self) -> Self:
@@ -71,7 +73,8 @@ class Network:
                 *("peer", "name", _port(number), "netns", switch),
             )
             _run("ip", "-n", switch, "link", "set", _port(number), "master", "bridge0", "up")
-            _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", _INTERFACE)
+            mask, *flags = self._rest
+            _run("ip", "-n", host, "address", "add", f"{address}{mask}", "dev", _INTERFACE, *flags)
             _run("ip", "-n", host, "link", "set", "lo", "up")
             _run("ip", "-n", host, "link", "set", _INTERFACE, "up")
             if self._rate is not None:

@@ -1,4 +1,4 @@
-"""Hosts with IPv6 only, with the loopback only, and with a name that resolves to nothing."""
+"""Hosts with IPv6 only, two interfaces, the loopback only, or a name that resolves to nothing."""
 
 from __future__ import annotations
 
@@ -67,6 +67,23 @@ def test_hosts_with_ipv6_only(network: Network, backend: str, found: str) -> Non
 def test_interface_with_an_ipv6_address_can_be_named(network: Network) -> None:
     with HostRanks(network, (1, 1), reduced, options=lambda rank: {"interface": "eth0"}) as ranks:
         assert ranks.results() == [("gloo", 2.0, 2.0 * (1 << 18))] * 2
+
+
+def test_data_takes_the_interface_that_is_named(network: Network) -> None:
+    def ip(host: int, *words: str) -> None:
+        subprocess.run(["ip", "-n", network.name(host), *words], check=True)
+
+    ip(0, "link", "add", "ib0", "type", "veth", "peer", "name", "ib0", "netns", network.name(1))
+    for host in range(2):
+        ip(host, "address", "add", f"10.78.0.{host + 1}/24", "dev", "ib0")
+        ip(host, "link", "set", "ib0", "up")
+    before = network.sent(0)
+    # The rendezvous is at the address of eth0.
+    with HostRanks(network, (1, 1), reduced, options=lambda rank: {"interface": "ib0"}) as ranks:
+        assert ranks.results() == [("gloo", 2.0, 2.0 * (1 << 18))] * 2
+    assert network.sent(0) - before < (1 << 18) * 4 // 2
+    counter = network.command(0, "cat", "/sys/class/net/ib0/statistics/tx_bytes")
+    assert int(subprocess.run(counter, check=True, capture_output=True).stdout) >= (1 << 18) * 4 // 2
 
 
 def test_host_with_loopback_only_and_a_name_that_resolves_to_nothing(tmp_path: Path) -> None:

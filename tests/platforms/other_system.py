@@ -1,4 +1,4 @@
-"""What works on another system: imports, then ranks; each part in a child that `hidden` has changed.
+"""Imports, then ranks, as on another system: each part in a child that `hidden` has changed.
 
 The children are forks of this process, which has imported torch once; nothing of unisono is imported before.
 """
@@ -85,7 +85,7 @@ def _refuse(reason: str, backend: str) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

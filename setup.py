@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the native core, compiled where it can be. See unisono.core.native."""
+"""What pyproject.toml cannot say: the native core, compiled where it can be. See unisono.host.native."""
 
 import hashlib
 import sys

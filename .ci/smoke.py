@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import unisono as un
-from unisono.core.native import native
+from unisono.host.native import native
 
 
 def program(comm):

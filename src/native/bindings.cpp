@@ -240,6 +240,28 @@ class Core {
     const int rank_, size_;
 };
 
+// Words of shared memory by which ranks synchronize in Python: see transports/shm/words.py. Processors may reorder plain
+// accesses, and those of Python are plain. The buffer keeps the memory mapped.
+class SharedWords {
+  public:
+    explicit SharedWords(nb::handle memory) {
+        if (PyObject_GetBuffer(memory.ptr(), &buffer_, PyBUF_WRITABLE)) throw nb::python_error();
+    }
+    ~SharedWords() { PyBuffer_Release(&buffer_); }
+    SharedWords(const SharedWords&) = delete;
+
+    uint64_t load(size_t index) const { return at(index).load(std::memory_order_seq_cst); }
+    void store(size_t index, uint64_t value) { at(index).store(value, std::memory_order_seq_cst); }
+
+  private:
+    Word& at(size_t index) const {
+        if (index >= static_cast<size_t>(buffer_.len) / sizeof(Word)) throw nb::index_error();
+        return static_cast<Word*>(buffer_.buf)[index];
+    }
+
+    Py_buffer buffer_;
+};
+
 // Addresses and lengths of the memory to write, and addresses of the memory to copy from.
 void copy_gradients(const std::vector<uintptr_t>& destinations, const std::vector<uintptr_t>& sources,
                     const std::vector<int64_t>& lengths) {
@@ -262,6 +284,10 @@ NB_MODULE(_native, module) {
     module.doc() = "Collectives in shared memory; see src/native.";
     module.attr("BUILD") = UNISONO_BUILD;
     module.def("copy_gradients", &copy_gradients);
+    nb::class_<SharedWords>(module, "SharedWords")
+        .def(nb::init<nb::handle>())
+        .def("__getitem__", &SharedWords::load)
+        .def("__setitem__", &SharedWords::store);
     nb::class_<Core>(module, "Core")
         .def(nb::init<uintptr_t, uintptr_t, uintptr_t, int64_t, int, int, bool,
                       const std::vector<std::pair<std::string, int64_t>>&>())

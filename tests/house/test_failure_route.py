@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.core.native import native
+from unisono.host.native import native
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no compiler was here when unisono was installed")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.core.native import native
+from unisono.host.native import native
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no compiler was here when unisono was installed")
 

@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 
 import unisono as un
-from unisono.core.native import native
+from unisono.host.native import native
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no compiler was here when unisono was installed")
 

@@ -13,7 +13,7 @@ import pytest
 from doctor_helpers import Seen, find, the_problem
 from launcher_helpers import task
 
-from unisono.core.native import NO_EXTENSIONS
+from unisono.host.native import NO_EXTENSIONS
 from unisono.tools.doctor import Target
 
 

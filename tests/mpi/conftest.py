@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unisono.core.native import NO_EXTENSIONS
+from unisono.host.native import NO_EXTENSIONS
 from unisono.testing.pools import RankPool
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.core.native import native
+from unisono.host.native import native
 from unisono.gradients import bucket as buckets
 from unisono.gradients.bucket import Bucket
 

@@ -7,7 +7,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from unisono.core.native import NO_EXTENSIONS, native
+from unisono.host.native import NO_EXTENSIONS, native
 
 
 def test_core_is_built_if_a_compiler_exists() -> None:

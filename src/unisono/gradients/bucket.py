@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import torch
 
-from unisono.core.native import native
+from unisono.host.native import native
 from unisono.core.types import Work
 from unisono.utils.bucket_plan import dense_strides
 

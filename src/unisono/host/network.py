@@ -13,6 +13,8 @@ from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
 
+from unisono.host.native import native
+
 __all__ = [
     "INTERFACE",
     "address_for_others",
@@ -38,11 +40,14 @@ def why_no_shm() -> str | None:
     """Return the reason why shared memory between processes is unsafe here, with the fix; None if it is safe."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "backend 'shm' needs Linux (memfd_create); use backend='gloo'"
-    if platform.machine() not in ("x86_64", "AMD64"):
-        # The sender writes data, then a flag, by two plain stores: x86 keeps their order, other processors do not.
+    machine = platform.machine()
+    if machine not in ("x86_64", "AMD64", "aarch64"):
+        return f"backend 'shm' needs x86-64 or aarch64, and this processor is {machine}; use backend='gloo'"
+    if machine == "aarch64" and native() is None:
+        # Of two plain stores in Python, data and then a flag, others may see the second one first.
         return (
-            f"backend 'shm' relies on the order of stores of x86-64, which {platform.machine()} does not keep; "
-            "use backend='gloo'"
+            f"backend 'shm' needs unisono's native core on {machine}, which reorders the stores of Python; install a "
+            "wheel, or build unisono with a C++ compiler, or use backend='gloo'"
         )
     try:
         os.close(os.memfd_create("unisono"))

@@ -10,6 +10,7 @@ from unisono.core.failure import left_error
 from unisono.errors import CommTimeoutError
 from unisono.host.cpu_count import cores
 from unisono.transports.shm.futex import futex_wait, futex_wake
+from unisono.transports.shm.words import Words
 
 __all__ = ["SharedBarrier", "missing_ranks_error"]
 
@@ -37,16 +38,16 @@ def missing_ranks_error(waited_s: float, ranks: Sequence[int]) -> CommTimeoutErr
 class SharedBarrier:
     """Counters of every rank, 256 bytes each, and the wait for them.
 
-    A rank writes only its own counters, as aligned 64-bit words, which x86 stores atomically and in
-    order. `arrive_and_wait` counts rounds: a rank that has arrived in round n has finished reading what the others
-    wrote for round n - 1, so two buffers used in turn need no further synchronization. An arrival
-    carries a few words, the signature, that describe what the rank is about to do.
+    A rank writes only its own counters. `arrive_and_wait` counts rounds: a rank that has arrived in round n has
+    finished reading what the others wrote for round n - 1, so two buffers used in turn need no further
+    synchronization: the words order the buffers' contents, too. An arrival carries a few words, the signature, that
+    describe what the rank is about to do.
 
     Waiting: poll some hundred times, then yield the processor, then sleep until woken (at
     most 2 ms, so that nothing depends on the wake-up).
 
     Args:
-        words: The memory as 64-bit words.
+        words: The memory, by `words_of`.
         address: Address of its first byte.
         rank: This rank.
         size: Number of ranks.
@@ -57,7 +58,7 @@ class SharedBarrier:
         """Memory that a barrier of `size` ranks takes."""
         return size * _STRIDE * 8
 
-    def __init__(self, words: memoryview, address: int, rank: int, size: int) -> None:
+    def __init__(self, words: Words, address: int, rank: int, size: int) -> None:
         self._words, self._address, self.rank, self.size = words, address, rank, size
         self._base = [r * _STRIDE for r in range(size)]
         self._bases = [base for r, base in enumerate(self._base) if r != rank]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unisono.transports.shm.words import words_of
+
 __all__ = ["Ring", "nbytes_of", "rings_of"]
 
 _LINE_BYTES = 64
@@ -12,7 +14,8 @@ _WRITTEN, _READ = 0, _LINE_BYTES // 8
 class Ring:
     """One end of a single-producer single-consumer ring; src/native/shm/p2p_ring.hpp has the same protocol.
 
-    Two lines of control hold the counts of bytes written and read since the beginning; each count has one writer.
+    Two lines of control hold the counts of bytes written and read since the beginning; each count has one writer,
+    and the words order them after the copies that they count.
     Bytes travel in parts, and the last bytes of a part are counted together with padding to the end of their line:
     so each part begins at a line, and both counts are whole lines at any time. Long parts move by quarters of the
     ring, so that both ends copy at the same time.
@@ -25,7 +28,7 @@ class Ring:
     __slots__ = ("_counts", "_data", "_held")
 
     def __init__(self, control: memoryview, data: memoryview) -> None:
-        self._counts, self._data, self._held = control.cast("Q"), data, 0
+        self._counts, self._data, self._held = words_of(control), data, 0
 
     @property
     def available(self) -> int:
@@ -58,7 +61,6 @@ class Ring:
         if more:
             self._held = written - counts[_WRITTEN]
         else:
-            # x86 stores in order, so the bytes are there before the count; src/native has fences.
             counts[_WRITTEN], self._held = written, 0
         return step
 

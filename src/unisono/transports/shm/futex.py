@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+import platform
 
 __all__ = ["futex_wait", "futex_wake"]
 
-_SYS_FUTEX, _WAIT, _WAKE = 202, 0, 1
+_SYS_FUTEX = 98 if platform.machine() == "aarch64" else 202
+_WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
 
 

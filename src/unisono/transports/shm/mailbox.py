@@ -20,6 +20,7 @@ from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.transports.shm.byte_ring import Ring, nbytes_of, rings_of
 from unisono.transports.shm.futex import futex_wait, futex_wake
 from unisono.transports.shm.segment import PAGE_BYTES, map_shared
+from unisono.transports.shm.words import words_of
 
 __all__ = ["ShmMailbox"]
 
@@ -96,7 +97,7 @@ class ShmMailbox(Mailbox):
         content = memoryview(memory)
         with torch.inference_mode(mode=False):
             data = torch.frombuffer(memory, dtype=torch.uint8)
-        self._words = content.cast("Q")[flags // 8 : rings // 8]
+        self._words = words_of(content[flags:rings])
         self._address = data.data_ptr() + flags
         self._own = rank * _LINE
         self._out, incoming = rings_of(rank, size, content[rings:], _RING_BYTES)

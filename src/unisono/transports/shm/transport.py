@@ -19,7 +19,7 @@ from unisono.core.fingerprint import Fingerprint, explain, hash_of
 from unisono.core.group import Group
 from unisono.core.lazy_work import Deferred
 from unisono.core.mailbox import Mailbox
-from unisono.core.native import native
+from unisono.host.native import native
 from unisono.core.transport import Options, Transport
 from unisono.core.types import CollectiveCall, Message, ReduceOp, Work
 from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
@@ -33,6 +33,7 @@ from unisono.transports.shm.p2p_ring import MessageRings
 from unisono.transports.shm.segment import PAGE_BYTES, map_shared, neighbours
 from unisono.transports.shm.signature import signature_of
 from unisono.transports.shm.symmetric_memory import SymmetricMemory
+from unisono.transports.shm.words import words_of
 
 if TYPE_CHECKING:
     from unisono.core.control import ControlPlane
@@ -82,8 +83,9 @@ class ShmTransport(Transport):
         infos = [_INFO.unpack_from(memory, _INFOS + _INFO.size * rank) for rank in range(size)]
         self.background = all(spares for spares, _ in infos)
         with torch.inference_mode(mode=False):
-            words, data = memoryview(memory).cast("Q"), torch.frombuffer(memory, dtype=torch.uint8)
-        self._barrier = SharedBarrier(words[barrier // 8 : stages // 8], data.data_ptr() + barrier, group.rank, size)
+            data = torch.frombuffer(memory, dtype=torch.uint8)
+        words = words_of(memoryview(memory)[barrier:stages])
+        self._barrier = SharedBarrier(words, data.data_ptr() + barrier, group.rank, size)
         # Memory is unmapped when its last user is freed, so no reference cycle may contain this object.
         differ = _weak_method(self._raise_mismatch)
         queues, core = memoryview(memory)[rings:], None

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.host.native import native
 from unisono.gradients import bucket as buckets
 from unisono.gradients.bucket import Bucket
+from unisono.host.native import native
 
 FORMS = ("plain", "turned", "negative", "spread", "sparse", "of a graph", "derived")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from native_core import without_core
 
 import unisono as un
-from unisono.host.native import native
 from unisono.core.reduce_op import check_reducible, parse_op
 from unisono.errors import CommError
+from unisono.host.native import native
 from unisono.testing.pools import RankPool
 from unisono.transports.shm import transport
 

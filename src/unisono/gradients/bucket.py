@@ -7,8 +7,8 @@ from operator import attrgetter
 
 import torch
 
-from unisono.host.native import native
 from unisono.core.types import Work
+from unisono.host.native import native
 from unisono.utils.bucket_plan import dense_strides
 
 __all__ = ["Bucket"]

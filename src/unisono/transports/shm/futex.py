@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 import platform
+from functools import cache
 
 __all__ = ["futex_wait", "futex_wake"]
 

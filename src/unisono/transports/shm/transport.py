@@ -19,11 +19,11 @@ from unisono.core.fingerprint import Fingerprint, explain, hash_of
 from unisono.core.group import Group
 from unisono.core.lazy_work import Deferred
 from unisono.core.mailbox import Mailbox
-from unisono.host.native import native
 from unisono.core.transport import Options, Transport
 from unisono.core.types import CollectiveCall, Message, ReduceOp, Work
 from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
 from unisono.host.cpu_count import cores
+from unisono.host.native import native
 from unisono.host.network import why_no_shm
 from unisono.transports.shm.barrier import SharedBarrier
 from unisono.transports.shm.collectives import ShmCollectives

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-from unisono.host.native import NO_EXTENSIONS, native
 from unisono.host.distribution import source
+from unisono.host.native import NO_EXTENSIONS, native
 from unisono.tools.doctor.finding import Finding, info, ok, optional
 from unisono.tools.doctor.target import Target
 

@@ -22,7 +22,7 @@ def content(sender: int, turn: int, count: int) -> torch.Tensor:
 
 
 def stressed(comm: un.Communicator, turns: int) -> int:
-    """Send and receive by the core (blocking) or by Python, as each rank draws for itself; return the wrong messages."""
+    """Send and receive by the core (blocking) or by Python, as each rank draws; return the wrong messages."""
     own, common, wrong = random.Random(comm.rank), random.Random(99), 0
     peer = 1 - comm.rank
     for turn in range(turns):

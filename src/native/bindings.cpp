@@ -12,6 +12,7 @@
 #include "shm/collectives.hpp"
 #include "gradient_copy.hpp"
 #include "shm/p2p_ring.hpp"
+#include "shm/shared_words.hpp"
 
 namespace nb = nanobind;
 
@@ -238,28 +239,6 @@ class Core {
     std::vector<DType> dtypes_;
     CollectiveCall call_;
     const int rank_, size_;
-};
-
-// Words of shared memory by which ranks synchronize in Python: see transports/shm/words.py. Processors may reorder plain
-// accesses, and those of Python are plain. The buffer keeps the memory mapped.
-class SharedWords {
-  public:
-    explicit SharedWords(nb::handle memory) {
-        if (PyObject_GetBuffer(memory.ptr(), &buffer_, PyBUF_WRITABLE)) throw nb::python_error();
-    }
-    ~SharedWords() { PyBuffer_Release(&buffer_); }
-    SharedWords(const SharedWords&) = delete;
-
-    uint64_t load(size_t index) const { return at(index).load(std::memory_order_seq_cst); }
-    void store(size_t index, uint64_t value) { at(index).store(value, std::memory_order_seq_cst); }
-
-  private:
-    Word& at(size_t index) const {
-        if (index >= static_cast<size_t>(buffer_.len) / sizeof(Word)) throw nb::index_error();
-        return static_cast<Word*>(buffer_.buf)[index];
-    }
-
-    Py_buffer buffer_;
 };
 
 // Addresses and lengths of the memory to write, and addresses of the memory to copy from.

@@ -19,8 +19,8 @@ class Words(Protocol):
 def words_of(memory: memoryview) -> Words:
     """Return words whose accesses order all others to shared memory; ranks synchronize in Python by these alone.
 
-    A rank that reads a new value of a word sees all that its writer stored before that value, and a rank that sets a
-    word has completed all its earlier reads. Each access is a sequentially consistent atomic one by the native core.
+    A rank that reads a new value sees all that its writer stored before that value, and a rank that sets a value has
+    completed all its earlier reads. Each access is a sequentially consistent atomic one by the native core.
     Without the core it is a plain one, which has both properties on x86-64 only (see `why_no_shm`).
 
     Args:

@@ -38,10 +38,6 @@ def test_no_test_is_listed_twice() -> None:
     assert len(LISTED) == len(set(LISTED))
 
 
-def test_torch_optimizer_test_passes() -> None:
-    assert failures("DistOptimizerTest.test_dist_optim") == (1, {})
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_torchrun_reports_the_early_exit(start: Start, script: str, backend: str
     assert re.search(rf"rank +: {culprit} .*\n *exitcode *: 3 ", root), said
 
 
+@pytest.mark.soak
 def test_forked_child_ends_normally(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "forks.py"
     path.write_text("import os, unisono as un\ncomm = un.init('gloo')\npid = os.fork()\npid and os.waitpid(pid, 0)\n")

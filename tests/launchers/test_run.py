@@ -94,6 +94,7 @@ def test_a_rank_without_an_error_is_named(what: str, status: int, sentence: str)
     assert ended.stderr.splitlines()[0] == sentence
 
 
+@pytest.mark.soak
 def test_others_go_on_after_a_failure_if_asked_to() -> None:
     ended = run("-n", "2", "--on-failure", "continue", "train.py", "survive")
     assert ended.returncode == 0

@@ -62,6 +62,7 @@ def since_it_worked(ended: mpi_jobs.Ended) -> float:
     return time.time() - max(works)
 
 
+@pytest.mark.soak
 def test_exception_ends_the_job_and_is_reported_first(tmp_path: Path) -> None:
     ended = mpi_jobs.mpirun(tmp_path, STARTED + RAISES + GOES_ON, arguments=("mpi", "1"))
     assert ended.status == 1

@@ -56,7 +56,9 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((one["model"][name] - other["model"][name]).abs().max()) for name in one["model"])
 
 
-@pytest.mark.parametrize("stop", [1, 4, 6, 9])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(1, marks=pytest.mark.soak), 4, pytest.param(6, marks=pytest.mark.soak), 9]
+)
 def test_result_equals_an_uninterrupted_run(stop: int) -> None:
     unbroken = run_ranks(train, 2, "thread", None, 1000)
     halfway = run_ranks(train, 2, "thread", None, stop)

@@ -67,7 +67,9 @@ def whole(ranks: int, cls: type[Optimizer], steps: int = STEPS, **options: Any) 
 
 
 @BOTH
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)]
+)
 def test_equals_the_unsharded_run(ranks: int, sharded: bool) -> None:
     def program(comm: Any) -> list[list[torch.Tensor]]:
         found = []
@@ -85,7 +87,7 @@ def test_equals_the_unsharded_run(ranks: int, sharded: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_same_bits_as_averaged(ranks: int, sharded: bool) -> None:
     def program(comm: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         plain, ours = make_model(torch.float32), make_model(torch.float32)

@@ -275,6 +275,8 @@ def _main_as_ranks_see_it() -> Iterator[None]:
 
 def _found(module: ModuleType) -> bool:
     """Return whether a fresh process with the same path would import this very module by its name."""
+    if module.__spec__ is not None and module.__spec__.origin in ("built-in", "frozen"):
+        return True
     parent, _, _ = module.__name__.rpartition(".")
     if parent and not (parent in sys.modules and _found(sys.modules[parent])):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,10 @@ RUNS: Counter[int] = Counter()
 
 
 class DeathError(BaseException):
-    """Ends a worker that is a thread."""
+    """Ends a worker that is a thread: an error that cannot be told to rank 0 either."""
+
+    def __str__(self) -> str:
+        raise self
 
 
 @dataclass
@@ -93,4 +97,16 @@ def fail_to_begin() -> None:
 
 
 def thread_of(_: int) -> int:
+    return threading.get_ident()
+
+
+def raise_of_kind(kind: type[BaseException]) -> None:
+    raise kind("mine")
+
+
+def compute(seconds: float) -> int:
+    """Compute for a time, and return which thread did."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
     return threading.get_ident()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import queue
+import subprocess
+import sys
 import threading
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from typing import Any
@@ -245,6 +249,13 @@ def test_contents_that_cannot_be_sent_are_one_error() -> None:
         assert pool.submit(tasks.square, 2).result() == 4
 
 
+def test_functions_of_the_interpreter_go_by_name() -> None:
+    with un.Pool(1, backend="thread") as pool:
+        assert list(pool.map(int, ["1", "2"])) == [1, 2]
+        assert pool.submit(dict, fn=1).result() == {"fn": 1}
+        assert pool.submit(os.path.basename, "a/b").result() == "b"
+
+
 def test_arguments_are_copied_by_submit() -> None:
     with un.Pool(1, backend="thread") as pool:
         values = torch.zeros(3)
@@ -272,6 +283,58 @@ def test_asyncio_awaits_tasks() -> None:
 
     with un.Pool(2, backend="thread") as pool:
         assert asyncio.run(program()) == [x * x for x in range(9)]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_errors_of_every_kind_are_results(kind: type[BaseException]) -> None:
+    with un.Pool(1, backend="thread") as pool:
+        with pytest.raises(un.rpc.RemoteError, match=f"mine(.|\n)*{kind.__name__}"):
+            pool.submit(tasks.raise_of_kind, kind).result()
+        assert pool.submit(tasks.square, 2).result() == 4
+
+
+def test_workers_share_a_chunk_that_takes_longer_than_expected() -> None:
+    with un.Pool(2, backend="thread") as pool:
+        # After so many cheap calls, the dear ones are one chunk.
+        workers = list(pool.map(tasks.compute, [0.0] * 2000 + [0.06] * 8))
+    assert len(workers) == 2008
+    assert len(set(workers[2000:])) == 2
+
+
+def test_callbacks_cannot_wait_for_the_end_of_the_pool() -> None:
+    errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def end(_: Future[Any]) -> None:
+        try:
+            pool.shutdown()
+        except RuntimeError as error:
+            errors.put(error)
+
+    pool, number = un.Pool(1, backend="thread"), next(_numbers)
+    tasks.GATES[number] = threading.Event()
+    pool.submit(tasks.hold, number).add_done_callback(end)
+    tasks.GATES[number].set()
+    assert "wait=False" in str(errors.get(timeout=60))
+    pool.shutdown()
+
+
+def test_a_pool_that_is_dropped_ends_after_its_tasks() -> None:
+    pool = un.Pool(1, backend="thread")
+    future = pool.submit(tasks.thread_of, 0)
+    del pool
+    thread = future.result(timeout=60)
+    for known in threading.enumerate():
+        if known.ident == thread:
+            known.join(60)
+            assert not known.is_alive()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("end", ["", "pool.shutdown(wait=False)", "del pool"])
+def test_a_process_ends_after_its_tasks(end: str) -> None:
+    program = f"import unisono as un; pool = un.Pool(1, backend='thread'); pool.map(print, range(3)); {end}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.split() == ["0", "1", "2"]
 
 
 def test_chunks_shrink_to_an_even_end() -> None:

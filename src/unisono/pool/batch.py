@@ -1,18 +1,22 @@
-"""Calls that wait to be sent, and the size of the next chunk of them."""
+"""Calls that wait to be sent, the size of the next chunk of them, and the results of a map."""
 
 from __future__ import annotations
 
 import math
+import queue
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Batch", "Range"]
+__all__ = ["LONGEST_S", "Batch", "Part", "Range", "results"]
 
-_SHORTEST_S, _LONGEST_S = 1e-3, 50e-3
+_SHORTEST_S, LONGEST_S = 1e-3, 50e-3
 """A chunk should take between these times: to exchange one takes about 0.1 ms."""
 
 Range = tuple[int, int]
+Part = tuple[int, Sequence[Any], BaseException | None]
+"""Arguments of a batch's `deliver`."""
 
 
 class Batch:
@@ -53,7 +57,7 @@ class Batch:
     @property
     def short(self) -> bool:
         """Return whether a chunk is known to be soon over."""
-        return self.seconds is not None and self.seconds * (self._chunksize or 1) <= _LONGEST_S
+        return self.seconds is not None and self.seconds * (self._chunksize or 1) <= LONGEST_S
 
     def take(self, workers: int) -> Range:
         """Return the next chunk: half of a worker's share of what remains, within bounds of time.
@@ -65,12 +69,35 @@ class Batch:
         size = float(self._chunksize or 1)
         if self._chunksize is None and self.seconds is not None:
             seconds = max(self.seconds, 1e-9)
-            size = max(min(left / (2 * workers), _LONGEST_S / seconds), _SHORTEST_S / seconds)
+            size = max(min(left / (2 * workers), LONGEST_S / seconds), _SHORTEST_S / seconds)
         middle = start + min(left, math.ceil(size))
         if middle < stop:
             self.todo.appendleft((middle, stop))
         return start, middle
 
-    def retry(self, chunk: Range) -> None:
-        """Put calls of a lost worker back, one by one: a call that ends its worker harms no other one."""
-        self.todo.extendleft((index, index + 1) for index in reversed(range(*chunk)))
+    def drop(self) -> None:
+        """Forget the calls that wait to be sent, and those that will be put back."""
+        self.todo = deque(maxlen=0)
+
+
+def results(
+    arrived: queue.SimpleQueue[Part], size: int, until: float | None, unordered: bool, drop: Callable[[], None]
+) -> Iterator[Any]:
+    """Yield the results of a map as they arrive, or in order."""
+    parts: dict[int, Part] = {}
+    done = 0
+    try:
+        while done < size:
+            while not (parts if unordered else done in parts):
+                try:
+                    part = arrived.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+                except queue.Empty:
+                    raise TimeoutError(f"{done} of {size} results arrived in time") from None
+                parts[part[0]] = part
+            _, values, error = parts.pop(next(iter(parts)) if unordered else done)
+            done += len(values)
+            yield from values
+            if error is not None:
+                raise error
+    finally:
+        drop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 from collections.abc import Callable, Sequence
@@ -18,11 +19,15 @@ __all__ = ["Chunk", "Codec", "PickleCodec"]
 
 @dataclass(slots=True)
 class Chunk:
-    """Calls of one function: each has its own positional arguments, and all have the same keyword arguments."""
+    """Calls of one function: each has its own positional arguments, and all have the same keyword arguments.
+
+    After `limit_s` seconds a worker gives back those that it has not begun.
+    """
 
     fn: Callable[..., Any]
     args: Sequence[Sequence[Any]]
     kwargs: dict[str, Any] = field(default_factory=dict)
+    limit_s: float = math.inf
 
 
 class Codec:
@@ -33,12 +38,12 @@ class Codec:
 
     def pack(self, chunk: Chunk) -> bytes:
         """Return the bytes of a chunk. Raises TypeError if something in it cannot be sent."""
-        return self.dumps([name_of(chunk.fn), list(chunk.args), chunk.kwargs])
+        return self.dumps([name_of(chunk.fn), list(chunk.args), chunk.kwargs, chunk.limit_s])
 
     def unpack(self, content: bytes) -> Chunk:
         """Return the chunk of these bytes. Raises NotExposedError."""
-        name, args, kwargs = self.loads(content)
-        return Chunk(ExportTable(trusted=False).function(name), args, kwargs)
+        name, *rest = self.loads(content)
+        return Chunk(ExportTable(trusted=False).function(name), *rest)
 
 
 class PickleCodec(Codec):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,11 +13,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from unisono.communicator import Communicator
+from unisono.control.process_exit import close_at_exit
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError
 from unisono.host.cpu_count import cores
-from unisono.pool.batch import Batch
+from unisono.pool.batch import LONGEST_S, Batch, Part, results
 from unisono.pool.codecs import Chunk
 from unisono.pool.own_ranks import OwnRanks
 from unisono.pool.scheduler import Scheduler
@@ -38,7 +41,8 @@ class Pool(Executor):
 
     An idle worker takes the next tasks. A worker runs one task at a time, in its main thread. If it dies, others run
     what it had not finished; the result of each task arrives once. A task that runs twice because its worker died
-    has its side effects twice. Processes of a pool that is never shut down end with this process.
+    has its side effects twice. A pool that is dropped, or open when its process ends without an error, does all that it
+    has accepted, and ends.
 
     Args:
         workers: A communicator, or the number of processes to start; one for each core if None.
@@ -101,6 +105,7 @@ class Pool(Executor):
             if not others:
                 self._rank.agent.thread(self._rank.loop)
             self._scheduler = Scheduler(self._rank, others or (0,), retries)
+            close_at_exit(self)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Have a worker run `fn(*args, **kwargs)`, and return the future of its result.
@@ -143,7 +148,8 @@ class Pool(Executor):
             timeout: Time from now (seconds or a `timedelta`) after which waiting for a result raises `TimeoutError`;
                 no limit if None.
             chunksize: Number of calls that are sent together. None adapts it to the time that calls take and to how
-                many remain, so that all workers end at about the same time.
+                many remain, so that all workers end at about the same time; calls that wait behind longer ones than
+                expected go to others.
             unordered: Yield results as they arrive, instead of in the order of the items.
 
         Returns: The iterator. It raises what a call raised, after the results before it; calls that have not been sent
@@ -184,18 +190,19 @@ class Pool(Executor):
         if chunksize is not None and chunksize < 1:
             raise ValueError(f"chunksize must be at least 1, not {chunksize}")
         scheduler, calls = self._tasks(), [tuple(item) for item in items]
-        codec = self._rank.codec
-        arrived: queue.SimpleQueue[_Part] = queue.SimpleQueue()
+        # Calls that were expected to be short, and are not, go back, for others to take.
+        codec, limit_s = self._rank.codec, LONGEST_S if chunksize is None else math.inf
+        arrived: queue.SimpleQueue[Part] = queue.SimpleQueue()
         batch = Batch(
             _name("map", fn),
             len(calls),
-            lambda start, stop: codec.pack(Chunk(fn, calls[start:stop])),
+            lambda start, stop: codec.pack(Chunk(fn, calls[start:stop], limit_s=limit_s)),
             lambda *part: arrived.put(part),
             chunksize=chunksize,
         )
         if calls:
             scheduler.add(batch)
-        return _results(arrived, len(calls), until, unordered, partial(scheduler.drop, batch))
+        return results(arrived, len(calls), until, unordered, partial(scheduler.drop, batch))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more tasks, and end the workers when those that were accepted are done. Idempotent.
@@ -208,6 +215,7 @@ class Pool(Executor):
 
         Raises:
             PeerLostError: On another rank than 0: rank 0 was lost.
+            RuntimeError: A future's callback is to wait for what waits for it. The pool ends nevertheless.
         """
         if self._scheduler is None:
             first, self._served = not self._served, True
@@ -220,6 +228,8 @@ class Pool(Executor):
                 self._end = threading.Thread(target=self._finish, args=(self._scheduler,), daemon=True)
                 self._end.start()
         if wait:
+            if self._scheduler.ends_here:
+                raise RuntimeError("the callback of a future cannot wait for the end of its pool: pass wait=False")
             self._end.join()
 
     def __enter__(self) -> Any:
@@ -227,6 +237,19 @@ class Pool(Executor):
             self.shutdown()
             return None
         return self
+
+    def __del__(self) -> None:
+        if getattr(self, "_scheduler", None) is not None and not sys.is_finalizing():
+            self.shutdown(wait=False)
+
+    def on_process_exit(self, error: BaseException | None) -> None:
+        """Complete the tasks that were accepted, as executors do, unless an error ends the process.
+
+        Args:
+            error: That error, or None.
+        """
+        if self._scheduler is not None and error is None:
+            self.shutdown()
 
     def _tasks(self) -> Scheduler:
         if self._scheduler is None:
@@ -247,9 +270,6 @@ class Pool(Executor):
             self._own.close()
 
 
-_Part = tuple[int, Sequence[Any], BaseException | None]
-
-
 def _name(method: str, fn: Any) -> str:
     return f"{method}({getattr(fn, '__qualname__', type(fn).__qualname__)})"
 
@@ -266,26 +286,3 @@ def _settle(future: Future[Any], _start: int, values: Sequence[Any], error: Base
         future.set_running_or_notify_cancel()
     elif future.running() or future.set_running_or_notify_cancel():
         future.set_exception(error)
-
-
-def _results(
-    arrived: queue.SimpleQueue[_Part], size: int, until: float | None, unordered: bool, drop: Callable[[], None]
-) -> Iterator[Any]:
-    """Yield the results of a map as they arrive, or in order."""
-    parts: dict[int, _Part] = {}
-    done = 0
-    try:
-        while done < size:
-            while not (parts if unordered else done in parts):
-                try:
-                    part = arrived.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
-                except queue.Empty:
-                    raise TimeoutError(f"{done} of {size} results arrived in time") from None
-                parts[part[0]] = part
-            _, values, error = parts.pop(next(iter(parts)) if unordered else done)
-            done += len(values)
-            yield from values
-            if error is not None:
-                raise error
-    finally:
-        drop()

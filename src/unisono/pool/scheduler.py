@@ -52,6 +52,7 @@ class Scheduler:
         self._living = set(workers)
         self._sent: dict[int, deque[tuple[Batch, Range]]] = {}
         self._running = 0
+        self._here = threading.local()
         self._closed = False
         self._lost: BaseException | None = None
         self._agent.when_lost.append(lambda peer: self._lose(peer, self._agent.box.lost[peer]))
@@ -73,15 +74,20 @@ class Scheduler:
             self._queue.append(batch)
         self._dispatch()
 
+    @property
+    def ends_here(self) -> bool:
+        """Return whether this thread is handling the end of calls, such as by running callbacks of a future."""
+        return getattr(self._here, "ends", False)
+
     def close(self) -> None:
         """Accept no more batches."""
-        with self._lock:
-            self._closed = True
+        # Without the lock: the garbage collector may call this anywhere.
+        self._closed = True
 
     def drop(self, batch: Batch) -> None:
         """Forget the calls of a batch that have not been sent."""
         with self._lock:
-            batch.todo.clear()
+            batch.drop()
 
     def cancel(self) -> None:
         """Forget all calls that have not been sent; they end with `CancelledError`."""
@@ -171,9 +177,11 @@ class Scheduler:
             self._took(worker, batch, chunk)
             self._lose(worker, lost)
             self._put_back(batch, chunk)
+            self._end_one()
         except Exception as error:
             self._took(worker, batch, chunk)
-            self._deliver(batch, chunk[0], (), error)
+            batch.deliver(chunk[0], (), error)
+            self._end_one()
         else:
             future.add_done_callback(partial(self._ended, worker, batch, chunk))
 
@@ -183,13 +191,26 @@ class Scheduler:
             self._sent[worker].remove((batch, chunk))
 
     def _ended(self, worker: int, batch: Batch, chunk: Range, future: Any) -> None:
+        outer, self._here.ends = self.ends_here, True
+        try:
+            self._answered(worker, batch, chunk, future)
+        finally:
+            self._here.ends = outer
+            self._end_one()
+
+    def _end_one(self) -> None:
+        with self._quiet:
+            self._running -= 1
+            self._quiet.notify_all()
+
+    def _answered(self, worker: int, batch: Batch, chunk: Range, future: Any) -> None:
         """Handle the answer of a worker: give it the next chunk first."""
         start, stop = chunk
         try:
-            content, seconds, failed = future.value()
+            content, left, seconds, failed = future.value()
             self._took(worker, batch, chunk)
-            batch.seconds = seconds / (stop - start)
-            self._dispatch()
+            batch.seconds = seconds / (stop - left - start)
+            self._put_back(batch, (stop - left, stop))
             values = self._rank.codec.loads(content)
         except PeerLostError as lost:
             self._lose(worker, lost)
@@ -197,9 +218,9 @@ class Scheduler:
             self._retry(batch, chunk, self._sent[worker][0] == (batch, chunk), lost)
         except Exception as error:
             error.add_note(f"while reading the results of {batch.name} from rank {worker}")
-            self._deliver(batch, start, (), error)
+            batch.deliver(start, (), error)
         else:
-            self._deliver(batch, start, values, None if failed is None else rebuilt(failed, worker))
+            batch.deliver(start, values, None if failed is None else rebuilt(failed, worker))
 
     def _retry(self, batch: Batch, chunk: Range, ran: bool, lost: PeerLostError) -> None:
         """Have the calls of a lost worker run again, but those that have ended too many workers."""
@@ -207,7 +228,8 @@ class Scheduler:
         batch.deaths.update(range(start, stop if ran else start))
         deaths = batch.deaths[start]
         if deaths <= self._retries:
-            return self._put_back(batch, chunk)
+            # One by one: a call that ends its worker harms no other one.
+            return self._put_back(batch, *((index, index + 1) for index in range(start, stop)))
         calls = f"call {start}" if stop - start == 1 else f"one of the calls {start} to {stop - 1}"
         error = PeerLostError(
             f"{calls} of {batch.name} does not run again, because it seems to end its worker: {deaths} of them were "
@@ -215,23 +237,15 @@ class Scheduler:
             peer=lost.peer,
         )
         error.__cause__ = lost
-        self._deliver(batch, start, (), error)
+        batch.deliver(start, (), error)
 
-    def _put_back(self, batch: Batch, chunk: Range) -> None:
+    def _put_back(self, batch: Batch, *chunks: Range) -> None:
+        """Queue calls that were sent, but have not run, before all others."""
         with self._lock:
-            self._running -= 1
-            batch.retry(chunk)
-            if batch not in self._queue:
+            batch.todo.extendleft(chunk for chunk in reversed(chunks) if chunk[0] < chunk[1])
+            if batch.todo and batch not in self._queue:
                 self._queue.appendleft(batch)
             broken = not self._living
         if broken:
             return self._end_queue(self._broken)
         self._dispatch()
-
-    def _deliver(self, batch: Batch, start: int, values: Sequence[Any], error: BaseException | None) -> None:
-        try:
-            batch.deliver(start, values, error)
-        finally:
-            with self._quiet:
-                self._running -= 1
-                self._quiet.notify_all()

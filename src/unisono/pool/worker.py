@@ -20,8 +20,8 @@ from unisono.rpc.remote_errors import packed
 
 __all__ = ["Report", "Worker"]
 
-Report = tuple[bytes, float, Any]
-"""Results up to the first error, seconds that the calls took, and that error as `packed` or None."""
+Report = tuple[bytes, int, float, Any]
+"""Results up to the first error, number of calls that did not run, seconds of those that did, and the error."""
 
 
 class Worker:
@@ -103,34 +103,37 @@ class Worker:
                 raise ValueError("ranks passed different values of trusted= to Pool")
             if self._initialize is not None:
                 self._initialize()
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:
             return packed(error)
         return None
 
     def _run(self, content: bytes) -> Report:
-        """Run a chunk of calls. All of them run, but results that follow an error are dropped."""
+        """Run a chunk of calls, until its time is over. Results that follow an error are dropped."""
         values: list[Any] = []
         failed = None
         try:
             chunk = self.codec.unpack(content)
         except Exception as error:
-            return self.codec.dumps([]), 0.0, packed(error)
+            return self.codec.dumps([]), 0, 0.0, packed(error)
         fn, kwargs = chunk.fn, chunk.kwargs
-        started = time.perf_counter()
+        left, seconds, started = len(chunk.args), 0.0, time.perf_counter()
         for args in chunk.args:
             try:
                 value = fn(*args, **kwargs)
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
+            except BaseException as error:
+                # Also one such as asyncio's CancelledError must not end this rank, and then the next one.
                 failed = failed or packed(error)
             else:
                 if failed is None:
                     values.append(value)
-        seconds = time.perf_counter() - started
+            left, seconds = left - 1, time.perf_counter() - started
+            if seconds > chunk.limit_s:
+                break
         try:
-            return self.codec.dumps(values), seconds, failed
+            return self.codec.dumps(values), left, seconds, failed
         except Exception as error:
             content, refused = self._sendable(values, error)
-            return content, seconds, packed(refused)
+            return content, left, seconds, packed(refused)
 
     def _sendable(self, values: list[Any], error: Exception) -> tuple[bytes, TypeError]:
         """Return the results before the first one that cannot be sent, and the error of that one."""

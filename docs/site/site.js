@@ -1,5 +1,6 @@
 // Wide tables, pictures and code scroll by the keyboard too, long names in tables break after dots and underscores, and
-// the buttons beside each block of code have a name of their own. The theme wraps tables and adds buttons late.
+// the buttons beside each block of code have a name of their own. The theme wraps tables and adds buttons late. A section of
+// the navigation whose title is a link to its page has an empty label: it takes its name from the title inside.
 let blocks = 0
 const WIDE = ".md-typeset__scrollwrap, .un-figure, pre > code"
 new MutationObserver(() => {
@@ -11,4 +12,10 @@ new MutationObserver(() => {
   document.querySelectorAll(".md-code__nav:not([aria-label])").forEach(nav => {
     nav.ariaLabel = `Code block ${++blocks}`
   })
+  for (const nav of document.querySelectorAll("nav.md-nav[aria-labelledby]")) {
+    const title = nav.querySelector(":scope > .md-nav__title")?.textContent.trim()
+    if (!title || document.getElementById(nav.getAttribute("aria-labelledby"))?.textContent.trim()) continue
+    nav.ariaLabel = title
+    nav.removeAttribute("aria-labelledby")
+  }
 }).observe(document.documentElement, { childList: true, subtree: true })

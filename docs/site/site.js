@@ -1,8 +1,9 @@
 // Wide tables, pictures and code scroll by the keyboard too, long names in tables break after dots and underscores, and
 // the buttons beside each block of code have a name of their own. The theme wraps tables and adds buttons late. A section of
-// the navigation whose title is a link to its page has an empty label: it takes its name from the title inside.
+// the navigation whose title is a link to its page has an empty label: it takes its name from its title and the title of the section around it.
 let blocks = 0
 const WIDE = ".md-typeset__scrollwrap, .un-figure, pre > code"
+const titled = nav => nav?.querySelector(":scope > .md-nav__title")?.textContent.trim()
 new MutationObserver(() => {
   for (const wide of document.querySelectorAll(WIDE)) if (!wide.hasAttribute("tabindex")) wide.tabIndex = 0
   for (const name of document.querySelectorAll("td code:not(:has(*))")) {
@@ -13,9 +14,9 @@ new MutationObserver(() => {
     nav.ariaLabel = `Code block ${++blocks}`
   })
   for (const nav of document.querySelectorAll("nav.md-nav[aria-labelledby]")) {
-    const title = nav.querySelector(":scope > .md-nav__title")?.textContent.trim()
-    if (!title || document.getElementById(nav.getAttribute("aria-labelledby"))?.textContent.trim()) continue
-    nav.ariaLabel = title
+    const names = [nav.parentElement.closest("nav.md-nav"), nav].map(titled)
+    if (!names[1] || document.getElementById(nav.getAttribute("aria-labelledby"))?.textContent.trim()) continue
+    nav.ariaLabel = names.join(": ")
     nav.removeAttribute("aria-labelledby")
   }
 }).observe(document.documentElement, { childList: true, subtree: true })

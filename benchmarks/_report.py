@@ -2,7 +2,8 @@
 
     python benchmarks/_report.py [--only mpi_against_bare ...]
 
-With `--only`, the other results stay unchanged: each has its own date and machine.
+With `--only`, the other results stay unchanged: each has its own date and machine. `--only` without a name measures
+nothing: it lists the programs that have no results yet.
 The machine should be otherwise idle.
 """
 
@@ -54,9 +55,19 @@ def known() -> dict[str, str]:
     return {found[1]: f"## {text.rstrip()}\n" for text in sections if (found := COMMAND.search(text))}
 
 
+def title(script: Path) -> str:
+    """Return the heading of a script's section: the first sentence of its docstring."""
+    text = ast.get_docstring(ast.parse(script.read_text())) or script.stem
+    return f"## {text.splitlines()[0].rstrip('.')}"
+
+
+def unmeasured(script: Path) -> str:
+    """Return the section of a script that has no results yet."""
+    return f"{title(script)}\n\n`python benchmarks/{script.name}` has not been run yet on an idle machine.\n"
+
+
 def section(script: Path) -> str:
     """Run a script, and return its section: title and output."""
-    text = ast.get_docstring(ast.parse(script.read_text())) or script.stem
     print(f"== {script.name}", flush=True)
     lines = []
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as running:
@@ -67,17 +78,23 @@ def section(script: Path) -> str:
     if running.returncode:
         raise SystemExit(f"{script.name} failed")
     command = f"`python benchmarks/{script.name}` ({machine()})"
-    return f"## {text.splitlines()[0].rstrip('.')}\n\n{command}\n\n```text\n{''.join(lines)}```\n"
+    return f"{title(script)}\n\n{command}\n\n```text\n{''.join(lines)}```\n"
+
+
+def write(new: dict[str, str]) -> None:
+    """Write the page with new sections, those known, and one for each script without results."""
+    answers = {script.name: unmeasured(script) for script in questions([])} | known() | new
+    PAGE.write_text("\n".join([HEAD, *(answers[name] for name in sorted(answers) if (HERE / name).exists())]))
 
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--only", nargs="+", default=[], help="scripts, without .py")
+    arguments.add_argument("--only", nargs="*", help="scripts, without .py; none: only list those without results")
     options = arguments.parse_args()
-    for script in questions(options.only):
+    write({})
+    for script in [] if options.only == [] else questions(options.only or []):
         # Write after each script, because all of them take long.
-        answers = {**known(), script.name: section(script)}
-        PAGE.write_text("\n".join([HEAD, *(answers[name] for name in sorted(answers) if (HERE / name).exists())]))
+        write({script.name: section(script)})
     print(f"written: {PAGE.relative_to(HERE.parent)}")
 
 

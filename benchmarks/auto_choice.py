@@ -1,6 +1,6 @@
 """Quality of `algorithm="auto"`: its choice against the best algorithm, simulated and measured.
 
-    python benchmarks/auto_choice.py --simulated [--most-ranks 1024]
+    python benchmarks/auto_choice.py [--simulated] [--most-ranks 1024]
     python benchmarks/auto_choice.py --measured [--backends gloo shm] [--ranks 2 4 8] [--seconds 2] [--most 1M]
     python benchmarks/auto_choice.py --native [--ranks 4] [--seconds 2] [--most 64M]
 
@@ -8,7 +8,7 @@ Simulated: constants are fitted from simulated calls of 2 ranks, and the choice 
 best is that of all algorithms and numbers of segments up to 32 ranks; above, what auto finds with the true constants.
 Measured: ranks measure themselves by `comm.tune`, then auto and each algorithm take turns (A B, B A, ...); the ratio is
 that of neighbouring samples to the algorithm with the least median. Algorithms that take over 3 times as long as auto
-in a first round are left out. Native: auto against gloo's own all_reduce.
+in a first round are left out. Native: auto against gloo's own all_reduce. Without any of the three, simulated is meant.
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=2.0)
     options.add_argument("--most", default="64M")
     given = options.parse_args()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    if given.simulated:
+    if given.measured or given.native:
+        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    if given.simulated or not (given.measured or given.native):
         simulated(size for size in RANKS if size <= given.most_ranks)
     if given.measured:
         measured(given, native=False)

@@ -1,6 +1,6 @@
 // Wide tables, pictures and code scroll by the keyboard too, long names in tables break after dots and underscores, and
-// the buttons beside each block of code have a name of their own. The theme wraps tables and adds buttons late. A section of
-// the navigation whose title is a link to its page has an empty label: it takes its name from its title and the title of the section around it.
+// the buttons beside each block of code have a name of their own. The theme wraps tables and adds buttons late. A section
+// of the navigation whose title is a link has an empty label: its name is made of its title and that of the section around.
 let blocks = 0
 const WIDE = ".md-typeset__scrollwrap, .un-figure, pre > code"
 const titled = nav => nav?.querySelector(":scope > .md-nav__title")?.textContent.trim()

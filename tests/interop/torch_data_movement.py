@@ -135,6 +135,8 @@ def from_any_rank(group: Group) -> list[torch.Tensor]:
     if dist.get_rank() > 0:
         dist.send(drawn(4), 0, group=group)
         dist.send(drawn(3, seed=1), 0, group=group, tag=1)
+        # Rank 0 takes messages of any rank: one of a later case must not come before another rank's of this one.
+        dist.barrier(group=group)
         return []
     got, sources = torch.empty(size() - 1, 4), []
     for _ in range(size() - 1):
@@ -145,6 +147,7 @@ def from_any_rank(group: Group) -> list[torch.Tensor]:
     works = [dist.irecv(t, group=group, tag=1) for t in later]
     for work in works:
         work.wait()
+    dist.barrier(group=group)
     in_order = sorted(range(size() - 1), key=lambda n: works[n].source_rank())
     return [got, torch.tensor(sorted(sources)), *(later[n] for n in in_order)]
 

@@ -59,7 +59,9 @@ class GradientAverager(AveragerShards):
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not join; names the parameters.
 
     A backward pass that raises is undone on its rank: p.grad and the settings of `no_sync` and `weight` are restored.
-    If a part of the pass had been sent, all ranks drop the pass, and the next one is correct.
+    If a part of the pass had been sent, all ranks drop the pass, and the next one is correct. Passes are paired by
+    their number: where a rank skips a batch, as after an exception in forward, its next one counts in the others' step.
+    It must skip the optimizer's step too, and no error tells if not. `un.checkpoint.assert_in_sync` compares models.
 
     Cost: for each step one all_reduce a bucket, with two elements a parameter and two more beside the gradients, and
     one copy of each gradient; 1.5 us a parameter for a hook before its gradient is added; a check of all parameters

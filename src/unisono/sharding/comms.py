@@ -7,20 +7,27 @@ from contextlib import suppress
 from unisono.communicator import Communicator
 from unisono.errors import CommError
 
-__all__ = ["ShardComms"]
+__all__ = ["NO_COPY", "ShardComms"]
+
+NO_COPY = (
+    "what is sharded communicates with other ranks, so it can be neither pickled nor copied. Save and load its "
+    "state_dict(), or create another one on all ranks"
+)
 
 
 class ShardComms:
     """A communicator in use, and one from which it is made again.
 
     A rank that fails in the middle of a step aborts the one in use, so that no other rank waits for it. All ranks
-    replace it at the beginning of their next step.
+    replace it at the beginning of their next step. Another rank may still be in the optimizer's step before: what
+    makes a step final on all ranks therefore goes over `steps`, which no failed pass aborts.
 
     Args:
         comm: The ranks that share the model. Collective.
 
     Attributes:
         data: The communicator in use.
+        steps: The other one.
         rank, size: Of this rank.
     """
 
@@ -28,13 +35,13 @@ class ShardComms:
         self._attach(comm)
 
     def _attach(self, comm: Communicator) -> None:
-        self._base = comm.dup()
-        self._base.allow_any_thread()
+        self.steps = comm.dup()
+        self.steps.allow_any_thread()
         self.rank, self.size = comm.rank, comm.size
         self.data = self._dup()
 
     def _dup(self) -> Communicator:
-        data = self._base.dup()
+        data = self.steps.dup()
         # Where there is a GPU, hooks run in threads of autograd.
         data.allow_any_thread()
         return data
@@ -60,4 +67,4 @@ class ShardComms:
 
     def close(self) -> None:
         """Release all. Idempotent."""
-        self._base.close()
+        self.steps.close()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
-from unisono.sharding.comms import ShardComms
+from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.model_states import ModelStates, Place
 from unisono.sharding.partition import UnitPolicy, partition, shardable
 from unisono.sharding.runtime import Runtime
@@ -56,8 +56,9 @@ class ShardedModel(ModelStates):
         ValueError: It has no parameters, an uninitialized one, one with a gradient, or one that is averaged or sharded
             already; or no module is a unit.
         MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient of
-            a parameter. From a forward: ranks run different units.
-        AbortedError: Another rank's forward or backward has raised. All ranks drop the step; the next one is correct.
+            a parameter. From a forward or `backward()`: ranks run different units, or one has skipped a backward.
+        AbortedError: Another rank's forward or backward has raised. All ranks drop the gradients of the step, those of
+            its earlier passes too; the next step is correct.
         RuntimeError: From a forward: a parameter was unfrozen, or changed in place. From `backward()`: parameters were
             changed since the forward, or a gradient is sparse.
 
@@ -175,6 +176,8 @@ class ShardedModel(ModelStates):
             )
         known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
         check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.data)
+        # A rank that fails in its next pass then cuts off no other rank's check, so all or none make the step.
+        self._comms.steps.barrier()
 
     def _check_reduced(self, action: str, places: Iterable[Place]) -> None:
         self._runtime.check_idle(action)
@@ -237,6 +240,9 @@ class ShardedModel(ModelStates):
             yield
         finally:
             self._runtime.sync = before
+
+    def __getstate__(self) -> Any:
+        raise TypeError(NO_COPY)
 
     # -- the whole model ------------------------------------------------------------------------
     @contextmanager

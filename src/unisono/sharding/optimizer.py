@@ -39,6 +39,9 @@ class ShardedOptimizer(ShardedStates):
     is a placeholder of NaN that uses no memory. Torch's `clip_grad_norm_` and `GradScaler` raise on placeholders: use
     `clip_grad_norm_` of this class, and bfloat16, which needs no scaling.
 
+    As with the averager, ranks' passes and steps are paired by their number: a rank that skips a batch, as after an
+    exception in forward, must skip its step too. Its next batch then counts in the others' step.
+
     Args:
         optimizer_class: An optimizer class that treats each element by itself, as SGD, Adam, AdamW and most do.
         model: A module, its parameters, or groups of parameters as for the class.
@@ -57,6 +60,7 @@ class ShardedOptimizer(ShardedStates):
         MismatchError: Ranks have different models or settings; or, from `step()` and on every rank, different
             gradients or options.
         AbortedError: From `backward()` or `step()`: another rank's backward pass has failed. Gradients are dropped.
+        PeerLostError, CommTimeoutError: From `step()`: a rank did not join.
         RuntimeError: From `step()`: a parameter was given other memory, p.grad was set with `shard_gradients`, or
             gradients wait for a pass outside `no_sync`.
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
-from unisono.sharding.comms import ShardComms
+from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.parameter_bucket import ParameterBucket
 from unisono.sharding.shard_optimizer import Piece, ShardOptimizer, unwrap
 from unisono.utils.bucket_plan import Named, agree_on_parameters
@@ -34,6 +34,9 @@ class ShardedStates(Optimizer):
     _named: Named
     _settings: Sequence[object]
     _steps: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(NO_COPY)
 
     def _share_options(self) -> None:
         for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):

@@ -128,6 +128,6 @@ class ParameterBucket:
         """
         if self.has_master:
             self._part.copy_(self._master)
-        data = self._comms.data
-        parts = self._flat.view(data.size, len(self._part))
-        return [data.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts)]
+        steps = self._comms.steps
+        parts = self._flat.view(steps.size, len(self._part))
+        return [steps.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from unisono.errors import MismatchError
-from unisono.sharding.comms import ShardComms
+from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
 from unisono.sharding.unit import Call, Unit, recut_units
 from unisono.utils.backward_pass import BackwardPass, current_pass
@@ -69,6 +69,10 @@ class Runtime:
                 for index, parameter in enumerate(flat.parameters if flat.gradient else ()):
                     hook = partial(self._arrive, unit, flat, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def __getstate__(self) -> Any:
+        # A deep copy of the model reaches this through the hooks.
+        raise TypeError(NO_COPY)
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
@@ -142,13 +146,22 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         self._outer = sys.exception()
-        if self._comms.replace():
-            # Ranks were at different units.
-            self._next.clear()
-            self._latest = None
+        self._recover()
         # Parameters may have changed since, so units that an earlier forward has kept are gathered again.
         self.free()
         self._last, self._latest, self._previous = self._latest, None, None
+
+    def _recover(self) -> None:
+        """Make a new communicator where a pass has failed, and drop the step. Collective then."""
+        if not self._comms.replace():
+            return
+        # Ranks were at different units, and some may lack gradients of a pass that had ended elsewhere.
+        self._next.clear()
+        self._latest = None
+        for unit in self._units:
+            unit.drop()
+            for piece in (piece for flat in unit.flats for piece in flat.pieces):
+                piece.tensor.grad = None
 
     def _need(self, unit: Unit) -> None:
         if unit.gathered:
@@ -237,7 +250,7 @@ class Runtime:
     def whole(self, *, writeback: bool) -> Iterator[None]:
         """Show all parameters whole. Collective."""
         self.check_idle("full_parameters()")
-        self._comms.replace()
+        self._recover()
         self.free()
         flats = [flat for unit in self._units for flat in unit.flats]
         wholes = [flat.show_whole() for flat in flats]
@@ -257,7 +270,7 @@ class Runtime:
     def remove(self) -> None:
         """Remove all hooks, and let the parameters be whole and plain. Collective."""
         self.check_idle("remove()")
-        self._comms.replace()
+        self._recover()
         self.free()
         for handle in self._handles:
             handle.remove()

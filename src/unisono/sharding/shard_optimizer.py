@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.checkpoint.tensor_shard import TensorShard
+from unisono.sharding.comms import NO_COPY
 
 __all__ = ["Piece", "ShardOptimizer", "check_elementwise", "shard_optimizer", "unwrap"]
 
@@ -68,6 +69,15 @@ class ShardOptimizer(Optimizer):
                 "the parameters of this optimizer were divided among other ranks, and its state was not. Pass the "
                 "optimizer to un.elastic.Recovery, too, or load its state from a checkpoint"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(NO_COPY)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise `RuntimeError` once the optimizer is created: gradients of a further group would not be averaged."""
+        if "pieces" in self.__dict__:
+            raise RuntimeError("a sharded optimizer takes no further groups. Create a new one with all parameters")
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free all gradients, those of passes that are not averaged too."""

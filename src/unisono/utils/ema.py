@@ -23,6 +23,8 @@ class EMA:
     It averages as torch's `AveragedModel` with `get_ema_multi_avg_fn` does: the first update copies, later ones give
     `decay * average + (1 - decay) * parameter`. A checkpoint's state may hold it: any number of ranks can load it.
 
+    Of a `ShardedModel`, create, update and apply it inside `with sharded.full_parameters():`.
+
     Args:
         model: Its floating-point and complex parameters are averaged: in float32 if they have fewer bits.
         decay: Weight of the earlier average, from 0 to 1.
@@ -77,7 +79,7 @@ class EMA:
         It communicates nothing.
 
         Raises:
-            RuntimeError: The average is in place of the parameters.
+            RuntimeError: The average is in place of the parameters; or they are sharded, and not whole now.
 
         Cost: one pass over this rank's part.
         """

@@ -1,0 +1,201 @@
+"""Sharded training after an error on one rank: no step counts on some ranks only; and what cannot be copied."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import unisono as un
+from unisono.errors import AbortedError, MismatchError
+from unisono.sharding import ShardedModel, ShardedOptimizer
+
+SEEDS = range(3)
+
+
+def layers() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+    # Ranks that are threads share torch's generator.
+    for p in model.parameters():
+        p.data = torch.linspace(-0.5, 0.6, p.numel(), dtype=torch.float64).view(p.shape)
+    return model
+
+
+def batch(rank: int, number: int) -> torch.Tensor:
+    return torch.full((1, 3), 1.0 + rank + 2 * number, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) ** 2).sum() / 100
+
+
+def averaged(comm: un.Communicator, model: nn.Module) -> Any:
+    un.GradientAverager(model, comm)
+    return SGD(model.parameters(), lr=0.1)
+
+
+def zero_1(comm: un.Communicator, model: nn.Module) -> Any:
+    un.GradientAverager(model, comm)
+    return ShardedOptimizer(SGD, model, comm, lr=0.1)
+
+
+def zero_2(comm: un.Communicator, model: nn.Module) -> Any:
+    return ShardedOptimizer(SGD, model, comm, shard_gradients=True, lr=0.1)
+
+
+def zero_3(comm: un.Communicator, model: nn.Module) -> Any:
+    return ShardedModel(model, comm).optimizer(SGD, lr=0.1)
+
+
+def fail_on(rank: int, comm: un.Communicator) -> None:
+    if comm.rank == rank:
+        raise KeyError("sample")
+
+
+@pytest.mark.parametrize("way", [zero_2, zero_3])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_failed_pass_cuts_off_no_step_before_it(way: Callable[..., Any], seed: int) -> None:
+    def program(comm: un.Communicator) -> None:
+        model = layers()
+        optimizer = way(comm, model)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        # Rank 1 may be in its next pass already while rank 0 is in here.
+        optimizer.step()
+        if way is zero_2:
+            model[0].register_forward_hook(lambda _m, _x, out: out.register_hook(lambda _: fail_on(1, comm)) and None)
+        else:
+            # Before any unit is gathered, for which rank 1 would wait for rank 0.
+            model.register_forward_pre_hook(lambda *_: fail_on(1, comm))
+
+        def goes_on() -> None:
+            loss_of(model, batch(comm.rank, 1)).backward()
+            optimizer.step()
+
+        with pytest.raises(KeyError if comm.rank == 1 else AbortedError):
+            goes_on()
+
+    un.launch(program, 2, "sim", seed=seed)
+
+
+def test_a_failed_forward_drops_the_earlier_passes_of_its_step() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model = layers()
+        sharded = ShardedModel(model, comm)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        handle = model[1].register_forward_hook(lambda *_: fail_on(1, comm))
+        with pytest.raises(KeyError if comm.rank == 1 else AbortedError):
+            loss_of(model, batch(comm.rank, 1)).backward()
+        handle.remove()
+        loss_of(model, batch(comm.rank, 2)).backward()
+        fresh = layers()
+        other = ShardedModel(fresh, comm)
+        loss_of(fresh, batch(comm.rank, 2)).backward()
+        return torch.equal(sharded.clip_grad_norm_(1e9), other.clip_grad_norm_(1e9))
+
+    assert un.launch(program, 2, "thread", timeout=20) == [True, True]
+
+
+def skips(comm: un.Communicator, model: nn.Module, optimizer: Any) -> None:
+    """Train with two batches of each rank; rank 1 skips batch 1, whose loss raises, and has another one."""
+    for number in (0, 1) if comm.rank == 0 else (0, 1, 2):
+        optimizer.zero_grad()
+        try:
+            loss = loss_of(model, batch(comm.rank, number))
+            if number == 1:
+                fail_on(1, comm)
+        except KeyError:
+            continue
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", [averaged, zero_1, zero_2])
+def test_after_a_skipped_batch_passes_are_paired_by_their_number(way: Callable[..., Any]) -> None:
+    def program(comm: un.Communicator) -> list[torch.Tensor]:
+        model = layers()
+        skips(comm, model, way(comm, model))
+        return [p.detach().clone() for p in model.parameters()]
+
+    model = layers()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for numbers in ((0, 0), (1, 2)):
+        optimizer.zero_grad()
+        (sum(loss_of(model, batch(rank, number)) for rank, number in enumerate(numbers)) / 2).backward()
+        optimizer.step()
+    for found in un.launch(program, 2, "thread", timeout=20):
+        torch.testing.assert_close(found, list(model.parameters()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_skipped_backward_of_a_sharded_model_is_an_error_on_all_ranks() -> None:
+    def program(comm: un.Communicator) -> list[torch.Tensor]:
+        model = layers()
+        sharded = ShardedModel(model, comm)
+        optimizer = sharded.optimizer(SGD, lr=0.1)
+        with pytest.raises((MismatchError, AbortedError)):
+            skips(comm, model, optimizer)
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, 3)).backward()
+        optimizer.step()
+        with sharded.full_parameters():
+            return [p.detach().clone() for p in model.parameters()]
+
+    model = layers()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for number in (0, 3):
+        optimizer.zero_grad()
+        (sum(loss_of(model, batch(rank, number)) for rank in range(2)) / 2).backward()
+        optimizer.step()
+    for found in un.launch(program, 2, "thread", timeout=20):
+        torch.testing.assert_close(found, list(model.parameters()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", [zero_1, zero_2, zero_3])
+@pytest.mark.parametrize("act", [copy.deepcopy, pickle.dumps])
+def test_optimizers_are_not_copied(way: Callable[..., Any], act: Callable[[Any], object]) -> None:
+    with un.init() as comm, pytest.raises(TypeError, match="neither pickled nor copied"):
+        act(way(comm, layers()))
+
+
+@pytest.mark.parametrize("act", [copy.deepcopy, pickle.dumps])
+def test_sharded_models_are_not_copied(act: Callable[[Any], object]) -> None:
+    with un.init() as comm:
+        model = layers()
+        sharded = ShardedModel(model, comm)
+        with pytest.raises(TypeError, match="neither pickled nor copied"):
+            act(sharded)
+        with sharded.full_parameters(), pytest.raises(TypeError, match="neither pickled nor copied"):
+            act(model)
+
+
+@pytest.mark.parametrize("way", [zero_1, zero_2, zero_3])
+def test_no_optimizer_takes_further_groups(way: Callable[..., Any]) -> None:
+    with un.init() as comm:
+        optimizer = way(comm, layers())
+        with pytest.raises(RuntimeError, match="takes no further groups"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        assert len(optimizer.param_groups) == 1
+
+
+def test_ema_of_a_sharded_model_is_taken_while_it_is_whole() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        sharded = ShardedModel(model, comm)
+        for value in (2.0, 6.0):
+            with sharded.full_parameters(), torch.no_grad():
+                for p in model.parameters():
+                    p.fill_(value)
+                if value == 2.0:
+                    ema = un.utils.EMA(model, 0.75, comm)
+                ema.update()
+        with pytest.raises(RuntimeError, match="full_parameters"):
+            ema.update()
+        with sharded.full_parameters(writeback=False), ema.applied():
+            return [p.item() for p in model.parameters()]
+
+    assert un.launch(program, 2, "thread", timeout=20) == [[3.0, 3.0]] * 2

@@ -27,6 +27,7 @@ NO_EXAMPLE: dict[str, str] = {
     "un.errors.UnavailableError": "depends on what the machine lacks",
     "un.gradients.SyncBatchNorm.forward": "called by the layer's `__call__`, which the example of the class shows",
     "un.rpc.Agent.on_process_exit": "called by the library when the process ends",
+    "un.Pool.on_process_exit": "called by the library when the process ends",
     "un.testing.Checksummed.abort": _TRANSPORT,
     "un.testing.Checksummed.begin": _TRANSPORT,
     "un.testing.Checksummed.collective": _TRANSPORT,

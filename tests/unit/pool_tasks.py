@@ -20,7 +20,7 @@ RUNS: Counter[int] = Counter()
 
 
 class DeathError(BaseException):
-    """Ends a worker that is a thread: an error that cannot be told to rank 0 either."""
+    """Ends a worker that is a thread: an error that cannot be sent to rank 0 either."""
 
     def __str__(self) -> str:
         raise self

@@ -155,7 +155,7 @@ def test_hanging_program_is_ended_and_reported(backend: str) -> None:
     with RankPool(2, backend, limit_s=1.0) as ranks:
         with pytest.raises(CommTimeoutError, match=r"did not end within 1 s on rank 1(.|\n)*in for_ever") as caught:
             ranks.run(for_ever)
-        assert "unisono" not in str(caught.value)
+        assert str(Path(un.__file__).parent) not in str(caught.value)
         assert ranks.run(total) == [2.0] * 2
 
 

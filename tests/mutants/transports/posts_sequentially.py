@@ -9,7 +9,7 @@ from unisono.core.types import Message, Work
 from unisono.wrappers.base import Wrapper
 
 CHECK = "batch_does_not_deadlock"
-ERROR = "waited 1.0 s for 1.0 MiB"
+ERROR = r"waited 1\.\d s for 1.0 MiB"
 
 
 class Mutant(Wrapper):

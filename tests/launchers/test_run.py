@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from printed import printed
 from waiting import wait_until
 
 from unisono.tools.cli import main
@@ -64,7 +65,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def test_each_line_begins_with_its_rank(script: tuple[str, ...]) -> None:
     ended = run("-n", "3", "--backend", "gloo", *script, "plain", "--ranks", "5")
     assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == [f"[{rank}] sum 6 backend gloo" for rank in range(3)]
+    assert sorted(printed(ended.stdout)) == [f"[{rank}] sum 6 backend gloo" for rank in range(3)]
 
 
 def test_the_first_error_is_shown_once_and_the_others_are_counted() -> None:

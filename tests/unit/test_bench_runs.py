@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from printed import printed
 
 import unisono as un
 from unisono.tools import bench
@@ -22,7 +23,7 @@ SHORT = ["--seconds", "0.01"]
 def test_table_json_and_columns(capfd: pytest.CaptureFixture[str]) -> None:
     settings = Settings(sizes=(8, 65536), backend="shm", against=("gloo", "roofline"), seconds=0.01)
     results = bench.run(settings, shown=True)
-    title, names, _, first, second = capfd.readouterr().out.splitlines()
+    title, names, _, first, second = printed(capfd.readouterr().out)
     assert title.startswith("# all_reduce, 2 ranks, shm, ordinary memory, warm caches")
     assert names.split() == [
         *("#", "size", "count", "type", "op", "algorithm", "time", "algbw", "busbw", "#wrong"),

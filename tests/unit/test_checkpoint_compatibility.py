@@ -102,6 +102,7 @@ def test_dicts_and_tuples_keep_their_types(tmp_path: Path) -> None:
     assert un.checkpoint.load(tmp_path, Counter(a=5)) == Counter(a=2)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 def test_scheduler_with_a_counter_resumes(tmp_path: Path) -> None:
     def made() -> tuple[torch.optim.Optimizer, SequentialLR]:
         optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import os
 import pickle
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 import unisono as un
 from unisono.checkpoint import CorruptError, FormatError
 from unisono.checkpoint.conversion import convert, read_any
+from unisono.errors import UnavailableError
 from unisono.testing import run_ranks
 from unisono.tools.cli import main
 
@@ -65,11 +66,12 @@ def test_round_trip(tmp_path: Path, name: str) -> None:
 
 
 def test_safetensors_names_are_paths(tmp_path: Path) -> None:
+    package = pytest.importorskip("safetensors.torch", reason="converts to safetensors")
     whole = state()
     un.checkpoint.save(tmp_path / "first", whole)
     convert(tmp_path / "first", tmp_path / "a.safetensors")
-    assert torch.equal(load_file(tmp_path / "a.safetensors")["model.weight"], whole["model"]["weight"])
-    save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
+    assert torch.equal(package.load_file(tmp_path / "a.safetensors")["model.weight"], whole["model"]["weight"])
+    package.save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
     convert(tmp_path / "b.safetensors", tmp_path / "b")
     assert un.checkpoint.load(tmp_path / "b")["w"].tolist() == [1.0, 1.0]
 
@@ -235,6 +237,15 @@ def test_ported_example(ranks: int) -> None:
     sums = example.main(ranks, "thread")
     assert len(sums) == ranks
     assert len(set(sums)) == 1
+
+
+def test_conversion_without_safetensors_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(UnavailableError, match=r"needs safetensors: pip install"):
+        convert(tmp_path / "x.pt", tmp_path / "y.safetensors")
+    assert not (tmp_path / "y.safetensors").exists()
 
 
 def test_tensors_with_equal_names_are_distinct(tmp_path: Path) -> None:

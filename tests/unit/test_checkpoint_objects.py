@@ -67,6 +67,7 @@ def test_training_resumes_exactly(tmp_path: Path, optimizer: Any, options: Any) 
             assert torch.equal(fresh["average"].state_dict()[name], tensor), name
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")
 def test_lbfgs_and_tied_weights(tmp_path: Path) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))

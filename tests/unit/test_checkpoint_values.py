@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -149,7 +148,7 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
     state = {"a": torch.randn(50, 60), "b": torch.arange(7), "c": torch.tensor(1j)}
     un.checkpoint.save(tmp_path, state)
     (file,) = tmp_path.glob("*.safetensors")
-    found = load_file(file)
+    found = pytest.importorskip("safetensors.torch", reason="reads with safetensors").load_file(file)
     assert torch.equal(found["a"], state["a"])
     assert torch.equal(found["b"], state["b"])
     assert found["c"].tolist() == [0.0, 1.0]

@@ -141,6 +141,7 @@ def test_template_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_conversion_as_json_and_of_rubbish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("safetensors", reason="converts to safetensors")
     old, new = tmp_path / "old.pt", tmp_path / "new.safetensors"
     torch.save({"w": torch.ones(2)}, old)
     assert main(["checkpoint", "convert", str(old), str(new), "--json"]) == 0

@@ -58,6 +58,7 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
         FormatError: `source` is in no known format, or the target's format cannot hold its tensors.
         CorruptError, OSError: `source` is damaged, or cannot be read.
         ValueError: There is no format `to`.
+        UnavailableError: One of the two is a file of safetensors, and that package is not installed.
         pickle.UnpicklingError: `source` holds objects of other classes than torch's, and `trusted` is false.
 
     Example:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from unisono.checkpoint.errors import FormatError
+from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 
 __all__ = ["read", "recognises", "suits", "write"]
 
@@ -25,14 +26,25 @@ def suits(path: Path) -> bool:
 
 def read(path: Path, trusted: bool) -> Any:
     """The tensors by name; nothing here needs trust."""
-    return load_file(path)
+    return _package().load_file(path)
 
 
 def write(path: Path, state: Any) -> None:
     """Write every tensor of the state by its path, such as `model.weight`. Other values are left out."""
     tensors: dict[str, torch.Tensor] = {}
     _collect(state, "", tensors)
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    _package().save_file(
+        {name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"}
+    )
+
+
+def _package() -> Any:
+    """Return the module of safetensors for torch: optional, as interpreters without the GIL have no wheel of it."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise UnavailableError(f"such a file needs safetensors: {install_command('safetensors')}") from error
+    return safetensors.torch
 
 
 def _collect(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from unisono.data import ShardPartition, StreamPartition, read_lines
 
@@ -72,14 +71,16 @@ def test_workers_share_a_stream_by_batches() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdata_loader_keeps_stream_state(workers: int) -> None:
+    package = pytest.importorskip("torchdata.stateful_dataloader", reason="its loader is tested")
+    load = package.StatefulDataLoader
     for make in (
         lambda: stream(2, 0, batch_size=4),
         lambda: ShardPartition(["a", "bb", "ccc", "dddd"], Shard(), num_replicas=1, rank=0),
     ):
-        whole = [b if isinstance(b, list) else b.tolist() for b in StatefulDataLoader(make(), 4, num_workers=workers)]
-        old = StatefulDataLoader(make(), 4, num_workers=workers)
+        whole = [b if isinstance(b, list) else b.tolist() for b in load(make(), 4, num_workers=workers)]
+        old = load(make(), 4, num_workers=workers)
         first = [b if isinstance(b, list) else b.tolist() for b in islice(old, 2)]
-        again = StatefulDataLoader(make(), 4, num_workers=workers)
+        again = load(make(), 4, num_workers=workers)
         again.load_state_dict(old.state_dict())
         assert first + [b if isinstance(b, list) else b.tolist() for b in again] == whole
 

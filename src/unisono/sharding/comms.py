@@ -11,7 +11,7 @@ __all__ = ["NO_COPY", "ShardComms"]
 
 NO_COPY = (
     "what is sharded communicates with other ranks, so it can be neither pickled nor copied. Save and load its "
-    "state_dict(), or create another one on all ranks"
+    "state_dict(), or create a new one on all ranks"
 )
 
 

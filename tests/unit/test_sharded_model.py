@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from typing import Any
 
@@ -123,7 +122,6 @@ ACTIONS: dict[str, Any] = {
     "data": lambda model: model[0].weight.data,
     "numpy": lambda model: model[0].weight.detach().numpy(),
     "state_dict": lambda model: model.state_dict(),
-    "deepcopy": copy.deepcopy,
     "to": lambda model: model.to(torch.float64),
     "share_memory": lambda model: model.share_memory(),
     "item": lambda model: float(model[3].bias),

@@ -159,13 +159,19 @@ def compiled(comm: un.Communicator, backend: str) -> list[Any]:
     return results
 
 
+# Ranks that are threads cannot run torch's later stages side by side.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 @pytest.mark.parametrize(
-    "backend",
-    ["eager", pytest.param("aot_eager", marks=pytest.mark.soak), pytest.param("inductor", marks=pytest.mark.soak)],
+    ("backend", "ranks"),
+    [
+        ("eager", "thread"),
+        pytest.param("aot_eager", "shm", marks=pytest.mark.soak),
+        pytest.param("inductor", "shm", marks=pytest.mark.soak),
+    ],
 )
-def test_whole_graphs_compile(backend: str) -> None:
-    for plain, whole in run_ranks(compiled, 2, "thread", backend, timeout=60):
+def test_whole_graphs_compile(backend: str, ranks: str) -> None:
+    for plain, whole in run_ranks(compiled, 2, ranks, backend, timeout=60):
         torch.testing.assert_close(whole[:2], plain[:2])
         # Calls that are alike, or whose result is unused, are made all the same; that in backward is not.
         assert whole[2] == plain[2]

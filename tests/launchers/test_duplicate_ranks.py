@@ -13,7 +13,8 @@ INIT = "import sys, unisono as un; un.init('gloo', timeout=float(sys.argv[1]), *
 Start = Callable[..., Any]
 
 
-@pytest.mark.parametrize("by", ["environment", pytest.param("address", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("by", ["environment", "address"])
 def test_duplicate_rank_is_reported_to_both(start: Start, port: int, by: str) -> None:
     if by == "environment":
         given, env = {}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

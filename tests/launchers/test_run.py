@@ -61,7 +61,8 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=90)
 
 
-@pytest.mark.parametrize("script", [("train.py",), pytest.param(("-m", "train"), marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("script", [("train.py",), ("-m", "train")])
 def test_each_line_begins_with_its_rank(script: tuple[str, ...]) -> None:
     ended = run("-n", "3", "--backend", "gloo", *script, "plain", "--ranks", "5")
     assert ended.returncode == 0, ended.stderr

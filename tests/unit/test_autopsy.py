@@ -136,11 +136,12 @@ comm.barrier()
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("how", "text"),
     [
         ("raise", "look at rank 1, the first to stop: it failed: KeyError: 'lr'"),
-        pytest.param("exit", "look at rank 1, the first to stop: it left without closing its", marks=pytest.mark.soak),
+        ("exit", "look at rank 1, the first to stop: it left without closing its"),
     ],
 )
 def test_autopsy_of_an_error_between_calls(

@@ -38,10 +38,6 @@ def killed(folder: Path, kills: int, *ranks: int) -> float:
     return float(found["furthest"])
 
 
-def test_killed_on_changing_numbers_of_ranks(folder: Path) -> None:
-    assert killed(folder, 1, 2, 3) < 1e-9
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_killed_30_times_on_the_same_number_of_ranks(folder: Path, ranks: int) -> None:

@@ -64,6 +64,34 @@ def test_fit_returns_the_constants_of_the_network_and_the_overhead() -> None:
     assert (*found.link, found.gamma, found.overhead) == pytest.approx((30e-6, 0.5e-9, 0.2e-9, 5e-6), rel=1e-6)
 
 
+def test_ranks_that_share_cores_choose_by_the_work_of_all() -> None:
+    link = Link(300e-6, 0.5e-9)
+    alone = Machine(CostTable(link, link, 0.1e-9, 100e-6), 4)
+    crowded = Machine(CostTable(link, link, 0.1e-9, 100e-6, cores=2), 4)
+    names = serving("all_reduce", 4)
+    assert compare("all_reduce", names, 4, 1024, alone).algorithm == "one_shot"
+    assert compare("all_reduce", names, 4, 1024, crowded).algorithm == "binomial"
+    # 12 messages, each of which wakes a rank; their 24 KiB are sent and reduced; on 2 cores.
+    work = (12 * (300e-6 + 100e-6) + 12 * 2048 * (0.5e-9 + 0.1e-9)) / 2
+    assert predicted(find("all_reduce", "one_shot"), 4, 2048, crowded) == pytest.approx(work)
+    assert predicted(find("all_reduce", "one_shot"), 4, 2048, alone) < work / 2
+    hosts = crowded._replace(per_host=2)
+    assert compare("all_reduce", names, 4, 1024, hosts).algorithm == "one_shot"
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_fit_returns_the_constants_of_crowded_cores(cores: int) -> None:
+    table = CostTable(Link(30e-6, 0.5e-9), Link(30e-6, 0.5e-9), gamma=0.2e-9, overhead=5e-6, cores=cores)
+    calls = [("all_reduce", name) for name in ("recursive_doubling", "ring", "one_shot", "chunked_ring:segments=8")]
+    cells = [
+        Cell(*call, 4, n, predicted(find(*call), 4, n, Machine(table, 4)))
+        for call in [*calls, ("broadcast", "binomial")]
+        for n in (64, 65536, 1 << 20)
+    ]
+    found = fit(cells, cores)
+    assert (*found.link, found.gamma, found.overhead) == pytest.approx((30e-6, 0.5e-9, 0.2e-9, 5e-6), rel=1e-6)
+
+
 def test_constants_are_never_negative() -> None:
     noise = [Cell("broadcast", "binomial", 2, n, seconds) for n, seconds in ((8, 9e-5), (65536, 5e-5), (1 << 20, 4e-5))]
     found = fit(noise)
@@ -187,7 +215,7 @@ def test_all_ranks_use_the_table_that_rank_0_measured(own_folder: Path) -> None:
     ("damage", "reason"),
     [
         (lambda text: text[:40], "ignored"),
-        (lambda text: text.replace('"format": 1', '"format": 99'), "format 99"),
+        (lambda text: text.replace('"format": 2', '"format": 99'), "format 99"),
         (lambda text: text.replace('"gamma": ', '"gamma": 1'), "do not match the hash"),
         (lambda text: text.replace('"thread"', '"other"'), "other hosts"),
         (lambda text: "[]", "no cost table"),
@@ -259,7 +287,7 @@ def test_plan_is_shown_as_a_table() -> None:
 
 def test_json_has_a_format_and_a_hash() -> None:
     found = json.loads(TABLE.to_json())
-    assert (found["format"], found["hash"]) == (1, TABLE.hash)
+    assert (found["format"], found["hash"]) == (2, TABLE.hash)
     with pytest.raises(ValueError, match="at least 0 s"):
         CostTable(Link(-1.0, 0.0), Link(0.0, 0.0))
 

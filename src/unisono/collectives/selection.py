@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from unisono.collectives.algorithms import ALGORITHMS, find, serving
+from unisono.collectives.algorithms import ALGORITHMS, find
 from unisono.collectives.tuning.cost_table import GAP, CostTable
 from unisono.collectives.tuning.prediction import Choice, Machine, compare, predicted, size_class
 from unisono.core.tensors import numels
@@ -131,18 +131,20 @@ def known(transport: Transport, call: CollectiveCall, needs: Needs | None = None
 
 
 def _serving(needs: Needs, *, uneven: bool = False) -> list[str]:
-    names = serving(needs.collective, needs.size, rounded=needs.rounded, balanced=needs.balanced, uneven=uneven)
-    if needs.balanced and needs.rotated:
-        # In a single round the root reduces in the order of the call's own ranks.
-        return [name for name in names if find(needs.collective, name).cost(needs.size, 1).rounds <= 1]
-    return names
+    return [name for name in ALGORITHMS[needs.collective].names() if _meets(name, needs, uneven)]
 
 
 def _serves(requested: str, needs: Needs, call: CollectiveCall) -> bool:
     """Return whether an algorithm, with its options, serves a call; raise ValueError for options that do not exist."""
-    name, *options = requested.split(":")
-    served = name in _serving(needs, uneven=not _uniform(call))
-    return served and not (options and find(needs.collective, requested).unsupported(needs.size))
+    known = requested.partition(":")[0] in ALGORITHMS[needs.collective]
+    return known and _meets(requested, needs, not _uniform(call))
+
+
+def _meets(name: str, needs: Needs, uneven: bool) -> bool:
+    algorithm = find(needs.collective, name)
+    served = algorithm.serves(needs.size, rounded=needs.rounded, balanced=needs.balanced, uneven=uneven)
+    # In a single round the root reduces in the order of the call's own ranks.
+    return served and not (needs.balanced and needs.rotated and algorithm.cost(needs.size, 1).rounds > 1)
 
 
 def _uniform(call: CollectiveCall) -> bool:

@@ -20,6 +20,7 @@ from unisono.comm.subgroups import SubgroupMixin
 from unisono.core.collective import family_of
 from unisono.core.reduce_op import check_reducible, parse_op
 from unisono.core.types import ReduceOp
+from unisono.host.cpu_count import cores
 
 __all__ = ["TuningMixin"]
 
@@ -72,7 +73,7 @@ class TuningMixin(RootedMixin, ReductionMixin, SubgroupMixin):
         if between is None:
             return tuner.adopt(None)
         near = inside or between
-        return tuner.adopt(CostTable(near.link, between.link, near.gamma, near.overhead))
+        return tuner.adopt(CostTable(near.link, between.link, near.gamma, near.overhead, cores=cores()))
 
     def plan(
         self,
@@ -122,7 +123,7 @@ class TuningMixin(RootedMixin, ReductionMixin, SubgroupMixin):
 def _fitted(comm: TuningMixin, seconds: float) -> Fit | None:
     """Return the constants that fit the calls of a communicator; None except on rank 0, and if there is no other."""
     cells = _measured(comm, seconds) if comm.size > 1 else []
-    return fit(cells) if cells and comm.rank == 0 else None
+    return fit(cells, cores()) if cells and comm.rank == 0 else None
 
 
 def _measured(comm: TuningMixin, seconds: float) -> list[Cell]:

@@ -79,12 +79,5 @@ def serving(
         >>> "recursive_doubling" in serving("all_gather", 3), "recursive_doubling" in serving("all_gather", 4)
         (False, True)
     """
-    found = [find(collective, name) for name in ALGORITHMS[collective].names()]
-    return [
-        algorithm.name
-        for algorithm in found
-        if not algorithm.unsupported(size)
-        and (algorithm.same_bits or not rounded)
-        and not (algorithm.uniform and uneven)
-        and (algorithm.balanced or not balanced)
-    ]
+    found = (find(collective, name) for name in ALGORITHMS[collective].names())
+    return [each.name for each in found if each.serves(size, rounded=rounded, uneven=uneven, balanced=balanced)]

@@ -156,6 +156,22 @@ class Algorithm:
         reason = check(size, **self.options) if check and size > 1 else ""
         return f"the {self.collective} algorithm {self.name!r} {reason}" if reason else ""
 
+    def serves(self, size: int, *, rounded: bool = True, uneven: bool = True, balanced: bool = False) -> bool:
+        """Return whether the algorithm can serve a call.
+
+        Args:
+            size: Number of ranks, from 1.
+            rounded: Whether the call adds or multiplies floating-point numbers.
+            uneven: Whether parts may differ in length.
+            balanced: Whether sums must be reduced in the balanced binary tree over the ranks.
+
+        Example:
+            >>> un.algorithms.find("all_reduce", "ring").serves(size=3, balanced=True)
+            False
+        """
+        exact = (self.same_bits or not rounded) and not (self.uniform and uneven) and (self.balanced or not balanced)
+        return exact and not self.unsupported(size)
+
     def chunks(self, size: int) -> int:
         """Return the number of chunks that a message is cut into.
 

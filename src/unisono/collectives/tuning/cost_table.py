@@ -18,7 +18,7 @@ GAP = 0.25
 """Part of a message's latency that passes before its sender can send the next message: the gap of LogP (Culler et al.,
 1993). Without it, any number of messages to different ranks would cost as much as one message."""
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Link(NamedTuple):
@@ -43,6 +43,7 @@ class CostTable:
         gamma: Seconds to reduce one received byte.
         overhead: Processor time for each message, in seconds.
         measured: False for the built-in constants of a transport.
+        cores: Processors that the ranks of a host share, if they are fewer than its ranks; 0 if each rank has its own.
         overrides: Pairs of a collective and the algorithm that "auto" stands for, whatever is predicted.
 
     Example:
@@ -56,6 +57,7 @@ class CostTable:
     gamma: float = 0.0
     overhead: float = 0.0
     measured: bool = True
+    cores: int = 0
     overrides: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -107,7 +109,8 @@ class CostTable:
 
     def _constants(self) -> dict[str, Any]:
         links = {"inside": self.inside._asdict(), "between": self.between._asdict()}
-        return {**links, "gamma": self.gamma, "overhead": self.overhead, "measured": self.measured}
+        processor = {"gamma": self.gamma, "overhead": self.overhead, "cores": self.cores}
+        return {**links, **processor, "measured": self.measured}
 
     def to_json(self, **further: Any) -> str:
         """Return the table as JSON, with its format and hash.
@@ -135,8 +138,8 @@ class CostTable:
             inside, between = (
                 Link(float(found[name]["alpha"]), float(found[name]["beta"])) for name in ("inside", "between")
             )
-            gamma, overhead, measured = float(found["gamma"]), float(found["overhead"]), bool(found["measured"])
-            table = cls(inside, between, gamma, overhead, measured)
+            gamma, overhead = float(found["gamma"]), float(found["overhead"])
+            table = cls(inside, between, gamma, overhead, bool(found["measured"]), int(found["cores"]))
             table = table.with_overrides(_checked(found["overrides"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no cost table: {type(error).__name__} at {error}") from error

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from unisono.collectives.algorithms import find
-from unisono.collectives.simulator import Network, simulate
-from unisono.collectives.tuning.cost_table import Link
+from unisono.collectives.tuning.cost_table import CostTable, Link
+from unisono.collectives.tuning.prediction import Machine, predicted
 
 __all__ = ["Cell", "Fit", "fit"]
 
@@ -49,11 +49,12 @@ class Fit(NamedTuple):
     overhead: float
 
 
-def fit(cells: Sequence[Cell]) -> Fit:
+def fit(cells: Sequence[Cell], cores: int = 0) -> Fit:
     """Return the constants that predict measured calls best, none of them negative.
 
     Args:
         cells: Calls of several sizes and algorithms; some must send several messages in a round.
+        cores: Processors that the ranks shared, if they were fewer than the ranks; 0 otherwise.
 
     Example:
         >>> fit([Cell("broadcast", "binomial", 2, n, 1e-5 + n * 1e-9) for n in (8, 65536, 1048576)]).link.beta < 1.01e-9
@@ -61,7 +62,7 @@ def fit(cells: Sequence[Cell]) -> Fit:
     """
     constants: tuple[float, ...] = (10e-6, 1e-9, 0.1e-9, 0.0)
     for _ in range(_ROUNDS):
-        constants = _solved([_coefficients(cell, constants) for cell in cells], cells)
+        constants = _solved([_coefficients(cell, constants, cores) for cell in cells], cells)
     alpha, beta, gamma, overhead = constants
     return Fit(Link(alpha, beta), gamma, overhead)
 
@@ -83,20 +84,21 @@ def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[flo
     return tuple(solution.tolist())
 
 
-def _coefficients(cell: Cell, constants: Sequence[float]) -> list[float]:
+def _coefficients(cell: Cell, constants: Sequence[float], cores: int) -> list[float]:
     """Return by how much a predicted time grows with alpha, beta, gamma and the overhead, from these constants on.
 
-    A simulated time is piecewise linear, and so is the sum of these products in the neighbourhood.
+    A predicted time is piecewise linear, and so is the sum of these products in the neighbourhood.
     """
     algorithm = find(cell.collective, cell.algorithm)
 
-    def seconds(alpha: float, beta: float, gamma: float) -> float:
-        network = Network(alpha=alpha, bandwidth=1 / max(beta, 1e-15), gamma=gamma)
-        return simulate(cell.collective, algorithm, cell.size, cell.nbytes, network=network).makespan
+    def seconds(alpha: float, beta: float, gamma: float, overhead: float) -> float:
+        link = Link(alpha, beta)
+        machine = Machine(CostTable(link, link, gamma, overhead, cores=cores), cell.size)
+        return predicted(algorithm, cell.size, cell.nbytes, machine)
 
-    found, here = list[float](), seconds(*constants[:3])
-    for place, smallest in enumerate((1e-9, 1e-13, 1e-13)):
+    found, here = list[float](), seconds(*constants)
+    for place, smallest in enumerate((1e-9, 1e-13, 1e-13, 1e-9)):
         step = max(1e-3 * constants[place], smallest)
-        moved = [constant + step * (place == number) for number, constant in enumerate(constants[:3])]
+        moved = [constant + step * (place == number) for number, constant in enumerate(constants)]
         found.append((seconds(*moved) - here) / step)
-    return [*found, float(algorithm.cost(cell.size, cell.nbytes).messages)]
+    return found

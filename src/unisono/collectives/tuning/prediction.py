@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from unisono.collectives.algorithms import Algorithm, find
 from unisono.collectives.simulator import simulate
 from unisono.collectives.simulator.rotation import Rotation
+from unisono.collectives.simulator.simulation import Call, byte_offsets
 from unisono.collectives.tuning.cost_table import CostTable
 from unisono.core.notebook import html_table
 
@@ -98,7 +100,9 @@ def size_class(nbytes: int) -> int:
 def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) -> float:
     """Return the predicted seconds of a collective.
 
-    The network is simulated; a rank's processor also spends the overhead on each of its messages.
+    The network is simulated; a rank's processor also spends the overhead on each of its messages. Ranks that share
+    fewer cores take at least all their work divided by the cores (Brent, 1974): inside a host, latency is the work of
+    waking a rank that waits, and copies are work, too.
 
     Args:
         algorithm: The algorithm.
@@ -106,9 +110,42 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
         nbytes: Bytes of the message.
         machine: Constants and hosts.
     """
-    network = machine.table.network(size, machine.per_host)
+    table = machine.table
+    network = table.network(size, machine.per_host)
     simulated = simulate(algorithm.collective, algorithm, size, nbytes, network=network).makespan
-    return simulated + algorithm.cost(size, nbytes).messages * machine.table.overhead
+    seconds = simulated + algorithm.cost(size, nbytes).messages * table.overhead
+    if not 0 < table.cores < machine.per_host:
+        return seconds
+    work, (alpha, beta) = _work(algorithm.collective, algorithm.label, size, nbytes, machine.per_host), table.inside
+    spent = work.waits * alpha + work.messages * table.overhead + work.sent * beta + work.reduced * table.gamma
+    return max(seconds, spent / table.cores)
+
+
+class _Work(NamedTuple):
+    """Peers that a rank waits for, messages, and bytes, of all ranks of a host and all steps."""
+
+    waits: int
+    messages: int
+    sent: int
+    reduced: int
+
+
+@lru_cache(maxsize=4096)
+def _work(collective: str, label: str, size: int, nbytes: int, per_host: int) -> _Work:
+    """Return the work of the first host's ranks; messages of no bytes are not sent."""
+    algorithm = find(collective, label)
+    offsets = byte_offsets(Call(algorithm, nbytes), size, 1)
+    waits = messages = sent = reduced = 0
+    for step in (step for rank in range(per_host) for step in algorithm.steps(rank, size)):
+        sends, receives = (
+            [sum(offsets[stop] - offsets[start] for start, stop in move.runs) for move in moves]
+            for moves in (step.send, step.recv)
+        )
+        waits += len({move.peer for move, received in zip(step.recv, receives, strict=True) if received})
+        messages += sum(map(bool, sends))
+        sent += sum(sends)
+        reduced += step.reduce * sum(receives)
+    return _Work(waits, messages, sent, reduced)
 
 
 def _estimate(algorithm: Algorithm, size: int, nbytes: int, table: CostTable) -> float:

@@ -77,7 +77,7 @@ def dies_at(kind: str, message: int, rank: int) -> Any:
     return un.simulate(train, 4, (kind,), faults=faults, on_failure="continue", timeout=10)
 
 
-@pytest.mark.parametrize(("kind", "message"), [("model", 60), ("gradients", 30)])
+@pytest.mark.parametrize(("kind", "message"), [("model", 40), ("gradients", 20)])
 def test_rank_dies_in_the_middle_of_a_step(kind: str, message: int) -> None:
     run, wanted = dies_at(kind, message, 2), alone(kind)
     assert [close(end, wanted) for end in run.results] == [True, True, False, True], run.results

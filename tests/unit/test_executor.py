@@ -11,7 +11,8 @@ from meta_tensors import Hollow
 
 import unisono as un
 from unisono.collectives.algorithms import ALGORITHMS
-from unisono.collectives.chunk_layout import Flat, Pieces, even_edges
+from unisono.collectives.algorithms.step import Move
+from unisono.collectives.chunk_layout import Flat, PartialSums, Pieces, even_edges
 from unisono.core.reduce_op import check_reducible, parse_op
 from unisono.core.tensors import Staging, check_apart, check_tensor
 from unisono.core.types import Message, ReduceOp, Work
@@ -41,6 +42,38 @@ def test_missing_buffers_are_allocated_with_the_right_type() -> None:
     like = torch.zeros(3, dtype=torch.int16)
     (region,) = Pieces({}, like).regions(2, 3, 100)
     assert (region.tensor.dtype, region.tensor.numel()) == (torch.int16, 3)
+
+
+def test_partial_sums_are_stored_beside_the_inputs() -> None:
+    inputs, output = [torch.ones(2), torch.ones(3), torch.ones(4)], torch.zeros(3)
+    sums = PartialSums(inputs, 1, output)
+
+    def memory(move: Move, *, receive: bool = False) -> list[torch.Tensor]:
+        return [region.tensor for packed in sums.messages(move, 100, receive=receive) for region in packed]
+
+    assert [t.data_ptr() for t in memory(Move(0, 1, 3))] == [inputs[1].data_ptr(), inputs[2].data_ptr()]
+    (first,) = memory(Move(0, 2, 3), receive=True)
+    assert first.numel() == 4
+    assert first.data_ptr() != inputs[2].data_ptr()
+    assert [t.data_ptr() for t in memory(Move(0, 2, 3))] == [first.data_ptr()]
+    assert [t.data_ptr() for t in memory(Move(0, 1, 2), receive=True)] == [output.data_ptr()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_reduce_scatter_only_reads_its_inputs(size: int) -> None:
+    def program(comm: un.Communicator) -> None:
+        lengths = [3 + place for place in range(size)]
+        for name in ("auto", *un.algorithms.serving("reduce_scatter", size)):
+            inputs = [torch.full((n,), float(comm.rank + place)) for place, n in enumerate(lengths)]
+            copies, output = [t.clone() for t in inputs], torch.empty(lengths[comm.rank])
+            comm.reduce_scatter(output, inputs, algorithm=name)
+            assert all(map(torch.equal, inputs, copies)), name
+            assert output.tolist() == [sum(range(size)) + size * comm.rank] * len(output), name
+            whole = torch.arange(size * 4, dtype=torch.float64)
+            comm.reduce_scatter_single(whole[4 * comm.rank : 4 * comm.rank + 4], whole, algorithm=name)
+            assert whole[4 * comm.rank :][:4].tolist() == [size * (4 * comm.rank + i) for i in range(4)], name
+
+    un.launch(program, size, "thread")
 
 
 @pytest.mark.parametrize(

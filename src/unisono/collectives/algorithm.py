@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-
-import torch
 
 from unisono.collectives.algorithms import find
 from unisono.collectives.executor import ScratchPool, execute
-from unisono.collectives.plan import layout_of, post_copy, pre_copy
-from unisono.core.collective import FAMILIES
+from unisono.collectives.plan import layout_of, pre_copy
 from unisono.core.reduce_op import combine
-from unisono.core.tensors import numels
 from unisono.core.transport import Transport
 from unisono.core.types import CollectiveCall, ReduceOp
 
@@ -32,7 +27,7 @@ def run_algorithm(
 
     Args:
         transport: Carries the messages.
-        call: Its tensors are one-dimensional and contiguous. A reduction in place writes to its inputs, too.
+        call: Its tensors are one-dimensional and contiguous. A reduction in place writes to them.
         algorithm: Name of an algorithm of this collective.
         segment_bytes: Largest message.
         timeout: Seconds for all of it.
@@ -40,11 +35,6 @@ def run_algorithm(
     """
     rank, size, root = transport.rank, transport.size, call.root or 0
     chosen = find(call.name, algorithm)
-    family = FAMILIES[call.name]
-    if family.reduces and family.scatters:
-        # Partial sums are kept here.
-        scratch = torch.cat(call.inputs)
-        call = replace(call, inputs=scratch.split(numels(call.inputs)), packed=scratch)
     pre_copy(call, rank)
     execute(
         transport,
@@ -56,4 +46,3 @@ def run_algorithm(
         root=root,
         spare=spare,
     )
-    post_copy(call, rank)

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from unisono.collectives.algorithms.step import Move
+from unisono.core.tensors import numels
 
-__all__ = ["PACKED_BYTES", "Flat", "Layout", "Pieces", "Region", "even_edges"]
+__all__ = ["PACKED_BYTES", "Flat", "Layout", "PartialSums", "Pieces", "Region", "even_edges"]
 
 PACKED_BYTES = 64 << 10
 """Largest message that is packed of several regions: a longer one is not worth the copy."""
 
 
 class Region(NamedTuple):
-    """A part of memory that one message fills: elements `start` to `stop` of the buffer `key`."""
+    """A part of memory that one message fills: elements `start` to `stop` of the buffer `key`.
+
+    `own` is this rank's contribution to a sum that is stored in `tensor`, if it is in other memory.
+    """
 
     key: int
     start: int
     stop: int
     tensor: torch.Tensor
+    own: torch.Tensor | None = None
 
 
 def even_edges(numel: int, parts: int) -> list[int]:
@@ -44,12 +48,16 @@ class Layout(ABC):
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         """The non-empty regions, of at most `segment_bytes`, of chunks `start` to `stop`."""
 
-    def messages(self, move: Move, segment_bytes: int) -> list[list[Region]]:
+    def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
+        """The same regions, as memory that received data is stored in."""
+        return self.regions(start, stop, segment_bytes)
+
+    def messages(self, move: Move, segment_bytes: int, *, receive: bool = False) -> list[list[Region]]:
         """The regions of each message that a move travels in: one, or several that are packed."""
         found: list[list[Region]] = []
         packed, most = 0, min(segment_bytes, PACKED_BYTES)
         for start, stop in move.runs:
-            for region in self.regions(start, stop, segment_bytes):
+            for region in (self.targets if receive else self.regions)(start, stop, segment_bytes):
                 packed += region.tensor.nbytes
                 if found and packed <= most:
                     found[-1].append(region)
@@ -74,10 +82,6 @@ class Flat(Layout):
     @classmethod
     def even(cls, tensor: torch.Tensor, chunks: int) -> Flat:
         return cls(tensor, even_edges(tensor.numel(), chunks))
-
-    @classmethod
-    def sized(cls, tensor: torch.Tensor, sizes: Sequence[int]) -> Flat:
-        return cls(tensor, [0, *accumulate(sizes)])
 
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         tensor, low, end, found = self._tensor, self._edges[start], self._edges[stop], []
@@ -114,3 +118,33 @@ class Pieces(Layout):
             tensor = self._tensors[chunk]
             found += Flat(tensor, (0, tensor.numel()), chunk).regions(0, 1, segment_bytes)
         return found
+
+
+class PartialSums(Pieces):
+    """Chunks of a reduce_scatter: inputs, which are only read, until something is reduced into them.
+
+    Args:
+        inputs: By chunk; one-dimensional and contiguous.
+        rank: The chunk whose sum is this rank's result.
+        output: Memory of the result.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], rank: int, output: torch.Tensor) -> None:
+        super().__init__({rank: output}, output, numels(inputs))
+        self._inputs, self._received = inputs, set[int]()
+
+    def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
+        found = []
+        for chunk in range(start, stop):
+            if chunk in self._received:
+                found += super().regions(chunk, chunk + 1, segment_bytes)
+            else:
+                tensor = self._inputs[chunk]
+                found += Flat(tensor, (0, tensor.numel()), chunk).regions(0, 1, segment_bytes)
+        return found
+
+    def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
+        own = self.regions(start, stop, segment_bytes)
+        self._received.update(range(start, stop))
+        stored = self.regions(start, stop, segment_bytes)
+        return [target._replace(own=mine.tensor) for target, mine in zip(stored, own, strict=True)]

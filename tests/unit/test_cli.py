@@ -78,8 +78,8 @@ def test_unknown_command_lists_the_known_ones(trial: Trial, capsys: pytest.Captu
     with pytest.raises(SystemExit, match="2"):
         main(["denmo"])
     said = capsys.readouterr().err
-    assert "'demo'" in said
-    assert "'trial'" in said
+    # Python quotes them up to 3.13.
+    assert {"demo", "trial"} <= set(re.findall(r"\w+", said.partition("choose from")[2]))
 
 
 def test_command_does_not_import_the_others() -> None:

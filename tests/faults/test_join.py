@@ -52,8 +52,11 @@ def test_join_without_a_group() -> None:
         un.join()
     with pytest.raises(ValueError, match="unknown init_method"):
         un.join("udp://x:1")
-    with pytest.raises(CommError, match="is in no unisono job"):
-        un.join(pid=1)
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other,
+        pytest.raises(CommError, match="is in no unisono job"),
+    ):
+        un.join(pid=other.pid)
 
 
 TRAINEE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import signal
@@ -95,7 +96,10 @@ def test_rank_dies_at_every_message(kind: str) -> None:
         others = [end for end in run.results if not isinstance(end, KilledError)]
         if len(others) == 4:
             break
-        created = all(close(end, wanted) for end in others)
+        right = [close(end, wanted) for end in others]
+        # At the last messages some ranks have ended, and so count as dead, too.
+        lost = [isinstance(end, RuntimeError) and "are lost" in str(end) for end in others]
+        created = any(right) and all(map(operator.or_, right, lost))
         refused = all(isinstance(end, un.CommError) or "first snapshot" in str(end) for end in others)
         assert created or (refused and message < CREATED), (message, run.results)
     assert message > 30

@@ -144,6 +144,7 @@ class PartialSums(Pieces):
         return found
 
     def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
+        # Of several contributions in one step, the first region has this rank's own.
         own = self.regions(start, stop, segment_bytes)
         self._received.update(range(start, stop))
         stored = self.regions(start, stop, segment_bytes)

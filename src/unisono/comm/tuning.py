@@ -61,15 +61,15 @@ class TuningMixin(RootedMixin, ReductionMixin, SubgroupMixin):
         if self.size == 1:
             return tuner.machine().table
         if len(set(tuner.hosts)) == 1:
-            inside = between = _fitted(self, seconds)
+            inside = between = _fitted(self, seconds, cores())
         else:
             first = tuner.hosts.index(tuner.hosts[self.rank])
             with self.split(first) as host:
-                inside = _fitted(host, seconds / 2)
+                inside = _fitted(host, seconds / 2, cores())
             leaders, between = self.split(0 if first == self.rank else None), None
             if leaders is not None:
                 with leaders:
-                    between = _fitted(leaders, seconds / 2)
+                    between = _fitted(leaders, seconds / 2, 0)
         if between is None:
             return tuner.adopt(None)
         near = inside or between
@@ -120,10 +120,13 @@ class TuningMixin(RootedMixin, ReductionMixin, SubgroupMixin):
         return explain(needs, size_class(nbytes), machine, algorithm, why)
 
 
-def _fitted(comm: TuningMixin, seconds: float) -> Fit | None:
-    """Return the constants that fit the calls of a communicator; None except on rank 0, and if there is no other."""
+def _fitted(comm: TuningMixin, seconds: float, cores: int) -> Fit | None:
+    """Return the constants that fit the calls of a communicator; None except on rank 0, and if there is no other.
+
+    Its ranks share the cores; 0 if each is on a host of its own.
+    """
     cells = _measured(comm, seconds) if comm.size > 1 else []
-    return fit(cells, cores()) if cells and comm.rank == 0 else None
+    return fit(cells, cores) if cells and comm.rank == 0 else None
 
 
 def _measured(comm: TuningMixin, seconds: float) -> list[Cell]:

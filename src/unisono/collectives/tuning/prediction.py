@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from unisono.collectives.algorithms import Algorithm, find
@@ -116,7 +115,7 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
     seconds = simulated + algorithm.cost(size, nbytes).messages * table.overhead
     if not 0 < table.cores < machine.per_host:
         return seconds
-    work, (alpha, beta) = _work(algorithm.collective, algorithm.label, size, nbytes, machine.per_host), table.inside
+    work, (alpha, beta) = _work(algorithm, size, nbytes, machine.per_host), table.inside
     spent = work.waits * alpha + work.messages * table.overhead + work.sent * beta + work.reduced * table.gamma
     return max(seconds, spent / table.cores)
 
@@ -130,10 +129,8 @@ class _Work(NamedTuple):
     reduced: int
 
 
-@lru_cache(maxsize=4096)
-def _work(collective: str, label: str, size: int, nbytes: int, per_host: int) -> _Work:
+def _work(algorithm: Algorithm, size: int, nbytes: int, per_host: int) -> _Work:
     """Return the work of the first host's ranks; messages of no bytes are not sent."""
-    algorithm = find(collective, label)
     offsets = byte_offsets(Call(algorithm, nbytes), size, 1)
     waits = messages = sent = reduced = 0
     for step in (step for rank in range(per_host) for step in algorithm.steps(rank, size)):

@@ -74,7 +74,7 @@ class TorchTransport(Transport):
     @classmethod
     def declared(cls, backend: str) -> Capabilities:
         if backend in ("gloo", "mpi"):
-            # Gloo's reduce_scatter reduces the whole message on every rank: our algorithms are faster, but for a few bytes.
+            # Gloo's reduces the whole message on every rank: our algorithms are faster, but for a few bytes.
             return Capabilities(frozenset({"cpu", "cuda"}), frozenset({"cuda"}), cls.native - {"reduce_scatter"})
         return Capabilities(frozenset({"cuda"}), frozenset(), cls.native)
 

@@ -11,7 +11,8 @@ from unisono.collectives.arguments import Side
 from unisono.collectives.chunk_layout import Flat, Layout, PartialSums, Pieces
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.reduce_op import HALVES, check_reducible, divide
-from unisono.core.tensors import Staging, numels
+from unisono.core.staging import Staging
+from unisono.core.tensors import numels
 from unisono.core.types import CollectiveCall, ReduceOp
 
 __all__ = ["Plan", "layout_of", "make_plan", "message_bytes", "pre_copy"]
@@ -34,6 +35,11 @@ class Plan:
     staging: Staging
     like: torch.Tensor | None = None
     origin: tuple[int, str] | None = None
+
+    def ordered(self) -> Plan:
+        """Let its work on accelerators follow what this thread has queued there. For another thread to execute it."""
+        self.staging.order.follow((*self.call.inputs, *self.call.outputs))
+        return self
 
 
 def make_plan(

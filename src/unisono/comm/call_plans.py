@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from unisono.collectives.arguments import Splits, check_arguments
 from unisono.collectives.plan import Plan, make_plan
 from unisono.collectives.selection import NATIVE
@@ -16,7 +18,7 @@ from unisono.core.control import ControlPlane
 from unisono.core.fast_path import Tensors
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.reduce_op import parse_op
-from unisono.core.tensors import Staging
+from unisono.core.staging import Staging
 from unisono.core.transport import Options, Transport
 
 __all__ = ["CallPlans"]
@@ -35,11 +37,14 @@ class CallPlans(CommunicatorState):
     ) -> None:
         super().__init__(transport, control, options)
         self._full_check = full_check
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def staging(self) -> Staging:
         """Return the staging that makes a call's tensors one-dimensional and contiguous."""
-        away = self.transport.host_staged
-        return BufferGuard(away, f"the call at {call_site()}") if self._full_check else Staging(away)
+        away, streams = self.transport.host_staged, self._streams
+        if self._full_check:
+            return BufferGuard(away, streams, f"the call at {call_site()}")
+        return Staging(away, streams)
 
     def plan(
         self,

@@ -136,6 +136,7 @@ class Engine(CallPlans, FastPathCalls):
         if not queued:
             self._perform(job)
             return None
+        plan.ordered()
         # Add one default timeout: the hang report that names the missing ranks must finish first.
         work = Completion((1 if follow is None else 2) * job.timeout + self.options.timeout_s)
         self._helper.run(partial(self._progress, job, work))
@@ -202,14 +203,13 @@ class Engine(CallPlans, FastPathCalls):
 
     def _begin(self, job: CollectiveRequest) -> Work | None:
         """Do everything before the first wait for data; return the transport's work if it supports the call."""
-        with self._report_failures(job.noted), torch.no_grad():
+        with self._report_failures(job.noted), torch.no_grad(), job.plan.staging.order.entered():
             job.transport.begin(job.fingerprint, job.timeout)
-            for action in job.plan.staging.before:
-                action()
+            job.plan.staging.begin()
             return job.transport.collective(job.plan.call) if job.algorithm == NATIVE else None
 
     def _complete(self, job: CollectiveRequest, work: Work | None, deadline: float) -> None:
-        with self._report_failures(job.noted), torch.no_grad():
+        with self._report_failures(job.noted), torch.no_grad(), job.plan.staging.order.entered():
             left = max(0.0, deadline - time.monotonic())
             if work is not None:
                 work.wait(left)
@@ -223,8 +223,7 @@ class Engine(CallPlans, FastPathCalls):
                     spare=self._spare,
                 )
             job.transport.end(job.fingerprint, job.plan.call, max(1.0, deadline - time.monotonic()))
-            for action in job.plan.staging.after:
-                action()
+            job.plan.staging.end()
 
     @contextmanager
     def _report_failures(self, noted: CallRecord, *, refusals: bool = True) -> Iterator[None]:

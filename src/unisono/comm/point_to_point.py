@@ -14,7 +14,8 @@ from unisono.comm.point_to_point_work import PointToPointWork
 from unisono.core.buffers import Buffer
 from unisono.core.call_site import call_site
 from unisono.core.flight_recorder import CallRecord, PendingMessage
-from unisono.core.tensors import Staging, check_apart
+from unisono.core.staging import Staging
+from unisono.core.tensors import check_apart
 from unisono.core.types import MAX_TAG, Message, Recv, Send, Timeout, Work
 from unisono.core.work import format_bytes, resolve_timeout
 from unisono.wrappers.trace import traced
@@ -195,7 +196,7 @@ class PointToPointMixin(CommunicatorBase):
             flat.append(type(message)(buffer, message.peer, message.tag))
         noted = self._note(operation, flat)
         awaited, work = self._start(flat, staging)
-        return PointToPointWork(self._engine, noted, awaited, work, staging.after)
+        return PointToPointWork(self._engine, noted, awaited, work, staging)
 
     def _receive(self, operation: str, tensor: Buffer, src: int | None, tag: int) -> PointToPointWork:
         if src is not None:
@@ -208,7 +209,7 @@ class PointToPointMixin(CommunicatorBase):
         staging.write_back(tensor, found)
         noted = self._note(operation, [Recv(buffer, -1, tag)])
         work = self._any_source.join(tag, None, lambda peer: self._start([Recv(buffer, peer, tag)], staging)[1])
-        return PointToPointWork(self._engine, noted, (), work, staging.after)
+        return PointToPointWork(self._engine, noted, (), work, staging)
 
     @cached_property
     def _any_source(self) -> AnySource:
@@ -222,9 +223,8 @@ class PointToPointMixin(CommunicatorBase):
     def _start(self, messages: Sequence[Message], staging: Staging) -> tuple[tuple[PendingMessage, ...], Work]:
         activity = self._engine.activity
         awaited = tuple(activity.post("recv" if isinstance(m, Recv) else "send", m.peer, m.tag) for m in messages)
-        with torch.no_grad():
-            for action in staging.before:
-                action()
+        with torch.no_grad(), staging.order.entered():
+            staging.begin()
             if self._check == "full":
                 staging.after[:0] = vouch(self._engine, messages)
             return awaited, traced(self._engine.transport, awaited).post(messages)

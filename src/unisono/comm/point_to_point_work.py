@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
 from unisono.comm.engine import Engine
 from unisono.core.flight_recorder import CallRecord, PendingMessage
+from unisono.core.staging import Staging
 from unisono.core.tracing import profiler, sink_here, span
 from unisono.core.types import Timeout, Work
 from unisono.core.work import resolve_timeout
@@ -28,9 +29,9 @@ class PointToPointWork(Work):
         noted: CallRecord,
         awaited: tuple[PendingMessage, ...],
         inner: Work,
-        after: list[Callable[[], object]],
+        staging: Staging,
     ) -> None:
-        self._engine, self._noted, self._awaited, self._inner, self._after = engine, noted, awaited, inner, after
+        self._engine, self._noted, self._awaited, self._inner, self._staging = engine, noted, awaited, inner, staging
         # Messages are counted by themselves: each rank has its own number of them.
         self._operation, self._number = noted[0], engine.activity.messages
         self._lock = threading.Lock()
@@ -109,13 +110,12 @@ class PointToPointWork(Work):
         return self._inner.cancel()
 
     def _finish(self) -> None:
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), self._staging.order.entered():
             try:
-                while self._after:
-                    self._after.pop(0)()
+                self._staging.end()
             except CommError as error:
                 # Every later wait must report how this one ended.
-                self._after.clear()
+                self._staging.after.clear()
                 self._error = self._failed(error)
         if self._error is not None:
             raise self._error

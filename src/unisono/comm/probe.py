@@ -5,6 +5,7 @@ from __future__ import annotations
 from unisono.comm.point_to_point import PointToPointMixin
 from unisono.comm.point_to_point_work import PointToPointWork
 from unisono.core.call_site import call_site
+from unisono.core.staging import Staging
 from unisono.core.types import Timeout, Work
 from unisono.core.work import Completion, resolve_timeout
 
@@ -66,7 +67,7 @@ class ProbeMixin(PointToPointMixin):
         self._engine.enter(operation)
         self._check_source(src, tag)
         noted = operation, None, f"tag {tag}", call_site()
-        return PointToPointWork(self._engine, noted, (), self._any_source.join(tag, src, _done), [])
+        return PointToPointWork(self._engine, noted, (), self._any_source.join(tag, src, _done), Staging())
 
 
 def _done(_peer: int) -> Work:

@@ -35,11 +35,13 @@ class ShapeExchange:
         mine, table: Its input and output: dtype, number of dimensions and shape of each tensor that this rank sends,
             and of those that it needs to know.
         input, output: Arguments of the collective itself; the output is there after `allocate`.
+        device: Device of the output.
         lengths: As of `CollectiveCall`.
     """
 
     mine: torch.Tensor
     table: torch.Tensor
+    device: torch.device
 
     def __init__(self, collective: Collective, root: int | None, rank: int, size: int, devices: frozenset[str]) -> None:
         self._what, self._root, self._rank, self._size, self._devices = collective, root or 0, rank, size, devices
@@ -50,7 +52,9 @@ class ShapeExchange:
         self.lengths: tuple[int, ...] = ()
 
     def give(self, tensors: Tensors, device: str) -> None:
-        """Make the headers of this rank's tensors, or, on a rank that only receives, room for them on a device.
+        """Make the headers of this rank's tensors, or, on a rank that only receives, room for those that it gets.
+
+        Its output is on the device of its tensors, or on this one. Headers are in CPU memory where that can be sent.
 
         A root that sends gives its refusal to all ranks: they wait for its headers, and know nothing else of it.
         """
@@ -68,7 +72,9 @@ class ShapeExchange:
             [_REFUSED] * _NUMBERS
         ] * self._size
         self.input = given if what.scatters and given else given[0] if given else None
-        self.mine = torch.tensor(rows, dtype=torch.int64, device=given[0].device if given else device)
+        self.device = given[0].device if given else torch.device(device)
+        where = "cpu" if "cpu" in self._devices else self.device
+        self.mine = torch.tensor(rows, dtype=torch.int64, device=where)
         self.table = self.mine if self.header.in_place else self.mine.new_empty(self._size, _NUMBERS)
 
     def _checked(self, tensors: Any) -> tuple[torch.Tensor, ...]:
@@ -115,7 +121,7 @@ class ShapeExchange:
             self.lengths = tuple(shape.numel() for shape in shapes)
         if what.receives(self._rank, self._root):
             wanted = shapes if what.gathers else [shapes[self._rank]]
-            blanks = [torch.empty(shape, dtype=kinds[0][0], device=self.mine.device) for shape in wanted]
+            blanks = [torch.empty(shape, dtype=kinds[0][0], device=self.device) for shape in wanted]
             self.output = blanks if what.gathers else blanks[0]
 
 

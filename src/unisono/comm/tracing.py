@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from unisono.core.streams import current_streams
 from unisono.core.tracing import Event, recording
 from unisono.diagnostics.trace_file import Json, merged, rank_events
 from unisono.host.cpu_count import core_wait_s
@@ -123,8 +124,8 @@ class _Reading:
         ends, all_ends = torch.empty(_ROUNDS, dtype=torch.float64), starts.new_empty(comm.size * _ROUNDS)
         for number in range(_ROUNDS):
             comm.all_gather_single(starts[number], starts.new_tensor([_now()]))
-            if starts.is_cuda:
-                torch.cuda.synchronize()
+            for stream in current_streams([comm.device]):
+                stream.synchronize()
             ends[number] = _now()
         comm.all_gather_single(all_ends, ends.to(starts))
         begun, ended = starts.cpu(), all_ends.cpu().view(comm.size, _ROUNDS).T

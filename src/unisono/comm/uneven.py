@@ -17,6 +17,7 @@ from unisono.comm.shape_exchange import ShapeExchange
 from unisono.core.buffers import Buffer
 from unisono.core.collective import COLLECTIVES
 from unisono.core.combined_work import ResultWork
+from unisono.core.streams import current_streams, entered
 from unisono.core.types import Timeout
 from unisono.errors import MismatchError
 
@@ -211,12 +212,13 @@ class UnevenMixin(CommunicatorBase):
         exchange.give(tensors, engine.options.device)
         first = exchange.header, exchange.table, exchange.mine, None, root
         if async_op:
-            staging = engine.staging()
+            staging, streams = engine.staging(), current_streams([exchange.device])
 
             def follow() -> Plan:
-                exchange.allocate()
-                second = what, exchange.output, exchange.input, None, root
-                return engine.plan(*second, lengths=exchange.lengths, staging=staging)
+                with entered(streams):
+                    exchange.allocate()
+                    second = what, exchange.output, exchange.input, None, root
+                    return engine.plan(*second, lengths=exchange.lengths, staging=staging).ordered()
 
             work = engine.general_collective(*first, algorithm, True, timeout, follow=follow)
             assert work is not None

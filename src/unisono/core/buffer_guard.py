@@ -7,7 +7,8 @@ import ctypes
 import torch
 import xxhash
 
-from unisono.core.tensors import Staging, copy_back
+from unisono.core.staging import Staging
+from unisono.core.tensors import copy_back
 from unisono.errors import MismatchError
 
 __all__ = ["BufferGuard", "digest"]
@@ -27,18 +28,19 @@ class BufferGuard(Staging):
     Cost: a copy and two hashes of every tensor.
 
     Args:
-        away: As for `Staging`.
+        away, streams: As for `Staging`.
         where: The call, for the message: "the call at train.py:12".
     """
 
-    def __init__(self, away: frozenset[str], where: str) -> None:
-        super().__init__(away)
+    def __init__(self, away: frozenset[str], streams: dict[torch.device, torch.Stream], where: str) -> None:
+        super().__init__(away, streams)
         self._where = where
 
     def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
         tensor = tensor.detach()
         flat = self.scratch(tensor.numel(), tensor)
         shaped, before = flat.view(tensor.shape), digest(tensor)
+        self.order.follow([tensor])
         if read:
             shaped.copy_(tensor)
         self.after.append(lambda: self._compare(tensor, before))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
-from torch.autograd.graph import increment_version
 
 from unisono.core.buffers import as_tensor
 from unisono.serialization.tensors import has_no_storage
 
 __all__ = [
-    "Staging",
     "as_flat",
     "check_apart",
     "check_tensor",
@@ -130,75 +127,14 @@ def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tupl
                 raise ValueError(f"{name} and {other_name} share memory; pass separate tensors")
 
 
-class Staging:
-    """Conversion of the tensors of a call to one-dimensional contiguous ones, and of the results back.
-
-    Args:
-        away: Device types with tensors that are staged in CPU memory.
-
-    Attributes:
-        before: Functions to run before any data moves.
-        after: Functions to run when all data has arrived.
-    """
-
-    def __init__(self, away: frozenset[str] = frozenset()) -> None:
-        self._away = away
-        self.before: list[Callable[[], object]] = []
-        self.after: list[Callable[[], object]] = []
-
-    def source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Flat memory with the tensor's elements: the tensor's own where possible."""
-        return self._flat(tensor, read=True, write=False)
-
-    def target(self, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
-        """Return flat memory to be copied to the tensor; it holds the present elements if `read`."""
-        return self._flat(tensor, read=read, write=True)
-
-    def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Uninitialised flat memory of a tensor's dtype, where the transport can use it."""
-        if like.device.type in self._away:
-            # Pinned memory is what a GPU copies to and from at full speed.
-            return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
-
-    def write_back(self, buffer: object, tensor: torch.Tensor) -> None:
-        """Return the result to a list of numbers, of which the tensor is a copy. Call after `target`.
-
-        Other buffers share their memory with the tensor.
-        """
-        if isinstance(buffer, list):
-            self.after.append(lambda: buffer.__setitem__(slice(None), tensor.tolist()))
-
-    def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy a tensor that is only read, before anything moves."""
-        self.before.append(partial(target.copy_, tensor.detach()))
-
-    def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
-        tensor = tensor.detach()
-        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        # One of inference mode can be written to in that mode alone.
-        plain = plain and not (write and is_inference_locked(tensor))
-        if plain and tensor.device.type not in self._away:
-            # Unlike view(-1), this has stride 1 also where there is only one element: else it has no bytes to view.
-            flat = tensor.as_strided((tensor.numel(),), (1,))
-            if write and not tensor.is_inference():
-                # Few transports write by torch's functions, which autograd hears of.
-                self.after.append(partial(increment_version, flat))
-            return flat
-        flat = self.scratch(tensor.numel(), tensor)
-        shaped = flat.view(tensor.shape)
-        if read:
-            self.before.append(lambda: shaped.copy_(tensor))
-        if write:
-            self.after.append(lambda: copy_back(tensor, shaped))
-        return flat
-
-
 def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Write a result to its tensor, regardless of the mode in which that tensor was created."""
+    """Write a result to its tensor, regardless of the mode in which that tensor was created.
+
+    On an accelerator the copy is queued on the current stream, and reads a result in pinned memory later.
+    """
     if tensor.data_ptr() != result.data_ptr():
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            tensor.copy_(result)
+            tensor.copy_(result, non_blocking=True)
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from unisono.communicator import Communicator
 from unisono.compression import Codec, resolve
 from unisono.compression.registry import Spec
+from unisono.core.streams import ACCELERATORS
 from unisono.errors import ClosedError
 
 __all__ = ["Hook", "averaging"]
@@ -63,7 +64,7 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat, sizes = bucket.buffer(), [gradient.shape for gradient in bucket.gradients()]
         chosen = codec_for(bucket.index(), (flat.dtype, tuple(sizes)))
-        if flat.is_cuda:
+        if flat.device.type in ACCELERATORS:
             # Runs immediately, on the stream that filled the buffer.
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device])
             done.set_result(_average(chosen, flat, own, sizes))

@@ -15,6 +15,7 @@ from unisono.communicator import Check, Communicator
 from unisono.core.control import ControlPlane
 from unisono.core.failure import text_of
 from unisono.core.group import Group
+from unisono.core.streams import ACCELERATORS
 from unisono.core.transport import Options, Transport
 from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableError
 from unisono.serialization.functions import dumps
@@ -51,14 +52,14 @@ class Job:
     def run(self, group: Group, control: ControlPlane) -> Any:
         """Run one rank: connect, call the program, notify the others if it fails."""
         options = self.options
-        if options.device == "cuda":
-            count = torch.cuda.device_count()
+        if options.device in ACCELERATORS:
+            count = torch.get_device_module(options.device).device_count()
             if not count:
                 raise UnavailableError(
-                    f"device='cuda' needs a GPU for the ranks of backend {options.backend!r}, but torch sees none; "
-                    "leave out device=, or use backend='gloo'"
+                    f"device={options.device!r} needs a GPU for the ranks of backend {options.backend!r}, but torch "
+                    "sees none; leave out device=, or use backend='gloo'"
                 )
-            options = replace(options, device=f"cuda:{group.rank % count}")
+            options = replace(options, device=f"{options.device}:{group.rank % count}")
         transport = self.transport.connect(group, control, options)
         if self.wrap is not None:
             transport = self.wrap(transport)

@@ -12,6 +12,7 @@ import torch
 from unisono.core.control import ControlPlane
 from unisono.core.failure import left_error
 from unisono.core.group import Group
+from unisono.core.streams import ACCELERATORS
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, Send, Work
 from unisono.core.work import CountdownWork, elements, size_error
@@ -122,7 +123,8 @@ class ThreadTransport(Transport):
 
     in_process = True
     any_source = True
-    devices = frozenset({"cpu", "cuda"})
+    devices = ACCELERATORS | {"cpu"}
+    host_staged = ACCELERATORS
     latency_s = 20e-6
     second_per_byte = 1e-10
 

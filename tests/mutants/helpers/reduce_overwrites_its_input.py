@@ -8,7 +8,7 @@ import torch
 from unisono.collectives import plan
 from unisono.collectives.arguments import Side
 from unisono.core.collective import Collective
-from unisono.core.tensors import Staging
+from unisono.core.staging import Staging
 
 CHECK = "reduce_equals_reference"
 ERROR = "call='reduce'(.|\n)*rank . *: result 0: element"

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.core import tensors
+from unisono.core.staging import Staging
 
 CHECK = "broadcast_equals_reference"
 ERROR = "call='broadcast'.*layout='(?!contiguous)(.|\n)*element"
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = tensors.Staging.target
+    right = Staging.target
 
-    def target(self: tensors.Staging, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
+    def target(self: Staging, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
         flat = right(self, tensor, read=read)
         self.after.clear()
         return flat
 
-    monkeypatch.setattr(tensors.Staging, "target", target)
+    monkeypatch.setattr(Staging, "target", target)

@@ -12,6 +12,7 @@ from unisono.core.failure import Cause, error_of, left_error
 from unisono.core.fingerprint import Fingerprint, explain, hash_of
 from unisono.core.group import Group
 from unisono.core.lazy_work import Deferred
+from unisono.core.streams import ACCELERATORS
 from unisono.core.transport import Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Work
 from unisono.core.work import Completion
@@ -52,8 +53,8 @@ class MpiTransport(Transport):
     launcher = "mpirun"
     native = NATIVE
     any_source = checks = True
-    devices = frozenset({"cpu", "cuda"})
-    host_staged = frozenset({"cuda"})
+    devices = ACCELERATORS | {"cpu"}
+    host_staged = ACCELERATORS
     latency_s = 3e-6
     second_per_byte = 2e-10
 

@@ -19,6 +19,7 @@ from unisono.core.fingerprint import Fingerprint, explain, hash_of
 from unisono.core.group import Group
 from unisono.core.lazy_work import Deferred
 from unisono.core.mailbox import Mailbox
+from unisono.core.streams import ACCELERATORS
 from unisono.core.transport import Options, Transport
 from unisono.core.types import CollectiveCall, Message, ReduceOp, Work
 from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
@@ -59,8 +60,8 @@ class ShmTransport(Transport):
 
     native = frozenset(FAMILIES)
     any_source = checks = True
-    devices = frozenset({"cpu", "cuda"})
-    host_staged = frozenset({"cuda"})
+    devices = ACCELERATORS | {"cpu"}
+    host_staged = ACCELERATORS
     latency_s = 10e-6
     second_per_byte = 2e-10
 

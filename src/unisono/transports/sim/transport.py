@@ -55,7 +55,7 @@ class SimTransport(ThreadTransport):
     """
 
     simulated = True
-    devices = frozenset({"cpu"})
+    devices, host_staged = frozenset({"cpu"}), frozenset[str]()
 
     _queue: _NetworkQueue
     _control: ControlPlane

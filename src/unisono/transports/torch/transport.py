@@ -17,6 +17,7 @@ from unisono.control.torch_store import ControlStore
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.mailbox import Mailbox
+from unisono.core.streams import ACCELERATORS
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Capabilities, Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Timeout, Work
@@ -75,7 +76,7 @@ class TorchTransport(Transport):
     def declared(cls, backend: str) -> Capabilities:
         if backend in ("gloo", "mpi"):
             # Gloo's reduces the whole message on every rank: our algorithms are faster, but for a few bytes.
-            return Capabilities(frozenset({"cpu", "cuda"}), frozenset({"cuda"}), cls.native - {"reduce_scatter"})
+            return Capabilities(ACCELERATORS | {"cpu"}, ACCELERATORS, cls.native - {"reduce_scatter"})
         return Capabilities(frozenset({"cuda"}), frozenset(), cls.native)
 
     @classmethod

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import torch
 
+from unisono.core.streams import current_streams, wait_for
 from unisono.core.types import Work
 from unisono.host.native import native
 from unisono.utils.bucket_plan import dense_strides
@@ -65,7 +66,9 @@ class Bucket:
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
         self.complete = [(True, False)] * len(numels)
         self.shapes = [p.shape for p in parameters]
-        self.chunks = _chunks([p.nbytes for p in parameters])
+        # On an accelerator each gradient is copied on the stream of its own hook.
+        self.chunks = _chunks([p.nbytes for p in parameters], _CHUNK_BYTES if like.is_cpu else 0)
+        self._streams: set[torch.Stream] = set()
         self.work: Work | None = None
         self._factor = 1.0
         self._low = self.flat.data_ptr()
@@ -109,6 +112,8 @@ class Bucket:
                 grads.append(grad)
             # A later gradient arrives alone, and is added.
             parameter.grad = None
+        if not self.memory.is_cpu:
+            self._streams.update(current_streams([self.memory.device]))
         if self.scale != 1.0:
             for view, grad in zip(views, grads, strict=True):
                 torch.mul(grad, self.scale, out=view)
@@ -134,6 +139,9 @@ class Bucket:
             flags: Requests of this rank to all ranks.
             backup: Whether to keep a copy, for `rewind`.
         """
+        if self._streams:
+            wait_for(self._streams)
+            self._streams.clear()
         first, more = not self.arrived, []
         for slot, (index, parameter, inside) in enumerate(zip(self.indices, self.parameters, self.inside, strict=True)):
             held = earlier.pop(index, None) if earlier else None
@@ -257,13 +265,13 @@ def _copy(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         torch._foreach_copy_(places, grads)
 
 
-def _chunks(lengths: Sequence[int]) -> list[Sequence[int]]:
-    """Runs of slots, each of at least `_CHUNK_BYTES`, and finally all slots: some may arrive in another order."""
+def _chunks(lengths: Sequence[int], least: int) -> list[Sequence[int]]:
+    """Runs of slots, each of at least so many bytes, and finally all slots: some may arrive in another order."""
     chunks: list[Sequence[int]] = []
     begin = nbytes = 0
     for slot, length in enumerate(lengths):
         nbytes += length
-        if nbytes >= _CHUNK_BYTES and slot + 1 < len(lengths):
+        if nbytes >= least and (slot + 1 < len(lengths) or not least):
             chunks.append(range(begin, slot + 1))
             begin, nbytes = slot + 1, 0
     return [*chunks, range(len(lengths))]

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import torch
 
+from unisono.core.streams import OneStream
 from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
@@ -56,9 +57,11 @@ class FlatGradient:
         self._layout = layout
 
     def take(self, index: int, grad: torch.Tensor) -> None:
-        """Add a parameter's gradient of this rank."""
+        """Add a parameter's gradient of this rank. `RuntimeError` if they arrive on several streams."""
         if self._whole is None:
+            self._stream = OneStream([grad.device])
             self._whole = grad.new_empty(self._layout.total, dtype=self._dtype)
+        self._stream.check()
         start = self._layout.offsets[index]
         place = self._whole[start : start + grad.numel()].view(grad.shape)
         self.arrived.add(index)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.core.streams import OneStream
 from unisono.errors import MismatchError
 from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
@@ -39,11 +40,10 @@ class Runtime:
     def __init__(self, units: Sequence[Unit], comms: ShardComms) -> None:
         self._units, self._comms = units, comms
         self.sync = True
-        on_cpu = all(p.device.type == "cpu" for unit in units for flat in unit.flats for p in flat.parameters)
-        self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=on_cpu)
+        self._stream = OneStream({p.device for unit in units for flat in unit.flats for p in flat.parameters})
+        self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=self._stream.on_cpu)
         self._handles: list[Any] = []
-        # Number of changes of the parameters.
-        self._version = 0
+        self._version = 0  # of changes of the parameters
         # Number of running modules, and the exception that was handled when the outermost one began.
         self._depth = 0
         self._outer: BaseException | None = None
@@ -146,6 +146,7 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         self._outer = sys.exception()
+        self._stream.begin()
         self._recover()
         # Parameters may have changed since, so units that an earlier forward has kept are gathered again.
         self.free()
@@ -164,6 +165,7 @@ class Runtime:
                 piece.tensor.grad = None
 
     def _need(self, unit: Unit) -> None:
+        self._stream.check()
         if unit.gathered:
             return
         backward, overlaps = self._in_backward(), self._comms.data.overlaps

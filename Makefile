@@ -32,7 +32,7 @@ soak: $(STAMP) ## all tests, the long ones too
 	$(INSTALL) '.[browser,frameworks]'
 	$(PY) -m pytest -m 'not gpu' --hypothesis-profile soak --timeout 1800 $(ARGS)
 
-gpu: ## the tests that need a GPU, with the torch that PYTHON has (8 minutes at most)
+gpu: ## the tests on a GPU, or on a fake one, with the torch that PYTHON has (8 minutes at most)
 	@$(PYTHON) tests/gpu/run.py $(ARGS)
 
 matrix: $(STAMP) ## the tests on each Python that is here, with the oldest torch and the newest (an hour or more)

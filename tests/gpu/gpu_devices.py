@@ -1,4 +1,4 @@
-"""Devices of the GPU tests: GPUs for `make gpu`, and once the CPU in every suite."""
+"""Devices of the GPU tests: GPUs, or the fake device, for `make gpu`, and once the CPU in every suite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import torch
 
 from unisono.testing import pool
 
-__all__ = ["ALL", "CPU", "NCCL", "PAIRS", "TIMEOUT_S", "Place", "listed"]
+__all__ = ["ALL", "CPU", "GPU", "NCCL", "PAIRS", "TIMEOUT_S", "Place", "listed"]
+
+_found = torch.accelerator.current_accelerator()
+GPU = "cuda" if _found is None else _found.type
+"""The fake device, where it is loaded: `import torch` does that."""
 
 TIMEOUT_S = 30.0
 """Of one operation: the first one on a GPU makes a context, which takes seconds where ranks share the GPU."""
@@ -30,13 +34,13 @@ class Place(NamedTuple):
 
 def listed(*places: Place, on_cpu: Sequence[pytest.MarkDecorator] = ()) -> list[Any]:
     """For `parametrize`; `on_cpu` are the marks of those on the CPU."""
-    marks = {"cuda": [pytest.mark.gpu], "cpu": on_cpu}
+    marks = {GPU: [pytest.mark.gpu], "cpu": on_cpu}
     return [pytest.param(place, id="-".join(map(str, place)), marks=marks[place.device]) for place in places]
 
 
 CPU = Place("shm", 2, "cpu")
-PAIRS = (Place("shm", 2, "cuda"), Place("gloo", 2, "cuda"))
+PAIRS = (Place("shm", 2, GPU), Place("gloo", 2, GPU))
 """Two ranks, which share a GPU if there is only one."""
-NCCL = tuple(Place("nccl", size, "cuda") for size in sorted({1, max(1, torch.cuda.device_count())}))
+NCCL = tuple(Place("nccl", size, GPU) for size in sorted({1, torch.cuda.device_count()} - {0}) if GPU == "cuda")
 """NCCL gives each rank a GPU of its own."""
-ALL = listed(CPU, *PAIRS, Place("thread", 2, "cuda"), *NCCL)
+ALL = listed(CPU, *PAIRS, Place("thread", 2, GPU), *NCCL)

@@ -1,7 +1,8 @@
 """Runner of `make gpu`: the tests marked `gpu`, with this interpreter and its torch, within 8 minutes.
 
 Packages that are missing go into a folder of their own, if an index can be reached; torch is never installed. Without
-a GPU it says so and exits 0. With one, all that keeps tests from running is an error.
+a GPU they run on a fake device in the host's memory, which shows what needs no GPU: order, lifetimes and staging. What
+keeps tests from running is an error.
 """
 
 from __future__ import annotations
@@ -32,29 +33,45 @@ def main(arguments: list[str]) -> int:
     """Run them; the exit status."""
     deadline = time.monotonic() + LIMIT_S
     sys.path.insert(0, str(PACKAGES))
-    told = what_there_is()
-    if told is None:
-        driver = Path("/dev/nvidiactl").exists()
-        why = f"torch in {sys.executable} cannot use the GPU; name another one: make gpu PYTHON=/path/to/python"
-        print(why if driver else "no GPU here: the tests that need one were not run")
-        return int(driver)
-    print(told)
+    if find_spec("torch") is None:
+        print(f"not run: {sys.executable} has no torch; name one that has: make gpu PYTHON=.venv/bin/python")
+        return int(has_driver())
+    print(what_there_is(), flush=True)
     missing = install()
     if missing:
         print(f"not run: {', '.join(missing)} missing in {sys.executable}, and could not be installed")
         return 1
     compile_extension()
-    return within(deadline - time.monotonic(), [sys.executable, *command(arguments)], environment())
+    paths = [str(ROOT / "src"), str(ROOT / "tests/gpu"), str(PACKAGES)]
+    if not has_gpu():
+        import fake_device
+
+        paths.append(str(fake_device.build(INSTALL_WITHIN_S)))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    return within(deadline - time.monotonic(), [sys.executable, *command(arguments)], environ)
 
 
-def what_there_is() -> str | None:
-    """Torch and its GPUs in a line; None if it sees none."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    if not torch.cuda.is_available():
-        return None
+def has_driver() -> bool:
+    """Return whether there is a GPU, or the driver of one."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def has_gpu() -> bool:
+    """Return whether torch can use a GPU; exit if there is one that it cannot use."""
+    import torch
+
+    found = torch.cuda.is_available()
+    if not found and has_driver():
+        sys.exit(f"torch in {sys.executable} cannot use the GPU; name another one: make gpu PYTHON=/path/to/python")
+    return found
+
+
+def what_there_is() -> str:
+    """Torch and the devices of the tests in a line."""
+    import torch
+
+    if not has_gpu():
+        return f"torch {torch.__version__}; no GPU here, so the tests run on a fake device"
     count = torch.cuda.device_count()
     return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {count} x {torch.cuda.get_device_name(0)}"
 
@@ -83,12 +100,6 @@ def command(arguments: list[str]) -> list[str]:
     """Return the arguments of pytest for the tests in this folder."""
     shown = ("-v", "-ra", "--durations", "10", "-o", "faulthandler_timeout=100")
     return ["-m", "pytest", *OPTIONS, "-o", MARKERS, *shown, "-m", "gpu", *arguments, "tests/gpu"]
-
-
-def environment() -> dict[str, str]:
-    """This one, with the sources and the packages; ranks inherit it."""
-    paths = [str(ROOT / "src"), str(PACKAGES), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def within(limit_s: float, words: list[str], environ: dict[str, str]) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_devices import ALL, Place
+from gpu_devices import ALL, GPU, Place
 
 import unisono as un
 from unisono.core.collective import COLLECTIVES
@@ -78,6 +78,7 @@ def test_messages_objects_and_subgroups(place: Place) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(GPU != "cuda", reason="NCCL needs GPUs")
 def test_exclusive_gpu_selects_nccl() -> None:
     def program(comm: un.Communicator) -> tuple[str, str, float]:
         total = numbers(comm, comm.rank + 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_devices import ALL, CPU, NCCL, PAIRS, Place, listed
+from gpu_devices import ALL, CPU, GPU, NCCL, PAIRS, Place, listed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +18,8 @@ from unisono.testing.gradients import check_averages, check_shares
 CODECS = ("bf16", "fp16", "int8", "onebit", "powersgd", "randomk", "topk")
 STEPS, SAMPLES, WIDTH = 3, 8, 12
 SLOW = [pytest.mark.soak]
+CUDA_PAIRS = PAIRS if GPU == "cuda" else ()
+"""Torch's own backends carry no other device."""
 
 Weights = list[torch.Tensor]
 
@@ -112,12 +114,12 @@ def backend_of(place: Place) -> str:
     return "unisono" if place.device == "cpu" else f"cpu:unisono,cuda:{'nccl' if place.backend == 'nccl' else 'gloo'}"
 
 
-@pytest.mark.parametrize("place", listed(CPU, *PAIRS, *NCCL, on_cpu=SLOW))
+@pytest.mark.parametrize("place", listed(CPU, *CUDA_PAIRS, *NCCL, on_cpu=SLOW))
 def test_ddp_on_gpu(place: Place, tmp_path: Path) -> None:
     check(place.run(in_ddp, backend_of(place), str(tmp_path / "store"), None), place.size)
 
 
-@pytest.mark.parametrize("place", listed(CPU, *PAIRS, on_cpu=SLOW))
+@pytest.mark.parametrize("place", listed(CPU, *CUDA_PAIRS, on_cpu=SLOW))
 def test_ddp_with_a_codec(place: Place, tmp_path: Path) -> None:
     codec = un.compression.bf16
     check(place.run(in_ddp, backend_of(place), str(tmp_path / "store"), codec), place.size, tolerance=0.02)

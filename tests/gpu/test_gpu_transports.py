@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_devices import TIMEOUT_S
+from gpu_devices import GPU, TIMEOUT_S
 
 from unisono.testing import TransportConformance, World
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 class OnGpu(TransportConformance):
-    device = "cuda"
+    device = GPU
 
     @property
     def world(self) -> World:

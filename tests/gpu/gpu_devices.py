@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from unisono.host.mpi_library import find_mpirun
 from unisono.testing import pool
 
 __all__ = ["ALL", "CPU", "GPU", "NCCL", "PAIRS", "TIMEOUT_S", "Place", "listed"]
@@ -39,7 +41,8 @@ def listed(*places: Place, on_cpu: Sequence[pytest.MarkDecorator] = ()) -> list[
 
 
 CPU = Place("shm", 2, "cpu")
-PAIRS = (Place("shm", 2, GPU), Place("gloo", 2, GPU))
+MPI = (Place("mpi", 2, GPU),) if find_spec("mpi4py") and find_mpirun() else ()
+PAIRS = (Place("shm", 2, GPU), Place("gloo", 2, GPU), *MPI)
 """Two ranks, which share a GPU if there is only one."""
 NCCL = tuple(Place("nccl", size, GPU) for size in sorted({1, torch.cuda.device_count()} - {0}) if GPU == "cuda")
 """NCCL gives each rank a GPU of its own."""

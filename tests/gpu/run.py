@@ -1,8 +1,8 @@
 """Runner of `make gpu`: the tests marked `gpu`, with this interpreter and its torch, within 8 minutes.
 
 Packages that are missing go into a folder of their own, if an index can be reached; torch is never installed. Without
-a GPU they run on a fake device in the host's memory, which shows what needs no GPU: order, lifetimes and staging. What
-keeps tests from running is an error.
+a GPU they run on a fake device in the host's memory, which shows what needs no GPU: order, lifetimes and staging. With
+one, docs/benchmarks-gpu.md is written after them. What keeps tests from running is an error.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ NEEDED |= {"typing_extensions": "typing-extensions", "xxhash": "xxhash"}
 """Modules, and the packages that have them."""
 # The project's own options need plug-ins that may be missing here; its other tests' conftest needs Hypothesis.
 OPTIONS = ("-c", os.devnull, "--rootdir", str(ROOT), "--confcutdir", str(ROOT / "tests/gpu"), "-p", "no:cacheprovider")
+REPORT = ("benchmarks/_gpu_report.py", "--page", "docs/benchmarks-gpu.md")
 MARKERS = "markers=gpu: needs a GPU\nsoak: the long form\nranks: runs on several ranks"
 
 
@@ -43,12 +44,16 @@ def main(arguments: list[str]) -> int:
         return 1
     compile_extension()
     paths = [str(ROOT / "src"), str(ROOT / "tests/gpu"), str(PACKAGES)]
-    if not has_gpu():
+    fake = not has_gpu()
+    if fake:
         import fake_device
 
         paths.append(str(fake_device.build(INSTALL_WITHIN_S)))
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    return within(deadline - time.monotonic(), [sys.executable, *command(arguments)], environ)
+    status = within(deadline - time.monotonic(), [sys.executable, *command(arguments)], environ)
+    if status or fake or arguments:
+        return status
+    return within(deadline - time.monotonic(), [sys.executable, *REPORT], environ)
 
 
 def has_driver() -> bool:

@@ -1,0 +1,20 @@
+"""Tensors on accelerators, on hosts without one: the tests of `make gpu` on a fake device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUNNER = Path(__file__).parents[1] / "gpu" / "run.py"
+
+
+@pytest.mark.parametrize("chosen", ["streams and not mpi", pytest.param("", marks=pytest.mark.soak)])
+@pytest.mark.timeout(500)
+def test_gpu_tests_pass_on_the_fake_device(chosen: str) -> None:
+    command = [sys.executable, str(RUNNER), "-k", chosen]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "fake device" in ended.stdout

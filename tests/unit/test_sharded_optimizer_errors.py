@@ -1,0 +1,176 @@
+"""ShardedOptimizer refuses what it would compute wrongly, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sharded_optimizers import BOTH, STEPS, loss_of, make_model, shard, train, values, whole
+from torch import nn
+from torch.optim import SGD
+
+import unisono as un
+from unisono.errors import AbortedError, MismatchError
+
+
+def on_two(program: Callable[..., object], *args: object) -> None:
+    un.launch(program, 2, "thread", args, timeout=20)
+
+
+def test_gradients_that_were_not_averaged_are_an_error() -> None:
+    def program(comm: Any) -> None:
+        model = make_model()
+        optimizer = un.sharding.ShardedOptimizer(SGD, model, comm, lr=0.1)
+        before = values(model)
+        loss_of(model, 0, comm.rank).backward()
+        with pytest.raises(MismatchError, match="gradients differ"):
+            optimizer.step()
+        assert all(map(torch.equal, values(model), before))
+        un.average_gradients(model, comm)
+        optimizer.step()
+
+    on_two(program)
+
+
+@BOTH
+def test_ranks_that_would_step_differently_are_an_error(sharded: bool) -> None:
+    def program(comm: Any) -> None:
+        model = make_model()
+        parts = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        made = un.sharding.ShardedOptimizer(SGD, parts, comm, shard_gradients=sharded, lr=0.1)
+        (parts[comm.rank] if comm.rank else parts[0] + parts[1]).sum().backward()
+        with pytest.raises(MismatchError, match="only rank 0 has a gradient of 'parameter 0'"):
+            made.step()
+        optimizer = shard(comm, model, sharded=sharded, lr=0.1)
+        loss_of(model, 0, 0).backward()
+        optimizer.param_groups[0]["lr"] = 0.1 + comm.rank
+        with pytest.raises(MismatchError, match=r"options of group 0 are \{'lr': '0.1'\} and \{'lr': '1.1'\}"):
+            optimizer.step()
+
+    on_two(program)
+
+
+def test_a_pass_that_raises_drops_the_step_on_all_ranks() -> None:
+    def program(comm: Any) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = shard(comm, model, sharded=True, lr=0.1)
+
+        def explode(_: torch.Tensor) -> None:
+            raise ArithmeticError("user's hook")
+
+        with optimizer.no_sync():
+            loss_of(model, 70, comm.rank).backward()
+        handle = model[0].weight.register_hook(explode) if comm.rank == 1 else None
+
+        def step() -> None:
+            loss_of(model, 71, comm.rank).backward()
+            optimizer.step()
+
+        with pytest.raises(ArithmeticError if handle else AbortedError):
+            step()
+        if handle:
+            handle.remove()
+        return train(model, optimizer, comm.rank)
+
+    model, _ = whole(2, SGD, lr=0.1)
+    for found in un.launch(program, 2, "thread", timeout=20):
+        torch.testing.assert_close(found, values(model), rtol=0, atol=1e-12)
+
+
+def test_classes_that_look_at_whole_tensors_are_refused() -> None:
+    class Normed(SGD):
+        """Scales the step by the norm of each parameter, as LARS does."""
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(p.detach().norm())
+            return super().step(closure)
+
+    def program(comm: Any) -> None:
+        # Muon came with torch 2.9.
+        muon = [torch.optim.Muon] if hasattr(torch.optim, "Muon") else []
+        for cls in (torch.optim.LBFGS, torch.optim.Adafactor, *muon, torch.optim.SparseAdam, Normed):
+            with pytest.raises(ValueError, match=f"{cls.__name__} .*pass elementwise=True"):
+                un.sharding.ShardedOptimizer(cls, make_model(), comm, lr=0.1)
+        un.sharding.ShardedOptimizer(Normed, make_model(), comm, elementwise=True, lr=0.0)
+
+    un.launch(program, 1, "thread")
+
+
+def test_misuse_is_one_error() -> None:
+    def program(comm: Any) -> None:
+        averaged = make_model()
+        un.GradientAverager(averaged, comm)
+        with pytest.raises(ValueError, match="averaged by another GradientAverager"):
+            shard(comm, averaged, sharded=True)
+        model = make_model()
+        optimizer = shard(comm, model, sharded=True, lr=0.1)
+        with pytest.raises(ValueError, match="sharded by another ShardedOptimizer"):
+            un.GradientAverager(model, comm)
+        tied = nn.Parameter(torch.ones(4))
+        with pytest.raises(ValueError, match="share memory"):
+            un.sharding.ShardedOptimizer(SGD, [tied, nn.Parameter(tied.detach()[1:])], comm)
+        with pytest.raises(ValueError, match="twice"):
+            un.sharding.ShardedOptimizer(SGD, [tied, tied], comm)
+        with pytest.raises(ValueError, match="no parameters"):
+            un.sharding.ShardedOptimizer(SGD, [], comm)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, 0, 0)).backward()
+        for use in (scaler.step, lambda _: nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+            with pytest.raises(RuntimeError, match="single memory location"):
+                use(optimizer)
+        model.float()
+        with pytest.raises(RuntimeError, match="was given other memory"):
+            optimizer.step()
+        optimizer.remove()
+        un.GradientAverager(model, comm)
+
+    on_two(program)
+
+
+def test_sharded_gradients_come_from_backward_only() -> None:
+    def program(comm: Any) -> None:
+        model = make_model()
+        optimizer = shard(comm, model, sharded=True, lr=0.1)
+        with pytest.raises(ValueError, match="none can be zeroed"):
+            optimizer.zero_grad(set_to_none=False)
+        loss_of(model, 0, 0).backward()
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match=r"p.grad of '0.weight' was set"):
+                use()
+
+    on_two(program)
+
+
+def test_scaled_losses_with_whole_gradients() -> None:
+    def program(comm: Any) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = shard(comm, model, sharded=False, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step, comm.rank)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return values(model)
+
+    model, _ = whole(2, SGD, lr=0.1)
+    torch.testing.assert_close(un.launch(program, 2, "thread")[0], values(model), rtol=0, atol=1e-7)
+
+
+def test_unfrozen_parameters() -> None:
+    def program(comm: Any) -> None:
+        w = nn.Parameter(torch.ones(3), requires_grad=False)
+        v = nn.Parameter(torch.ones(3))
+        optimizer = un.sharding.ShardedOptimizer(SGD, [w, v], comm, shard_gradients=True, lr=0.1)
+        w.requires_grad_()
+        (w * v).sum().backward()
+        with pytest.raises(RuntimeError, match="'parameter 0' was frozen"):
+            optimizer.step()
+
+    on_two(program)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -26,11 +26,21 @@ def wait_for(streams: Iterable[torch.Stream]) -> None:
 
 @contextmanager
 def entered(streams: Iterable[torch.Stream]) -> Iterator[None]:
-    """Make these streams current, and restore the previous ones and the current device at the end."""
-    with ExitStack() as stack:
-        for stream in streams:
-            stack.enter_context(stream)
+    """Make these streams current in this thread, and restore the previous ones and the current device at the end."""
+    # A stream object is a context manager of one thread at a time, so it is not entered itself.
+    own = list(streams)
+    if not own:
         yield
+        return
+    index, previous = torch.accelerator.current_device_index(), current_streams(stream.device for stream in own)
+    try:
+        for stream in own:
+            torch.accelerator.set_stream(stream)
+        yield
+    finally:
+        for stream in previous:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(index)
 
 
 class OneStream:

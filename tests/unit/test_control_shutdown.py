@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from printed import printed
 
 from unisono.control.client import SocketControl
 from unisono.control.server import Server
@@ -196,4 +197,4 @@ def test_store_drives_gloo(server: Server, start: Start) -> None:
         control.close()
         """
     ranks = [start(code, server.address[1], rank) for rank in range(2)]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["[0.0, 3.0, 6.0, 9.0]\n"] * 2
+    assert [printed(rank.communicate(timeout=60)[0]) for rank in ranks] == [["[0.0, 3.0, 6.0, 9.0]"]] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,9 +195,9 @@ def test_ranks_end_with_their_parent(tmp_path: object) -> None:
     )
     parent = subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    line = next(line for line in parent.stdout if printed(line))
+    # Lines that torch 2.8 prints on two ranks at once are torn.
+    line = next(line for line in parent.stdout if re.fullmatch(r"\d+ \d+\n", line))
     pids = [int(word) for word in line.split()]
-    assert len(pids) == 2
     parent.kill()
     parent.wait(10)
     deadline = time.monotonic() + 10

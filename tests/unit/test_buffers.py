@@ -77,8 +77,9 @@ READ = {
     "bytes": lambda values: memoryview(values.tobytes()).cast("B"),
 }
 
-if torch.__version__ >= (2, 9):
-    # Earlier ones ask for the first version of DLPack, in which read-only memory cannot be exported.
+OLD_DLPACK = torch.__version__ < (2, 9)
+"""Those ask for the first version of DLPack, in which read-only memory cannot be exported."""
+if not OLD_DLPACK:
     READ["read-only DLPack"] = lambda values: Exported(frozen(values.copy()))
 
 
@@ -216,7 +217,7 @@ def test_what_has_no_tensor_is_one_error(buffer: Any, told: str) -> None:
         ((3.0,), "a tuple"),
         (b"abc", "is read-only"),
         (frozen(np.zeros(3)), "is read-only"),
-        (Exported(frozen(np.zeros(3))), "is read-only"),
+        *([] if OLD_DLPACK else [(Exported(frozen(np.zeros(3))), "is read-only")]),
         (np.zeros(3)[::-1], r"strides \(-8,\)"),
         (np.zeros(3, [("a", "i1"), ("b", "f8")])["b"], r"strides \(9,\)"),
         (np.lib.stride_tricks.as_strided(np.zeros(1), (3,), (0,)), "share memory"),

@@ -1,8 +1,9 @@
 """Runner of `make gpu`: the tests marked `gpu`, with this interpreter and its torch, within 8 minutes.
 
 Packages that are missing go into a folder of their own, if an index can be reached; torch is never installed. Without
-a GPU they run on a fake device in the host's memory, which shows what needs no GPU: order, lifetimes and staging. With
-one, docs/benchmarks-gpu.md is written after them. What keeps tests from running is an error.
+a GPU the tests run on a fake device in the host's memory, which shows what needs no GPU: order, lifetimes and staging;
+an interpreter without torch gives way to that of `make install` then. With a GPU, docs/benchmarks-gpu.md is written
+after the tests. What keeps them from running is an error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+OWN = ROOT / ".venv/bin/python"
 PACKAGES = ROOT / ".gpu-packages"
 LIMIT_S = 8 * 60.0
 INSTALL_WITHIN_S = 90.0
@@ -35,7 +37,9 @@ def main(arguments: list[str]) -> int:
     deadline = time.monotonic() + LIMIT_S
     sys.path.insert(0, str(PACKAGES))
     if find_spec("torch") is None:
-        print(f"not run: {sys.executable} has no torch; name one that has: make gpu PYTHON=.venv/bin/python")
+        if OWN.exists() and not has_driver():
+            os.execv(OWN, [str(OWN), __file__, *arguments])
+        print(f"not run: {sys.executable} has no torch; name one that has: make gpu PYTHON=/path/to/python")
         return int(has_driver())
     print(what_there_is(), flush=True)
     missing = install()

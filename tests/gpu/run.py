@@ -2,7 +2,7 @@
 
 Packages that are missing go into a folder of their own, if an index can be reached; torch is never installed. Without
 a GPU the tests run on a fake device in the host's memory, which shows what needs no GPU: order, lifetimes and staging;
-an interpreter without torch gives way to that of `make install` then. With a GPU, docs/benchmarks-gpu.md is written
+an interpreter without torch is replaced by that of `make install` then. With a GPU, docs/benchmarks-gpu.md is written
 after the tests. What keeps them from running is an error.
 """
 

@@ -195,7 +195,7 @@ def test_ranks_end_with_their_parent(tmp_path: object) -> None:
     )
     parent = subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    # Lines that torch 2.8 prints on two ranks at once are torn.
+    # Lines that torch 2.8 prints on two ranks at the same time are torn.
     line = next(line for line in parent.stdout if re.fullmatch(r"\d+ \d+\n", line))
     pids = [int(word) for word in line.split()]
     parent.kill()

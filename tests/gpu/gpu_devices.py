@@ -12,7 +12,7 @@ import torch
 from unisono.host.mpi_library import find_mpirun
 from unisono.testing import pool
 
-__all__ = ["ALL", "CPU", "GPU", "NCCL", "PAIRS", "TIMEOUT_S", "Place", "listed"]
+__all__ = ["ALL", "BACKWARD", "CPU", "GPU", "NCCL", "PAIRS", "THREAD", "TIMEOUT_S", "Place", "listed"]
 
 _found = torch.accelerator.current_accelerator()
 GPU = "cuda" if _found is None else _found.type
@@ -46,4 +46,7 @@ PAIRS = (Place("shm", 2, GPU), Place("gloo", 2, GPU), *MPI)
 """Two ranks, which share a GPU if there is only one."""
 NCCL = tuple(Place("nccl", size, GPU) for size in sorted({1, torch.cuda.device_count()} - {0}) if GPU == "cuda")
 """NCCL gives each rank a GPU of its own."""
-ALL = listed(CPU, *PAIRS, Place("thread", 2, GPU), *NCCL)
+THREAD = Place("thread", 2, GPU)
+ALL = listed(CPU, *PAIRS, THREAD, *NCCL)
+BACKWARD = (*PAIRS, *((THREAD,) if torch.accelerator.device_count() > 1 else ()), *NCCL)
+"""Those on which hooks of backward passes may wait for other ranks."""

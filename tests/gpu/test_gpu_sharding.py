@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_devices import GPU, NCCL, PAIRS, Place, listed
+from gpu_devices import BACKWARD, GPU, Place, listed
 from torch import nn
 
 import unisono as un
 from unisono.gradients.sync_batch_norm import convert_sync_batchnorm
 from unisono.sharding import ShardedModel, ShardedOptimizer
 
-PLACES = listed(*PAIRS, Place("thread", 2, GPU), *NCCL)
+PLACES = listed(*BACKWARD)
 STEPS, SAMPLES, WIDTH = 3, 8, 12
 
 Weights = list[torch.Tensor]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import fake_device
 import pytest
 import torch
-from gpu_devices import GPU, NCCL, PAIRS, Place, listed
+from gpu_devices import BACKWARD, GPU, NCCL, PAIRS, THREAD, Place, listed
 from torch import nn
 
 import unisono as un
@@ -35,7 +35,7 @@ class Direct(ThreadTransport):
         message.recv.arrived(message.expected)
 
 
-DIRECT, THREAD = Place("direct", 2, GPU), Place("thread", 2, GPU)
+DIRECT = Place("direct", 2, GPU)
 STAGED = listed(*PAIRS, THREAD)
 ALL = listed(*PAIRS, THREAD, DIRECT, *NCCL)
 
@@ -229,7 +229,7 @@ def test_dropped_tensors_live_until_the_call_has_ended(place: Place) -> None:
     assert place.run(program) == [[place.size * (place.size + 1) / 2]] * place.size
 
 
-@pytest.mark.parametrize("place", listed(*PAIRS, THREAD, DIRECT))
+@pytest.mark.parametrize("place", listed(*BACKWARD))
 def test_gradients_of_branches_on_several_streams_are_averaged(place: Place) -> None:
     def program(comm: un.Communicator) -> list[float]:
         branches = nn.ModuleList([nn.Linear(4, 1, bias=False) for _ in range(6)]).to(comm.device)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_devices import ALL, CPU, GPU, NCCL, PAIRS, Place, listed
+from gpu_devices import ALL, BACKWARD, CPU, GPU, NCCL, PAIRS, Place, listed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +18,7 @@ from unisono.testing.gradients import check_averages, check_shares
 CODECS = ("bf16", "fp16", "int8", "onebit", "powersgd", "randomk", "topk")
 STEPS, SAMPLES, WIDTH = 3, 8, 12
 SLOW = [pytest.mark.soak]
+TRAINED = listed(CPU, *BACKWARD)
 CUDA_PAIRS = PAIRS if GPU == "cuda" else ()
 """Torch's own backends carry no other device."""
 
@@ -61,7 +62,7 @@ def check(found: list[Weights], size: int, tolerance: float = 1e-9) -> None:
             assert torch.allclose(mine, wanted, tolerance, tolerance), (mine, wanted)
 
 
-@pytest.mark.parametrize("place", ALL)
+@pytest.mark.parametrize("place", TRAINED)
 def test_averager_on_gpu(place: Place) -> None:
     def program(comm: un.Communicator) -> Weights:
         model = model_on(comm.device)
@@ -69,6 +70,17 @@ def test_averager_on_gpu(place: Place) -> None:
         return train(model, samples(comm.rank, comm.device))
 
     check(place.run(program), place.size)
+
+
+@pytest.mark.gpu
+def test_thread_ranks_that_share_a_device_are_refused() -> None:
+    """Torch runs the backward passes of both in one thread, in which one would wait for the other."""
+
+    def program(comm: un.Communicator) -> None:
+        un.GradientAverager(model_on(comm.device), comm)
+
+    with pytest.raises(ValueError, match=f"ranks 0 and 1 are threads of one process with parameters on {GPU}:0"):
+        un.launch(program, 2, "thread", device=f"{GPU}:0")
 
 
 @pytest.mark.parametrize("place", ALL)
@@ -80,7 +92,7 @@ def test_gradients_and_parameters_in_one_call(place: Place) -> None:
     place.run(program)
 
 
-@pytest.mark.parametrize("place", ALL)
+@pytest.mark.parametrize("place", TRAINED)
 def test_codecs_on_gpu(place: Place) -> None:
     """All ranks hold equal, finite values. The conformance checks of codecs cover the loss."""
 

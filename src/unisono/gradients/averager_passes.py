@@ -64,7 +64,7 @@ class AveragerPasses:
         how_summed = self._total, self._deterministic, self._shard_count
         settings = (*self._sizes, *how_summed, self._find_unused, self._sync_buffers, repr(codec))
         buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
-        agree_on_parameters([*self._named, *buffers], comm, settings)
+        agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
         if init_sync:
             share([*self._named, *buffers], comm)
         self.rank, self.size = comm.rank, comm.size

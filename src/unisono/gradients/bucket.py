@@ -120,6 +120,11 @@ class Bucket:
         elif grads:
             _copy(views, grads)
 
+    def follow_streams(self) -> None:
+        """Let what comes now on this stream follow the copies that hooks made on others."""
+        wait_for(self._streams)
+        self._streams.clear()
+
     def finalize(
         self,
         arrived: Set[int],
@@ -139,9 +144,6 @@ class Bucket:
             flags: Requests of this rank to all ranks.
             backup: Whether to keep a copy, for `rewind`.
         """
-        if self._streams:
-            wait_for(self._streams)
-            self._streams.clear()
         first, more = not self.arrived, []
         for slot, (index, parameter, inside) in enumerate(zip(self.indices, self.parameters, self.inside, strict=True)):
             held = earlier.pop(index, None) if earlier else None

@@ -200,6 +200,8 @@ class Reducer:
             raise failure
         if self._factor is None:
             self._factor = self._weights.agree() if self._weights.uneven else self._weights.factor
+        if not bucket.memory.is_cpu:
+            bucket.follow_streams()
         bucket.finalize(
             arrived, self._saved.aside, self._factor, self._weights.here, asks if last else (), self._repeats
         )

@@ -102,7 +102,7 @@ class ShardedModel(ModelStates):
         self._model, self._parameters = model, [p for _, p in named]
         self._comms = ShardComms(comm)
         self._settings = [[unit.name for unit in plans], param_dtype, reduce_dtype]
-        agree_on_parameters(named, self._comms.data, self._settings)
+        agree_on_parameters(named, self._comms.data, self._settings, hooked=True)
         if init_sync:
             share([*named, *model.named_buffers()], self._comms.data)
         self._claim = claim(named, "sharded", "ShardedModel")

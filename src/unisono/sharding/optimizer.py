@@ -107,7 +107,7 @@ class ShardedOptimizer(ShardedStates):
             cap,
             [len(g["params"]) for g in groups],
         )
-        agree_on_parameters(named, self._comms.data, self._settings)
+        agree_on_parameters(named, self._comms.data, self._settings, hooked=shard_gradients)
         if shard_gradients:
             self._claim = claim(named, "sharded", "ShardedOptimizer")
         self._named, self._steps, self._touched = named, 0, set[int]()

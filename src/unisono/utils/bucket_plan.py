@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from unisono.communicator import Communicator
+from unisono.core.streams import ACCELERATORS
 from unisono.core.tensors import is_non_overlapping
 from unisono.errors import MismatchError
 from unisono.host.cpu_count import cores
@@ -25,6 +28,8 @@ __all__ = [
 
 MIB = 1 << 20
 _CAP_BYTES = 25 * MIB
+_TOKEN = secrets.token_hex(8)
+"""Of this process and its forks: processes of two containers may have one number."""
 _NO_ROOM = "a bucket must hold at least one byte"
 
 Named = list[tuple[str, torch.Tensor]]
@@ -143,18 +148,21 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def agree_on_parameters(
-    named: Named, comm: Communicator, settings: Sequence[object] = (), *, frozen: bool = True
+    named: Named, comm: Communicator, settings: Sequence[object] = (), *, frozen: bool = True, hooked: bool = False
 ) -> None:
     """`MismatchError` on every rank if ranks have different parameters, or settings. Collective.
 
-    With `frozen=False` it does not matter which ones are frozen.
+    With `frozen=False` it does not matter which ones are frozen. With `hooked`, hooks will wait for other ranks in
+    backward passes: `ValueError` on every rank if that would block those ranks themselves.
     """
     card = [
         [name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad or not frozen, _order(p)]
         for name, p in named
     ]
-    cards = comm.all_gather_object([card, [str(s) for s in settings]])
-    for rank, (theirs, choices) in enumerate(cards):
+    threads = _backward_threads(named) if hooked else []
+    cards = comm.all_gather_object([card, [str(s) for s in settings], threads])
+    users: dict[str, int] = {}
+    for rank, (theirs, choices, threads) in enumerate(cards):
         problem = _difference(cards[0][0], theirs, rank)
         if problem is None and choices != cards[0][1]:
             problem = f"settings are {cards[0][1]} on rank 0 and {choices} on rank {rank}"
@@ -165,6 +173,19 @@ def agree_on_parameters(
                 size=comm.size,
                 peer=rank,
             )
+        for thread in threads:
+            if users.setdefault(thread, rank) != rank:
+                raise ValueError(
+                    f"ranks {users[thread]} and {rank} are threads of one process with parameters on "
+                    f"{thread.split()[-1]}. Torch runs the backward passes of both in one thread, in which one would "
+                    "wait for the other. Use ranks that are processes, as on backend 'shm', or a device for each rank"
+                )
+
+
+def _backward_threads(named: Named) -> list[str]:
+    """Return a name of each thread in which torch runs backward passes on accelerators: one a process and device."""
+    devices = dict.fromkeys(p.device for _, p in named if p.device.type in ACCELERATORS)
+    return [f"{_TOKEN} {os.getpid()} {device}" for device in devices]
 
 
 def _order(p: torch.Tensor) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch_cases import CASES, size
 from torch_ranks import on_ranks
+
+from unisono.interop.torch_work import TorchWork
 
 
 def compare() -> dict[str, str]:
@@ -123,3 +127,15 @@ def test_profiler_shows_collectives_as_on_gloo(tmp_path: Path) -> None:
     for ours, theirs in on_ranks(both_profiled, 2, tmp_path):
         assert ours == theirs
         assert ours.count(("all_reduce", [[4]])) == 2
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo], ids=str)
+def test_works_can_be_dropped(layout: torch.layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.ones(4) if layout is torch.strided else torch.ones(4).to_sparse()
+    raised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    work = TorchWork(None, [tensor])
+    assert work.wait()
+    del work
+    gc.collect()
+    assert not raised

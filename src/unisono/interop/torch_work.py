@@ -36,7 +36,8 @@ class TorchWork(dist.Work):
         self._work, self._tensors = work, list(tensors)
 
     def __del__(self) -> None:
-        if sum(tensor.nbytes for tensor in self._tensors) > _KEPT_BYTES:
+        # Sparse tensors have no `nbytes`.
+        if sum(tensor.numel() * tensor.element_size() for tensor in self._tensors) > _KEPT_BYTES:
             self._tensors = []
         _dropped.append(self)
 

@@ -223,7 +223,7 @@ def with_another_device(comm: un.Communicator, path: str) -> list[object]:
     return [*sums, devices, sorted(NOTES, key=len)]
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="cloudpickle cannot send a process group's class of torch 2.8")
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="cloudpickle cannot send a process group's class of torch 2.9")
 def test_other_device_uses_another_backend(tmp_path: Path) -> None:
     notes = [["allreduce", "shutdown"], ["allreduce", "allreduce", "allgather", "shutdown"]]
     expected = [11.0, 11.0, ["cpu", "meta"], notes]

@@ -211,7 +211,7 @@ def hang(comm: Any, name: str) -> str:
     """Return the error of this rank for a bug, on a separate communicator."""
     part, end = comm.dup(), threading.Event()
     part._engine.options = part._engine.options.__class__(part.backend, timeout_s=SHORT_S)
-    part._options = part._engine.options
+    part._options, part._engine._limit_s = part._engine.options, SHORT_S
     comm.barrier()
     # The one to blame is let go when the group has failed.
     threading.Thread(

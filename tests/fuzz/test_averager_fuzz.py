@@ -33,7 +33,7 @@ def check(found: Iterator[str]) -> None:
     assert not texts, "\n\n".join(texts)
 
 
-@SIZES
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize(("backend", "count"), SHORT)
 def test_gradients_of_random_programs(backend: str, count: int, size: int) -> None:
     check(failures(range(count), backend, size))

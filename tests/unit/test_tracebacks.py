@@ -144,10 +144,10 @@ def test_calls_within_the_library_are_at_the_users_line() -> None:
         comm.all_gather_object("some")
         un.broadcast_parameters(torch.nn.Linear(2, 1 + comm.rank), comm)
 
-    with pytest.raises(un.errors.MismatchError) as caught:
-        un.launch(program, 2, "shm", timeout=20)
-    text = str(caught.value)
+    texts = [str(error) for error in un.launch(program, 2, "shm", timeout=20, on_failure="continue")]
     # The mismatch is of the program, so it has no number of a call.
-    assert text.startswith(f"rank {caught.value.rank} of 2: rank 1 has another model than rank 0")
-    assert text.count(f"at {Path(__file__).name}:") >= 4
-    assert "objects.py" not in text
+    for rank, text in enumerate(texts):
+        assert text.startswith(f"rank {rank} of 2: rank 1 has another model than rank 0")
+        assert "objects.py" not in text
+    # The rank that fails first tells of all calls.
+    assert max(text.count(f"at {Path(__file__).name}:") for text in texts) >= 4

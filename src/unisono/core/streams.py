@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -94,12 +94,12 @@ class StreamOrder:
             if device.type in ACCELERATORS and device not in self._events:
                 self._events[device] = torch.accelerator.current_stream(device).record_event()
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """Make the call's streams current."""
-        if not self._events:
-            yield
-            return
+        return self._entered() if self._events else nullcontext()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
         streams = self._streams()
         for stream, event in zip(streams, self._events.values(), strict=True):
             stream.wait_event(event)

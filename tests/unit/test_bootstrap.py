@@ -92,6 +92,7 @@ def test_three_processes_and_three_worlds(start: Start, tmp_path: Path, port: in
     assert not (tmp_path / "meet").exists()
 
 
+@pytest.mark.soak
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -49,4 +49,4 @@ NCCL = tuple(Place("nccl", size, GPU) for size in sorted({1, torch.cuda.device_c
 THREAD = Place("thread", 2, GPU)
 ALL = listed(CPU, *PAIRS, THREAD, *NCCL)
 BACKWARD = (*PAIRS, *((THREAD,) if torch.accelerator.device_count() > 1 else ()), *NCCL)
-"""Those on which hooks of backward passes may wait for other ranks."""
+"""Places where hooks of backward passes may wait for other ranks."""

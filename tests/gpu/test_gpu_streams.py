@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import fake_device
 import pytest
 import torch
 from gpu_devices import BACKWARD, GPU, NCCL, PAIRS, THREAD, Place, listed
+from gpu_direct import Direct
 from torch import nn
 
 import unisono as un
-from unisono.core.streams import ACCELERATORS, current_streams
-from unisono.core.types import Message, Work
 from unisono.transports import TRANSPORTS
-from unisono.transports.thread import InFlightMessage, ThreadTransport
 
 COUNT = 1000
-
-
-class Direct(ThreadTransport):
-    """Copies between the ranks' own tensors, on the current stream: the engine's streams without staging."""
-
-    devices, host_staged = ACCELERATORS, frozenset[str]()
-
-    def post(self, batch: Sequence[Message]) -> Work:
-        settle(*(message.tensor for message in batch))
-        return super().post(batch)
-
-    def _deliver(self, message: InFlightMessage) -> None:
-        message.expected.tensor.copy_(message.sent.tensor)
-        settle(message.expected.tensor, message.sent.tensor)
-        message.send.arrived(message.sent)
-        message.recv.arrived(message.expected)
 
 
 DIRECT = Place("direct", 2, GPU)
@@ -45,11 +27,6 @@ def direct() -> Iterator[None]:
     TRANSPORTS.register("direct", Direct)
     yield
     TRANSPORTS.unregister("direct")
-
-
-def settle(*tensors: torch.Tensor) -> None:
-    for stream in current_streams(tensor.device for tensor in tensors):
-        stream.synchronize()
 
 
 def fill_late(tensor: torch.Tensor, value: float) -> None:

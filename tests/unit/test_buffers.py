@@ -78,7 +78,7 @@ READ = {
 }
 
 OLD_DLPACK = torch.__version__ < (2, 9)
-"""Those ask for the first version of DLPack, in which read-only memory cannot be exported."""
+"""Torch 2.8 asks for the first version of DLPack, in which read-only memory cannot be exported."""
 if not OLD_DLPACK:
     READ["read-only DLPack"] = lambda values: Exported(frozen(values.copy()))
 

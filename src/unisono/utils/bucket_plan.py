@@ -29,7 +29,7 @@ __all__ = [
 MIB = 1 << 20
 _CAP_BYTES = 25 * MIB
 _TOKEN = secrets.token_hex(8)
-"""Of this process and its forks: processes of two containers may have one number."""
+"""Mark of this process and its forks: processes of two containers may have one number."""
 _NO_ROOM = "a bucket must hold at least one byte"
 
 Named = list[tuple[str, torch.Tensor]]

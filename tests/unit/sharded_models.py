@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import unisono as un
 from unisono.sharding import ShardedModel
 
-__all__ = ["MODELS", "Transformer", "batch", "loss_of", "trained", "trained_equally"]
+__all__ = ["MODELS", "Transformer", "batch", "loss_of", "made", "on_two", "simple", "trained", "trained_equally"]
 
 
 class Block(nn.Module):
@@ -164,3 +165,14 @@ def trained_equally(model: nn.Module, given: torch.Tensor) -> bool:
     found = un.launch(program, 2, "sim")
     wanted = run(model, torch.optim.SGD(model.parameters(), lr=0.01))
     return all(torch.allclose(each, wanted, rtol=1e-12, atol=0) for each in found)
+
+
+def simple(comm: un.Communicator, **options: Any) -> tuple[nn.Module, ShardedModel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    sharded = ShardedModel(model, comm, **options)
+    return model, sharded, sharded.optimizer(torch.optim.SGD, lr=0.5)
+
+
+def on_two(program: Any, backend: str = "sim") -> list[Any]:
+    return un.launch(program, 2, backend)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from unisono.gradients import bucket as buckets
 from unisono.gradients.bucket import Bucket
 from unisono.host.native import native
+from unisono.utils.backward_pass import SavedGradients
 
 FORMS = ("plain", "turned", "negative", "spread", "sparse", "of a graph", "derived")
 
@@ -81,8 +82,19 @@ def law(
             one_step(bucket, coming, scale, factor, forms, step)
 
 
+def with_gradients(parameters: list[torch.nn.Parameter]) -> dict[int, torch.Tensor]:
+    """Give every second parameter a gradient; by its slot."""
+    grads = [torch.full_like(parameter, 7.0) for parameter in parameters]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    return {2 * number + 1: grad for number, grad in enumerate(grads)}
+
+
 def one_step(bucket: Bucket, coming: list[int], scale: float, factor: float, forms: tuple[str, ...], step: int) -> None:
     parameters = bucket.parameters
+    earlier = with_gradients(parameters[1::2]) if step else {}
+    saved = SavedGradients(parameters, set(), lambda _index, _grad: False)
+    saved.save()
     sums = [torch.zeros_like(p) for p in parameters]
     of_graphs = set()
     for number, slot in enumerate(coming):
@@ -96,29 +108,27 @@ def one_step(bucket: Bucket, coming: list[int], scale: float, factor: float, for
             if slot == slots[-1]:
                 bucket.take(slots)
     assert set(coming) >= {slot for slot, inside in enumerate(bucket.inside) if inside}
-    earlier = {slot: torch.full_like(parameters[slot], 7.0) for slot in range(step, len(parameters), 2)}
-    held = dict(earlier) if step else {}
     if step:
         # A reduction that came to nothing is made again.
-        bucket.finalize(set(coming), held, 3.0, True, (True, True), True)
+        bucket.finalize(set(coming), saved.aside, 3.0, True, (True, True, True), True)
         bucket.memory.fill_(torch.nan)
         assert bucket.can_rewind()
         bucket.rewind()
         sums = [total + earlier.get(slot, torch.zeros(())) for slot, total in enumerate(sums)]
-    bucket.finalize(set(coming), held, factor, flags=(False, step == 1))
-    assert not held
+    bucket.finalize(set(coming), saved.aside, factor, flags=(False, step == 1, False))
     assert not bucket.can_rewind()
     assert not bucket.is_late()
     for view, total in zip(bucket.views, sums, strict=True):
         assert view.stride() == total.stride()
         assert torch.equal(view, total * (scale * factor))
     came = [slot in coming for slot in range(len(parameters))]
-    asks = [0.0, scale * (step == 1)]
+    asks = [0.0, scale * (step == 1), 0.0]
     assert bucket.arrived == came
     assert bucket.words.tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *asks]
     assert bucket.read_header() == [(c, not c) for c in came]
-    assert bucket.asked == (False, step == 1)
-    bucket.assign_grads(bucket.read_header())
+    assert bucket.asked == (False, step == 1, False)
+    bucket.found = bucket.read_header()
+    bucket.assign_grads(saved)
     for slot, (parameter, view) in enumerate(zip(parameters, bucket.views, strict=True)):
         if slot in of_graphs:
             # What it was made of stays with it.
@@ -126,7 +136,9 @@ def one_step(bucket: Bucket, coming: list[int], scale: float, factor: float, for
             assert parameter.grad.requires_grad
             assert torch.equal(parameter.grad, view)
         else:
-            assert parameter.grad is (view if came[slot] or (step and slot in earlier) else None)
+            assert parameter.grad is earlier.get(slot, view if came[slot] else None)
+            if slot in earlier:
+                assert torch.equal(earlier[slot], view if came[slot] else torch.full_like(view, 7.0))
     bucket.begin()
     for parameter in parameters:
         parameter.grad = None

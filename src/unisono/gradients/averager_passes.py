@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +13,10 @@ import torch
 from unisono.communicator import Communicator
 from unisono.core.notebook import html_table
 from unisono.core.work import format_bytes
+from unisono.errors import AbortedError
 from unisono.gradients.averager_comms import AveragerComms
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.error_context import ErrorContext, check_skipped
+from unisono.gradients.error_context import ErrorContext, check_skipped, lost_gradients
 from unisono.gradients.logical_shards import LogicalShards
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer, codec_for
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from unisono.compression.codec import Codec
 
 __all__ = ["AveragerPasses"]
+
+_post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 class AveragerPasses:
@@ -75,9 +80,10 @@ class AveragerPasses:
         spread = sparse_parameters(self._model) if self._model is not None else set()
         self._spread = {i for i, p in enumerate(self._parameters) if id(p) in spread}
         self._sparse: list[int] = []
-        # Hooks of the user's are to see what they would see without an averager.
-        hooked = {i for i, p in enumerate(self._parameters) if getattr(p, "_post_accumulate_grad_hooks", None)}
-        self._stays = self._spread | hooked
+        self._chunk_hooks: list[Any] = []
+        # By index, the number of this averager's own hooks that run when p.grad of the parameter has been added to.
+        self._own_hooks = Counter[int]()
+        self._stays = self._spread | self._hooked()
         self._saved = SavedGradients(self._parameters, self._stays, self._lies_in_buckets)
         self._reducer = Reducer(self._named, data, codec, sizes, self._weights, self._saved, self._reconnect)
         on_cpu = all(p.is_cpu for p in self._parameters)
@@ -86,7 +92,6 @@ class AveragerPasses:
         self._syncing, self._failed, self._reconnected = True, False, False
         # If buckets are sent while others fill, the first step of all ranks records the order of gradients.
         self._seen: list[torch.Tensor] | None = [] if self._reducer.background else None
-        self._chunk_hooks: list[Any] = []
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
         self._shards: LogicalShards | None = None
         if self._shard_count is not None:
@@ -127,17 +132,28 @@ class AveragerPasses:
         """Copy gradients in when the last of a chunk has arrived, except for the last chunk: the pass ends then."""
         while self._chunk_hooks:
             self._chunk_hooks.pop().remove()
+        self._own_hooks.clear()
         chunks = [(bucket, slots) for bucket in self._reducer.buckets for slots in bucket.chunks]
         for bucket, slots in chunks[:-1]:
-            free = [slot for slot in slots if bucket.indices[slot] not in self._stays]
+            # Torch accepts no hook of a parameter that is frozen now.
+            trained = [slot for slot in slots if bucket.parameters[slot].requires_grad]
+            free = [slot for slot in trained if bucket.indices[slot] not in self._stays]
             if free:
-                took = partial(self._on_chunk_ready, bucket, free)
-                last = bucket.parameters[free[-1]]
-                self._chunk_hooks.append(last.register_post_accumulate_grad_hook(took))
+                self._hook(bucket.indices[free[-1]], partial(self._on_chunk_ready, bucket, free))
         if self._seen is not None:
             for index in self._reducer.where:
-                note = self._parameters[index].register_post_accumulate_grad_hook(self._seen.append)
-                self._chunk_hooks.append(note)
+                if self._parameters[index].requires_grad:
+                    self._hook(index, self._seen.append)
+
+    def _hook(self, index: int, after: Callable[[torch.Tensor], None]) -> None:
+        self._own_hooks[index] += 1
+        self._chunk_hooks.append(self._parameters[index].register_post_accumulate_grad_hook(after))
+
+    def _hooked(self) -> set[int]:
+        """Return the parameters that have hooks of the caller's: these see what they would see without an averager."""
+        own = self._own_hooks
+        hooks = enumerate(map(_post_accumulate_hooks, self._parameters))
+        return {index for index, table in hooks if table and len(table) > own[index]}
 
     def _on_chunk_ready(self, bucket: Bucket, slots: Sequence[int], _parameter: torch.Tensor) -> None:
         """A hook of the last parameter of a chunk: its gradient has been added to `p.grad`."""
@@ -162,6 +178,10 @@ class AveragerPasses:
             self._reducer.rearrange([])
             self._hook_chunks()
             self._reconnected = False
+        hooked = self._hooked()
+        if not hooked <= self._stays:
+            self._stays |= hooked
+            self._hook_chunks()
         self._saved.save()
         if self._failed:
             self._reducer.begin()
@@ -171,26 +191,48 @@ class AveragerPasses:
     def _end(self) -> None:
         """Complete the gradients of a pass, and check which ones arrived."""
         self._registry.check()
-        arrived = self._saved.arrived() | self._accumulated
+        arrived = self._saved.arrived() | self._pass.arrived
+        gone = [i for i in self._pass.arrived if self._parameters[i].grad is None and not self._reducer.has_taken(i)]
+        lost = lost_gradients([self._names[i] for i in sorted(gone)]) if gone else None
         # An inner pass may have been in no_sync(); what counts is the outermost one.
-        if not self._syncing:
-            self._accumulated = arrived
-            self._saved.merge()
+        if self._syncing:
+            self._average(arrived, lost)
             return
+        if lost:
+            raise RuntimeError(lost)
+        self._weights.keep()
+        self._accumulated |= arrived
+        self._saved.merge()
+
+    def _average(self, arrived: set[int], lost: str | None) -> None:
+        """Average what a pass has computed, and what was accumulated before it. Collective."""
+        arrived |= {i for i in self._accumulated if self._parameters[i].requires_grad}
         thawed = [i for i in self._frozen if self._parameters[i].requires_grad] if self._frozen else []
-        self._reducer.finish(arrived, asks=bool(thawed))
+        self._reducer.finish(arrived, asks=(bool(thawed), bool(lost)))
+        asks_thawed, asks_lost = self._reducer.asked
+        # Without a bucket there was no message to carry the requests.
+        if asks_lost or (lost and not self._reducer.where):
+            self._refuse_lost(lost)
         if self._reducer.uneven and not self._find_unused:
             self._look_at(self._reducer.buckets)
-        # Without a bucket there was no message to carry the request.
-        if self._reducer.asked or (thawed and not self._reducer.where):
+        if asks_thawed or (thawed and not self._reducer.where):
             self._on_unfrozen(thawed, arrived)
         if self._sparse:
             self._average_sparse(arrived)
-        if self._sync_buffers and self._model is not None:
-            broadcast_all(self._model.buffers(), self._comms.control)
+        if self._sync_buffers:
+            self._share_buffers()
+        if self._weights.here:
+            self._reducer.assign()
+        else:
+            self._saved.restore()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        # What was accumulated before a parameter was frozen is averaged once it no longer is.
+        waiting = {i for i in self._accumulated if not self._parameters[i].requires_grad}
+        self._accumulated = {i for i in waiting if not self._reducer.has_mean(i)}
         self._reducer.begin()
         self._saved.clear()
-        self._accumulated.clear()
         self._steps[-1] += self._weights.here
         all_took_part = self._weights.active == self.size
         if self._weights.uneven:
@@ -239,13 +281,43 @@ class AveragerPasses:
     def _average_sparse(self, arrived: set[int]) -> None:
         lacking = [self._names[i] for i in self._sparse if i not in arrived and self._weights.here]
         sparse = [self._named[i] for i in self._sparse]
-        average_sparse(sparse, self._comms.control, self._weights, None if self._find_unused else lacking)
+        here = [i in arrived and self._weights.here for i in self._sparse]
+        average_sparse(sparse, self._comms.control, self._weights, here, None if self._find_unused else lacking)
+
+    def _refuse_lost(self, lost: str | None) -> None:
+        """Raise on all ranks, because hooks have taken gradients away before they were averaged. Collective."""
+        by_rank = self._comms.control.all_gather_object(lost)
+        if lost is not None:
+            raise RuntimeError(lost)
+        rank, problem = next((rank, text) for rank, text in enumerate(by_rank) if text is not None)
+        raise AbortedError(
+            f"rank {rank} has failed in its backward pass, so all ranks drop that pass: {problem}",
+            rank=self.rank,
+            size=self.size,
+            peer=rank,
+        )
+
+    def _share_buffers(self) -> None:
+        """Broadcast the buffers of the first rank that has data.
+
+        A buffer that the graph of another forward holds is replaced, so that its backward pass finds the old values.
+        """
+        if self._model is None:
+            return
+        replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer._use_count() > 1:  # type: ignore[attr-defined]
+                    replaced.setdefault(id(buffer), (buffer, buffer.clone()))
+                if id(buffer) in replaced:
+                    module._buffers[name] = replaced[id(buffer)][1]
+        broadcast_all(self._model.buffers(), self._comms.control, self._weights.source)
 
     def _shadow(self) -> None:
-        """Join a step of the ranks that still have data, and contribute nothing."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        """Join a step of the ranks that still have data: contribute nothing, and leave p.grad as it is."""
+        self._accumulated.clear()
         try:
+            self._begin()
             self._end()
         except BaseException:
             self._fail()
@@ -273,6 +345,6 @@ class AveragerPasses:
         self._frozen = [i for i in self._frozen if i not in thawed]
         known = len(self._reducer.buckets)
         self._add_parameters(thawed)
-        self._reducer.finish(arrived | set(thawed), first=known)
+        self._reducer.finish(arrived, first=known)
         if self._reducer.uneven and not self._find_unused:
             self._look_at(self._reducer.buckets[known:])

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unisono.gradients.averager_passes import AveragerPasses
-from unisono.utils.flatten import broadcast_all
 
 __all__ = ["AveragerShards"]
 
@@ -59,8 +58,8 @@ class AveragerShards(AveragerPasses):
             yield
         if not self._shards.unfinished:
             self._steps[-1] += 1
-            if self._sync_buffers and self._model is not None:
-                broadcast_all(self._model.buffers(), self._comms.control)
+            if self._sync_buffers:
+                self._share_buffers()
 
     def _refuse_shards(self, what: str) -> None:
         if self._shards is not None:

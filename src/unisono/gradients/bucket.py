@@ -10,14 +10,15 @@ import torch
 from unisono.core.streams import current_streams, wait_for
 from unisono.core.types import Work
 from unisono.host.native import native
+from unisono.utils.backward_pass import SavedGradients
 from unisono.utils.bucket_plan import dense_strides
 
 __all__ = ["Bucket"]
 
 _on_cpu, _length = attrgetter("is_cpu"), attrgetter("nbytes")
 
-_ASKS = 2
-"""Header elements with a rank's requests: to handle late gradients, and parameters that are no longer frozen."""
+_ASKS = 3
+"""Header elements with a rank's requests: to handle late gradients, parameters that are no longer frozen, lost ones."""
 _CHUNK_BYTES = 512 << 10
 """Gradients of this length are still in the cache, and copying each one separately would take longer."""
 
@@ -42,7 +43,7 @@ class Bucket:
         started: Whether the bucket is being reduced, or has been.
         found: The result of `read_header`; empty before that call.
         complete: Its result if every rank had all gradients.
-        asked: Set by that call: whether any rank makes either of the two requests.
+        asked: Set by that call: whether any rank makes each of the requests.
         observed_s: Start of a reduction that is recorded, by `time.perf_counter`.
     """
 
@@ -93,8 +94,8 @@ class Bucket:
         for slot in slots:
             parameter = self.parameters[slot]
             grad = parameter.grad
-            # It has not arrived, a hook has removed it, or it is not part of a pass.
-            if grad is None or not parameter.requires_grad:
+            # It has not arrived, or a hook has removed it.
+            if grad is None:
                 continue
             if grad.requires_grad or grad.layout != torch.strided:
                 grad = self._plain(slot, grad)
@@ -138,7 +139,7 @@ class Bucket:
 
         Args:
             arrived: Indices of the parameters with a gradient that may not be in the bucket yet.
-            earlier: p.grad from before the pass, by index; entries that are copied in are removed.
+            earlier: p.grad from before the pass, by index, to add.
             factor: This rank's weight.
             here: Whether this rank has data: a rank without data neither has a gradient nor lacks it.
             flags: Requests of this rank to all ranks.
@@ -146,14 +147,14 @@ class Bucket:
         """
         first, more = not self.arrived, []
         for slot, (index, parameter, inside) in enumerate(zip(self.indices, self.parameters, self.inside, strict=True)):
-            held = earlier.pop(index, None) if earlier else None
-            has = parameter.grad is not None and parameter.requires_grad
+            held = earlier.get(index)
+            has = parameter.grad is not None
             if first:
                 self.arrived.append(bool(inside) or (index in arrived and (has or held is not None)))
+                if held is not None:
+                    more.append((slot, held))
             if not (inside or has):
                 self.views[slot].zero_()
-            if held is not None:
-                more.append((slot, held))
         self.take(range(len(self.parameters)))
         for slot, held in more:
             self.views[slot].add_(held, alpha=self.scale)
@@ -184,7 +185,7 @@ class Bucket:
 
     def is_late(self) -> bool:
         """Return whether a gradient arrived after the reduction began and before it ended."""
-        return not self.found and any(p.grad is not None and p.requires_grad for p in self.parameters)
+        return not self.found and any(p.grad is not None for p in self.parameters)
 
     def holds(self, grad: torch.Tensor) -> bool:
         """Return whether a gradient is stored in this bucket's memory."""
@@ -213,25 +214,34 @@ class Bucket:
         """
         words: list[float | complex] = self.words.tolist()
         count = len(self.parameters)
-        late, thawed = words[-_ASKS:]
-        self.asked = late != 0, thawed != 0
+        self.asked = tuple(word != 0 for word in words[-_ASKS:])
         if all(words[:count]) and not any(words[count : 2 * count]):
             return self.complete
         return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count : 2 * count], strict=True)]
 
-    def assign_grads(self, present: Sequence[tuple[bool, bool]]) -> None:
+    def assign_grads(self, saved: SavedGradients) -> None:
         """Put the means where optimizers look; a gradient that no rank had stays what it was."""
+        filled: list[torch.Tensor] = []
+        means: list[torch.Tensor] = []
         try:
-            for parameter, view, inside, (had, _) in zip(
-                self.parameters, self.views, self.inside, present, strict=True
+            for index, parameter, view, (had, _) in zip(
+                self.indices, self.parameters, self.views, self.found, strict=True
             ):
-                if had or inside:
-                    parameter.grad = view
+                if not had:
+                    saved.keep(index)
+                    continue
+                owned = saved.owned.get(index)
+                parameter.grad = view if owned is None else owned
+                if owned is not None:
+                    filled.append(owned)
+                    means.append(view)
         except RuntimeError as error:
             raise RuntimeError(
                 f"averaged gradients no longer fit the parameters among {self.name}: the model's dtype or device "
                 "has changed. Call the averager's remove() before such a change, and create a new averager after it"
             ) from error
+        if filled:
+            _copy(filled, means)
         for slot, graph in self._graphs.items():
             # The values are the bucket's; the gradient's own graph stays this rank's.
             graph.detach().copy_(self.views[slot])
@@ -241,7 +251,7 @@ class Bucket:
         """Add late gradients to the means, so that another reduction includes them."""
         for slot, (view, parameter) in enumerate(zip(self.views, self.parameters, strict=True)):
             grad = parameter.grad
-            if grad is not None and parameter.requires_grad:
+            if grad is not None:
                 if self._factor:
                     view.add_(self._plain(slot, grad), alpha=self._factor)
                 parameter.grad = None

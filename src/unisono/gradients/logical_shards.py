@@ -9,6 +9,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.core.reduce_op import HALVES
+from unisono.gradients.error_context import lost_gradients
 from unisono.utils.bucket_plan import MIB, Named, plan_buckets
 
 __all__ = ["LogicalShards"]
@@ -44,7 +45,9 @@ class LogicalShards:
         each = count // comm.size
         self.local = range(comm.rank * each, (comm.rank + 1) * each)
         self._runs = [(rank * each, (rank + 1) * each) for rank in range(comm.size)]
+        self._named = named
         self._parameters = [parameter for _, parameter in named]
+        self._arrived = set[int]()
         self._comm, self._count, self._total = comm, count, total
         self._open: int | None = None
         self._done = set[int]()
@@ -65,8 +68,12 @@ class LogicalShards:
             self._before = [parameter.grad for parameter in self._parameters]
         self._clear()
         self._open = number
+        self._arrived.clear()
         try:
             yield
+            lost = [name for i, (name, p) in enumerate(self._named) if i in self._arrived and p.grad is None]
+            if lost:
+                raise RuntimeError(lost_gradients(lost))
         except BaseException:
             self._clear()
             if not self._done:
@@ -85,13 +92,14 @@ class LogicalShards:
         """True after some, but not all, of this rank's shards of a step."""
         return bool(self._done)
 
-    def arrive(self, _gradient: torch.Tensor) -> None:
+    def arrive(self, index: int, _gradient: torch.Tensor) -> None:
         """Hook of every gradient: raise outside of a shard, where it would belong to none."""
         if self._open is None:
             raise RuntimeError(
                 "backward() ran outside of a logical shard; with shards=, put each backward pass into "
                 "`with averager.shard(number):`"
             )
+        self._arrived.add(index)
 
     def _clear(self) -> None:
         for parameter in self._parameters:
@@ -140,7 +148,7 @@ class LogicalShards:
             for i, parameter, part in zip(bucket, members, result.split([p.numel() for p in members]), strict=True):
                 gradient = torch.empty_like(parameter).copy_(part.view(parameter.shape))
                 before = self._before[i]
-                parameter.grad = gradient if before is None else before + gradient
+                parameter.grad = gradient if before is None else before.add_(gradient)
         for i, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 parameter.grad = self._before[i]

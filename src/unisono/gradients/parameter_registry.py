@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from types import FrameType
@@ -17,7 +19,9 @@ from unisono.utils.claims import check_unclaimed, claim, release
 
 __all__ = ["ParameterRegistry"]
 
-_implementation, _dtype = attrgetter("_cdata"), attrgetter("dtype")
+_implementation = attrgetter("_cdata")
+_dtype = attrgetter("dtype")
+_version = attrgetter("_version")
 
 
 class ParameterRegistry:
@@ -60,6 +64,7 @@ class ParameterRegistry:
         self._implementations = list(map(_implementation, self.parameters))
         self._dtypes = list(map(_dtype, self.parameters))
         self.hooked = False
+        self._has_run = False
         self._handles: list[Any] = []
         self._paused: list[tuple[dict[int, Any], int, Any]] = []
         self._snapshot()
@@ -110,14 +115,14 @@ class ParameterRegistry:
         return f"{new[0]!r}{more} was added to the model after its averager was created, so it is not averaged"
 
     # -- hooks ----------------------------------------------------------------------------------
-    def watch_gradients(self, before: Callable[[torch.Tensor], None]) -> None:
-        """Call `before` before p.grad of a parameter is added to.
+    def watch_gradients(self, before: Callable[[int, torch.Tensor], None]) -> None:
+        """Call `before`, with the parameter's index and the gradient, before p.grad of a parameter is added to.
 
         Includes frozen parameters, which may be unfrozen later: torch accepts no hook until then.
         """
         self.hooked = True
         self._claim = claim(self.named, "averaged", "GradientAverager")
-        for parameter in self.parameters:
+        for index, parameter in enumerate(self.parameters):
             frozen = not parameter.requires_grad
             if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
                 continue
@@ -125,7 +130,7 @@ class ParameterRegistry:
             # A tensor that was swapped keeps tables of hooks that torch no longer reads, unless they are set again.
             parameter._backward_hooks = parameter._backward_hooks
             parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-            self._handles.append(parameter.register_hook(before))
+            self._handles.append(parameter.register_hook(partial(before, index)))
             parameter.requires_grad_(not frozen)
 
     def watch_forward(self, after: Callable[[Any], None], *, traced: bool) -> None:
@@ -144,8 +149,10 @@ class ParameterRegistry:
             for table, number, _hook in self._paused:
                 table.pop(number, None)
             self.check()
+            self._save_versions()
 
         def finish(_module: torch.nn.Module, _given: Any, returned: Any) -> None:
+            self._warn_of_written()
             compiled = traced and torch.compiler.is_dynamo_compiling()
             if not compiled:
                 for table, number, hook in self._paused:
@@ -164,6 +171,24 @@ class ParameterRegistry:
                 handle = module.register_forward_pre_hook(hook)
                 self._handles.append(handle)
                 self._paused.append((module._forward_pre_hooks, handle.id, hook))
+
+    def _save_versions(self) -> None:
+        if not self._has_run:
+            self._versions = list(map(_version, self.parameters))
+
+    def _warn_of_written(self) -> None:
+        """Warn of parameters that the first forward has written."""
+        if self._has_run:
+            return
+        self._has_run = True
+        now = zip(self.names, self.parameters, self._versions, strict=True)
+        written = [name for name, p, version in now if p.requires_grad and p._version != version]
+        if written:
+            warnings.warn(
+                f"a forward of the model writes parameters ({', '.join(map(repr, written))}): where it depends on the "
+                "rank's data, ranks drift apart. Change parameters on all ranks alike, after optimizer.step()",
+                stacklevel=2,
+            )
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -47,14 +47,14 @@ class Reducer:
         codec: Cloned for each bucket of real numbers; None reduces the gradients uncompressed.
         sizes: Maximum bytes of a bucket, and of the first one if that differs.
         weights: Queried before the first bucket of a step for the factor of this rank's gradients.
-        saved: p.grad from before the pass: it is added to the new gradients, and removed there.
+        saved: p.grad from before the pass: it is added to the new gradients.
         reconnect: Returns another communicator after a failed pass has aborted the old one. Collective.
 
     Attributes:
         background: Whether a bucket is sent while others fill.
         buckets: The buckets, in order.
         where: For each parameter that has a bucket, the bucket and its slot there.
-        asked: Whether any rank made a request in this step.
+        asked: Whether any rank made each request in this step: about thawed parameters, and lost gradients.
         uneven: Whether some rank lacked a gradient in this step.
     """
 
@@ -79,7 +79,8 @@ class Reducer:
         self._factor: float | None = None
         self._repeats = False
         self._next = 0
-        self._halted = self._complete = self.asked = self.uneven = False
+        self._halted = self._complete = self.uneven = False
+        self.asked = [False, False]
 
     # -- buckets --------------------------------------------------------------------------------
     def add(self, order: Sequence[int]) -> None:
@@ -124,6 +125,16 @@ class Reducer:
         """The bucket that stores a gradient in its memory, if any."""
         return next((bucket for bucket in self.buckets if bucket.holds(grad)), None)
 
+    def has_taken(self, index: int) -> bool:
+        """Return whether this rank's gradient of a parameter is in its bucket."""
+        bucket, slot = self.where.get(index, (None, 0))
+        return bucket is not None and bool(bucket.inside[slot])
+
+    def has_mean(self, index: int) -> bool:
+        """Return whether any rank had a gradient of a parameter in this pass."""
+        bucket, slot = self.where.get(index, (None, 0))
+        return bucket is not None and bucket.found[slot][0]
+
     def codec_of(self, bucket: Bucket) -> Codec | None:
         """The bucket's own codec, if it has one."""
         if self._codec is None or not bucket.flat.is_floating_point():
@@ -151,8 +162,8 @@ class Reducer:
                 # The end of the pass handles it, unless this rank's pass fails by itself before.
                 self._halted = True
 
-    def finish(self, arrived: Set[int], first: int = 0, *, asks: bool = False) -> None:
-        """Start the remaining buckets, wait for all, and assign the means to p.grad.
+    def finish(self, arrived: Set[int], first: int = 0, *, asks: Sequence[bool] = ()) -> None:
+        """Start the remaining buckets, and wait for all.
 
         If another rank's pass has failed, and no mean of this pass was used yet, the reduction is repeated with that
         rank's next pass.
@@ -160,7 +171,7 @@ class Reducer:
         Args:
             arrived: Indices of the parameters with a gradient that may be in no bucket yet.
             first: The first bucket to wait for.
-            asks: Whether this rank has a request to all ranks.
+            asks: Whether this rank makes each request to all ranks, after that of late gradients.
         """
         while True:
             try:
@@ -172,17 +183,22 @@ class Reducer:
                 self._rewind(aborted)
         self._complete, self._repeats = True, False
         if self.buckets:
-            late, self.asked = self.buckets[-1].asked
+            late, *self.asked = self.buckets[-1].asked
             if late:
                 self._take_late()
-        for bucket in self.buckets[first:]:
-            bucket.assign_grads(bucket.found)
-            self.uneven = self.uneven or bucket.found is not bucket.complete
+        self.uneven = self.uneven or any(bucket.found is not bucket.complete for bucket in self.buckets[first:])
 
-    def _reduce_all(self, arrived: Set[int], first: int, asks: bool) -> None:
+    def assign(self) -> None:
+        """Assign the means to p.grad."""
+        for bucket in self.buckets:
+            bucket.assign_grads(self._saved)
+        for index in self._saved.aside.keys() - self.where.keys():
+            self._saved.keep(index)
+
+    def _reduce_all(self, arrived: Set[int], first: int, asks: Sequence[bool]) -> None:
         late = any(map(Bucket.is_late, self.buckets[: self._next]))
         while self._next < len(self.buckets):
-            self._start(arrived, (late, asks))
+            self._start(arrived, (late, *asks))
         if self._factor is None:
             self._factor = self._weights.agree()
         for bucket in self.buckets[first:]:
@@ -225,7 +241,11 @@ class Reducer:
             else:
                 self._comm.all_reduce(bucket.words, "avg")
                 bucket.found = bucket.read_header()
-                codec.average_masked(bucket.flat, self._comm, bucket.shapes, [had for had, _ in bucket.found])
+                used = [had for had, _ in bucket.found]
+                for view, had in zip(bucket.views, used, strict=True):
+                    if not had:
+                        view.zero_()
+                codec.average_masked(bucket.flat, self._comm, bucket.shapes, used)
         except CommError as error:
             error.message += f" (while averaging the gradients of {bucket.name})"
             raise
@@ -255,7 +275,8 @@ class Reducer:
                 self._give_up(bucket)
             bucket.begin()
         self._factor, self._next = None, 0
-        self._halted = self._complete = self.asked = self.uneven = False
+        self._halted = self._complete = self.uneven = False
+        self.asked = [False, False]
 
     # -- a pass that fails ----------------------------------------------------------------------
     def fail(self) -> bool:

@@ -23,15 +23,23 @@ def sparse_parameters(model: torch.nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, kinds) and m.sparse}
 
 
-def average_sparse(named: Named, comm: Communicator, weights: Weights, lacking: Sequence[str] | None = None) -> None:
+def average_sparse(
+    named: Named,
+    comm: Communicator,
+    weights: Weights,
+    arrived: Sequence[bool] | None = None,
+    lacking: Sequence[str] | None = None,
+) -> None:
     """Replace each `p.grad` by the mean over all ranks; a rank without a gradient contributes no rows.
 
-    A gradient that is dense on some rank, as where a dense layer shares the parameter, becomes dense on all.
+    A gradient that is dense on some rank, as where a dense layer shares the parameter, becomes dense on all; one that
+    has arrived on no rank stays as it is.
 
     Args:
         named: The parameters, with their names.
         comm: The ranks that average.
         weights: Weights of this step.
+        arrived: Whether a gradient of each has arrived here; None if what p.grad holds has.
         lacking: Names of parameters that got no gradient here; None if ranks may differ in that.
 
     Raises:
@@ -46,10 +54,14 @@ def average_sparse(named: Named, comm: Communicator, weights: Weights, lacking: 
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
     with ErrorContext(f"averaging the sparse gradients of {', '.join(repr(name) for name, _ in named)}"):
-        said = comm.all_gather_object(([_rows(p.grad) for p in parameters], lacking))
+        arrived = [p.grad is not None for p in parameters] if arrived is None else arrived
+        said = comm.all_gather_object(([_rows(p.grad) for p in parameters], list(arrived), lacking))
         if lacking is not None:
-            check_skipped([name for name, _ in named], [names for _, names in said], weights.active, comm)
-        for parameter, counts in zip(parameters, zip(*(counts for counts, _ in said), strict=True), strict=True):
+            check_skipped([name for name, _ in named], [names for _, _, names in said], weights.active, comm)
+        for index, parameter in enumerate(parameters):
+            counts = [rows[index] for rows, _, _ in said]
+            if not any(here[index] for _, here, _ in said):
+                continue
             if _DENSE in counts:
                 parameter.grad = _dense_mean(parameter, comm, factor)
             elif max(counts) >= 0:
@@ -67,7 +79,8 @@ def _dense_mean(parameter: torch.Tensor, comm: Communicator, factor: float) -> t
     grad = parameter.grad
     mean = torch.zeros_like(parameter) if grad is None or not factor else grad.to_dense().mul(factor)
     comm.all_reduce(mean)
-    return mean
+    # Its memory may be the caller's.
+    return mean if grad is None or grad.layout != torch.strided else grad.copy_(mean)
 
 
 def _sparse_mean(parameter: torch.Tensor, comm: Communicator, factor: float, counts: list[int]) -> torch.Tensor:

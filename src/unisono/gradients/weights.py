@@ -23,6 +23,8 @@ class Weights:
         uneven: Whether ranks have to agree on the factors of this step; if not, `factor` holds.
         here: Whether this rank still has data.
         active: Number of ranks that take part in this step.
+        source: The first of these ranks.
+        in_use: Whether a pass in `no_sync` has run since this rank's weight was set.
         factor: Factor of this rank's gradient, applied before the mean over all ranks.
     """
 
@@ -44,7 +46,13 @@ class Weights:
             raise ValueError("gradients are summed, and a sum has no weights; use average='mean'")
         if not 0 <= n_samples < float("inf"):
             raise ValueError(f"a weight must be a number of at least 0, not {n_samples}")
-        self._mine, self.uneven = float(n_samples), True
+        self._mine = float(n_samples)
+        self.uneven = True
+        self.in_use = False
+
+    def keep(self) -> None:
+        """Record that a pass in `no_sync` has run: this step's weight, if it is set, is that of its gradient too."""
+        self.in_use = self._mine is not None
 
     def agree(self) -> float:
         """This step's factor. Collective where ranks may differ; `AllRanksDone` where none has data."""
@@ -53,13 +61,17 @@ class Weights:
             return self.factor
         weight = float(self.here) if mine is None or not self.here else mine
         figures = torch.tensor([float(self.here), weight], dtype=torch.float64, device=self.comm.device)
+        by_rank = figures.new_empty(2 * size)
         with ErrorContext(
             "exchanging weights (all ranks or none must call weight()), and which ranks have data left in join()"
         ):
-            self.comm.all_reduce(figures)
-        self.active, total = int(figures[0]), float(figures[1])
+            self.comm.all_gather_single(by_rank, figures)
+        here, weights = by_rank.view(size, 2).t().tolist()
+        self.active = here.count(1.0)
         if not self.active:
             raise AllRanksDone
+        self.source = here.index(1.0)
+        total = sum(weights)
         if not total:
             raise ValueError("the weights of all ranks are 0, so there is no mean")
         self.factor = weight * size if self._total else weight * size / total
@@ -68,6 +80,8 @@ class Weights:
     def forget(self) -> None:
         """Begin another step."""
         self._mine = None
+        self.in_use = False
         self.uneven = self.joining
         self.active = self._size
+        self.source = 0
         self.factor = float(self._size) if self._total else 1.0

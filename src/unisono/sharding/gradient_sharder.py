@@ -43,7 +43,7 @@ class GradientSharder:
         for number, bucket in enumerate(buckets):
             for slot, parameter in enumerate(bucket.parameters):
                 self._handles += [
-                    parameter.register_hook(self._pass.arrive),
+                    parameter.register_hook(partial(self._pass.arrive, slot)),
                     parameter.register_post_accumulate_grad_hook(partial(self._take, number, slot)),
                 ]
 

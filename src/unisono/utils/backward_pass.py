@@ -43,6 +43,7 @@ class BackwardPass:
     Attributes:
         running: The graph task that was seen last.
         is_open: Whether a pass has begun and not ended.
+        arrived: The indices of the leaves whose gradient the pass has added to, or is about to.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class BackwardPass:
         self.running: int | None = None
         self._reading: int | None = None
         self.is_open = self._conflict = False
+        self.arrived: set[int] = set()
         self._thread: int | None = None
         self._tasks: dict[int, weakref.ref[Any]] = {}
 
@@ -70,18 +72,20 @@ class BackwardPass:
         if number not in self._tasks:
             self._hold(number)
 
-    def arrive(self, gradient: torch.Tensor) -> None:
+    def arrive(self, index: int, gradient: torch.Tensor) -> None:
         """Hook of a leaf: a gradient is about to be added to its own, or returned by `torch.autograd.grad`."""
         number = current_pass()
         # Torch calls it for each parameter in each pass.
-        if number == self.running or number == self._reading:
+        if number == self._reading:
             return
-        compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
-        # Compiled autograd has no node here, and is refused.
-        if number < 0 or compiled or will_run(torch._C._current_autograd_node()):
+        if number != self.running:
+            compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
+            # Compiled autograd has no node here, and is refused.
+            if number >= 0 and not compiled and not will_run(torch._C._current_autograd_node()):
+                self._reading = number
+                return
             self.enter(number)
-        else:
-            self._reading = number
+        self.arrived.add(index)
 
     def enter(self, number: int) -> None:
         """Note that the graph task of this number adds to gradients: in the pass, or as its first one."""
@@ -132,7 +136,8 @@ class SavedGradients:
     """Gradients from before the running pass.
 
     They are set aside, and p.grad is None meanwhile, so that the pass's gradients arrive alone and nothing is copied.
-    A copy is made only where p.grad stays, for user hooks that read it, and of memory that the pass writes.
+    A copy is made only where p.grad stays, for user hooks that read it, and of memory that the pass writes. They
+    include gradients of frozen parameters, and others that the pass does not reach: it leaves these as they are.
 
     Args:
         parameters: All parameters of the averager.
@@ -142,6 +147,7 @@ class SavedGradients:
 
     Attributes:
         aside: By index, the gradient to add to the one that the pass computes.
+        owned: By index, the tensor of the caller's that was p.grad. What p.grad is after the pass goes into it.
     """
 
     def __init__(
@@ -156,41 +162,36 @@ class SavedGradients:
     def clear(self) -> None:
         """Forget all: the pass has ended."""
         self.aside: dict[int, torch.Tensor] = {}
-        self._staying: dict[int, tuple[torch.Tensor, int]] = {}
+        self.owned: dict[int, torch.Tensor] = {}
+        self._staying: dict[int, torch.Tensor] = {}
         self._before: dict[int, torch.Tensor] | None = None
 
     def save(self) -> None:
         """Set all aside. A pass begins."""
-        held = []
-        for index, parameter in enumerate(self._parameters):
-            grad = parameter.grad
-            if grad is not None and parameter.requires_grad:
-                held.append((index, parameter, grad))
-        self.aside, self._staying, self._before = {}, {}, {}
-        if not held:
-            return
-        within = {index for index, _, grad in held if self._lies_in_buckets(index, grad)}
-        for index, parameter, grad in held:
+        held = [(index, p.grad) for index, p in enumerate(self._parameters) if p.grad is not None]
+        within = {index for index, grad in held if self._lies_in_buckets(index, grad)}
+        self._before = {}
+        for index, grad in held:
             # What has a graph, or is sparse, is for torch to add to.
-            stays = index in self._stays or grad.requires_grad or grad.layout != torch.strided
+            plain = not grad.requires_grad and grad.layout == torch.strided
+            stays = index in self._stays or not plain
             with torch.enable_grad():
                 self._before[index] = grad.clone() if stays or index in within else grad
+            if plain and index not in within:
+                self.owned[index] = grad
             if stays:
-                self._staying[index] = (grad, grad._version)
+                self._staying[index] = grad
             else:
                 self.aside[index] = self._before[index]
-                parameter.grad = None
+                self._parameters[index].grad = None
 
     def arrived(self) -> set[int]:
-        """Indices of the parameters with a p.grad that the pass has added to and that has not been taken since."""
-        found = set()
-        for index, parameter in enumerate(self._parameters):
-            grad = parameter.grad
-            if grad is not None and parameter.requires_grad:
-                earlier, version = self._staying.get(index, (None, 0))
-                if grad is not earlier or grad._version != version:
-                    found.add(index)
-        return found
+        """Indices of the parameters whose p.grad is another tensor than before, and has not been taken."""
+        return {
+            index
+            for index, parameter in enumerate(self._parameters)
+            if parameter.grad is not None and parameter.grad is not self._staying.get(index)
+        }
 
     def merge(self) -> None:
         """Add the gradients that were set aside back into p.grad."""
@@ -203,12 +204,22 @@ class SavedGradients:
 
     def restore(self) -> None:
         """Restore each p.grad to its value at the call of `save`."""
-        if self._before is None:
-            return
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                parameter.grad = self._before.get(index)
+        for index, parameter in enumerate(self._parameters if self._before is not None else ()):
+            self._put_back(index, parameter)
         self.clear()
+
+    def keep(self, index: int) -> None:
+        """Restore one p.grad: no rank's pass has added to it."""
+        self._put_back(index, self._parameters[index])
+
+    @torch.no_grad()
+    def _put_back(self, index: int, parameter: torch.Tensor) -> None:
+        assert self._before is not None
+        before, owned = self._before.get(index), self.owned.get(index)
+        if owned is not None and before is not None and owned is not before:
+            # The pass has added to the caller's tensor.
+            owned.copy_(before)
+        parameter.grad = before if owned is None else owned
 
 
 def will_run(leaf: Any) -> bool:

@@ -16,7 +16,7 @@ from unisono.core.work import format_bytes
 from unisono.errors import AbortedError
 from unisono.gradients.averager_comms import AveragerComms
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.error_context import ErrorContext, check_skipped, lost_gradients
+from unisono.gradients.error_context import ErrorContext, check_skipped, used_gradients
 from unisono.gradients.logical_shards import LogicalShards
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer, codec_for
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["AveragerPasses"]
 
 _post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
+_version = attrgetter("_version")
 
 
 class AveragerPasses:
@@ -89,6 +90,7 @@ class AveragerPasses:
         on_cpu = all(p.is_cpu for p in self._parameters)
         self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=on_cpu)
         self._accumulated: set[int] = set()
+        self._versions: list[int] | None = None
         self._syncing, self._failed, self._reconnected = True, False, False
         # If buckets are sent while others fill, the first step of all ranks records the order of gradients.
         self._seen: list[torch.Tensor] | None = [] if self._reducer.background else None
@@ -182,6 +184,8 @@ class AveragerPasses:
         if not hooked <= self._stays:
             self._stays |= hooked
             self._hook_chunks()
+        # A hook that makes a step changes parameters.
+        self._versions = list(map(_version, self._parameters)) if hooked else None
         self._saved.save()
         if self._failed:
             self._reducer.begin()
@@ -192,27 +196,36 @@ class AveragerPasses:
         """Complete the gradients of a pass, and check which ones arrived."""
         self._registry.check()
         arrived = self._saved.arrived() | self._pass.arrived
-        gone = [i for i in self._pass.arrived if self._parameters[i].grad is None and not self._reducer.has_taken(i)]
-        lost = lost_gradients([self._names[i] for i in sorted(gone)]) if gone else None
+        used = self._used()
+        problem = used_gradients([self._names[i] for i in used]) if used else None
         # An inner pass may have been in no_sync(); what counts is the outermost one.
         if self._syncing:
-            self._average(arrived, lost)
+            self._average(arrived, problem)
             return
-        if lost:
-            raise RuntimeError(lost)
+        if problem:
+            raise RuntimeError(problem)
         self._weights.keep()
         self._accumulated |= arrived
         self._saved.merge()
 
-    def _average(self, arrived: set[int], lost: str | None) -> None:
+    def _used(self) -> list[int]:
+        """Return the parameters whose gradient a hook of the caller's has used before it was averaged."""
+        gone = [i for i in self._pass.arrived if self._parameters[i].grad is None]
+        used = sorted(i for i in gone if not self._reducer.has_taken(i))
+        if not used and self._versions is not None:
+            now = enumerate(map(_version, self._parameters))
+            used = [i for i, version in now if version != self._versions[i]]
+        return used
+
+    def _average(self, arrived: set[int], problem: str | None) -> None:
         """Average what a pass has computed, and what was accumulated before it. Collective."""
         arrived |= {i for i in self._accumulated if self._parameters[i].requires_grad}
         thawed = [i for i in self._frozen if self._parameters[i].requires_grad] if self._frozen else []
-        self._reducer.finish(arrived, asks=(bool(thawed), bool(lost)))
-        asks_thawed, asks_lost = self._reducer.asked
+        self._reducer.finish(arrived, asks=(bool(thawed), bool(problem)))
+        asks_thawed, asks_used = self._reducer.asked
         # Without a bucket there was no message to carry the requests.
-        if asks_lost or (lost and not self._reducer.where):
-            self._refuse_lost(lost)
+        if asks_used or (problem and not self._reducer.where):
+            self._refuse_used(problem)
         if self._reducer.uneven and not self._find_unused:
             self._look_at(self._reducer.buckets)
         if asks_thawed or (thawed and not self._reducer.where):
@@ -284,11 +297,11 @@ class AveragerPasses:
         here = [i in arrived and self._weights.here for i in self._sparse]
         average_sparse(sparse, self._comms.control, self._weights, here, None if self._find_unused else lacking)
 
-    def _refuse_lost(self, lost: str | None) -> None:
+    def _refuse_used(self, problem: str | None) -> None:
         """Raise on all ranks, because hooks have taken gradients away before they were averaged. Collective."""
-        by_rank = self._comms.control.all_gather_object(lost)
-        if lost is not None:
-            raise RuntimeError(lost)
+        by_rank = self._comms.control.all_gather_object(problem)
+        if problem is not None:
+            raise RuntimeError(problem)
         rank, problem = next((rank, text) for rank, text in enumerate(by_rank) if text is not None)
         raise AbortedError(
             f"rank {rank} has failed in its backward pass, so all ranks drop that pass: {problem}",

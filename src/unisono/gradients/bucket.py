@@ -18,7 +18,7 @@ __all__ = ["Bucket"]
 _on_cpu, _length = attrgetter("is_cpu"), attrgetter("nbytes")
 
 _ASKS = 3
-"""Header elements with a rank's requests: to handle late gradients, parameters that are no longer frozen, lost ones."""
+"""Header elements with a rank's requests: to handle late gradients, thawed parameters, used gradients."""
 _CHUNK_BYTES = 512 << 10
 """Gradients of this length are still in the cache, and copying each one separately would take longer."""
 

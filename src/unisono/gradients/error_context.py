@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from unisono.communicator import Communicator
 from unisono.errors import CommError, MismatchError
 
-__all__ = ["ErrorContext", "check_skipped", "lost_gradients"]
+__all__ = ["ErrorContext", "check_skipped", "used_gradients"]
 
 
 class ErrorContext:
@@ -24,13 +24,13 @@ class ErrorContext:
             error.message += f" (while {self._what})"
 
 
-def lost_gradients(names: Sequence[str]) -> str:
-    """Return the text of an error: hooks took these gradients away before they were averaged."""
+def used_gradients(names: Sequence[str]) -> str:
+    """Return the text of an error: hooks have used gradients of these parameters before they were averaged."""
     more = f" (and of {len(names) - 1} more)" if len(names) > 1 else ""
     return (
-        f"the gradient of {names[0]!r}{more} was computed in this pass, but p.grad was None before it could be "
-        "averaged: a hook of the parameter has removed it, or has made an optimizer's step with this rank's gradient "
-        "alone, after which the parameters of ranks differ. Make the step after backward() has returned"
+        f"the gradient of {names[0]!r}{more} was used in this backward pass before it was averaged: a hook has removed "
+        "it, or has made an optimizer's step with this rank's gradient alone, after which the parameters of ranks "
+        "differ. Make the step after backward() has returned"
     )
 
 

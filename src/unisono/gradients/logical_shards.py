@@ -9,7 +9,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.core.reduce_op import HALVES
-from unisono.gradients.error_context import lost_gradients
+from unisono.gradients.error_context import used_gradients
 from unisono.utils.bucket_plan import MIB, Named, plan_buckets
 
 __all__ = ["LogicalShards"]
@@ -73,7 +73,7 @@ class LogicalShards:
             yield
             lost = [name for i, (name, p) in enumerate(self._named) if i in self._arrived and p.grad is None]
             if lost:
-                raise RuntimeError(lost_gradients(lost))
+                raise RuntimeError(used_gradients(lost))
         except BaseException:
             self._clear()
             if not self._done:

@@ -64,7 +64,8 @@ class ParameterRegistry:
         self._implementations = list(map(_implementation, self.parameters))
         self._dtypes = list(map(_dtype, self.parameters))
         self.hooked = False
-        self._has_run = False
+        # Of the parameters before a forward, until the first one in training has ended.
+        self._versions: list[int] | None = []
         self._handles: list[Any] = []
         self._paused: list[tuple[dict[int, Any], int, Any]] = []
         self._snapshot()
@@ -173,16 +174,16 @@ class ParameterRegistry:
                 self._paused.append((module._forward_pre_hooks, handle.id, hook))
 
     def _save_versions(self) -> None:
-        if not self._has_run:
+        if self._versions is not None:
             self._versions = list(map(_version, self.parameters))
 
     def _warn_of_written(self) -> None:
-        """Warn of parameters that the first forward has written."""
-        if self._has_run:
-            return
-        self._has_run = True
-        now = zip(self.names, self.parameters, self._versions, strict=True)
+        """Warn of parameters that a forward has written."""
+        assert self.model is not None
+        now = zip(self.names, self.parameters, self._versions or (), strict=False)
         written = [name for name, p, version in now if p.requires_grad and p._version != version]
+        if written or self.model.training:
+            self._versions = None
         if written:
             warnings.warn(
                 f"a forward of the model writes parameters ({', '.join(map(repr, written))}): where it depends on the "

@@ -54,7 +54,7 @@ class Reducer:
         background: Whether a bucket is sent while others fill.
         buckets: The buckets, in order.
         where: For each parameter that has a bucket, the bucket and its slot there.
-        asked: Whether any rank made each request in this step: about thawed parameters, and lost gradients.
+        asked: Whether any rank made each request in this step: about thawed parameters, and used gradients.
         uneven: Whether some rank lacked a gradient in this step.
     """
 

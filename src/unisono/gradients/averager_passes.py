@@ -151,6 +151,9 @@ class AveragerPasses:
         self._own_hooks[index] += 1
         self._chunk_hooks.append(self._parameters[index].register_post_accumulate_grad_hook(after))
 
+    def _count_hooks(self) -> int:
+        return sum(map(len, filter(None, map(_post_accumulate_hooks, self._parameters))))
+
     def _hooked(self) -> set[int]:
         """Return the parameters that have hooks of the caller's: these see what they would see without an averager."""
         own = self._own_hooks
@@ -180,7 +183,7 @@ class AveragerPasses:
             self._reducer.rearrange([])
             self._hook_chunks()
             self._reconnected = False
-        hooked = self._hooked()
+        hooked = self._hooked() if self._count_hooks() > len(self._chunk_hooks) else set()
         if not hooked <= self._stays:
             self._stays |= hooked
             self._hook_chunks()
@@ -195,8 +198,9 @@ class AveragerPasses:
     def _end(self) -> None:
         """Complete the gradients of a pass, and check which ones arrived."""
         self._registry.check()
-        arrived = self._saved.arrived() | self._pass.arrived
-        used = self._used()
+        arrived = self._saved.arrived()
+        used = self._used(arrived)
+        arrived |= self._pass.arrived
         problem = used_gradients([self._names[i] for i in used]) if used else None
         # An inner pass may have been in no_sync(); what counts is the outermost one.
         if self._syncing:
@@ -208,10 +212,10 @@ class AveragerPasses:
         self._accumulated |= arrived
         self._saved.merge()
 
-    def _used(self) -> list[int]:
+    def _used(self, present: set[int]) -> list[int]:
         """Return the parameters whose gradient a hook of the caller's has used before it was averaged."""
-        gone = [i for i in self._pass.arrived if self._parameters[i].grad is None]
-        used = sorted(i for i in gone if not self._reducer.has_taken(i))
+        gone = [i for i in self._pass.arrived - present if self._parameters[i].grad is None]
+        used = sorted([i for i in gone if not self._reducer.has_taken(i)])
         if not used and self._versions is not None:
             now = enumerate(map(_version, self._parameters))
             used = [i for i, version in now if version != self._versions[i]]
@@ -219,7 +223,8 @@ class AveragerPasses:
 
     def _average(self, arrived: set[int], problem: str | None) -> None:
         """Average what a pass has computed, and what was accumulated before it. Collective."""
-        arrived |= {i for i in self._accumulated if self._parameters[i].requires_grad}
+        if self._accumulated:
+            arrived |= {i for i in self._accumulated if self._parameters[i].requires_grad}
         thawed = [i for i in self._frozen if self._parameters[i].requires_grad] if self._frozen else []
         self._reducer.finish(arrived, asks=(bool(thawed), bool(problem)))
         asks_thawed, asks_used = self._reducer.asked
@@ -241,9 +246,10 @@ class AveragerPasses:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        # What was accumulated before a parameter was frozen is averaged once it no longer is.
-        waiting = {i for i in self._accumulated if not self._parameters[i].requires_grad}
-        self._accumulated = {i for i in waiting if not self._reducer.has_mean(i)}
+        if self._accumulated:
+            # What was accumulated before a parameter was frozen is averaged once it no longer is.
+            waiting = {i for i in self._accumulated if not self._parameters[i].requires_grad}
+            self._accumulated = {i for i in waiting if not self._reducer.has_mean(i)}
         self._reducer.begin()
         self._saved.clear()
         self._steps[-1] += self._weights.here

@@ -147,7 +147,7 @@ class Bucket:
         """
         first, more = not self.arrived, []
         for slot, (index, parameter, inside) in enumerate(zip(self.indices, self.parameters, self.inside, strict=True)):
-            held = earlier.get(index)
+            held = earlier.get(index) if earlier else None
             has = parameter.grad is not None
             if first:
                 self.arrived.append(bool(inside) or (index in arrived and (has or held is not None)))
@@ -221,27 +221,21 @@ class Bucket:
 
     def assign_grads(self, saved: SavedGradients) -> None:
         """Put the means where optimizers look; a gradient that no rank had stays what it was."""
-        filled: list[torch.Tensor] = []
-        means: list[torch.Tensor] = []
+        owned = saved.owned
+        places = list(zip(self.indices, self.parameters, self.views, self.found, strict=True))
         try:
-            for index, parameter, view, (had, _) in zip(
-                self.indices, self.parameters, self.views, self.found, strict=True
-            ):
-                if not had:
+            for index, parameter, view, (had, _) in places:
+                if had:
+                    parameter.grad = owned.get(index, view)
+                else:
                     saved.keep(index)
-                    continue
-                owned = saved.owned.get(index)
-                parameter.grad = view if owned is None else owned
-                if owned is not None:
-                    filled.append(owned)
-                    means.append(view)
         except RuntimeError as error:
             raise RuntimeError(
                 f"averaged gradients no longer fit the parameters among {self.name}: the model's dtype or device "
                 "has changed. Call the averager's remove() before such a change, and create a new averager after it"
             ) from error
-        if filled:
-            _copy(filled, means)
+        if filled := [(owned[index], view) for index, _, view, (had, _) in places if had and index in owned]:
+            _copy(*map(list, zip(*filled, strict=True)))
         for slot, graph in self._graphs.items():
             # The values are the bucket's; the gradient's own graph stays this rank's.
             graph.detach().copy_(self.views[slot])

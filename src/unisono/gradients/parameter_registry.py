@@ -64,8 +64,6 @@ class ParameterRegistry:
         self._implementations = list(map(_implementation, self.parameters))
         self._dtypes = list(map(_dtype, self.parameters))
         self.hooked = False
-        # Of the parameters before a forward, until the first one in training has ended.
-        self._versions: list[int] | None = []
         self._handles: list[Any] = []
         self._paused: list[tuple[dict[int, Any], int, Any]] = []
         self._snapshot()
@@ -150,10 +148,8 @@ class ParameterRegistry:
             for table, number, _hook in self._paused:
                 table.pop(number, None)
             self.check()
-            self._save_versions()
 
         def finish(_module: torch.nn.Module, _given: Any, returned: Any) -> None:
-            self._warn_of_written()
             compiled = traced and torch.compiler.is_dynamo_compiling()
             if not compiled:
                 for table, number, hook in self._paused:
@@ -166,6 +162,7 @@ class ParameterRegistry:
             model.register_forward_pre_hook(_ModuleHook(start)),
             model.register_forward_hook(_ModuleHook(finish, traced=traced), always_call=True),
         ]
+        self._watch_writes(model)
         hook = _ModuleHook(lambda *_: self.check())
         for module in model.modules():
             if module is not model and any(id(p) in self.ids for p in module.parameters()):
@@ -173,23 +170,31 @@ class ParameterRegistry:
                 self._handles.append(handle)
                 self._paused.append((module._forward_pre_hooks, handle.id, hook))
 
-    def _save_versions(self) -> None:
-        if self._versions is not None:
-            self._versions = list(map(_version, self.parameters))
+    def _watch_writes(self, model: torch.nn.Module) -> None:
+        """Warn of parameters that a forward writes, until one has ended in training."""
+        versions: list[int] = []
 
-    def _warn_of_written(self) -> None:
-        """Warn of parameters that a forward has written."""
-        assert self.model is not None
-        now = zip(self.names, self.parameters, self._versions or (), strict=False)
-        written = [name for name, p, version in now if p.requires_grad and p._version != version]
-        if written or self.model.training:
-            self._versions = None
-        if written:
-            warnings.warn(
-                f"a forward of the model writes parameters ({', '.join(map(repr, written))}): where it depends on the "
-                "rank's data, ranks drift apart. Change parameters on all ranks alike, after optimizer.step()",
-                stacklevel=2,
-            )
+        def start(*_: Any) -> None:
+            versions[:] = map(_version, self.parameters)
+
+        def finish(*_: Any) -> None:
+            now = zip(self.names, self.parameters, versions, strict=False)
+            written = [name for name, p, version in now if p.requires_grad and p._version != version]
+            if written or model.training:
+                for handle in handles:
+                    handle.remove()
+            if written:
+                warnings.warn(
+                    f"a forward of the model writes parameters ({', '.join(map(repr, written))}): where it depends on "
+                    "the rank's data, ranks drift apart. Change parameters on all ranks alike, after optimizer.step()",
+                    stacklevel=2,
+                )
+
+        handles = [
+            model.register_forward_pre_hook(_ModuleHook(start)),
+            model.register_forward_hook(_ModuleHook(finish)),
+        ]
+        self._handles += handles
 
     def remove(self) -> None:
         """Remove the hooks."""

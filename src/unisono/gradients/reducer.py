@@ -192,8 +192,9 @@ class Reducer:
         """Assign the means to p.grad."""
         for bucket in self.buckets:
             bucket.assign_grads(self._saved)
-        for index in self._saved.aside.keys() - self.where.keys():
-            self._saved.keep(index)
+        for index in self._saved.aside:
+            if index not in self.where:
+                self._saved.keep(index)
 
     def _reduce_all(self, arrived: Set[int], first: int, asks: Sequence[bool]) -> None:
         late = any(map(Bucket.is_late, self.buckets[: self._next]))

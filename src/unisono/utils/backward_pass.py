@@ -76,9 +76,9 @@ class BackwardPass:
         """Hook of a leaf: a gradient is about to be added to its own, or returned by `torch.autograd.grad`."""
         number = current_pass()
         # Torch calls it for each parameter in each pass.
-        if number == self._reading:
-            return
         if number != self.running:
+            if number == self._reading:
+                return
             compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
             # Compiled autograd has no node here, and is refused.
             if number >= 0 and not compiled and not will_run(torch._C._current_autograd_node()):

@@ -43,7 +43,7 @@ GOALS = {
     ("checkpoint.load of 6 entries", "shm"): "700 / 16",
     ("rpc_sync", "shm"): "60 / 9",
 }
-"""By call of one of two ranks and backend: functions, files, and moves between files. A remote call polls as it waits."""
+"""By call of one of two ranks and backend: functions, files, moves between files. A remote call polls as it waits."""
 
 
 def counted(call: Callable[[], object]) -> tuple[int, int, int]:

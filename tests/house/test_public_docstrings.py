@@ -16,8 +16,6 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 import unisono
 
 _TRANSPORT = "called by communicators, not by users; CONTRIBUTING.md builds a wrapper that runs"
@@ -188,9 +186,9 @@ def lacks(path: str) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("path", PUBLIC)
-def test_docstring(path: str) -> None:
-    assert not lacks(path)
+def test_docstrings_are_complete() -> None:
+    faults = [f"{path}: {'; '.join(missing)}" for path in PUBLIC if (missing := lacks(path))]
+    assert not faults, "docstrings lack:\n" + "\n".join(faults)
 
 
 def test_exceptions_are_needed() -> None:

@@ -57,7 +57,7 @@ def meet(claim: Claim, address: tuple[str, int], secret: bytes, lease: Lease | N
     A server that closes meanwhile belonged to an earlier `init`; the call waits for the next one.
 
     Args:
-        seat: The claim of this process.
+        claim: The claim of this process.
         address: The server's address.
         secret: Its secret.
         lease: Set if this process hosts the server; released on failure.
@@ -107,7 +107,7 @@ def confirm(
     """Return the rendezvous at the server of `control`, when all ranks have joined; close `control` on failure.
 
     Args:
-        seat: The claim of this process.
+        claim: The claim of this process.
         control: This rank's handle.
         lease: Set if this process hosts the server.
         moved: Returns whether the ranks meet elsewhere. Called while rank 0 has not joined.

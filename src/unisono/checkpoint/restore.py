@@ -44,11 +44,11 @@ class Restorer:
 
     Args:
         entries: All saved tensors; also an attribute.
-        source: Returns this rank's tree of a per-rank value (see `taken_over`); None if it keeps its value.
+        source: Returns this rank's tree of a per-rank value (see `remapped_rank`); None if it keeps its value.
         strict: Whether names that only one side has are an error.
 
     Attributes:
-        places: Tensors of the target to read saved ones of the same dtype and shape into.
+        targets: Tensors of the target to read saved ones of the same dtype and shape into.
         needed: Names of all tensors to read.
         shards: Shards of the target, with the names of the tensors to read their ranges of.
         values: The tensors, by name; fill it in before `build`.

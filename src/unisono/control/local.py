@@ -50,7 +50,7 @@ class LocalHub:
         return LocalControl(self, client)
 
     def share(self, key: str, make: Callable[[], T]) -> T:
-        """As `Control.share`."""
+        """As `ControlPlane.share`."""
         with self._making:
             if key not in self._objects:
                 self._objects[key] = make()

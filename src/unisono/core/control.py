@@ -119,7 +119,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def query(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
-        """Return the activity that every rank of a group reports (`unisono.core.flight_recorder.Desk`), None if none.
+        """Return the report of every rank of a group (`ActivityRegistry.report`); None for ranks that do not answer.
 
         Keys are group and rank. Without a group: every client of the control plane that is in any group.
         """

@@ -17,8 +17,8 @@ class AveragerComms:
     """Two communicators in use, and one from which they are made again.
 
     What travels over `data` is not compared between ranks. So after a pass that failed when a part of it had left, a
-    message could meet one of another bucket. Such a pass aborts both, and the next one makes them again. `base` is
-    aborted too when the averager is of no more use.
+    message could meet one of another bucket. Such a pass aborts both, and the next one makes them again. Their origin
+    is aborted too when the averager is of no more use.
 
     Args:
         comm: The ranks that average. Collective.

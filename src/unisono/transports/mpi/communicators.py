@@ -91,7 +91,7 @@ class MpiCommunicators:
         own: For collectives, and the messages that they are made of.
         turn: Lock to hold during MPI calls.
         broken: The first cause of a failure, after which no call is made.
-        deadline: Of the MPI collective in progress, on the monotonic clock, for `Watch`.
+        deadline: Of the MPI collective in progress, on the monotonic clock, for `Watchdog`.
         largest_tag: Largest tag that users may pass; each message takes two of MPI's.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,8 @@ def average_gradients(
     """Replace each gradient by its mean over all ranks. Call it between `backward()` and `step()`.
 
     Collective. In place on `p.grad`. A parameter that needs a gradient and has none takes part with
-    zeros, so that ranks that skipped a branch agree with those that did not.
+    zeros, so that ranks that skipped a branch agree with those that did not. Where no rank has one, `p.grad` stays
+    None, so that an optimizer leaves the parameter as it is.
 
     Args:
         model: A module, or its parameters.
@@ -37,8 +39,9 @@ def average_gradients(
         TypeError: `model` is a single tensor, or contains something other than tensors.
         ValueError: `model` is an iterator that is used up, or `bucket_cap_mb` is less than a byte.
 
-    Cost: one all_reduce of the gradients' bytes in few messages, two copies, and one all_gather of 8 bytes. The first
-    call for these parameters compares them between ranks, by one all_gather of their names and shapes.
+    Cost: one all_reduce of the gradients' bytes in few messages, two copies, and one all_gather of 16 bytes. The first
+    call for these parameters compares them between ranks, by one all_gather of their names and shapes. Where ranks have
+    gradients of different parameters, one all_reduce of a byte a parameter.
 
     Example:
         >>> def program(comm):
@@ -50,10 +53,14 @@ def average_gradients(
         [[1.5, 1.5], [1.5, 1.5]]
     """
     named = named_parameters(model)
-    _compare(named, comm, frozen=True)
     trained = [(name, p) for name, p in named if p.requires_grad]
     spread = sparse_parameters(model) if isinstance(model, torch.nn.Module) else set()
-    gradients = [_dense_gradient(p) for _, p in trained if id(p) not in spread]
+    dense = [p for _, p in trained if id(p) not in spread]
+    present = torch.tensor([p.grad is not None for p in dense], dtype=torch.uint8, device=comm.device)
+    digest = int.from_bytes(hashlib.blake2b(bytes(present.tolist()), digest_size=7).digest(), "big")
+    if not _compare(named, comm, frozen=True, digest=digest):
+        comm.all_reduce(present, "max")
+    gradients = [_dense_gradient(p) for p, there in zip(dense, present.tolist(), strict=True) if there]
     with torch.no_grad():
         average_sparse([pair for pair in trained if id(pair[1]) in spread], comm, Weights(comm))
         for bucket in buckets(gradients, int(bucket_cap_mb * MIB)):
@@ -74,7 +81,7 @@ def broadcast_parameters(
     Raises:
         MismatchError, TypeError, ValueError: As `average_gradients`.
 
-    Cost: one broadcast of the parameters' bytes in few messages, two copies, and one all_gather of 8 bytes.
+    Cost: one broadcast of the parameters' bytes in few messages, two copies, and one all_gather of 16 bytes.
 
     Example:
         >>> def program(comm):
@@ -92,16 +99,21 @@ def broadcast_parameters(
     share(named, comm, src, int(bucket_cap_mb * MIB))
 
 
-def _compare(named: Named, comm: Communicator, *, frozen: bool) -> None:
-    """Compare these tensors with those of the other ranks: by name once a communicator, then by a number."""
+def _compare(named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:
+    """Compare these tensors with those of the other ranks: by name once a communicator, then by a number.
+
+    Return whether the digest is the same on all ranks.
+    """
     known = _compared.setdefault(comm, {})
     kind = (frozen, *((name, t.shape, t.dtype, frozen and t.requires_grad) for name, t in named))
     number = known.get(kind, -1)
-    said = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-    comm.all_gather_single(said, torch.tensor([number], device=comm.device))
-    if number < 0 or bool((said != number).any()):
+    said = torch.empty(2 * comm.size, dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(said, torch.tensor([number, digest], device=comm.device))
+    numbers, digests = said.view(comm.size, 2).t().tolist()
+    if number < 0 or set(numbers) != {number}:
         agree_on_parameters(named, comm, frozen=frozen)
         known[kind] = len(known)
+    return len(set(digests)) == 1
 
 
 def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:

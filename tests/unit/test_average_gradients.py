@@ -1,0 +1,35 @@
+"""Gradients that some ranks or all ranks lack, in `un.average_gradients`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import unisono as un
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_that_no_rank_has_stay_none(backend: str, size: int) -> None:
+    assert un.launch(step, size, backend) == [alone(size)] * size
+
+
+def step(comm: un.Communicator) -> list[float | None]:
+    used, partly, unused = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(3))
+    table = nn.Embedding(2, 1, sparse=True)
+    optimizer = torch.optim.AdamW([used, partly, unused], lr=0.1, weight_decay=0.5)
+    for number in range(2):
+        optimizer.zero_grad()
+        loss = (used * (comm.rank + 1)).sum()
+        if comm.rank == number:
+            loss = loss + partly.sum()
+        loss.backward()
+        un.average_gradients(nn.ModuleList([nn.ParameterList([used, partly, unused]), table]), comm)
+        optimizer.step()
+    assert table.weight.grad is None
+    return [None if p.grad is None else p.grad.item() for p in (used, partly, unused)] + [unused.item()]
+
+
+def alone(size: int) -> list[float | None]:
+    return [sum(range(1, size + 1)) / size, 1 / size, None, 1.0]

@@ -11,7 +11,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import Weights
-from unisono.utils.bucket_plan import MIB, Named, agree_on_parameters, named_parameters
+from unisono.utils.bucket_plan import MIB, Named, agree_on_parameters, check_parameters, named_parameters
 from unisono.utils.flatten import buckets, flat_apply, share
 
 __all__ = ["average_gradients", "broadcast_parameters"]
@@ -105,8 +105,10 @@ def _compare(named: Named, comm: Communicator, *, frozen: bool, digest: int = 0)
     Return whether the digest is the same on all ranks.
     """
     known = _compared.setdefault(comm, {})
-    kind = (frozen, *((name, t.shape, t.dtype, frozen and t.requires_grad) for name, t in named))
+    kind = (frozen, *((name, t.shape, t.dtype, t.device, frozen and t.requires_grad) for name, t in named))
     number = known.get(kind, -1)
+    if number < 0:
+        check_parameters(named)
     said = torch.empty(2 * comm.size, dtype=torch.int64, device=comm.device)
     comm.all_gather_single(said, torch.tensor([number, digest], device=comm.device))
     numbers, digests = said.view(comm.size, 2).t().tolist()

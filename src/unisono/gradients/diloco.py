@@ -10,6 +10,7 @@ import torch
 from unisono.checkpoint.divergence import assert_equal_tensors
 from unisono.communicator import Communicator
 from unisono.gradients.periodic import Model, PeriodicAction, Schedule, named_tensors, over_buckets
+from unisono.utils.bucket_plan import check_parameters
 
 __all__ = ["DiLoCo"]
 
@@ -73,6 +74,7 @@ class DiLoCo(PeriodicAction):
     ) -> None:
         self._cap = bucket_cap_mb
         named = [(name, t) for name, t in named_tensors(model) if t.is_floating_point() or t.is_complex()]
+        check_parameters(named)
         self.anchor = [t.detach().clone() for _, t in named]
         if outer is None:
             made = f"SGD(lr={outer_lr}, momentum={outer_momentum}, nesterov={nesterov})"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils import stateless
 
-from unisono.utils.bucket_plan import Named
+from unisono.utils.bucket_plan import Named, check_parameters
 from unisono.utils.claims import check_unclaimed, claim, release
 
 __all__ = ["ParameterRegistry"]
@@ -57,7 +57,8 @@ class ParameterRegistry:
     def __init__(
         self, model: torch.nn.Module | None, named: Named, report: Callable[[str], None] = lambda problem: None
     ) -> None:
-        _check_hookable(named)
+        check_unclaimed(named)
+        check_parameters(named)
         self.model, self.named, self._report = model, named, report
         self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
         self.ids = frozenset(map(id, self.parameters))
@@ -219,17 +220,6 @@ class _ModuleHook:
 
     def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
         return _ModuleHook, ()
-
-
-def _check_hookable(named: Named) -> None:
-    check_unclaimed(named)
-    for name, parameter in named:
-        if torch.nn.parameter.is_lazy(parameter):
-            raise ValueError(
-                f"{name!r} is uninitialized (a lazy module). Run a forward of the model, then create the averager"
-            )
-        if not parameter.is_leaf:
-            raise ValueError(f"{name!r} is the result of a computation; pass what it was computed from")
 
 
 def _in_functional_call() -> bool:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.communicator import Communicator
 from unisono.errors import MismatchError
-from unisono.utils.bucket_plan import MIB
+from unisono.utils.bucket_plan import MIB, check_parameters
 from unisono.utils.flatten import buckets, flat_apply
 
 __all__ = [
@@ -113,6 +113,7 @@ class PeriodicAction(ABC):
     ) -> None:
         self._schedule = _schedule(every)
         named = named_tensors(model, buffers=buffers)
+        check_parameters(named)
         self._model: Model = model if isinstance(model, torch.nn.Module) else named
         self._buffers = buffers
         self.steps = 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unisono.core.tensors import check_apart, check_tensor
-from unisono.utils.bucket_plan import Named, named_parameters
+from unisono.utils.bucket_plan import Named, check_parameters, named_parameters
 
 __all__ = ["check_shardable", "named_groups"]
 
@@ -65,11 +65,8 @@ def check_shardable(named: Named, master_dtype: torch.dtype | None) -> None:
     """
     if master_dtype is not None and not master_dtype.is_floating_point:
         raise TypeError(f"master_dtype must be a floating-point dtype, not {master_dtype}")
+    check_parameters(named)
     for name, parameter in named:
-        if torch.nn.parameter.is_lazy(parameter):
-            raise ValueError(f"{name!r} is uninitialized (a lazy module). Run a forward of the model first")
-        if not parameter.is_leaf:
-            raise ValueError(f"{name!r} is the result of a computation; pass what it was computed from")
         check_tensor(parameter, repr(name), frozenset([parameter.device.type]), written=True)
         if master_dtype is not None and parameter.is_complex():
             raise ValueError(f"{name!r} is {parameter.dtype}, for which there is no master_dtype")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from unisono.utils.bucket_plan import Named
+from unisono.utils.bucket_plan import Named, check_parameters
 from unisono.utils.claims import check_unclaimed
 
 __all__ = ["UnitPlan", "UnitPolicy", "partition", "shardable"]
@@ -114,9 +114,8 @@ def shardable(model: nn.Module) -> Named:
     if not named:
         raise ValueError("the model has no parameters to shard")
     check_unclaimed(named)
+    check_parameters(named)
     for name, parameter in named:
-        if nn.parameter.is_lazy(parameter):
-            raise ValueError(f"{name!r} is uninitialized (a lazy module). Run a forward of the model, then shard it")
         if parameter.grad is not None:
             raise ValueError(f"{name!r} has a gradient. Call model.zero_grad(), then shard the model")
     return named

@@ -14,12 +14,14 @@ from unisono.core.streams import ACCELERATORS
 from unisono.core.tensors import is_non_overlapping
 from unisono.errors import MismatchError
 from unisono.host.cpu_count import cores
+from unisono.serialization.tensors import has_no_storage
 
 __all__ = [
     "MIB",
     "Named",
     "agree_on_parameters",
     "bucket_sizes",
+    "check_parameters",
     "dense_strides",
     "in_bytes",
     "named_parameters",
@@ -49,6 +51,36 @@ def named_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Named:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"{name} is a {type(parameter).__name__}, not a tensor")
     return named
+
+
+def check_parameters(named: Named) -> None:
+    """Raise unless each parameter has elements that ranks can send, and that an optimizer can write.
+
+    Raises:
+        ValueError: One is uninitialized, on the meta device, the result of a computation, or a subclass of Tensor whose
+            elements are not in its own memory; names it.
+
+    Example:
+        >>> check_parameters([("weight", torch.ones(2, device="meta"))])
+        Traceback (most recent call last):
+        ...
+        ValueError: 'weight' is on the meta device, which holds no elements. Call model.to_empty(device=...), ...
+    """
+    for name, parameter in named:
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ValueError(f"{name!r} is uninitialized (a lazy module). Run a forward of the model first")
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device, which holds no elements. Call model.to_empty(device=...), and "
+                "initialize or load the parameters, first"
+            )
+        if not parameter.is_leaf:
+            raise ValueError(f"{name!r} is the result of a computation; pass what it was computed from")
+        if type(parameter) not in (torch.Tensor, torch.nn.Parameter) and has_no_storage(parameter):
+            raise ValueError(
+                f"{name!r} is a {type(parameter).__name__}, whose elements are not in its own memory, so ranks cannot "
+                "send them. Use plain parameters, or those that it holds, such as dtensor.to_local()"
+            )
 
 
 def plan_buckets(

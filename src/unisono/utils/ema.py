@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from unisono.communicator import Communicator
 from unisono.core.tensor_shard import TensorShard
-from unisono.utils.bucket_plan import Named, agree_on_parameters
+from unisono.utils.bucket_plan import Named, agree_on_parameters, check_parameters
 from unisono.utils.layout import FlatLayout
 
 __all__ = ["EMA"]
@@ -63,6 +63,7 @@ class EMA:
         self._average, self._comm = get_ema_multi_avg_fn(decay), comm
         self.n_averaged, self._is_applied = 0, False
         named = [*model.named_parameters(), *(model.named_buffers() if use_buffers else ())]
+        check_parameters(named)
         chosen = [(name, t) for name, t in named if t.is_floating_point() or t.is_complex()]
         if comm is not None:
             agree_on_parameters(chosen, comm, [decay, use_buffers], frozen=False)

@@ -167,3 +167,43 @@ def test_state_of_another_model_or_number_of_ranks() -> None:
         EMA(nn.Linear(4, 2), 0.5).load_state_dict(whole)
     with pytest.raises(ValueError, match=r"of another model: \['bias'\]"):
         EMA(nn.Linear(3, 2, bias=False), 0.5).load_state_dict(whole)
+
+
+class Assigning(nn.Module):
+    """A forward that assigns its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, value: float) -> None:
+        self.mean = torch.full((1,), value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_replaced_tensors_are_followed(ranks: int) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        model = Assigning()
+        ema = un.utils.EMA(model, 0.5, comm, use_buffers=True)
+        for value in (2.0, 6.0):
+            model.load_state_dict({"weight": torch.full((1,), value), "mean": torch.zeros(1)}, assign=True)
+            model(value)
+            ema.update()
+        model.load_state_dict({"weight": torch.ones(1), "mean": torch.ones(1)}, assign=True)
+        with ema.applied():
+            averaged = [t.item() for t in model.state_dict().values()]
+        return averaged + [t.item() for t in model.state_dict().values()]
+
+    assert un.launch(program, ranks, "thread") == [[4.0, 4.0, 1.0, 1.0]] * ranks
+
+
+def test_tensor_of_another_shape_is_refused() -> None:
+    model = Assigning()
+    ema = un.utils.EMA(model, 0.5)
+    model.weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(RuntimeError, match=r"'weight' was of shape \[1\] .* and is of shape \[2\]"):
+        ema.update()
+    del model.weight
+    with pytest.raises(RuntimeError, match=r"'weight' .* is not in the model"):
+        ema.update()

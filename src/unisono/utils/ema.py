@@ -23,6 +23,8 @@ class EMA:
     It averages as torch's `AveragedModel` with `get_ema_multi_avg_fn` does: the first update copies, later ones give
     `decay * average + (1 - decay) * parameter`. A checkpoint's state may hold it: any number of ranks can load it.
 
+    Tensors are followed by their names, so a model may replace them, as `load_state_dict(assign=True)` does.
+
     Of a `ShardedModel`, create, update and apply it inside `with sharded.full_parameters():`.
 
     Args:
@@ -36,7 +38,8 @@ class EMA:
 
     Raises:
         MismatchError: On every rank, if ranks have different models or settings.
-        ValueError: `decay` is not in the range.
+        ValueError: `decay` is not in the range, or a parameter has no elements.
+        RuntimeError: From `update` and `applied`: the model lacks a tensor that it had, or has it in another shape.
 
     Cost: memory of the parameters, divided by the number of ranks in `comm`; `applied` needs all of it.
 
@@ -60,6 +63,8 @@ class EMA:
     def __init__(
         self, model: torch.nn.Module, decay: float, comm: Communicator | None = None, *, use_buffers: bool = False
     ) -> None:
+        self._model = model
+        self._use_buffers = use_buffers
         self._average, self._comm = get_ema_multi_avg_fn(decay), comm
         self.n_averaged, self._is_applied = 0, False
         named = [*model.named_parameters(), *(model.named_buffers() if use_buffers else ())]
@@ -85,6 +90,7 @@ class EMA:
         Cost: one pass over this rank's part.
         """
         self._check_not_applied("update")
+        self._follow_model()
         for part in self._parts:
             if self.n_averaged == 0:
                 part.copy_current()
@@ -111,6 +117,7 @@ class EMA:
             ...     _ = model(torch.ones(1))
         """
         self._check_not_applied("applied")
+        self._follow_model()
         wholes = [part.gather() for part in self._parts]
         self._is_applied = True
         for part, whole in zip(self._parts, wholes, strict=True):
@@ -147,6 +154,13 @@ class EMA:
             (value.local if isinstance(value, TensorShard) else value).copy_(local)
         self.n_averaged = int(state["n_averaged"])
 
+    def _follow_model(self) -> None:
+        now: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
+        if self._use_buffers:
+            now.update(self._model.named_buffers(remove_duplicate=False))
+        for part in self._parts:
+            part.follow(now)
+
     def _check_not_applied(self, call: str) -> None:
         if self._is_applied:
             raise RuntimeError(f"{call} is called inside applied(), where the parameters are the average")
@@ -177,6 +191,14 @@ class _Part:
         self._flat = torch.zeros(self._layout.part, dtype=dtype, device=members[0][1].device)
         self.averages = [self._flat[s.offset : s.offset + s.numel] for s in self._slices]
         self.copy_current()
+
+    def follow(self, now: Mapping[str, torch.Tensor]) -> None:
+        """Average the tensors that have these names now."""
+        for name, tensor in self._members:
+            if name not in now or now[name].shape != tensor.shape:
+                found = f"of shape {list(now[name].shape)}" if name in now else "not in the model"
+                raise RuntimeError(f"{name!r} was of shape {list(tensor.shape)} when its average began, and is {found}")
+        self._members = [(name, now[name]) for name, _ in self._members]
 
     def current(self) -> list[torch.Tensor]:
         """The parameters' elements of this part, in the dtype of the average."""

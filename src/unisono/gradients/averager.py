@@ -210,6 +210,27 @@ class GradientAverager(AveragerShards):
         """
         self._registry.check()
 
+    def abort(self, reason: str) -> None:
+        """End all running and later calls on all ranks, as when an error was caught that others do not know of.
+
+        Args:
+            reason: Text for the `AbortedError` of the other ranks.
+
+        Example:
+            >>> def program(comm):
+            ...     w = torch.zeros(1, requires_grad=True)
+            ...     averager = un.GradientAverager([w], comm)
+            ...     if comm.rank == 0:
+            ...         averager.abort("no disk space")
+            ...     try:
+            ...         w.sum().backward()
+            ...     except un.errors.AbortedError as error:
+            ...         return "no disk space" in str(error)
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [True, True]
+        """
+        self._comms.abort(reason)
+
     def remove(self) -> None:
         """Remove the hooks, and release the communicators. Gradients stay unchanged. Idempotent.
 

@@ -48,9 +48,24 @@ class ShardComms:
 
     def abort(self, reason: str) -> None:
         """End the running step on all ranks."""
+        self._abort(reason, self.data)
+
+    def abort_all(self, reason: str) -> None:
+        """End the running step and all later ones on all ranks."""
+        self._abort(reason, self.steps, self.data)
+
+    def fail_step(self, error: BaseException) -> None:
+        """End all on all ranks: an optimizer has raised this error here, when others may have updated their parts."""
+        self.abort_all(
+            f"optimizer.step() failed there: {type(error).__name__}: {error}. Ranks may have made different steps: "
+            "load a checkpoint into new objects"
+        )
+
+    def _abort(self, reason: str, *comms: Communicator) -> None:
         # If the control plane is gone, it has notified the other ranks already.
         with suppress(CommError):
-            self.data.abort(reason)
+            for comm in comms:
+                comm.abort(reason)
 
     def replace(self) -> bool:
         """Make a new communicator where the one in use has failed. Collective then. Return whether it has."""

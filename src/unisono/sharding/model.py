@@ -100,6 +100,7 @@ class ShardedModel(ModelStates):
         named = shardable(model)
         plans = partition(model, units)
         self._model, self._parameters = model, [p for _, p in named]
+        self._stepping = False
         self._comms = ShardComms(comm)
         self._settings = [[unit.name for unit in plans], param_dtype, reduce_dtype]
         agree_on_parameters(named, self._comms.data, self._settings, hooked=True)
@@ -139,6 +140,8 @@ class ShardedModel(ModelStates):
             ValueError: The class is not elementwise, or `params` has a tensor that is no parameter of the model.
             RuntimeError: From `step()`: the last `backward()` ran in `no_sync`, or a `GradScaler` calls.
             MismatchError: From `step()`, which is collective: ranks have other options. No parameter has changed then.
+            Exception: From `step()`: one of the class. The other ranks get an `AbortedError` that names it, from their
+                next call. If the update had begun, so that ranks may differ, later calls raise too.
 
         Example:
             >>> def program(comm):
@@ -159,8 +162,18 @@ class ShardedModel(ModelStates):
         # GradScaler then sets `found_inf`, and always steps.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_step_pre_hook(lambda *_: self._check_step(optimizer, own))
-        optimizer.register_step_post_hook(lambda *_: self._runtime.changed())
+        optimizer.register_step_post_hook(lambda *_: self._end_step())
+        optimizer.on_error = self._fail_step
         return optimizer
+
+    def _end_step(self) -> None:
+        self._stepping = False
+        self._runtime.changed()
+
+    def _fail_step(self, error: BaseException) -> None:
+        if self._stepping:
+            self._comms.fail_step(error)
+        self._stepping = False
 
     def _place(self, parameter: torch.Tensor) -> Place:
         if id(parameter) not in self._places:
@@ -168,16 +181,21 @@ class ShardedModel(ModelStates):
         return self._places[id(parameter)]
 
     def _check_step(self, optimizer: ShardOptimizer, places: Sequence[Place]) -> None:
-        self._check_reduced("optimizer.step()", places)
+        problem: Exception | None = None
+        try:
+            self._check_reduced("optimizer.step()", places)
+        except RuntimeError as error:
+            problem = error
         scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]
         if any(scaled):
-            raise RuntimeError(
+            problem = RuntimeError(
                 "GradScaler finds no infinity in other ranks' gradients. Use bfloat16 without a GradScaler"
             )
         known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
-        check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.data)
+        check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.data, problem)
         # A rank that fails in its next pass then cuts off no other rank's check, so all or none make the step.
         self._comms.steps.barrier()
+        self._stepping = True
 
     def _check_reduced(self, action: str, places: Iterable[Place]) -> None:
         self._runtime.check_idle(action)
@@ -259,6 +277,27 @@ class ShardedModel(ModelStates):
         """
         with self._runtime.whole(writeback=writeback):
             yield
+
+    def abort(self, reason: str) -> None:
+        """End all running and later calls on all ranks, as when an error was caught that others do not know of.
+
+        Args:
+            reason: Text for the `AbortedError` of the other ranks.
+
+        Example:
+            >>> def program(comm):
+            ...     model = torch.nn.Linear(2, 1)
+            ...     sharded = un.sharding.ShardedModel(model, comm)
+            ...     if comm.rank == 0:
+            ...         sharded.abort("no disk space")
+            ...     try:
+            ...         model(torch.ones(1, 2))
+            ...     except un.errors.AbortedError as error:
+            ...         return "no disk space" in str(error)
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [True, True]
+        """
+        self._comms.abort_all(reason)
 
     def remove(self) -> None:
         """Remove the hooks, and let the model be plain and whole again. Collective. Gradients are dropped.

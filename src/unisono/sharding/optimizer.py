@@ -163,12 +163,30 @@ class ShardedOptimizer(ShardedStates):
 
         Raises:
             MismatchError, AbortedError, RuntimeError: See the class. No parameter has changed then.
+            Exception: One of the closure or of the class. The other ranks get an `AbortedError` that names it. If
+                the update had begun, so that ranks may differ, later steps raise too.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        present = self._prepare()
+        present: list[bool] = []
+        problem: Exception | None = None
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            present = self._prepare()
+        except Exception as error:
+            problem = error
+        self._compare(present, problem)
+        try:
+            self._update(present)
+        except BaseException as error:
+            self._comms.fail_step(error)
+            raise
+        self._steps += 1
+        return loss
+
+    def _update(self, present: Sequence[bool]) -> None:
+        """Update this rank's part, and exchange the parts."""
         for bucket in self._buckets:
             bucket.follow_parameters()
         self._share_options()
@@ -176,8 +194,6 @@ class ShardedOptimizer(ShardedStates):
         self._touched.update(i for i, there in enumerate(present) if there)
         changed = {id(self._places[i][0]): self._places[i][0] for i, there in enumerate(present) if there}
         self._gather(list(changed.values()))
-        self._steps += 1
-        return loss
 
     def _prepare(self) -> list[bool]:
         """Give each piece its gradient, and check it. Return whether each parameter has one."""
@@ -188,20 +204,21 @@ class ShardedOptimizer(ShardedStates):
                 bucket.check_frozen()
             self._sharder.check_reduced()
             self._sharder.follow_zero_grad()
-            grads: list[torch.Tensor] = []
-            present = [piece.tensor.grad is not None for piece in self._pieces]
-        else:
-            grads = [p.grad for _, p in self._named if p.grad is not None]
-            present = [p.grad is not None for _, p in self._named]
-            for bucket in self._buckets:
-                bucket.cut_gradients()
+            return [piece.tensor.grad is not None for piece in self._pieces]
+        for bucket in self._buckets:
+            bucket.cut_gradients()
+        return [p.grad is not None for _, p in self._named]
+
+    def _compare(self, present: Sequence[bool], problem: Exception | None) -> None:
+        """Raise on all ranks, before any parameter has changed, if a rank has a problem or is about another step."""
+        grads = [] if self._sharder is not None else [p.grad for _, p in self._named if p.grad is not None]
+        names = [name for name, _ in self._named]
         try:
-            names = [name for name, _ in self._named]
-            check_same_step(names, present, self.param_groups, grads, self._steps, self._comms.data)
+            check_same_step(names, present, self.param_groups, grads, self._steps, self._comms.data, problem)
         except BaseException:
-            self._free_gradients()
+            if problem is None:
+                self._free_gradients()
             raise
-        return present
 
     def _gather(self, buckets: Sequence[ParameterBucket]) -> None:
         for work in [bucket.start_gather() for bucket in buckets]:
@@ -275,6 +292,26 @@ class ShardedOptimizer(ShardedStates):
             yield
         finally:
             self._sharder.sync = before
+
+    def abort(self, reason: str) -> None:
+        """End all running and later calls on all ranks, as when an error was caught that others do not know of.
+
+        Args:
+            reason: Text for the `AbortedError` of the other ranks.
+
+        Example:
+            >>> def program(comm):
+            ...     optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, torch.nn.Linear(2, 1), comm)
+            ...     if comm.rank == 0:
+            ...         optimizer.abort("no disk space")
+            ...     try:
+            ...         optimizer.step()
+            ...     except un.errors.AbortedError as error:
+            ...         return "no disk space" in str(error)
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [True, True]
+        """
+        self._comms.abort_all(reason)
 
     def remove(self) -> None:
         """Remove the hooks, and release the communicator. The optimizer is of no more use; the model stays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -61,6 +62,9 @@ class ShardOptimizer(Optimizer):
     """Start and length of each piece that the state is of."""
     on_zero_grad: Sequence[Callable[[], None]] = ()
     """Called by `zero_grad`: they drop gradients that are not those of the pieces yet."""
+
+    on_error: Callable[[BaseException], None] = staticmethod(lambda error: None)
+    """Called with the error of a step that has raised."""
 
     def check_ranges(self) -> None:
         """`RuntimeError` if the pieces have become those of other ranks, and the state has not."""
@@ -155,13 +159,27 @@ def shard_optimizer(
         device = pieces[0].tensor.device if pieces else torch.device("cpu")
         for group in groups:
             check_elementwise(optimizer_class, {k: v for k, v in group.items() if k != "params"}, defaults, device)
-    made = type(f"Sharded{optimizer_class.__name__}", (ShardOptimizer, optimizer_class), {})
+    made: Any = type(f"Sharded{optimizer_class.__name__}", (ShardOptimizer, optimizer_class), {})
     optimizer: ShardOptimizer = made(
         [{**group, "params": [piece.tensor for piece in group["params"]]} for group in groups], **defaults
     )
     optimizer.pieces, optimizer.ranges = pieces, _ranges(pieces)
     optimizer.register_step_pre_hook(lambda *_: optimizer.check_ranges())
+    # Torch has wrapped the method of the new class, and calls the hooks of a step inside.
+    made.step = _reporting(made.step)
     return optimizer
+
+
+def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def reporting(self: ShardOptimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(self, *args, **kwargs)
+        except BaseException as error:
+            self.on_error(error)
+            raise
+
+    return reporting
 
 
 def _ranges(pieces: Sequence[Piece]) -> list[tuple[int, int]]:

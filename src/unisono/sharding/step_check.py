@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unisono.communicator import Communicator
-from unisono.errors import MismatchError
+from unisono.errors import AbortedError, CommError, MismatchError
 
 __all__ = ["check_same_step"]
 
@@ -26,8 +26,9 @@ def check_same_step(
     gradients: Sequence[torch.Tensor],
     step: int,
     comm: Communicator,
+    problem: Exception | None = None,
 ) -> None:
-    """Raise `MismatchError` on every rank if ranks have other gradients or options. Collective.
+    """Raise on every rank if one has a problem, or ranks have other gradients or options. Collective.
 
     Cost: one all_gather of 8 bytes, and 3 us a gradient: one element of each is compared, another one in each step.
 
@@ -38,16 +39,44 @@ def check_same_step(
         gradients: Gradients, in order, that should have the same bits on all ranks; empty if they differ by design.
         step: Number of the step.
         comm: The ranks that make it.
+        problem: Error of this rank, which it raises; the others raise an `AbortedError` that names it.
     """
-    if comm.size == 1:
-        return
+    try:
+        if comm.size > 1:
+            _compare(names, present, groups, gradients, step, comm, problem)
+    except CommError:
+        if problem is None:
+            raise
+    if problem is not None:
+        raise problem
+
+
+def _compare(
+    names: Sequence[str],
+    present: Sequence[bool],
+    groups: Sequence[Mapping[str, Any]],
+    gradients: Sequence[torch.Tensor],
+    step: int,
+    comm: Communicator,
+    problem: Exception | None,
+) -> None:
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
     options = [_numbers(group) for group in groups]
     samples = _samples(gradients, step)
-    checksum = zlib.crc32(repr((present, options, samples)).encode())
+    checksum = zlib.crc32(repr((text, present, options, samples)).encode())
     found = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
     comm.all_gather_single(found, torch.tensor([checksum], device=comm.device))
     if len(set(found.tolist())) == 1:
         return
+    problems = comm.all_gather_object(text)
+    for rank, theirs in enumerate(problems):
+        if theirs is not None:
+            raise AbortedError(
+                f"rank {rank} failed in optimizer.step(), so no rank makes that step: {theirs}",
+                rank=comm.rank,
+                size=comm.size,
+                peer=rank,
+            )
     cards = comm.all_gather_object((list(present), options, samples))
     for rank, card in enumerate(cards):
         if card != cards[0]:

@@ -199,8 +199,10 @@ class AveragerPasses:
         """Complete the gradients of a pass, and check which ones arrived."""
         self._registry.check()
         arrived = self._saved.arrived()
-        used = self._used(arrived)
-        arrived |= self._pass.arrived
+        # Torch adds nothing to a parameter that was frozen after its forward.
+        others = [i for i in self._pass.arrived - arrived if self._parameters[i].requires_grad]
+        used = self._used(others)
+        arrived.update(others)
         problem = used_gradients([self._names[i] for i in used]) if used else None
         # An inner pass may have been in no_sync(); what counts is the outermost one.
         if self._syncing:
@@ -212,9 +214,13 @@ class AveragerPasses:
         self._accumulated |= arrived
         self._saved.merge()
 
-    def _used(self, present: set[int]) -> list[int]:
-        """Return the parameters whose gradient a hook of the caller's has used before it was averaged."""
-        gone = [i for i in self._pass.arrived - present if self._parameters[i].grad is None]
+    def _used(self, others: Sequence[int]) -> list[int]:
+        """Return the parameters whose gradient a hook of the caller's has used before it was averaged.
+
+        Args:
+            others: Parameters whose gradient has arrived, and is not a new tensor in p.grad.
+        """
+        gone = [i for i in others if self._parameters[i].grad is None]
         used = sorted([i for i in gone if not self._reducer.has_taken(i)])
         if not used and self._versions is not None:
             now = enumerate(map(_version, self._parameters))

@@ -237,9 +237,10 @@ class Bucket:
         if filled := [(owned[index], view) for index, _, view, (had, _) in places if had and index in owned]:
             _copy(*map(list, zip(*filled, strict=True)))
         for slot, graph in self._graphs.items():
-            # The values are the bucket's; the gradient's own graph stays this rank's.
-            graph.detach().copy_(self.views[slot])
-            self.parameters[slot].grad = graph
+            if self.found[slot][0]:
+                # The values are the bucket's; the gradient's own graph stays this rank's.
+                graph.detach().copy_(self.views[slot])
+                self.parameters[slot].grad = graph
 
     def add_late(self) -> None:
         """Add late gradients to the means, so that another reduction includes them."""

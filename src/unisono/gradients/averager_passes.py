@@ -84,7 +84,9 @@ class AveragerPasses:
         self._chunk_hooks: list[Any] = []
         # By index, the number of this averager's own hooks that run when p.grad of the parameter has been added to.
         self._own_hooks = Counter[int]()
-        self._stays = self._spread | self._hooked()
+        self._watched = self._hooked()
+        self._taken: set[int] = set()
+        self._stays = self._spread | self._watched
         self._saved = SavedGradients(self._parameters, self._stays, self._lies_in_buckets)
         self._reducer = Reducer(self._named, data, codec, sizes, self._weights, self._saved, self._reconnect)
         on_cpu = all(p.is_cpu for p in self._parameters)
@@ -142,14 +144,21 @@ class AveragerPasses:
             free = [slot for slot in trained if bucket.indices[slot] not in self._stays]
             if free:
                 self._hook(bucket.indices[free[-1]], partial(self._on_chunk_ready, bucket, free))
-        if self._seen is not None:
-            for index in self._reducer.where:
-                if self._parameters[index].requires_grad:
-                    self._hook(index, self._seen.append)
+        trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
+        for index in trained:
+            if index in self._watched:
+                self._hook(index, partial(self._after_hooks, index))
+            if self._seen is not None and index in self._reducer.where:
+                self._hook(index, self._seen.append)
 
     def _hook(self, index: int, after: Callable[[torch.Tensor], None]) -> None:
         self._own_hooks[index] += 1
         self._chunk_hooks.append(self._parameters[index].register_post_accumulate_grad_hook(after))
+
+    def _after_hooks(self, index: int, parameter: torch.Tensor) -> None:
+        """A hook that follows those of the caller's: one of these may have taken the gradient away."""
+        if parameter.grad is None:
+            self._taken.add(index)
 
     def _count_hooks(self) -> int:
         return sum(map(len, filter(None, map(_post_accumulate_hooks, self._parameters))))
@@ -184,9 +193,11 @@ class AveragerPasses:
             self._hook_chunks()
             self._reconnected = False
         hooked = self._hooked() if self._count_hooks() > len(self._chunk_hooks) else set()
-        if not hooked <= self._stays:
+        if not hooked <= self._watched:
+            self._watched |= hooked
             self._stays |= hooked
             self._hook_chunks()
+        self._taken.clear()
         # A hook that makes a step changes parameters.
         self._versions = list(map(_version, self._parameters)) if hooked else None
         self._saved.save()
@@ -221,7 +232,7 @@ class AveragerPasses:
             others: Parameters whose gradient has arrived, and is not a new tensor in p.grad.
         """
         gone = [i for i in others if self._parameters[i].grad is None]
-        used = sorted([i for i in gone if not self._reducer.has_taken(i)])
+        used = sorted(self._taken.union([i for i in gone if not self._reducer.has_taken(i)]))
         if not used and self._versions is not None:
             now = enumerate(map(_version, self._parameters))
             used = [i for i, version in now if version != self._versions[i]]

@@ -85,6 +85,7 @@ class AveragerPasses:
         # By index, the number of this averager's own hooks that run when p.grad of the parameter has been added to.
         self._own_hooks = Counter[int]()
         self._watched = self._hooked()
+        self._callers = self._count_hooks()
         self._taken: set[int] = set()
         self._stays = self._spread | self._watched
         self._saved = SavedGradients(self._parameters, self._stays, self._lies_in_buckets)
@@ -192,14 +193,15 @@ class AveragerPasses:
             self._reducer.rearrange([])
             self._hook_chunks()
             self._reconnected = False
-        hooked = self._hooked() if self._count_hooks() > len(self._chunk_hooks) else set()
-        if not hooked <= self._watched:
-            self._watched |= hooked
-            self._stays |= hooked
+        callers = self._count_hooks() - len(self._chunk_hooks)
+        if callers != self._callers:
+            self._callers = callers
+            self._watched = self._hooked()
+            self._stays |= self._watched
             self._hook_chunks()
         self._taken.clear()
         # A hook that makes a step changes parameters.
-        self._versions = list(map(_version, self._parameters)) if hooked else None
+        self._versions = list(map(_version, self._parameters)) if callers else None
         self._saved.save()
         if self._failed:
             self._reducer.begin()

@@ -55,6 +55,11 @@ class Graph(nn.Module):
             self.up, self.down = nn.Linear(WIDTH, case.wide, bias=False), nn.Linear(case.wide, WIDTH, bias=False)
         if kinds & {"embedding", "tied"}:
             self.table = nn.Embedding(ROWS, WIDTH, sparse="embedding" in kinds)
+        if "buffer" in kinds:
+            # Two samples alone would make zeros and ones of all values.
+            self.norm = nn.BatchNorm1d(WIDTH, eps=1.0, affine=False)
+            for name in ("assigned", "added", "written"):
+                self.register_buffer(name, torch.ones(WIDTH))
         self.extra = nn.Sequential()
         # Ranks that are threads share torch's own generator.
         numbers = torch.Generator().manual_seed(case.seed)
@@ -103,4 +108,21 @@ class Graph(nn.Module):
             given = given * self.table.weight.mean(0)
         elif node.kind == "function" and watcher is not None:
             given = trap(given, partial(watcher.arrive, Place("function", i)))
+        elif node.kind == "buffer":
+            given = self._buffered(given, node.which)
         return torch.tanh(given) if node.kind == "tanh" else given
+
+    def _buffered(self, given: torch.Tensor, which: int) -> torch.Tensor:
+        """Change a buffer, and use it."""
+        mean = given.detach().mean(0).tanh()
+        if which == 0:
+            out: torch.Tensor = self.norm(given)
+            return out
+        if which == 1:
+            self.assigned = 0.5 * self.assigned + mean
+            return given * self.assigned
+        if which == 2:
+            self.added.mul_(0.5).add_(mean)
+            return given + self.added
+        self.written.mul_(0.5).add_(mean)
+        return given * self.written

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from averager_graphs import Graph, trap
-from averager_programs import ROWS, SAMPLES, WIDTH, Case, Hook, Pass, Place, Step
+from averager_memory import OwnMemory
+from averager_programs import ROWS, SAMPLES, WIDTH, Case, Failure, Hook, Pass, Place, Step
 from torch import nn
 
 __all__ = ["InnerError", "PlannedError", "Worker"]
@@ -30,9 +31,13 @@ class Worker:
 
     Attributes:
         parameters: Of the model, by name.
-        seen: What hooks that were registered before the averager saw in the last pass, in the order of time.
-        plan: Where the running attempt is to raise.
+        seen: What hooks saw in the last pass, in the order of time.
+        touched: The parameters whose gradient the last pass has added to, after `track`.
+        before: What each p.grad held before the last pass.
+        own: Which of them were tensors of the user's.
+        plan: What is to go wrong in the running attempt.
         weight: What the rank passed to `weight` for the next averaged pass.
+        memory: The tensors of the user's that are p.grad.
         scaler: A GradScaler, or None.
         around: Called with a function that makes the backward pass.
     """
@@ -42,13 +47,18 @@ class Worker:
         self.model = Graph(case)
         self.parameters = dict(self.model.named_parameters())
         self.seen: list[tuple[str, torch.Tensor]] = []
-        self.plan: Place | None = None
+        self.touched = set[str]()
+        self.before = dict[str, torch.Tensor]()
+        self.own = list[str]()
+        self.plan: Failure | None = None
         self.weight: float | None = None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1) if "scaler" in case.amp else None
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=0.0)
+        self.memory = OwnMemory(self.parameters, case.memory)
         self.around: Callable[[Callable[[], None]], None] = lambda backward: backward()
         self._live, self._fired = False, set[int]()
         self._roots: list[torch.Tensor] = []
+        self._ahead: list[torch.Tensor] = []
         self._call: Callable[..., torch.Tensor] = self.model
         self._values = {hook.place.index for hook in case.hooks if hook.place.kind == "value"}
         places = [place for step in case.steps if step.failure for place in step.failure.places if place]
@@ -61,9 +71,21 @@ class Worker:
     def hook(self, kind: str) -> None:
         """Register the hooks on parameters that come before the averager's, or those that come after them."""
         for name, parameter in self.parameters.items():
-            recorded = kind == "early" and self.case.record
-            if parameter.requires_grad and (recorded or name in self._hooked):
+            if parameter.requires_grad and (kind in self.case.record or name in self._hooked):
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulated, kind, name))
+
+    def track(self) -> None:
+        """Note which parameters are touched."""
+        for name, parameter in self.parameters.items():
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True)
+            parameter.register_post_accumulate_grad_hook(partial(self._touch, name))
+            parameter.requires_grad_(trains)
+
+    def _touch(self, name: str, parameter: torch.Tensor) -> None:
+        # Torch calls hooks of a parameter that has been frozen since the forward, too.
+        if parameter.requires_grad:
+            self.touched.add(name)
 
     def watch(self, index: int, value: torch.Tensor) -> None:
         """Register the hooks on a value."""
@@ -72,21 +94,34 @@ class Worker:
             value.register_hook(lambda gradient: self.arrive(place))
 
     def _accumulated(self, kind: Any, name: str, parameter: torch.Tensor) -> None:
-        if kind == "early" and self.case.record and self._live and parameter.grad is not None:
-            self.seen.append((name, parameter.grad.detach().to_dense().clone()))
+        if kind in self.case.record and self._live:
+            grad = parameter.grad
+            sight = torch.empty(0) if grad is None else grad.detach().to_dense().clone()
+            self.seen.append((f"{kind} {name}", sight))
         self.arrive(Place(kind, name=name))
 
     def arrive(self, place: Place) -> None:
-        """Raise if it is planned here, and do what hooks do here."""
+        """Do what is planned here, and what hooks do here."""
         if not self._live:
             return
-        if self.plan == place:
-            self.plan = None
-            raise PlannedError(place)
+        if self.plan is not None and self.plan.places[self.rank] == place:
+            plan, self.plan = self.plan, None
+            self._go_wrong(plan, place)
         for number, hook in enumerate(self.case.hooks):
             if hook.place == place and self.rank in hook.ranks and number not in self._fired:
                 self._fired.add(number)
                 self._act(hook)
+
+    def _go_wrong(self, plan: Failure, place: Place) -> None:
+        if plan.how == "raise":
+            raise PlannedError(place)
+        parameter = self.parameters[place.name]
+        if plan.how == "take":
+            parameter.grad = None
+        elif parameter.grad is not None:
+            with torch.no_grad():
+                parameter.sub_(torch.zeros_like(parameter))
+                parameter.grad.zero_()
 
     def _act(self, hook: Hook) -> None:
         if hook.action in ("halve", "replace"):
@@ -130,11 +165,24 @@ class Worker:
         if step.aside is not None and self.rank in step.aside.ranks:
             self._do_aside(step.aside.kind, step.passes[0])
         if step.zero != "keep":
-            self.model.zero_grad(set_to_none=step.zero == "none")
-        if step.frozen is not None:
-            self.freeze(step.frozen)
-        if step.weights is not None:
-            self.weight = step.weights[self.rank]
+            self._zero({name: p for name, p in self.parameters.items() if name not in step.spared}, step.zero)
+        numbers = self._numbers(step.passes[0])
+        for name in sorted(step.given[self.rank]) if step.given else ():
+            parameter = self.parameters[name]
+            self.memory.give(name, torch.randn(parameter.shape, generator=numbers, dtype=parameter.dtype))
+
+    def _zero(self, parameters: dict[str, nn.Parameter], how: str) -> None:
+        if how == "own":
+            self.memory.put(parameters)
+        else:
+            nn.ParameterList(parameters.values()).zero_grad(set_to_none=how == "none")
+
+    def weigh(self, step: Step, number: int) -> float | None:
+        """What the rank passes to `weight` before the pass of this number."""
+        if step.weights is None or number != step.weighed:
+            return None
+        self.weight = step.weights[self.rank]
+        return self.weight
 
     def _do_aside(self, kind: str, one: Pass) -> None:
         """Use or load the model in a way that is no step of training."""
@@ -156,23 +204,58 @@ class Worker:
     def compile(self) -> None:
         self._call = torch.compile(self.model, backend="aot_eager")
 
-    def run(self, one: Pass, *, retain: bool = False, reuse: bool = False, thread: bool = False) -> None:
-        """Make one pass: forward, unless its graph is the last one's, and backward."""
-        if not reuse:
-            self._roots = self._forward(one)
+    def run(
+        self, one: Pass, *, ahead: str = "", following: Pass | None = None, reuse: bool = False, thread: bool = False
+    ) -> None:
+        """Make one pass: forward, unless that was made in the last pass, and backward."""
+        if one.frozen is not None:
+            self.freeze(one.frozen[self.rank])
+        self.before = self.held()
+        self.own = self.memory.holding()
+        self._roots = self._ahead if reuse else self._forwards(one, ahead, following)
+        if ahead == "graph":
+            self._ahead = self._roots
         self._fired.clear()
         self.seen.clear()
-        backward = partial(self.around, partial(self._backward, one, retain))
+        self.touched.clear()
+        backward = partial(self.around, partial(self._backward, one, ahead == "graph"))
         self._live = True
         try:
             in_thread(backward) if thread else backward()
         finally:
             self._live = False
-        if not retain:
-            self._roots.clear()
+        self._roots = []
+        if reuse:
+            self._ahead = []
+
+    def _forwards(self, one: Pass, ahead: str, following: Pass | None) -> list[torch.Tensor]:
+        if following is not None and ahead == "before":
+            self._ahead = self._forward(following)
+        roots = self._forward(one)
+        if following is not None and ahead == "after":
+            self._ahead = self._forward(following)
+        return roots
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """What each p.grad holds that is there."""
+        grads = {name: p.grad for name, p in self.parameters.items()}
+        return {name: grad.detach().to_dense().clone() for name, grad in grads.items() if grad is not None}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What buffers hold."""
+        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    def load_buffers(self, values: dict[str, torch.Tensor]) -> None:
+        """Give buffers these values; they are other tensors then, as those of a graph may not be written."""
+        for name, value in values.items():
+            owner, _, last = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[last] = value.clone()
+
+    def _numbers(self, one: Pass) -> torch.Generator:
+        return torch.Generator().manual_seed((self.case.seed * 1009 + one.seed) * 7 + self.rank)
 
     def _batch(self, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
-        numbers = torch.Generator().manual_seed((self.case.seed * 1009 + one.seed) * 7 + self.rank)
+        numbers = self._numbers(one)
         x = torch.randn(SAMPLES, WIDTH, generator=numbers, dtype=torch.float64).to(self.model.scales[0].dtype)
         return x.requires_grad_(), torch.randint(ROWS, (SAMPLES,), generator=numbers)
 

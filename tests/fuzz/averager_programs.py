@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["ROWS", "SAMPLES", "WIDTH", "Case", "Change", "Failure", "Hook", "Node", "Pass", "Place", "Step"]
+__all__ = ["ROWS", "SAMPLES", "WIDTH", "Case", "Change", "Failure", "Hook", "Names", "Node", "Pass", "Place", "Step"]
 
 WIDTH, SAMPLES, ROWS = 3, 2, 5
 """Features of each value in a graph, samples of a batch, and rows of the embedding."""
+
+Names = tuple[frozenset[str], ...]
+"""For each rank the names of some parameters."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,8 @@ class Node:
 
     Attributes:
         reads: Earlier values, whose sum is the input. Value 0 is the batch, value i the output of node i - 1.
-        kind: "linear", "wide", "scale", "tanh", "complex", "embedding", "tied" or "function".
-        which: The layer or scale that it uses.
+        kind: "linear", "wide", "scale", "tanh", "complex", "embedding", "tied", "function" or "buffer".
+        which: The layer, scale or buffer that it uses.
         checkpoint: How it is checkpointed: "", "reentrant" or "plain".
     """
 
@@ -85,6 +88,7 @@ class Pass:
         skips: For each rank, the nodes that only pass on their input.
         inputs: The parameters of mode "inputs".
         infinite: The rank whose loss is infinite.
+        frozen: The parameters that are frozen in this pass, or None to leave them as they are.
     """
 
     seed: int
@@ -92,21 +96,25 @@ class Pass:
     skips: tuple[frozenset[int], ...] = ()
     inputs: tuple[str, ...] = ()
     infinite: int | None = None
+    frozen: Names | None = None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The places where the first attempts of a pass raise, for each rank.
+    """The places where the first attempts of a pass go wrong, for each rank.
 
     Attributes:
-        places: One for each rank, or None where it does not raise.
+        places: One for each rank, or None where nothing goes wrong by itself.
         retry: Whether ranks try until the pass succeeds; else all raise, and go on to the next step.
-        times: How many attempts raise.
+        times: How many attempts go wrong.
+        how: "raise"; or a hook uses the gradient before it is averaged: "take" sets p.grad to None, "step" makes an
+            optimizer's step, and sets p.grad to zero.
     """
 
     places: tuple[Place | None, ...]
     retry: bool = True
     times: int = 1
+    how: str = "raise"
 
 
 @dataclass(frozen=True)
@@ -127,36 +135,47 @@ class Step:
     """Passes of which all but the last are made under `no_sync`.
 
     Attributes:
-        zero: What is done to gradients at first: "none" and "zeros" call zero_grad; "keep" does nothing.
-        frozen: The parameters that are frozen from now on, or None to leave them as they are.
+        zero: What is done to gradients at first: "none" and "zeros" call zero_grad; "own" makes them views of the
+            user's memory, which is set to zero; "keep" does nothing.
+        spared: Parameters that `zero` leaves out, such as those of another network.
+        given: The parameters whose p.grad the user sets to numbers of the rank's own after that.
         weights: What each rank passes to `weight`, or None.
+        weighed: The number of the pass before which it does.
+        again: Whether ranks call `weight` once more before the last pass: an error, which ends the step.
         failure: Of the averaged pass.
         stumble: Of the first pass under `no_sync`.
         aside: What ranks do beside training before the first pass.
         mismatch: Whether ranks use different parameters although `find_unused_parameters` is off.
-        reuse: Whether the last pass runs once more through the graph of the step before.
-        retain: Whether the next step reuses this one's graph.
+        ahead: What is made here of the next step's last pass: "", nothing; "graph", all: it runs through the graph of
+            this step's last pass once more; "after" and "before", its forward, which runs after or before that of
+            this step's last pass, and before both backward passes.
+        reuse: Whether the step before has made the forward of the last pass.
         thread: Whether the averaged pass runs in a new thread.
+        ranks: The ranks that still have data, or None for all. Only the last steps of a case, in `join`, have fewer.
         rate: The learning rate of the update at the end.
     """
 
     zero: str
     passes: tuple[Pass, ...]
-    frozen: frozenset[str] | None = None
+    spared: frozenset[str] = frozenset()
+    given: Names = ()
     weights: tuple[float, ...] | None = None
+    weighed: int = 0
+    again: bool = False
     failure: Failure | None = None
     stumble: Failure | None = None
     aside: Change | None = None
     mismatch: bool = False
+    ahead: str = ""
     reuse: bool = False
-    retain: bool = False
     thread: bool = False
+    ranks: frozenset[int] | None = None
     rate: float = 0.0
 
     @property
     def succeeds(self) -> bool:
         """True if its averaged pass ends without an error at last."""
-        return not self.mismatch and (self.failure is None or self.failure.retry)
+        return not self.mismatch and not self.again and (self.failure is None or self.failure.retry)
 
 
 @dataclass(frozen=True)
@@ -169,8 +188,13 @@ class Case:
         compiled: Whether ranks run the model through `torch.compile`.
         wide: Width of the wide layer.
         frozen: Parameters that are frozen at first.
+        memory: What the user's memory for gradients is: "flat", one tensor for each dtype; "offset", the same with
+            gaps between gradients; "strided", every other element of it; or "apart", a tensor for each.
+        part: The sub-module that has an averager of its own, beside one of the other parameters; "" for one averager.
+        listed: Whether that averager is given a list of parameters, and not the sub-module.
+        joined: How many steps at the end run in `join`.
         change: A change of the model at the end, which the next pass has to answer with an error on every rank.
-        record: Whether hooks registered before the averager note each `p.grad`.
+        record: Whether hooks note each `p.grad` that they see: those registered before the averager, or after it.
     """
 
     seed: int
@@ -181,7 +205,11 @@ class Case:
     compiled: bool = False
     wide: int = 4
     frozen: frozenset[str] = frozenset()
-    record: bool = True
+    memory: str = "flat"
+    part: str = ""
+    listed: bool = False
+    joined: int = 0
+    record: frozenset[str] = frozenset()
     hooks: tuple[Hook, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
@@ -210,9 +238,10 @@ class Case:
                 stack += self.nodes[value - 1].reads if value else ()
         return frozenset(found)
 
-    def places(self, one: Pass, rank: int, frozen: frozenset[str]) -> list[Place]:
+    def places(self, one: Pass, rank: int) -> list[Place]:
         """The points that a rank's pass comes to, hooks' passes included."""
         values, skips = self.ancestors(), one.skips[rank]
+        frozen = frozenset[str]() if one.frozen is None else one.frozen[rank]
         running = [(i, node) for i, node in enumerate(self.nodes) if i + 1 in values and i not in skips]
         used = {name for _, node in running for name in node.parameters} - frozen
         if one.mode == "inputs":
@@ -232,21 +261,56 @@ class Case:
                 return sorted(used)
             used = more
 
-    def reached(self, one: Pass, rank: int, frozen: frozenset[str]) -> frozenset[str]:
+    def reached(self, one: Pass, rank: int) -> frozenset[str]:
         """The parameters that get a gradient in a rank's pass."""
-        return frozenset(place.name for place in self.places(one, rank, frozen) if place.kind == "early")
+        return frozenset(place.name for place in self.places(one, rank) if place.kind == "early")
 
     @property
     def last(self) -> Pass:
         """The pass after a change of the model."""
         return Pass(self.steps[-1].passes[-1].seed, skips=(frozenset[int](),) * self.size)
 
-    def walk(self) -> Iterator[tuple[Step, frozenset[str]]]:
-        """The steps, each with the parameters that are frozen in it."""
-        frozen = self.frozen
+    def groups(self) -> list[frozenset[str]]:
+        """The parameters of each averager."""
+        part = frozenset(name for name in self.names if self.part and name.startswith(f"{self.part}."))
+        return [group for group in (part, frozenset(self.names) - part) if group]
+
+    def walk(self) -> Iterator[tuple[Step, Pass | None]]:
+        """The steps, each with the last pass of the next one."""
+        following = [step.passes[-1] for step in self.steps[1:]]
+        return zip(self.steps, [*following, None], strict=True)
+
+    def averaged(self) -> Iterator[Averaged]:
+        """Gradients that ranks have in each step."""
+        owed = [frozenset[str]()] * self.size
         for step in self.steps:
-            frozen = frozen if step.frozen is None else step.frozen
-            yield step, frozen
+            ranks = sorted(range(self.size) if step.ranks is None else step.ranks)
+            *alone, last = step.passes
+            gone = [names - step.spared if step.zero == "none" else frozenset[str]() for names in owed]
+            owed = [names - other for names, other in zip(owed, gone, strict=True)]
+            for one in alone:
+                owed = [names | self.reached(one, rank) for rank, names in enumerate(owed)]
+            reached = [self.reached(last, rank) for rank in ranks]
+            waiting = [owed[rank] - (last.frozen[rank] if last.frozen else frozenset()) for rank in ranks]
+            brought = [names | more for names, more in zip(reached, waiting, strict=True)]
+            yield Averaged(step, gone, reached, brought)
+            if step.succeeds:
+                owed = [names.difference(*brought) for names in owed]
+
+
+class Averaged(NamedTuple):
+    """Gradients that ranks have in a step.
+
+    Attributes:
+        gone: On each rank what waited, until the step has set it to None.
+        reached: What the averaged pass reaches on each rank that has data.
+        brought: The same with what waits there.
+    """
+
+    step: Step
+    gone: list[frozenset[str]]
+    reached: list[frozenset[str]]
+    brought: list[frozenset[str]]
 
 
 _POST: tuple[Literal["early"], Literal["late"]] = ("early", "late")

@@ -16,6 +16,7 @@ import unisono as un
 
 __all__ = [
     "BACKENDS",
+    "RANKS",
     "SMALL",
     "Found",
     "OddError",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 BACKENDS = ["thread", "shm", "gloo"]
+RANKS = [(backend, size) for backend in BACKENDS for size in (2, 3)]
+"""Backends and numbers of ranks."""
 SMALL: dict[str, Any] = {"bucket_cap_mb": 128 / 2**20}
 """One 4x4 float64 weight in each bucket."""
 _QUICK_S = 2.0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from averaged_models import TINY, Branches, Net, batches, made
+from averager_helpers import RANKS
 from torch import nn
 
 import unisono as un
@@ -209,3 +210,16 @@ def test_bucket_size_of_zero_is_rejected(size: object) -> None:
         un.GradientAverager(made(Net), comm, bucket_cap_mb=float("inf")).remove()
 
     un.launch(program, 2, "thread", (size,))
+
+
+@pytest.mark.parametrize("init_sync", [False, True])
+@pytest.mark.parametrize(("backend", "size"), RANKS)
+def test_parameters_on_the_meta_device_are_refused(backend: str, size: int, init_sync: bool) -> None:
+    def program(comm: un.Communicator) -> str:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+        with pytest.raises(ValueError, match="meta") as caught:
+            un.GradientAverager(model, comm, init_sync=init_sync)
+        return str(caught.value)
+
+    for text in pool(backend, 3).run(program, size=size):
+        assert "'1.weight'" in text

@@ -5,14 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 from averaged_models import batches, gradients, made, same, wanted_of
+from averager_helpers import RANKS
 from torch import nn
 
 import unisono as un
+from unisono.errors import AbortedError
 from unisono.gradients import bucket
 from unisono.gradients.bucket import Bucket
 from unisono.testing import pool
@@ -140,3 +143,111 @@ def test_grad_setter_hook_may_read_the_parameter() -> None:
         return seen, parameter.grad.unique().tolist()
 
     assert pool("shm", 3).run(program, size=2) == [([True], [0.5])] * 2
+
+
+def take(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def step(parameter: torch.Tensor) -> None:
+    """Make the step of an optimizer, and set the gradient to zero."""
+    with torch.no_grad():
+        parameter -= parameter.grad
+        parameter.grad.zero_()
+
+
+def step_and_take(parameter: torch.Tensor) -> None:
+    step(parameter)
+    take(parameter)
+
+
+USES = {"take": take, "step": step, "step and take": step_and_take}
+"""What a hook does with a gradient before it is averaged."""
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("backend", "size"), RANKS)
+def test_gradient_that_a_hook_has_used_is_an_error_on_all_ranks(backend: str, size: int, everywhere: bool) -> None:
+    """The pass is dropped, and the next one is right. Hooks are registered before and after the averager is made."""
+
+    def program(comm: un.Communicator) -> list[tuple[str, str, float]]:
+        parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+        used, found = [""], []
+
+        def use(where: str, parameter: torch.Tensor) -> None:
+            place, _, how = used[0].partition(" ")
+            if place == where and (everywhere or comm.rank == 1):
+                USES[how](parameter)
+
+        parameters[0].register_post_accumulate_grad_hook(partial(use, "before"))
+        averager = un.GradientAverager(parameters, comm, bucket_cap_mb=1e-5)
+        parameters[0].register_post_accumulate_grad_hook(partial(use, "after"))
+        for place in ("before", "after"):
+            for how in USES:
+                used[0] = f"{place} {how}"
+                for parameter in parameters:
+                    parameter.grad = torch.full((3,), comm.rank + 1.0)
+                with pytest.raises(RuntimeError) as caught:
+                    ((parameters[0] + parameters[1]) * 6.0).sum().backward()
+                assert all(torch.equal(p.grad, torch.full((3,), comm.rank + 1.0)) for p in parameters), used
+                used[0] = ""
+                ((parameters[0] + parameters[1]) * 6.0).sum().backward()
+                assert torch.equal(parameters[0].grad, parameters[1].grad)
+                found.append((caught.type.__name__, str(caught.value), parameters[0].grad.mean().item()))
+        averager.remove()
+        return found
+
+    for rank, found in enumerate(pool(backend, 3).run(program, size=size)):
+        assert len(found) == 2 * len(USES)
+        for kind, text, averaged in found:
+            assert kind == (RuntimeError if everywhere or rank == 1 else AbortedError).__name__
+            assert "'parameter 0'" in text
+            assert averaged == (size + 1) / 2 + 6.0
+
+
+@pytest.mark.parametrize(("backend", "size"), RANKS)
+def test_gradient_that_was_taken_and_added_to_again_is_an_error(backend: str, size: int) -> None:
+    """A pass inside a hook adds to it after a hook of the parameter has taken what came before."""
+
+    def program(comm: un.Communicator) -> str:
+        one, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+
+        def take_once(_: torch.Tensor) -> None:
+            handle.remove()
+            one.grad = None
+
+        def again(_: torch.Tensor) -> None:
+            with torch.enable_grad():
+                (one * 2.0).sum().backward()
+
+        averager = un.GradientAverager([one, other], comm)
+        handle = one.register_post_accumulate_grad_hook(take_once)
+        other.register_post_accumulate_grad_hook(again)
+        if comm.rank:
+            handle.remove()
+        # The gradient of the first one comes first.
+        with pytest.raises(RuntimeError) as caught:
+            ((other * 3.0) * one).sum().backward()
+        averager.remove()
+        return str(caught.value)
+
+    for text in pool(backend, 3).run(program, size=size):
+        assert "'parameter 0'" in text
+
+
+@pytest.mark.parametrize(("backend", "size"), RANKS)
+def test_later_hooks_see_the_same_as_without_the_averager(backend: str, size: int) -> None:
+    def program(comm: un.Communicator | None, rank: int) -> list[float]:
+        parameters = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
+        averager = None if comm is None else un.GradientAverager(parameters, comm, bucket_cap_mb=1e-5)
+        seen: list[float] = []
+        for parameter in parameters:
+            parameter.grad = torch.full((3,), rank + 1.0)
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mean().item()))
+        sum((p * (number + rank)).sum() for number, p in enumerate(parameters)).backward()
+        if averager is not None:
+            averager.remove()
+        return seen
+
+    found = pool(backend, 3).run(lambda comm: program(comm, comm.rank), size=size)
+    assert found == [program(None, rank) for rank in range(size)]

@@ -6,11 +6,13 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from averaged_models import TINY, Branches, Net, batches, gradients, made, same, wanted_of
+from averager_helpers import RANKS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -73,6 +75,60 @@ def test_weights_give_the_mean_over_samples(backend: str) -> None:
     wanted = wanted_of(Net, given)
     for found in pool(backend, 3).run(program):
         assert same(found, wanted)
+
+
+@pytest.mark.parametrize("called", [0, 1, 2])
+@pytest.mark.parametrize(("backend", "size"), RANKS)
+def test_one_weight_gives_the_mean_over_accumulated_samples(backend: str, size: int, called: int) -> None:
+    """It may be given before the first micro-batch of a step, or between two."""
+    given = [batches(1, 3, samples=rank + 1, seed=rank)[0] for rank in range(size)]
+
+    def program(comm: un.Communicator) -> list[torch.Tensor | None]:
+        model, mine = made(Net), given[comm.rank]
+        averager = un.GradientAverager(model, comm, **TINY)
+        n_samples = sum(map(len, mine))
+        for number, batch in enumerate(mine):
+            if number == called:
+                averager.weight(n_samples)
+            with averager.no_sync() if number < 2 else nullcontext():
+                (model(batch).square().mean(1).sum() / n_samples).backward()
+        averager.remove()
+        return gradients(model)
+
+    wanted = wanted_of(Net, [batch for mine in given for batch in mine])
+    for found in pool(backend, 3).run(program, size=size):
+        assert same(found, wanted)
+
+
+@pytest.mark.parametrize(("backend", "size"), RANKS)
+def test_second_weight_of_a_step_is_an_error(backend: str, size: int) -> None:
+    """The step may be ended by setting gradients to None, or with the first weight."""
+
+    def program(comm: un.Communicator) -> list[float]:
+        weight = torch.zeros(1, requires_grad=True)
+        averager = un.GradientAverager([weight], comm)
+        found = []
+        for dropped in (True, False, False):
+            averager.weight(comm.rank + 1)
+            with averager.no_sync():
+                (weight * comm.rank).sum().backward()
+            with pytest.raises(RuntimeError, match="once a step"):
+                averager.weight(1)
+            if dropped:
+                weight.grad = None
+                averager.weight(2 - comm.rank % 2)
+            (weight * comm.rank).sum().backward()
+            assert weight.grad is not None
+            found.append(weight.grad.item())
+            weight.grad = None
+        averager.remove()
+        return found
+
+    ranks = range(size)
+    dropped = sum((2 - rank % 2) * rank for rank in ranks) / sum(2 - rank % 2 for rank in ranks)
+    kept = sum((rank + 1) * 2 * rank for rank in ranks) / sum(rank + 1 for rank in ranks)
+    wanted = [pytest.approx(dropped), pytest.approx(kept), pytest.approx(kept)]
+    assert pool(backend, 3).run(program, size=size) == [wanted] * size
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

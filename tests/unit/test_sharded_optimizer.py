@@ -56,7 +56,8 @@ def test_each_rank_holds_its_part_of_states_and_gradients() -> None:
         train(model, optimizer, comm.rank)
         loss_of(model, 9, comm.rank).backward()
         states = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
-        grads = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage() for p in model.parameters()}
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage() for p in model.parameters()}
         assert sum(storage.nbytes() for storage in grads.values()) == 8 * len(grads)
         pieces = [p for group in optimizer._shards.param_groups for p in group["params"]]
         return sum(v.numel() for v in states), sum(p.grad.numel() for p in pieces)
@@ -190,7 +191,7 @@ def test_accumulates_over_passes(inside: bool) -> None:
             else:
                 loss_of(model, step, comm.rank).backward()
             loss_of(model, step, comm.rank).backward()
-            assert all(p.grad is not None and p.grad.isnan().all() for p in model.parameters())
+            assert all(type(p.grad).__name__ == "ShardedGradient" for p in model.parameters())
             optimizer.step()
             assert all(p.grad is None for p in model.parameters())
         return values(model)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["FreedParameter", "free", "refill"]
+__all__ = ["FreedParameter", "ShardedGradient", "free", "refill"]
 
 _PROPERTIES = (
     "_backward_hooks _post_accumulate_grad_hooks _version device dtype grad_fn is_cpu is_cuda is_leaf is_meta "
@@ -56,6 +56,33 @@ class FreedParameter(torch.nn.Parameter):
     def __repr__(self) -> str:  # type: ignore[override]
         """Return text with name and shape."""
         return f"FreedParameter({_name(self)!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+class ShardedGradient(torch.Tensor):
+    """Class of p.grad while each rank has a part of the gradient. Reads of metadata work; any other use raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of metadata; refuse any other."""
+        if func not in _METADATA:
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} uses p.grad, which is sharded: each rank has a part of it. Use "
+                "clip_grad_norm_() of the ShardedOptimizer, or create it with shard_gradients=False"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return text with the shape."""
+        return f"ShardedGradient(shape={list(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> ShardedGradient:
+        """Return one for a parameter, without memory of its own."""
+        nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+        return nothing.expand(parameter.shape).as_subclass(cls)
 
 
 def _refuse(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> NoReturn:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from unisono.sharding.comms import ShardComms
+from unisono.sharding.freed import ShardedGradient
 from unisono.sharding.parameter_bucket import ParameterBucket
 from unisono.utils.backward_pass import BackwardPass
 
@@ -19,8 +20,8 @@ class GradientSharder:
     """Hooks on the parameters of buckets.
 
     A bucket is reduced when it and all before it have their gradients, or at the end of the pass: all ranks reduce all
-    buckets in one order, whatever gradients they lack. A gradient that is in a bucket leaves a placeholder of NaN in
-    p.grad, without memory of its own. Where the placeholder is replaced by None, the gradient is dropped.
+    buckets in one order, whatever gradients they lack. A gradient that is in a bucket leaves a placeholder in p.grad,
+    without memory of its own. Where the placeholder is replaced by None, the gradient is dropped.
 
     Args:
         buckets: Buckets of trained parameters, in the expected order of their gradients.
@@ -35,11 +36,9 @@ class GradientSharder:
         on_cpu = all(p.is_cpu for bucket in buckets for p in bucket.parameters)
         self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=on_cpu)
         self._next, self._syncing = 0, True
+        self._problem: str | None = None
         self._handles: list[Any] = []
-        self._placeholders = [
-            [torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape) for p in bucket.parameters]
-            for bucket in buckets
-        ]
+        self._placeholders = [[ShardedGradient.of(parameter) for parameter in bucket.parameters] for bucket in buckets]
         for number, bucket in enumerate(buckets):
             for slot, parameter in enumerate(bucket.parameters):
                 self._handles += [
@@ -65,7 +64,12 @@ class GradientSharder:
     def _take(self, number: int, slot: int, parameter: torch.Tensor) -> None:
         """Hook: a gradient has been added to p.grad."""
         bucket, grad = self._buckets[number], parameter.grad
-        assert grad is not None
+        if grad is None:
+            self._problem = (
+                f"a hook has taken the gradient of {bucket.pieces[slot].name!r} away before it was averaged. Make the "
+                "step after backward() has returned"
+            )
+            raise RuntimeError(self._problem)
         if grad.layout != torch.strided:
             raise ValueError(f"the gradient of {bucket.pieces[slot].name!r} is sparse, which cannot be sharded")
         if self._syncing and number < self._next:
@@ -110,7 +114,9 @@ class GradientSharder:
     def _fail(self) -> None:
         """Drop the gradients of this step: another rank may have a part of the pass that raised."""
         self.drop()
-        self._comms.abort("a backward pass failed there, so all ranks drop the gradients of this step. Repeat it")
+        reason = "a backward pass failed there, so all ranks drop the gradients of this step. Repeat it"
+        self._comms.abort(self._problem or reason)
+        self._problem = None
 
     # -- from step to step ----------------------------------------------------------------------
     def follow_zero_grad(self) -> None:

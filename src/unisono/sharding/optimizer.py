@@ -36,8 +36,8 @@ class ShardedOptimizer(ShardedStates):
 
     With `shard_gradients=False` (ZeRO-1), gradients are averaged by other means, such as `GradientAverager`. With
     True (ZeRO-2), `backward()` averages them, each rank keeps its part until `step()`, which frees it, and `p.grad`
-    is a placeholder of NaN that uses no memory. Torch's `clip_grad_norm_` and `GradScaler` raise on placeholders: use
-    `clip_grad_norm_` of this class, and bfloat16, which needs no scaling.
+    is a placeholder without elements. Whatever uses these raises, such as torch's `clip_grad_norm_`, `GradScaler` and
+    SAM: use `clip_grad_norm_` of this class, and bfloat16, which needs no scaling.
 
     As with the averager, ranks' passes and steps are paired by their number: a rank that skips a batch, as after an
     exception in forward, must skip its step too. Its next batch then counts in the others' step.
@@ -191,6 +191,7 @@ class ShardedOptimizer(ShardedStates):
             bucket.follow_parameters()
         self._share_options()
         self._shards.step()
+        self._show_options()
         self._touched.update(i for i, there in enumerate(present) if there)
         changed = {id(self._places[i][0]): self._places[i][0] for i, there in enumerate(present) if there}
         self._gather(list(changed.values()))

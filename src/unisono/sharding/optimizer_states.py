@@ -39,8 +39,14 @@ class ShardedStates(Optimizer):
         raise TypeError(NO_COPY)
 
     def _share_options(self) -> None:
+        """Let the optimizer of this rank's part have the options that the caller sees."""
         for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
             theirs.update({key: value for key, value in mine.items() if key != "params"})
+
+    def _show_options(self) -> None:
+        """Let the caller see the options that the optimizer of this rank's part has."""
+        for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the unsharded optimizer, in which tensors of a parameter's shape are `TensorShard`s.
@@ -67,11 +73,12 @@ class ShardedStates(Optimizer):
         Raises:
             ValueError: It is of other parameters, groups, or of another rank.
         """
-        values = {index: dict(found) for index, found in state_dict["state"].items()}
+        # A class may have states that are of no parameter, under keys of its own.
+        given = state_dict["state"]
+        values = {index: dict(given[index]) for index in range(len(self._pieces)) if index in given}
         masters = {index: found.pop(_MASTER) for index, found in values.items() if _MASTER in found}
-        self._shards.load_state_dict({**state_dict, "state": values})
-        for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        self._shards.load_state_dict({**state_dict, "state": {**given, **values}})
+        self._show_options()
         self.state = self._shards.state
         self._touched = set(values)
         with torch.no_grad():

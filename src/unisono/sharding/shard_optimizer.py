@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import cmath
+import copy
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.sharding.comms import NO_COPY
@@ -19,7 +26,7 @@ __all__ = ["Piece", "ShardOptimizer", "check_elementwise", "shard_optimizer", "u
 _Options = Mapping[str, Any]
 
 
-_SCALARS = {"step", "mu_product", "eta", "mu"}
+_SHARED = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are one number for a parameter: those of a 0-d parameter have the same shape."""
 
 
@@ -60,6 +67,8 @@ class ShardOptimizer(Optimizer):
     """The pieces, in the order of the groups: the n-th one is of the unsharded optimizer's parameter n."""
     ranges: Sequence[tuple[int, int]]
     """Start and length of each piece that the state is of."""
+    shared: frozenset[str]
+    """Names of the states that are no elements of a parameter, but equal on all ranks."""
     on_zero_grad: Sequence[Callable[[], None]] = ()
     """Called by `zero_grad`: they drop gradients that are not those of the pieces yet."""
 
@@ -93,10 +102,19 @@ class ShardOptimizer(Optimizer):
         """Return the state as the unsharded optimizer has it, each tensor of a parameter's shape as a `TensorShard`."""
         state = super().state_dict()
         state["state"] = {
-            index: {key: _wrap(value, self.pieces[index]) for key, value in values.items()}
+            index: {key: self._wrap(key, value, self.pieces[index]) for key, value in values.items()}
+            if index in range(len(self.pieces))
+            else values
             for index, values in state["state"].items()
         }
         return state
+
+    def _wrap(self, key: str, value: Any, piece: Piece) -> Any:
+        def wrap(leaf: Any) -> Any:
+            shaped = isinstance(leaf, torch.Tensor) and leaf.shape == piece.tensor.shape
+            return TensorShard(leaf, piece.start, piece.shape) if shaped else leaf
+
+        return value if key in self.shared else tree_map(wrap, value)
 
     def snapshot(self) -> dict[str, Any]:
         """Return `state_dict()`: all that this rank holds. See `un.elastic.Recovery`."""
@@ -123,12 +141,17 @@ class ShardOptimizer(Optimizer):
             numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
             pieces = dict(zip(numbers, self.pieces, strict=True))
             state = {
-                index: {key: unwrap(key, value, pieces[index]) for key, value in values.items()}
+                index: {key: self._unwrap(key, value, pieces[index]) for key, value in values.items()}
+                if index in pieces
+                else copy.deepcopy(values)
                 for index, values in state_dict["state"].items()
             }
             state_dict = {**state_dict, "state": state}
         super().load_state_dict(state_dict)
         self.ranges = _ranges(self.pieces)
+
+    def _unwrap(self, key: str, value: Any, piece: Piece) -> Any:
+        return copy.deepcopy(value) if key in self.shared else tree_map(lambda leaf: unwrap(key, leaf, piece), value)
 
 
 def shard_optimizer(
@@ -154,17 +177,22 @@ def shard_optimizer(
         >>> optimizer.state_dict()["state"][0]["exp_avg"]
         TensorShard(2:4 of [2, 2], torch.float32)
     """
+    shared = _SHARED if elementwise else check_elementwise(optimizer_class, groups, defaults)
+    return _make(optimizer_class, groups, defaults, shared)
+
+
+def _make(
+    optimizer_class: type[Optimizer], groups: Sequence[_Options], defaults: _Options, shared: frozenset[str]
+) -> ShardOptimizer:
     pieces = [piece for group in groups for piece in group["params"]]
-    if not elementwise:
-        device = pieces[0].tensor.device if pieces else torch.device("cpu")
-        for group in groups:
-            check_elementwise(optimizer_class, {k: v for k, v in group.items() if k != "params"}, defaults, device)
     made: Any = type(f"Sharded{optimizer_class.__name__}", (ShardOptimizer, optimizer_class), {})
     optimizer: ShardOptimizer = made(
         [{**group, "params": [piece.tensor for piece in group["params"]]} for group in groups], **defaults
     )
-    optimizer.pieces, optimizer.ranges = pieces, _ranges(pieces)
-    optimizer.register_step_pre_hook(lambda *_: optimizer.check_ranges())
+    optimizer.pieces = pieces
+    optimizer.ranges = _ranges(pieces)
+    optimizer.shared = shared
+    optimizer.register_step_pre_hook(lambda stepping, *_: stepping.check_ranges())
     # Torch has wrapped the method of the new class, and calls the hooks of a step inside.
     made.step = _reporting(made.step)
     return optimizer
@@ -187,48 +215,248 @@ def _ranges(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
 
 
 def check_elementwise(
-    optimizer_class: type[Optimizer], options: _Options, defaults: _Options, device: torch.device
-) -> None:
-    """Try whether a class updates each element by itself: on a small matrix, whole and in two flat slices.
+    optimizer_class: type[Optimizer], groups: Sequence[_Options], defaults: _Options
+) -> frozenset[str]:
+    """Try whether slices of parameters get the same updates as whole ones; see `_Trial`. Takes about 50 ms.
+
+    The trial is repeated without missing gradients, and with one group, for a class that cannot do with more. It
+    leaves no trace: it draws no random numbers of torch, compiles nothing, and copies the options.
 
     Args:
         optimizer_class: The class to try.
-        options: Options of a group.
+        groups: Groups with `Piece`s as "params", whose options, dtypes, devices and numbers of dimensions are tried.
         defaults: Options for the class.
-        device: Device of the trial.
+
+    Returns: Names of the states that are no elements of a parameter, but equal on all ranks.
 
     Raises:
-        ValueError: The updates differ, or the trial fails.
+        ValueError: Updates, states or options differ, some state is not in `state_dict()`, random numbers are drawn,
+            or the trial fails.
     """
-    generator = torch.Generator().manual_seed(0)
-    draws = [torch.randn(2, 3, generator=generator).to(device) * scale for scale in (1, 1, 100, 0.01)]
-    start = draws[0]
-    whole, *parts = (torch.nn.Parameter(t.clone()) for t in (start, *start.reshape(-1).split([4, 2])))
-    advice = "If each element's update depends on its own values only, pass elementwise=True"
-    try:
-        tried = [optimizer_class([{**options, "params": params}], **defaults) for params in ([whole], parts)]
-        for gradient in draws[1:]:
-            whole.grad = gradient
-            for part, piece in zip(parts, gradient.reshape(-1).split([4, 2]), strict=True):
-                part.grad = piece.clone()
-            for optimizer in tried:
-                for group in optimizer.param_groups:
-                    group.update({"lr": 0.1} if "lr" in group else {})
-                optimizer.step()
-    except Exception as error:
+    name = optimizer_class.__name__
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
         raise ValueError(
-            f"{optimizer_class.__name__} failed in a trial step on slices of a parameter: {error}. {advice}"
-        ) from error
-    if not torch.allclose(whole.reshape(-1), torch.cat([*parts]), rtol=1e-5, atol=1e-6):
-        raise ValueError(
-            f"{optimizer_class.__name__} updates a slice of a parameter otherwise than the whole parameter, so its "
-            f"states cannot be sharded. {advice}"
+            f"{name}.step() needs a closure, to compute several gradients in a step. The step of a sharded optimizer "
+            "has one averaged gradient, so this class cannot be sharded"
         )
+    advice = "If each element's update depends on its own values only, pass elementwise=True"
+    failed: Exception | None = None
+    for missing, at_least in ((True, 2), (False, 2), (False, 1)):
+        try:
+            # Torch compiles nothing meanwhile, in any thread. Contexts of two threads would undo each other.
+            with _ONE_TRIAL, torch.compiler.set_stance("force_eager"):
+                return _Trial(optimizer_class, groups, defaults, missing, at_least).run()
+        except _RefusedError as refused:
+            raise ValueError(f"{name} {refused}, so its states cannot be sharded. {advice}") from None
+        except Exception as error:
+            failed = error
+    raise ValueError(f"{name} failed in a trial step on slices of a parameter: {failed}. {advice}") from failed
 
 
-def _wrap(value: Any, piece: Piece) -> Any:
-    shaped = isinstance(value, torch.Tensor) and value.shape == piece.tensor.shape
-    return TensorShard(value, piece.start, piece.shape) if shaped else value
+_ONE_TRIAL = threading.Lock()
+
+
+class _RefusedError(Exception):
+    """What a class does that cannot be sharded."""
+
+
+class _NoRandomNumbers(TorchFunctionMode):
+    """Context in which torch draws no random numbers: those for slices are not those for whole parameters."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse what draws random numbers; call any other function."""
+        if _draws(func):
+            raise _RefusedError(f"draws random numbers, by {func.__name__}()")
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def _draws(func: Callable[..., Any]) -> bool:
+    op = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    overloads = [] if op is None else op.overloads()
+    return any(torch.Tag.nondeterministic_seeded in getattr(op, overload).tags for overload in overloads)
+
+
+_Run = tuple[Optimizer, Sequence[torch.Tensor]]
+"""An optimizer of a trial, and its parameters."""
+
+
+class _Trial:
+    """The same steps by one optimizer on whole parameters, and by one on each of three ranks on slices of them.
+
+    Rank 0 has three quarters of each parameter, rank 1 the rest, rank 2 empty slices. Each distinct group of the user
+    has a parameter of 160 x 160, beyond thresholds of optimizers, and small ones of 2 and of the user's numbers of
+    dimensions. Norms of gradients go from 1e-3 to 1e3. After 12 steps all states are loaded into new optimizers, which
+    make 3 more.
+
+    Args:
+        optimizer_class: As of `check_elementwise`, as are groups and defaults.
+        missing: Whether some gradients are missing.
+        at_least: Number of groups: the last one is repeated.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        groups: Sequence[_Options],
+        defaults: _Options,
+        missing: bool,
+        at_least: int,
+    ) -> None:
+        self._class = optimizer_class
+        self._defaults = defaults
+        self._missing = missing
+        generator = torch.Generator().manual_seed(0)
+        self._noise = torch.randn(2**15, dtype=torch.float64, generator=generator, device="cpu")
+        # Groups with values of whole parameters.
+        self._groups: list[_Options] = []
+        known = set()
+        for group in groups:
+            tensors = [piece.tensor for piece in group["params"]]
+            kinds = {(t.dtype, t.device) for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex}
+            ndims = {2, *(len(piece.shape) for piece in group["params"])}
+            options = {key: bool(value) if isinstance(value, float) else value for key, value in group.items()}
+            card = repr({**options, "params": (kinds, ndims)})
+            if kinds and card not in known:
+                known.add(card)
+                shapes = [*(range(2, 2 + n) for n in ndims), (160, 160)]
+                self._groups.append({**group, "params": [self._draw(0, s, *kind) for kind in kinds for s in shapes]})
+        while self._groups and len(self._groups) < at_least:
+            self._groups.append({**self._groups[-1], "params": self._groups[-1]["params"][:1]})
+
+    def _draw(
+        self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, slope: float = 0.9
+    ) -> torch.Tensor:
+        """Return random elements that grow along a slope: no norm or mean of a slice is that of the whole."""
+        count = math.prod(shape)
+        drawn = self._noise[number * 7 % 7000 :][:count] * torch.linspace(
+            1 - slope, 1 + slope, count, dtype=torch.float64, device="cpu"
+        )
+        return drawn.view(tuple(shape)).to(device, dtype)
+
+    def run(self) -> frozenset[str]:
+        """Raise `_RefusedError` unless slices are treated as the whole is. Return the names of the shared states."""
+        whole, *ranks = self._start()
+        for optimizer, _ in (whole, *ranks):
+            for number, group in enumerate(optimizer.param_groups):
+                if "lr" in group:
+                    # Updates that rounding does not hide.
+                    group["lr"] = group["lr"] * 0 + 0.1 / (1 + number)
+        for step in range(12):
+            self._step(step, whole, ranks)
+        shared = _compare(whole, ranks)
+        values = iter(whole[1])
+        self._groups = [{**g, "params": [next(values).detach() for _ in g["params"]]} for g in self._groups]
+        resumed = self._start()
+        for optimizer, _ in resumed:
+            if isinstance(optimizer, ShardOptimizer):
+                optimizer.shared = shared
+            optimizer.load_state_dict(copy.deepcopy(whole[0].state_dict()))
+        _check_kept(whole[0], resumed[0][0])
+        for step in range(12, 15):
+            self._step(step, resumed[0], resumed[1:])
+        _compare(resumed[0], resumed[1:])
+        return shared
+
+    def _start(self) -> list[_Run]:
+        """Return a new optimizer of whole parameters, and those of all ranks."""
+        runs: list[_Run] = []
+        for rank in (None, 0, 1, 2):
+            groups = []
+            for group in self._groups:
+                options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+                pieces = [
+                    Piece(
+                        "a parameter", value.shape, _border(value, rank or 0), torch.nn.Parameter(_slice(value, rank))
+                    )
+                    for value in group["params"]
+                ]
+                groups.append({**options, "params": pieces})
+            tensors = [piece.tensor for group in groups for piece in group["params"]]
+            defaults = copy.deepcopy(self._defaults)
+            with _NoRandomNumbers():
+                if rank is None:
+                    plain = [{**group, "params": [piece.tensor for piece in group["params"]]} for group in groups]
+                    runs.append((self._class(plain, **defaults), tensors))
+                else:
+                    runs.append((_make(self._class, groups, defaults, frozenset()), tensors))
+        return runs
+
+    def _step(self, step: int, whole: _Run, ranks: Sequence[_Run]) -> None:
+        """Make one step with new gradients, and compare the parameters."""
+        for index, value in enumerate(whole[1]):
+            gradient = self._draw(1 + 16 * index + step, value.shape, value.dtype, value.device, -0.9)
+            gradient *= 10 ** ((5 * step + 3 * index) % 12 * 6 / 11 - 3) / torch.linalg.vector_norm(gradient)
+            for rank, (_, tensors) in enumerate((whole, *ranks), -1):
+                missing = self._missing and (step + index) % 4 == 0
+                tensors[index].grad = None if missing else _slice(gradient, None if rank < 0 else rank)
+        for rank, (optimizer, tensors) in enumerate((whole, *ranks), -1):
+            with _NoRandomNumbers():
+                optimizer.step()
+            for value, tensor in zip(whole[1], tensors, strict=True):
+                if not _same(_slice(value.detach(), None if rank < 0 else rank), tensor.detach()):
+                    raise _RefusedError("updates a slice of a parameter otherwise than the whole parameter")
+
+
+def _border(value: torch.Tensor, rank: int) -> int:
+    return [0, value.numel() * 3 // 4 | 1, value.numel(), value.numel()][rank]
+
+
+def _slice(value: torch.Tensor, rank: int | None) -> torch.Tensor:
+    return value.clone() if rank is None else value.reshape(-1)[_border(value, rank) : _border(value, rank + 1)].clone()
+
+
+def _compare(whole: _Run, ranks: Sequence[_Run]) -> frozenset[str]:
+    """Raise `_RefusedError` unless states and options of all ranks are the whole's. Return names of shared states."""
+    trees = [dict(_leaves(optimizer.state_dict())) for optimizer, _ in (whole, *ranks)]
+    shared = set[str]()
+    elements = set[str]()
+    for path in {path: None for tree in trees for path in tree}:
+        value: Any = trees[0].get(path)
+        parts: list[Any] = [tree.get(path) for tree in trees[1:]]
+        # Slices of rank 2 are empty, so that there no state of one element looks like a slice.
+        is_shared = not isinstance(parts[-1], TensorShard)
+        local: list[Any] = [part.local if isinstance(part, TensorShard) else part for part in parts]
+        if path[0] == "state" and len(path) > 2:
+            (shared if is_shared else elements).add(path[2])
+        if not is_shared and isinstance(value, torch.Tensor) and value.shape == parts[-1].shape:
+            value = value.reshape(-1)
+            local = [torch.cat(local)]
+        if not all(_same(value, part) for part in local):
+            where = "".join(f"[{key!r}]" for key in path)
+            raise _RefusedError(f"keeps another state_dict(){where} for slices than for whole parameters")
+    return frozenset(shared - elements)
+
+
+def _leaves(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Return the leaves of a tree, each with the keys that lead to it."""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        yield tuple(getattr(key, "key", getattr(key, "idx", key)) for key in path), leaf
+
+
+def _check_kept(optimizer: Optimizer, resumed: Optimizer) -> None:
+    """Raise `_RefusedError` if an optimizer has numbers or tensors that one with its state loaded has not."""
+    after = dict(_leaves({**vars(resumed), "state": 0, "param_groups": 0}))
+    for path, value in _leaves({**vars(optimizer), "state": 0, "param_groups": 0}):
+        if not _same(value, after.get(path)):
+            raise _RefusedError(f"changes its attribute {path[0]!r} in step(), which is not in its state_dict()")
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Return whether tensors or numbers are equal up to rounding, and other values of one type."""
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        if value.shape != other.shape or value.dtype != other.dtype:
+            return False
+        if not (value.dtype.is_floating_point or value.dtype.is_complex):
+            return torch.equal(value, other)
+        if torch.equal(value, other):
+            return True
+        rtol = max(1e-5, 4 * torch.finfo(value.dtype).eps)
+        return torch.allclose(value, other, rtol=rtol, atol=rtol * float(value.abs().max() if value.numel() else 0))
+    if isinstance(value, bool | str) or not isinstance(value, int | float | complex):
+        return type(value) is type(other)
+    return isinstance(other, int | float | complex) and (value == other or cmath.isclose(value, other, rel_tol=1e-5))
 
 
 def unwrap(key: str, value: Any, piece: Piece) -> Any:
@@ -247,7 +475,7 @@ def unwrap(key: str, value: Any, piece: Piece) -> Any:
         return value.local
     if not isinstance(value, torch.Tensor):
         return value
-    if value.ndim == 0 and (piece.shape or key in _SCALARS):
+    if value.ndim == 0 and (piece.shape or key in _SHARED):
         return value.clone()
     if value.shape != piece.shape:
         raise ValueError(

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 import unisono as un
+from unisono.testing import pool
 
 
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_that_no_rank_has_stay_none(backend: str, size: int) -> None:
-    assert un.launch(step, size, backend) == [alone(size)] * size
+    assert pool(backend, 3).run(step, size=size) == [alone(size)] * size
 
 
 def step(comm: un.Communicator) -> list[float | None]:

@@ -11,6 +11,7 @@ from torch import nn
 
 import unisono as un
 from unisono.errors import AbortedError, CommError
+from unisono.testing import pool
 
 LONG_S = 60
 """Timeout of the ranks: far over what an error may take to reach them, and over the tests' own timeout."""
@@ -64,7 +65,7 @@ def raising(*_: object) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_error_that_is_caught_ends_the_other_ranks(backend: str, kind: str, size: int) -> None:
-    *others, failing = un.launch(train, size, backend, args=(kind, True), timeout=LONG_S)
+    *others, failing = pool(backend, 3, timeout=LONG_S).run(train, kind, True, size=size)
     assert failing[0] == "OverflowError: no such step"
     # No rank trains on: its part or that of another rank may lack the step.
     assert len(failing) == 3
@@ -106,7 +107,7 @@ def stumble(comm: un.Communicator, kind: str) -> list[Any]:
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
 @pytest.mark.parametrize("kind", ["ZeRO-1", "ZeRO-2"])
 def test_error_before_the_update_drops_one_step_on_all_ranks(backend: str, kind: str) -> None:
-    first, second = un.launch(stumble, 2, backend, args=(kind,), timeout=LONG_S)
+    first, second = pool(backend, 3, timeout=LONG_S).run(stumble, kind, size=2)
     assert "rank 1 failed in optimizer.step()" in first[1]
     assert "OverflowError: no such loss" in first[1]
     assert second[1] == "no such loss"
@@ -138,6 +139,6 @@ def leave(comm: un.Communicator, kind: str) -> str:
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
 @pytest.mark.parametrize("kind", ["averager", "ZeRO-2", "ZeRO-3"])
 def test_abort_ends_all_ranks(backend: str, kind: str) -> None:
-    for text in un.launch(leave, 3, backend, args=(kind,), timeout=LONG_S):
+    for text in pool(backend, 3, timeout=LONG_S).run(leave, kind):
         assert "rank 0 aborted" in text
         assert "the disk is full" in text

@@ -27,6 +27,7 @@ from unisono.comm.teardown import Teardown
 from unisono.comm.tuner import Tuner
 from unisono.core.collective import Collective
 from unisono.core.control import ControlPlane
+from unisono.core.failure import raise_caused
 from unisono.core.fast_path import Tensors
 from unisono.core.flight_recorder import CallRecord, format_call
 from unisono.core.lazy_work import Deferred
@@ -238,10 +239,7 @@ class Engine(CallPlans, FastPathCalls):
             yield
         except BaseException as error:
             refused = not refusals and refuses(error)
-            told = error if refused else self.report_failure(error, noted[0], noted[1])
-            if told is error:
-                raise
-            raise told from error
+            raise_caused(error if refused else self.report_failure(error, noted[0], noted[1]), error)
         finally:
             self._inside.discard(here)
             self.activity.leave()

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from unisono.comm.observed_calls import record_collective, record_message
 from unisono.comm.state import ANY_THREAD, refuses
 from unisono.core.call_site import NOT_THE_USERS
+from unisono.core.failure import Cause, raise_caused
 from unisono.core.fast_path import FastPath, Status, Tensors
 from unisono.core.flight_recorder import Activity, CallRecord
 from unisono.core.tracing import profiler
@@ -24,7 +25,6 @@ from unisono.core.work import resolve_timeout
 if TYPE_CHECKING:
     from unisono.collectives.arguments import Splits
     from unisono.core.collective import Collective
-    from unisono.core.failure import Cause
     from unisono.core.fingerprint import Fingerprint
     from unisono.core.types import Timeout, Work
 
@@ -98,10 +98,7 @@ class FastPathCalls:
                     record_collective(sink, activity, what, (output, input), op, root)
         except BaseException as error:
             # Interrupts, too: others have seen a part of the call.
-            told = self._report_collective(error, noted)
-            if told is error:
-                raise
-            raise told from error
+            raise_caused(self._report_collective(error, noted), error)
         finally:
             self._inside.discard(here)
             activity.leave()
@@ -135,10 +132,7 @@ class FastPathCalls:
             if refuses(error):
                 activity.posted[awaited[:3]] -= 1
                 raise
-            told = self.report_failure(error, name, activity.messages + 1)
-            if told is error:
-                raise
-            raise told from error
+            raise_caused(self.report_failure(error, name, activity.messages + 1), error)
         finally:
             self._inside.discard(here)
             activity.leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from unisono.comm.base import CommunicatorBase
 from unisono.core.call_site import call_site
 from unisono.core.control import ControlPlane
+from unisono.core.failure import raise_caused
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError
@@ -44,6 +45,6 @@ class MonitoredBarrierMixin(CommunicatorBase):
         try:
             self._control.exchange(engine.group, f"monitored_barrier #{self._barriers}", None, limit)
         except CommError as error:
-            raise engine.report_failure(error, "monitored_barrier", self._barriers) from error
+            raise_caused(engine.report_failure(error, "monitored_barrier", self._barriers), error)
         finally:
             engine.activity.leave()

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 
 from unisono.comm.engine import Engine
+from unisono.core.failure import raise_caused
 from unisono.core.flight_recorder import CallRecord, PendingMessage
 from unisono.core.staging import Staging
 from unisono.core.tracing import profiler, sink_here, span
@@ -48,7 +49,7 @@ class PointToPointWork(Work):
                 # The message may still arrive: a wait with an explicit timeout does not break the communicator.
                 raise self._located(with_hang_report(error, self._engine.control, self._engine.group)) from None
             except CommError as error:
-                raise self._failed(error) from error
+                raise_caused(self._failed(error), error)
         self._finish()
 
     def wait_or_break(self, timeout: Timeout | None) -> None:
@@ -57,10 +58,7 @@ class PointToPointWork(Work):
             try:
                 self._inner.wait(resolve_timeout(timeout, self._engine.options.timeout_s))
             except BaseException as error:
-                told = self._failed(error)
-                if told is error:
-                    raise
-                raise told from error
+                raise_caused(self._failed(error), error)
         self._finish()
 
     @contextmanager

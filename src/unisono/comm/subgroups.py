@@ -10,7 +10,7 @@ from typing import Any, Self, overload
 
 from unisono import serialization
 from unisono.comm.lifecycle import LifecycleMixin
-from unisono.core.failure import to_cause
+from unisono.core.failure import raise_caused, to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
@@ -75,7 +75,7 @@ class SubgroupMixin(LifecycleMixin):
                 group, f"split #{self._splits}", (color, key, ending.dropped_parts()), timeout
             )
         except CommError as error:
-            raise self._engine.report_failure(error, "split", self._splits) from error
+            raise_caused(self._engine.report_failure(error, "split", self._splits), error)
         ending.release([wish[2] for wish in wishes])
         if color is None:
             return None
@@ -131,7 +131,7 @@ class SubgroupMixin(LifecycleMixin):
         try:
             lists = self._control.agree(self._engine.group, f"subgroup #{number}", tuple(ranks), timeout)
         except CommError as error:
-            raise self._engine.report_failure(error, "subgroup", number) from error
+            raise_caused(self._engine.report_failure(error, "subgroup", number), error)
         if lists is not None:
             quoted = "; ".join(f"rank {r}: {list(given)}" for r, given in enumerate(lists))
             differ = MismatchError(f"ranks gave different lists to subgroup: {quoted}")

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from unisono.core.failure import raise_caused
 from unisono.core.types import Timeout, Work
 from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import CommTimeoutError
@@ -43,10 +44,7 @@ class ChainedWork(Work):
         try:
             self._inner.wait(timeout)
         except Exception as error:
-            translated = self._translate(error)
-            if translated is error:
-                raise
-            raise translated from error
+            raise_caused(self._translate(error), error)
         error_after = self._continue()
         if error_after is not None:
             raise error_after

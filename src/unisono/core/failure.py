@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from typing import NoReturn
 
 from unisono import errors
 from unisono.core.group import Group
 from unisono.errors import CommError, MismatchError, PeerLostError
 
-__all__ = ["Cause", "ended_by", "error_of", "left_error", "signal_name", "text_of", "to_cause"]
+__all__ = ["Cause", "ended_by", "error_of", "left_error", "raise_caused", "signal_name", "text_of", "to_cause"]
 
 _MOST_SAID = 10_000
 
@@ -27,6 +28,13 @@ class Cause:
     kind: str
     rank: int | None
     message: str
+
+
+def raise_caused(told: BaseException, error: BaseException) -> NoReturn:
+    """Raise an error in the handler of another one, which is its cause, or of the same one."""
+    if told is not error:
+        told.__cause__ = error
+    raise told
 
 
 def to_cause(error: BaseException, rank: int, operation: str) -> Cause:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import unisono as un
-from unisono.errors import AbortedError, MismatchError
+from unisono.errors import AbortedError, CommError, MismatchError
 
 
 def on_two(program: Callable[..., object], *args: object) -> None:
@@ -146,6 +146,29 @@ def test_sharded_gradients_come_from_backward_only() -> None:
         for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
             with pytest.raises(RuntimeError, match=r"p.grad of '0.weight' was set"):
                 use()
+
+    on_two(program)
+
+
+def test_gradient_of_the_callers_is_not_lost() -> None:
+    """Memory for gradients cannot be filled, because each rank has a part of them."""
+
+    def program(comm: Any) -> None:
+        model = make_model()
+        optimizer = shard(comm, model, sharded=True, lr=0.1)
+        if comm.rank == 0:
+            model[0].weight.grad = torch.zeros_like(model[0].weight)
+
+        def step() -> None:
+            loss_of(model, 0, 0).backward()
+            optimizer.step()
+
+        if comm.rank == 0:
+            with pytest.raises(RuntimeError, match=r"p.grad of '0.weight' was set"):
+                step()
+        else:
+            with pytest.raises(CommError, match="rank 0"):
+                step()
 
     on_two(program)
 

@@ -19,8 +19,9 @@ class ShardComms:
     """A communicator in use, and one from which it is made again.
 
     A rank that fails in the middle of a step aborts the one in use, so that no other rank waits for it. All ranks
-    replace it at the beginning of their next step. Another rank may still be in the optimizer's step before: what
-    makes a step final on all ranks therefore goes over `steps`, which no failed pass aborts.
+    replace it at the beginning of their next step. Another rank may still be in the optimizer's step before, or create
+    its optimizer: what makes a step final on all ranks, and creation, therefore go over `steps`, which no failed pass
+    aborts.
 
     Args:
         comm: The ranks that share the model. Collective.

@@ -52,6 +52,7 @@ class GradientSharder:
             if self.drop():
                 raise error
             self._comms.replace()
+        self._check_placeholders()
         self.follow_zero_grad()
         self._next, self._syncing = 0, self.sync
         for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
@@ -127,8 +128,8 @@ class GradientSharder:
                     bucket.pieces[slot].tensor.grad = None
                     bucket.gradient.taken.discard(slot)
 
-    def check_reduced(self) -> None:
-        """`RuntimeError` if gradients wait for a pass outside of `no_sync`, or are not of a pass."""
+    def _check_placeholders(self) -> None:
+        """`RuntimeError` if p.grad is not of a pass."""
         for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
             for parameter, placeholder, piece in zip(bucket.parameters, placeholders, bucket.pieces, strict=True):
                 if parameter.grad is not None and parameter.grad is not placeholder:
@@ -136,6 +137,10 @@ class GradientSharder:
                         f"p.grad of {piece.name!r} was set, but sharded gradients come from backward() only. Set it to "
                         "None, or create the optimizer with shard_gradients=False"
                     )
+
+    def check_reduced(self) -> None:
+        """`RuntimeError` if gradients wait for a pass outside of `no_sync`, or are not of a pass."""
+        self._check_placeholders()
         if any(bucket.gradient.taken for bucket in self._buckets):
             raise RuntimeError(
                 "gradients of backward passes in no_sync() are not averaged yet. Run the last backward() of a step "

@@ -103,9 +103,9 @@ class ShardedModel(ModelStates):
         self._stepping = False
         self._comms = ShardComms(comm)
         self._settings = [[unit.name for unit in plans], param_dtype, reduce_dtype]
-        agree_on_parameters(named, self._comms.data, self._settings, hooked=True)
+        agree_on_parameters(named, self._comms.steps, self._settings, hooked=True)
         if init_sync:
-            share([*named, *model.named_buffers()], self._comms.data)
+            share([*named, *model.named_buffers()], self._comms.steps)
         self._claim = claim(named, "sharded", "ShardedModel")
         made = make_units(plans, self._comms, param_dtype, reduce_dtype)
         flats = [flat for unit in made for flat in unit.flats]

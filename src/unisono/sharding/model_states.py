@@ -96,7 +96,7 @@ class ModelStates:
             (p.name, torch.empty(p.shape, dtype=p.tensor.dtype, device="meta", requires_grad=p.tensor.requires_grad))
             for p in self._pieces.values()
         ]
-        agree_on_parameters(alike, self._comms.data, self._settings)
+        agree_on_parameters(alike, self._comms.steps, self._settings)
         self._runtime.recut()
 
     def snapshot(self) -> dict[str, Any]:

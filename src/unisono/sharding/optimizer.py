@@ -17,7 +17,7 @@ from unisono.sharding.optimizer_states import ShardedStates
 from unisono.sharding.parameter_bucket import ParameterBucket
 from unisono.sharding.shard_optimizer import shard_optimizer
 from unisono.sharding.step_check import check_same_step
-from unisono.utils.bucket_plan import agree_on_parameters, in_bytes, plan_buckets
+from unisono.utils.bucket_plan import agree_on_parameters, in_bytes, plan_buckets, warn_of_norm_limits
 from unisono.utils.claims import claim, release
 from unisono.utils.flatten import share
 from unisono.utils.gradient_norms import clip_grad_norm_
@@ -107,8 +107,9 @@ class ShardedOptimizer(ShardedStates):
             cap,
             [len(g["params"]) for g in groups],
         )
-        agree_on_parameters(named, self._comms.data, self._settings, hooked=shard_gradients)
+        agree_on_parameters(named, self._comms.steps, self._settings, hooked=shard_gradients)
         if shard_gradients:
+            warn_of_norm_limits(model)
             self._claim = claim(named, "sharded", "ShardedOptimizer")
         self._named, self._steps, self._touched = named, 0, set[int]()
         order = [i for i, (_, p) in reversed(list(enumerate(named))) if p.requires_grad]
@@ -118,7 +119,7 @@ class ShardedOptimizer(ShardedStates):
         with torch.no_grad():
             made = [[ParameterBucket(b, [named[i] for i in b], self._comms, master_dtype) for b in p] for p in plans]
             if isinstance(model, torch.nn.Module):
-                share(list(model.named_buffers()), self._comms.data)
+                share(list(model.named_buffers()), self._comms.steps)
         self._buckets, self._frozen = made[0] + made[1], made[1]
         placed = {i: (b, slot) for b in self._buckets for slot, i in enumerate(b.indices)}
         self._places = [placed[i] for i in range(len(named))]
@@ -222,6 +223,9 @@ class ShardedOptimizer(ShardedStates):
             raise
 
     def _gather(self, buckets: Sequence[ParameterBucket]) -> None:
+        if not buckets:
+            # No rank begins its next pass, which may fail, while another one is not sure of this step.
+            self._comms.steps.barrier()
         for work in [bucket.start_gather() for bucket in buckets]:
             work.wait()
         # Autograd then detects a backward through the old values.

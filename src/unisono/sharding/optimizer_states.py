@@ -109,7 +109,7 @@ class ShardedStates(Optimizer):
             [(0, 3), (0, 3)]
         """
         self._comms.move_to(comm)
-        agree_on_parameters(self._named, self._comms.data, self._settings)
+        agree_on_parameters(self._named, self._comms.steps, self._settings)
         self.zero_grad()
         for bucket in self._buckets:
             bucket.recut()

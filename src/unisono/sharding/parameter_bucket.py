@@ -48,7 +48,7 @@ class ParameterBucket:
             for name, p in named
         ]
         self._cut()
-        comms.data.broadcast(self._flat, 0)
+        comms.steps.broadcast(self._flat, 0)
         self._master.copy_(self._part)
         self.gradient = FlatGradient(self._layout, comms, self._flat.dtype)
 

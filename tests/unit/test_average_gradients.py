@@ -34,3 +34,14 @@ def step(comm: un.Communicator) -> list[float | None]:
 
 def alone(size: int) -> list[float | None]:
     return [sum(range(1, size + 1)) / size, 1 / size, None, 1.0]
+
+
+def test_embedding_with_a_norm_limit_is_named() -> None:
+    """Its forward writes rows of the rank's own data, so that ranks drift apart."""
+    with un.init() as comm:
+        model = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))
+        with pytest.warns(UserWarning, match=r"writes '0\.weight' \(max_norm\)"):
+            un.average_gradients(model, comm)
+        model = nn.EmbeddingBag(4, 2, max_norm=1.0)
+        with pytest.warns(UserWarning, match=r"writes 'weight' \(max_norm\)"):
+            un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.1)

@@ -11,7 +11,14 @@ import torch
 from unisono.communicator import Communicator
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import Weights
-from unisono.utils.bucket_plan import MIB, Named, agree_on_parameters, check_parameters, named_parameters
+from unisono.utils.bucket_plan import (
+    MIB,
+    Named,
+    agree_on_parameters,
+    check_parameters,
+    named_parameters,
+    warn_of_norm_limits,
+)
 from unisono.utils.flatten import buckets, flat_apply, share
 
 __all__ = ["average_gradients", "broadcast_parameters"]
@@ -58,7 +65,7 @@ def average_gradients(
     dense = [p for _, p in trained if id(p) not in spread]
     present = torch.tensor([p.grad is not None for p in dense], dtype=torch.uint8, device=comm.device)
     digest = int.from_bytes(hashlib.blake2b(bytes(present.tolist()), digest_size=7).digest(), "big")
-    if not _compare(named, comm, frozen=True, digest=digest):
+    if not _compare(model, named, comm, frozen=True, digest=digest):
         comm.all_reduce(present, "max")
     gradients = [_dense_gradient(p) for p, there in zip(dense, present.tolist(), strict=True) if there]
     with torch.no_grad():
@@ -95,11 +102,11 @@ def broadcast_parameters(
     named = named_parameters(model)
     if isinstance(model, torch.nn.Module):
         named += model.named_buffers()
-    _compare(named, comm, frozen=False)
+    _compare(model, named, comm, frozen=False)
     share(named, comm, src, int(bucket_cap_mb * MIB))
 
 
-def _compare(named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:
+def _compare(model: object, named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:
     """Compare these tensors with those of the other ranks: by name once a communicator, then by a number.
 
     Return whether the digest is the same on all ranks.
@@ -109,6 +116,7 @@ def _compare(named: Named, comm: Communicator, *, frozen: bool, digest: int = 0)
     number = known.get(kind, -1)
     if number < 0:
         check_parameters(named)
+        warn_of_norm_limits(model)
     said = torch.empty(2 * comm.size, dtype=torch.int64, device=comm.device)
     comm.all_gather_single(said, torch.tensor([number, digest], device=comm.device))
     numbers, digests = said.view(comm.size, 2).t().tolist()

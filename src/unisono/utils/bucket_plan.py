@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "in_bytes",
     "named_parameters",
     "plan_buckets",
+    "warn_of_norm_limits",
 ]
 
 MIB = 1 << 20
@@ -81,6 +83,29 @@ def check_parameters(named: Named) -> None:
                 f"{name!r} is a {type(parameter).__name__}, whose elements are not in its own memory, so ranks cannot "
                 "send them. Use plain parameters, or those that it holds, such as dtensor.to_local()"
             )
+
+
+def warn_of_norm_limits(model: object) -> None:
+    """Warn of embeddings whose forward writes their weight: rows of the rank's own data, so that ranks drift apart.
+
+    Args:
+        model: A module; of anything else nothing is known.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     warn_of_norm_limits(torch.nn.Embedding(3, 2, max_norm=1.0))
+        >>> len(caught)
+        1
+    """
+    modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    names = [f"{name}.weight".removeprefix(".") for name, module in modules if getattr(module, "max_norm", None)]
+    if names:
+        warnings.warn(
+            f"a forward writes {', '.join(map(repr, names))} (max_norm): rows of its own data, so that ranks drift "
+            "apart. Limit the norms on all ranks alike, after optimizer.step()",
+            stacklevel=3,
+        )
 
 
 def plan_buckets(

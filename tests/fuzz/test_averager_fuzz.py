@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 # An averager over gloo takes a tenth of a second to make.
-SHORT = [("thread", 2, 120), ("thread", 3, 60), ("shm", 2, 60), ("shm", 3, 36), ("gloo", 2, 16), ("gloo", 3, 8)]
+SHORT = [("thread", 2, 40), ("thread", 3, 20), ("shm", 2, 140), ("shm", 3, 76), ("gloo", 2, 16), ("gloo", 3, 8)]
 LONG = [("thread", 200), ("shm", 200), ("gloo", 100)]
 SIZES = pytest.mark.parametrize("size", [2, 3])
 MOST = 2  # Failures, each of which may take as long as a timeout.

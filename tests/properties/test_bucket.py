@@ -126,7 +126,7 @@ def one_step(bucket: Bucket, coming: list[int], scale: float, factor: float, for
     assert bucket.arrived == came
     assert bucket.words.tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *asks]
     assert bucket.read_header() == [(c, not c) for c in came]
-    assert bucket.asked == (False, step == 1, False)
+    assert bucket.asked == [False, step == 1, False]
     bucket.found = bucket.read_header()
     bucket.assign_grads(saved)
     for slot, (parameter, view) in enumerate(zip(parameters, bucket.views, strict=True)):

@@ -214,7 +214,7 @@ class AveragerPasses:
         arrived = self._saved.arrived()
         # Torch adds nothing to a parameter that was frozen after its forward.
         others = [i for i in self._pass.arrived - arrived if self._parameters[i].requires_grad]
-        used = self._used(others)
+        used = self._used(others) if others or self._callers else ()
         arrived.update(others)
         problem = used_gradients([self._names[i] for i in used]) if used else None
         # An inner pass may have been in no_sync(); what counts is the outermost one.

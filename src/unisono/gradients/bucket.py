@@ -85,7 +85,7 @@ class Bucket:
         self._graphs: dict[int, torch.Tensor] = {}
         self._backup: torch.Tensor | None = None
         self.found: list[tuple[bool, bool]] = []
-        self.asked = (False,) * _ASKS
+        self.asked = [False] * _ASKS
 
     # -- before the reduction -------------------------------------------------------------------
     def take(self, slots: Iterable[int]) -> None:
@@ -214,7 +214,7 @@ class Bucket:
         """
         words: list[float | complex] = self.words.tolist()
         count = len(self.parameters)
-        self.asked = tuple(word != 0 for word in words[-_ASKS:])
+        self.asked = [*map(bool, words[-_ASKS:])]
         if all(words[:count]) and not any(words[count : 2 * count]):
             return self.complete
         return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count : 2 * count], strict=True)]
@@ -234,7 +234,7 @@ class Bucket:
                 f"averaged gradients no longer fit the parameters among {self.name}: the model's dtype or device "
                 "has changed. Call the averager's remove() before such a change, and create a new averager after it"
             ) from error
-        if filled := [(owned[index], view) for index, _, view, (had, _) in places if had and index in owned]:
+        if owned and (filled := [(owned[i], view) for i, _, view, (had, _) in places if had and i in owned]):
             _copy(*map(list, zip(*filled, strict=True)))
         for slot, graph in self._graphs.items():
             if self.found[slot][0]:

@@ -186,7 +186,8 @@ class Reducer:
             late, *self.asked = self.buckets[-1].asked
             if late:
                 self._take_late()
-        self.uneven = self.uneven or any(bucket.found is not bucket.complete for bucket in self.buckets[first:])
+        for bucket in self.buckets[first:]:
+            self.uneven = self.uneven or bucket.found is not bucket.complete
 
     def assign(self) -> None:
         """Assign the means to p.grad."""

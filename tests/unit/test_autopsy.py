@@ -118,7 +118,7 @@ def test_autopsy_of_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     EventLog(tmp_path / "a.events", rank=0).put("enter", "world", 0, 1, "barrier #1")
-    monkeypatch.setattr(events, "_host", lambda: b"another" + bytes(9))
+    monkeypatch.setattr(events, "process_space", lambda: b"another" + bytes(9))
     assert main(["autopsy", str(tmp_path)]) == 1
     assert "recorded no end in barrier #1 of world" in capsys.readouterr().out
 

@@ -118,9 +118,13 @@ def test_error_is_raised_on_all_ranks_and_the_old_checkpoint_stays(folder: Path,
             assert at > 1
             assert errors == [None, None]
             return
-        assert all(isinstance(error, StorageError) for error in errors), errors
-        assert all(os.strerror(code) in str(error) for error in errors)
-        assert un.checkpoint.load(path)["n"] in (1.0, 2.0)
+        if errors == [None, None]:
+            # It has failed when the lock was released, which the next save takes over.
+            assert un.checkpoint.load(path)["n"] == 2.0
+        else:
+            assert all(isinstance(error, StorageError) for error in errors), errors
+            assert all(os.strerror(code) in str(error) for error in errors)
+            assert un.checkpoint.load(path)["n"] in (1.0, 2.0)
         run_ranks(lambda comm, path=path: un.checkpoint.save(path, states(3.0), comm), 2)
         assert un.checkpoint.load(path)["n"] == 3.0
         assert sum(1 for entry in path.iterdir() if entry.is_file()) == 3

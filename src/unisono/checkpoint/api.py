@@ -59,6 +59,7 @@ def save(
         ValueError: The state nests too deep, or contains itself.
         FormatError: Numbers and strings would take too much memory to load; keep long lists as tensors.
         StorageError: The storage is full, read-only, or gone. Earlier contents stay.
+        CheckpointError: Another save to the path is running; names its process.
         UnavailableError: `path` is a URL, and fsspec is not installed.
 
     Cost: each of several ranks reads the state once for the comparison, and writes 1/p of it.

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 from unisono.checkpoint.api import Path, load, start, write
 from unisono.checkpoint.background import SaveHandle
 from unisono.checkpoint.collective import CollectiveScope
+from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import FILE, MANIFEST
 from unisono.checkpoint.map_location import MapLocation
+from unisono.checkpoint.save_lock import is_locked
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.verification import complete
 
@@ -68,6 +70,9 @@ class Checkpointer:
             raise ValueError(f"keep={keep} and every={every} must be at least 1")
         self._storage, self._comm = storage_at(directory), comm
         self._saving: SaveHandle | None = None
+        self._saved = False
+        # Names of checkpoints that this object has saved, or that were there before.
+        self._known = set[str]()
 
     def step(self, step: int, state: Any) -> bool:
         """Save if this step is due. Collective in that case.
@@ -98,13 +103,14 @@ class Checkpointer:
         Raises:
             ValueError: `step` is negative, or has more than 10 digits.
             CheckpointError, MismatchError, TypeError: As `un.checkpoint.save`; with `background`, the errors of the
-                previous save.
+                previous save. Another `Checkpointer` has saved to the directory since the last save of this one.
         """
         step = index(step)
         if not 0 <= step < 10**10:
             raise ValueError(f"step={step} must be from 0 to 10**10 - 1")
         self.wait()
         storage, extra = self._storage.child(f"{_PREFIX}{step:010d}"), {"step": step}
+        self._known.add(storage.name)
         if self.background:
             after = partial(self._rotate, storage.name)
             self._saving = start(storage, state, self._comm, extra=extra, newest=self._newest_ns, after=after)
@@ -172,7 +178,16 @@ class Checkpointer:
         return int(found[0].name.removeprefix(_PREFIX)) if found else None
 
     def _newest_ns(self) -> int:
-        return max((manifest.created_ns for _, manifest in complete(self._storage)), default=0)
+        found = [(storage.name, manifest.created_ns) for storage, manifest in complete(self._storage)]
+        names = {name for name, _ in found if _is_ours(name)}
+        if self._saved and not names <= self._known:
+            raise CheckpointError(
+                f"another Checkpointer has saved {min(names - self._known)} to {os.fspath(self._storage.where)} since "
+                "the last save of this one. Each run needs a directory of its own"
+            )
+        self._saved = True
+        self._known |= names
+        return max((created_ns for _, created_ns in found), default=0)
 
     def _complete(self) -> list[Storage]:
         """Newest first."""
@@ -186,17 +201,19 @@ class Checkpointer:
         if self._comm is not None and self._comm.rank:
             return
         try:
-            found = sorted(self._complete(), key=lambda storage: storage.name != saved)
+            known = [storage for storage in self._complete() if storage.name in self._known]
+            found = sorted(known, key=lambda storage: storage.name != saved)
             retained = [storage.name for storage in found[: self.keep]]
-            broken = [name for name in self._storage.children() if _is_ours(name) and not self._has_manifest(name)]
+            broken = [name for name in self._storage.children() if _is_ours(name) and self._is_broken(name)]
             for name in [*(storage.name for storage in found[self.keep :]), *broken]:
                 assert name not in retained
                 _remove(self._storage.child(name))
         except OSError as error:
             _log.warning("old checkpoints remain in %s: %s", os.fspath(self._storage.where), error)
 
-    def _has_manifest(self, name: str) -> bool:
-        return MANIFEST in self._storage.child(name).sizes()
+    def _is_broken(self, name: str) -> bool:
+        storage = self._storage.child(name)
+        return MANIFEST not in storage.sizes() and not is_locked(storage)
 
 
 def _is_ours(name: str) -> bool:

@@ -25,7 +25,7 @@ __all__ = ["FILE", "MANIFEST", "VERSION", "FileEntry", "Manifest", "Piece", "Ten
 
 MANIFEST = "manifest.json"
 VERSION = 1
-FILE = re.compile(r"[0-9a-f]{16}-\d{5}\.safetensors")
+FILE = re.compile(r"([0-9a-f]{16})-\d{5}\.safetensors")
 """Names of files of tensors: the save's number, and the rank that wrote the file."""
 
 _FORMAT = "unisono.checkpoint"

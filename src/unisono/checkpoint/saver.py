@@ -6,8 +6,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,6 +18,7 @@ from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.dtypes import dtype_of, name_of
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import FILE, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
+from unisono.checkpoint.save_lock import SaveLock
 from unisono.checkpoint.snapshot import Snapshot
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.tensor_shard import check_ranges
@@ -57,18 +59,36 @@ def commit(
         "Nothing was written",
     )
     check_ranges(snapshot.shards, held, team.rank)
-    # Where there is a manifest, the directory has been made durable before.
-    team.first(lambda: storage.make() if MANIFEST not in storage.sizes() else None)
-    name = f"{save_id}-{team.rank:05d}.safetensors"
+    lock = SaveLock(storage, save_id)
     try:
-        parts = team.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress))
-    except CheckpointError:
-        with suppress(OSError):
-            storage.remove(name)
+        team.first(partial(_open, storage, lock))
+        name = f"{save_id}-{team.rank:05d}.safetensors"
+        try:
+            parts = team.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress))
+        except CheckpointError:
+            with suppress(OSError):
+                storage.remove(name)
+            raise
+        team.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest, lock))
+        if team.rank == 0:
+            _remove_files(storage, lock.replaced)
+    except BaseException:
+        if team.rank == 0:
+            if _is_published(storage, save_id):
+                lock.abandon()
+            else:
+                # Those of ranks that have died, too.
+                _remove_files(storage, {save_id})
         raise
-    team.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest))
-    if team.rank == 0:
-        _remove_stale(storage, save_id)
+    finally:
+        lock.release()
+
+
+def _open(storage: Storage, lock: SaveLock) -> None:
+    # Where there is a manifest, the directory has been made durable before.
+    if MANIFEST not in storage.sizes():
+        storage.make()
+    lock.acquire()
 
 
 def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progress: Progress | None) -> Any:
@@ -108,6 +128,7 @@ def _publish(
     save_id: str,
     extra: dict[str, Any],
     newest: Callable[[], int],
+    lock: SaveLock,
 ) -> None:
     """Put the manifest together from what all ranks have written, and in its place."""
     files: list[FileEntry] = []
@@ -141,7 +162,9 @@ def _publish(
             raise CheckpointError(
                 f"rank 0 does not see {absent[0]}, which another rank wrote; save to storage that all ranks share"
             )
-        storage.publish(MANIFEST, manifest.to_bytes())
+        data = manifest.to_bytes()
+        lock.check()
+        storage.publish(MANIFEST, data)
     except BaseException:
         if not _is_published(storage, save_id):
             with suppress(OSError):
@@ -149,6 +172,7 @@ def _publish(
         raise
 
 
+@cache
 def _version() -> str:
     try:
         return version("unisono")
@@ -176,9 +200,9 @@ def _is_published(storage: Storage, save_id: str) -> bool:
         return True
 
 
-def _remove_stale(storage: Storage, save_id: str) -> None:
-    """Remove the files of earlier saves to this path, finished or not."""
+def _remove_files(storage: Storage, saves: Set[str]) -> None:
+    """Remove the files of some saves."""
     try:
-        storage.remove(*(n for n in storage.sizes() if FILE.fullmatch(n) and not n.startswith(save_id)))
+        storage.remove(*(n for n in storage.sizes() if (found := FILE.fullmatch(n)) and found[1] in saves))
     except OSError as error:
         _log.warning("files of an earlier save remain in %s: %s", os.fspath(storage.where), error)

@@ -7,7 +7,6 @@ process is gone, whatever ended it. A record's number is written last, so a part
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import mmap
 import os
@@ -15,6 +14,8 @@ import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from unisono.host.processes import process_space, process_stat, started
 
 __all__ = ["Event", "EventLog", "process_state", "read_events", "record_of"]
 
@@ -73,7 +74,7 @@ class EventLog:
             self._memory = mmap.mmap(descriptor, nbytes)
         finally:
             os.close(descriptor)
-        _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, kept, _host(), _started(os.getpid()))
+        _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, kept, process_space(), started(os.getpid()))
 
     def put(self, kind: str, group: str, rank: int, number: int | None, text: str) -> None:
         """Write an event; it overwrites the oldest one."""
@@ -155,35 +156,12 @@ def process_state(path: Path) -> str | None:
     None if that cannot be known here: it ran on another host, or in another container.
     """
     with path.open("rb") as file:
-        _, pid, _, _, host, started = _HEAD.unpack(file.read(_HEAD.size))
-    if not started or host != _host():
+        _, pid, _, _, host, ticks = _HEAD.unpack(file.read(_HEAD.size))
+    if not ticks or host != process_space():
         return None
-    if _started(pid) != started:
+    if started(pid) != ticks:
         return "gone"
-    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(_stat(pid)[0], "running")
-
-
-def _host() -> bytes:
-    """Identify where a process number is valid: this boot of this host, and the namespace of process numbers."""
-    try:
-        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text(), Path("/proc/self/ns/pid").readlink()
-    except OSError:
-        return bytes(16)
-    return hashlib.blake2b(f"{boot}{space}".encode(), digest_size=16).digest()
-
-
-def _started(pid: int) -> int:
-    """Return when a process started, in ticks since the host did; 0 if it is gone, or not known."""
-    return int(_stat(pid)[19])
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of Linux's stat file from the state on."""
-    try:
-        # The name before them, in parentheses, may hold any character.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["X", *["0"] * 19]
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(process_stat(pid)[0], "running")
 
 
 def _text(field: bytes) -> str:

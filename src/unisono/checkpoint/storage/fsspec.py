@@ -41,6 +41,14 @@ class FsspecStorage:
     def publish(self, name: str, data: bytes) -> None:
         self._fs.pipe_file(self._path(name), data)
 
+    def lock(self, name: str, data: bytes) -> bool:
+        # Without a put on condition, the later one of two at once is the one that is there.
+        path = self._path(name)
+        if self._fs.exists(path):
+            return False
+        self._fs.pipe_file(path, data)
+        return bytes(self._fs.cat_file(path)) == data
+
     def sizes(self) -> dict[str, int]:
         return {entry["name"].rpartition("/")[2]: entry["size"] for entry in self._listing() if entry["type"] == "file"}
 

@@ -59,6 +59,20 @@ class LocalStorage:
             raise
         _sync_directory(self._root)
 
+    def lock(self, name: str, data: bytes) -> bool:
+        try:
+            fd = os.open(self._root / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            os.write(fd, data)
+        except BaseException:
+            self.remove(name)
+            raise
+        finally:
+            os.close(fd)
+        return True
+
     def sizes(self) -> dict[str, int]:
         try:
             with os.scandir(self._root) as entries:

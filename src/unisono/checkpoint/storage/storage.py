@@ -82,6 +82,8 @@ class Storage(Protocol):
         >>> storage.publish("second", b"defgh")
         >>> storage.open("first").size, sorted(storage.sizes().items())
         (3, [('first', 3), ('second', 5)])
+        >>> storage.lock("third", b"mine"), storage.lock("third", b"yours")
+        (True, False)
         >>> storage.parent().children()
         ['run-7']
         >>> storage.remove("first", "second", "third")
@@ -116,6 +118,20 @@ class Storage(Protocol):
         Args:
             name: Name in this directory.
             data: The whole contents.
+        """
+        ...
+
+    def lock(self, name: str, data: bytes) -> bool:
+        """Create a small file, unless there is one of this name. Need not survive a loss of power.
+
+        A storage without this method notices no two writers of one path.
+
+        Args:
+            name: Name in this directory.
+            data: The whole contents.
+
+        Returns:
+            Whether it was created.
         """
         ...
 

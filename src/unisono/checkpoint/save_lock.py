@@ -1,0 +1,173 @@
+"""A lock on a checkpoint's path: one save at a time, of whichever process on whichever host."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from unisono.checkpoint.errors import CheckpointError
+from unisono.checkpoint.manifest import FILE, MANIFEST
+from unisono.checkpoint.storage import Storage
+from unisono.host.processes import process_space, started
+
+__all__ = ["SaveLock", "is_locked"]
+
+_NAME = f"{MANIFEST}.lock"
+_STALE_S = 3600.0
+"""A lock of another host is that of a dead writer after this time."""
+
+_FORM = {"id": str, "pid": int, "started": int, "space": str, "time": float, "replaced": list}
+
+_WAITS, _WAIT_S = 5, 0.05
+"""A lock that says nothing after these waits is one whose writer has died."""
+
+_running: set[str] = set()
+"""Identifiers of the saves of this process that hold a lock."""
+
+
+class SaveLock:
+    """Lock of one save: a small file beside the manifest that says who writes.
+
+    A lock that a dead writer has left is taken over: of this host, one whose process is gone; of another, one that is
+    an hour old. Storage without `lock` has none: there two writers are noticed by nobody, and harm nobody's files.
+
+    Args:
+        storage: The path.
+        save_id: Identifier of the save, with which the names of its files begin.
+
+    Attributes:
+        replaced: Identifiers of the saves whose files this save replaces, once it is published.
+    """
+
+    def __init__(self, storage: Storage, save_id: str) -> None:
+        self._storage, self._id = storage, save_id
+        self._card: dict[str, Any] = {
+            "id": save_id,
+            "pid": os.getpid(),
+            "started": _own_start(os.getpid()),
+            "space": process_space().hex(),
+            "time": time.time(),
+            "replaced": [],
+        }
+        self.replaced: set[str] = set()
+        self._held = False
+
+    def acquire(self) -> None:
+        """Take the lock, and note what is replaced.
+
+        Raises:
+            CheckpointError: Another save holds it.
+        """
+        if hasattr(self._storage, "lock"):
+            _running.add(self._id)
+            try:
+                self._take()
+            except BaseException:
+                _running.discard(self._id)
+                raise
+            self._held = True
+        self._note_published()
+
+    def _take(self) -> None:
+        other: dict[str, Any] = {}
+        for tries in range(2 * _WAITS):
+            if self._is_taken():
+                return
+            other = _card_at(self._storage)
+            if _is_alive(other):
+                break
+            if other:
+                # Its files, and those that it was about to remove.
+                self.replaced |= {other["id"], *other["replaced"]}
+            if other or tries >= _WAITS:
+                self._storage.remove(_NAME)
+            else:
+                # It has just been released, or is being written.
+                time.sleep(_WAIT_S)
+        raise CheckpointError(_told(other))
+
+    def _is_taken(self) -> bool:
+        self._note_published()
+        self._card["replaced"] = sorted(self.replaced)
+        return self._storage.lock(_NAME, json.dumps(self._card).encode())
+
+    def _note_published(self) -> None:
+        self.replaced.update(FILE.findall(_contents(self._storage, MANIFEST)))
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if another save has taken the lock over meanwhile."""
+        if self._held:
+            other = _card_at(self._storage)
+            if other != self._card:
+                raise CheckpointError(_told(other))
+
+    def abandon(self) -> None:
+        """Leave the lock to the next save, which then removes what this one has replaced: that may not be durable."""
+        if self._held:
+            self.release()
+            with suppress(OSError):
+                self._storage.lock(_NAME, json.dumps({**self._card, "started": 0, "time": 0.0}).encode())
+
+    def release(self) -> None:
+        """Remove the lock, if it is this save's."""
+        if self._held:
+            self._held = False
+            _running.discard(self._id)
+            with suppress(OSError):
+                if _card_at(self._storage) == self._card:
+                    self._storage.remove(_NAME)
+
+
+@cache
+def _own_start(pid: int) -> int:
+    return started(pid)
+
+
+def is_locked(storage: Storage) -> bool:
+    """Return whether a save may be writing to a path."""
+    return _is_alive(_card_at(storage))
+
+
+def _card_at(storage: Storage) -> dict[str, Any]:
+    """Return what the lock of a path says; nothing if there is none, or it says nothing."""
+    try:
+        found = json.loads(_contents(storage, _NAME))
+    except ValueError:
+        return {}
+    if not isinstance(found, dict) or {key: type(found.get(key)) for key in _FORM} != _FORM:
+        return {}
+    return found if all(isinstance(name, str) for name in found["replaced"]) else {}
+
+
+def _contents(storage: Storage, name: str) -> str:
+    try:
+        source = storage.open(name)
+    except FileNotFoundError:
+        return ""
+    try:
+        data = bytearray(source.size)
+        source.read(0, memoryview(data))
+        return data.decode(errors="replace")
+    finally:
+        source.close()
+
+
+def _is_alive(card: dict[str, Any]) -> bool:
+    """Return whether the writer of a lock may still write."""
+    if not card:
+        return False
+    if not card["started"] or card["space"] != process_space().hex():
+        return bool(time.time() - card["time"] < _STALE_S)
+    return card["id"] in _running if card["pid"] == os.getpid() else started(card["pid"]) == card["started"]
+
+
+def _told(card: dict[str, Any]) -> str:
+    here = "this host" if card.get("space") == process_space().hex() else "another host"
+    return (
+        f"another save to this path is running: of process {card.get('pid', '?')} on {here}. Ranks that save one state "
+        f"together all pass comm, and two jobs need two paths. If there is no such process, delete {_NAME}"
+    )

@@ -1,0 +1,36 @@
+"""Which process it is: a number is valid on one host, and used again after a process has ended."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+__all__ = ["process_space", "process_stat", "started"]
+
+
+@cache
+def process_space() -> bytes:
+    """Identify where a process number is valid: this boot of this host, and the namespace of process numbers.
+
+    Zeros where that is not known.
+    """
+    try:
+        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text(), Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return bytes(16)
+    return hashlib.blake2b(f"{boot}{space}".encode(), digest_size=16).digest()
+
+
+def started(pid: int) -> int:
+    """Return when a process started, in ticks since the host did; 0 if it is gone, or not known."""
+    return int(process_stat(pid)[19])
+
+
+def process_stat(pid: int) -> list[str]:
+    """Return the fields of Linux's stat file from the state on; as of a process that is gone if there is none."""
+    try:
+        # The name before them, in parentheses, may hold any character.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X", *["0"] * 19]

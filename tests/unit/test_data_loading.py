@@ -7,6 +7,7 @@ from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
@@ -221,18 +222,27 @@ class Drawing:
         return iter([random.randrange(100), *torch.randint(100, (9,)).tolist()])
 
 
+class NumpyDrawing:
+    """A sampler that draws from numpy's global generator, as many for detection and for classes do."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(21).tolist())
+
+
 SAMPLERS = {
     "weighted": lambda: WeightedRandomSampler([1.0, 2.0, 3.0] * 7, num_samples=50),
     "random": lambda: RandomSampler(range(21)),
     "batches": lambda: BatchSampler(RandomSampler(range(21)), 4, drop_last=False),
     "seeded": lambda: RandomSampler(range(21), generator=torch.Generator().manual_seed(1)),
     "own": Drawing,
+    "numpy": NumpyDrawing,
 }
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_any_sampler_is_divided_round_robin(name: str) -> None:
     before = torch.get_rng_state()
+    drawn = np.random.get_state()[1].tolist()
     # Every rank has a sampler of its own.
     ranks = [
         PartitionSampler(range(21), num_replicas=size, rank=rank, partition=un.data.sampled(SAMPLERS[name]()))
@@ -248,6 +258,7 @@ def test_any_sampler_is_divided_round_robin(name: str) -> None:
     resumed.load_state_dict(ranks[1].state_dict())
     assert list(resumed) == list(ranks[0])[6:]
     assert torch.equal(torch.get_rng_state(), before)
+    assert np.random.get_state()[1].tolist() == drawn
 
 
 def test_sampler_order_is_independent() -> None:

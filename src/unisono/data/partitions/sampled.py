@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ class Sampled(Strided):
 
     An epoch's sequence depends on the seed and the epoch alone, so it is the same on every rank: the sampler draws
     from a generator that is seeded for it (its own attribute `generator`, or that of the sampler inside it; a
-    sampler without a generator draws from the global ones of Python and torch, which are seeded and restored).
+    sampler without a generator draws from the global ones of Python, numpy and torch, which are seeded and restored).
     A sample that occurs twice in the sequence is assigned twice.
 
     Args:
@@ -78,13 +79,20 @@ def _seeded(sampler: Any, seed: int) -> Iterator[None]:
             inner.generator = before
         return
     state = random.getstate()
+    # A sampler that draws from numpy has imported it.
+    numpy = sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed % (1 << 32))
         try:
             yield
         finally:
             random.setstate(state)
+            if numpy:
+                numpy.random.set_state(drawn)
 
 
 PARTITIONER = Sampled

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono.data import ShardPartition, StreamPartition, read_lines
 
@@ -68,6 +68,47 @@ def test_workers_share_a_stream_by_batches() -> None:
     resumed = stream(2, 0, batch_size=4)
     resumed.load_state_dict(trained.state_dict())
     assert loaded(resumed, workers=2, batch=4) == plain[0][8:]
+
+
+class Divided(IterableDataset[int]):
+    """Divides itself among the workers of a loader, when it is iterated or when the first sample is read."""
+
+    def __init__(self, early: bool) -> None:
+        self.early = early
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers()) if self.early else iter(number for number in self._later())
+
+    def _later(self) -> Iterator[int]:
+        yield from self._numbers()
+
+    def _numbers(self) -> range:
+        worker = get_worker_info()
+        return range(COUNT) if worker is None else range(worker.id, COUNT, worker.num_workers)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_dataset_that_divides_itself_is_divided_once(early: bool, workers: int) -> None:
+    """A second division would leave samples out."""
+    ranks = [StreamPartition(Divided(early), num_replicas=2, rank=rank, batch_size=4) for rank in range(2)]
+    assert sorted(chain.from_iterable(loaded(rank, workers, 4) for rank in ranks)) == list(range(COUNT))
+    shares = [ShardPartition("ab", lambda _: Divided(early), num_replicas=2, rank=rank) for rank in range(2)]
+    for share in shares:
+        assert sorted(loaded(share, workers, 4)) == list(range(COUNT))
+
+
+def test_worker_is_known_again_between_samples() -> None:
+    def known(numbers: Any) -> Iterator[int]:
+        for _ in numbers:
+            worker = get_worker_info()
+            yield -1 if worker is None else worker.id
+
+    class Outer(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return known(stream(1, 0))
+
+    assert set(loaded(Outer(), 2, 1)) == {0, 1}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

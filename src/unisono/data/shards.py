@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.data.feistel import IndexShuffle
+from unisono.data.hidden_worker import HiddenWorker
 from unisono.data.persistent_workers import WorkerEpochCheck
 from unisono.data.rank_info import ranks_of
 from unisono.errors import UnavailableError
@@ -244,7 +245,7 @@ class _Reader(Iterator[T_co]):
 
     def _open(self, more: int) -> None:
         shard, skip = self._jobs[self._at]
-        self._items = iter(self._of._read(self._of.shards[shard]))
+        self._items = HiddenWorker(lambda: self._of._read(self._of.shards[shard]))
         for _ in zip(range(skip + more), self._items, strict=False):
             pass
 

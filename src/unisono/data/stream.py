@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from unisono.data.hidden_worker import HiddenWorker
 from unisono.data.persistent_workers import WorkerEpochCheck
 from unisono.data.rank_info import ranks_of
 from unisono.data.resharding import leftover
@@ -30,7 +31,9 @@ class StreamPartition(IterableDataset[T_co]):
     they raise `RuntimeError` when the second epoch begins.
 
     Args:
-        dataset: An iterable that yields the same samples each time; if it has a `set_epoch`, that is called, too.
+        dataset: An iterable that yields the same samples each time, in all workers of a loader: `get_worker_info` is
+            None while it runs, so that a dataset that divides itself among workers yields all. If it has a
+            `set_epoch`, that is called, too.
         comm, num_replicas, rank: As for `PartitionSampler`.
         batch_size: The loader's, if it has workers.
 
@@ -156,7 +159,7 @@ class _Share(Iterator[T_co]):
         self._worker, self._workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         self._of, self._start = of, of._taken
         self._read, self._seen = 0, 0
-        self._items = iter(of.dataset)
+        self._items = HiddenWorker(lambda: of.dataset)
         self._holes = frozenset(of._holes)
 
     def __next__(self) -> T_co:
@@ -177,7 +180,7 @@ class _Share(Iterator[T_co]):
         return {"read": self._read, "seen": self._seen, "start": self._start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._items = iter(self._of.dataset)
+        self._items = HiddenWorker(lambda: self._of.dataset)
         for _ in zip(range(state["read"]), self._items, strict=False):
             pass
         self._read, self._seen, self._start = state["read"], state["seen"], state["start"]

@@ -165,3 +165,41 @@ def test_invalid_path(path: Any) -> None:
     for use in (un.checkpoint.latest, un.checkpoint.verify, un.checkpoint.Checkpointer):
         with pytest.raises(TypeError, match="a path must be"):
             use(path)
+
+
+class Adaptive(nn.Module):
+    """Keeps more than tensors of known shapes, as modules with quantization do."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("saved", "before"),
+    [
+        (torch.arange(5, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)),
+        (torch.arange(5), torch.zeros(5)),
+        (torch.arange(5), {"amax": torch.zeros(2)}),
+        ({"amax": torch.ones(3), "steps": 7}, {}),
+        ([1, 2], None),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_extra_state_may_have_any_form(tmp_path: Path, saved: Any, before: Any, strict: bool, nested: bool) -> None:
+    def wrapped(extra: Any) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), Adaptive(extra)) if nested else Adaptive(extra)
+
+    model = wrapped(before)
+    un.checkpoint.save(tmp_path, {"model": wrapped(saved)})
+    un.checkpoint.load(tmp_path, {"model": model}, strict=strict)
+    adaptive: Any = model[1] if isinstance(model, nn.Sequential) else model
+    torch.testing.assert_close(adaptive.extra, saved)

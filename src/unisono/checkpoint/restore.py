@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
 from unisono.checkpoint.errors import FormatError, StateError, listed
@@ -230,7 +231,9 @@ class Restorer:
             self._unexpected += [join(path, key) for key in items if key not in target]
         below: _Mode = "strict" if mode == "top" else mode
         builds = {
-            key: self._match(target.get(key), item, join(path, key), below, fresh=fresh)
+            key: self._create(item)
+            if _is_extra(key)
+            else self._match(target.get(key), item, join(path, key), below, fresh=fresh)
             for key, item in items.items()
             if key in target or mode != "top"
         }
@@ -298,3 +301,8 @@ class Restorer:
             mine = self._source(*body)
             return None if mine is None else unpack(mine, self.values.__getitem__, self._special)
         raise ValueError(f"there is a value of the unknown kind {tag!r}")
+
+
+def _is_extra(key: Any) -> bool:
+    """Return whether an entry is what a module adds by `get_extra_state`: it may have any form, as torch loads it."""
+    return isinstance(key, str) and key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX

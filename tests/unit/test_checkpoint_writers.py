@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,10 @@ def test_ranks_that_save_alone_leave_a_whole_checkpoint(tmp_path: Path, backend:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["thread", "shm"])
 def test_5000_rounds_of_two_writers(tmp_path: Path, backend: str) -> None:
-    for wrong in pool(backend, 3).run(alone, str(tmp_path / "c"), 5000, size=2):
+    for wrong in pool(backend, 3, timeout=60).run(alone, str(tmp_path / "c"), 5000, size=2):
         assert wrong == []
 
 
@@ -149,6 +151,22 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     un.checkpoint.save(tmp_path, {"n": torch.ones(3)})
     assert other.exists()
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_file_that_vanishes_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the lock of another save does while this one lists the directory."""
+    for name in ("a", "b", "c"):
+        tmp_path.joinpath(name).touch()
+    scandir = os.scandir
+
+    def late(path: Any) -> Any:
+        with scandir(path) as found:
+            entries = list(found)
+        tmp_path.joinpath("b").unlink()
+        return nullcontext(entries)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert storage_at(tmp_path).sizes().keys() == {"a", "c"}
 
 
 def test_storage_without_a_lock_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,10 +116,11 @@ class SaveLock:
         """Remove the lock, if it is this save's."""
         if self._held:
             self._held = False
-            _running.discard(self._id)
             with suppress(OSError):
                 if _card_at(self._storage) == self._card:
                     self._storage.remove(_NAME)
+            # Not before: a thread of this process that saw the lock would take its writer for dead.
+            _running.discard(self._id)
 
 
 @cache

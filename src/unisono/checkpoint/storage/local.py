@@ -74,12 +74,14 @@ class LocalStorage:
         return True
 
     def sizes(self) -> dict[str, int]:
-        try:
-            with os.scandir(self._root) as entries:
-                files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
-                return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in files}
-        except FileNotFoundError:
-            return {}
+        found: dict[str, int] = {}
+        with suppress(FileNotFoundError), os.scandir(self._root) as entries:
+            for entry in entries:
+                # Another process may remove one meanwhile, as its lock.
+                with suppress(FileNotFoundError):
+                    if entry.is_file(follow_symlinks=False):
+                        found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return found
 
     def open(self, name: str) -> LocalSource:
         return LocalSource(self._root / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -259,3 +260,23 @@ def taking(comm: un.Communicator) -> None:
     optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, [weight], comm, shard_gradients=True, lr=1.0)
     weight.sum().backward()
     optimizer.step()
+
+
+def test_rank_whose_pass_comes_later_is_told_why_another_one_has_left() -> None:
+    gone = threading.Event()
+
+    def program(comm: un.Communicator) -> None:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, [weight], comm, shard_gradients=True, lr=1.0)
+        if comm.rank == 0:
+            weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            try:
+                weight.sum().backward()
+            finally:
+                gone.set()
+        assert gone.wait(20)
+        weight.sum().backward()
+        optimizer.step()
+
+    for error in un.launch(program, 2, "thread", on_failure="continue"):
+        assert "a hook has taken the gradient of 'parameter 0' away" in str(error)

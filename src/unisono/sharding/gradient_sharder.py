@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.freed import ShardedGradient
 from unisono.sharding.parameter_bucket import ParameterBucket
@@ -51,7 +52,11 @@ class GradientSharder:
         if error is not None:
             if self.drop():
                 raise error
-            self._comms.replace()
+            try:
+                self._comms.replace()
+            except CommError as lost:
+                # The rank whose pass has failed does not repeat it.
+                raise error from lost
         self._check_placeholders()
         self.follow_zero_grad()
         self._next, self._syncing = 0, self.sync

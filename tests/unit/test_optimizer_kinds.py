@@ -267,9 +267,10 @@ def test_rank_whose_pass_comes_later_is_told_why_another_one_has_left() -> None:
 
     def program(comm: un.Communicator) -> None:
         weight = nn.Parameter(torch.zeros(4))
-        optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, [weight], comm, shard_gradients=True, lr=1.0)
         if comm.rank == 0:
             weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, [weight], comm, shard_gradients=True, lr=1.0)
+        if comm.rank == 0:
             try:
                 weight.sum().backward()
             finally:

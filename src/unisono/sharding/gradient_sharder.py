@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unisono.errors import CommError
+from unisono.errors import ClosedError, PeerLostError
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.freed import ShardedGradient
 from unisono.sharding.parameter_bucket import ParameterBucket
@@ -54,7 +54,9 @@ class GradientSharder:
                 raise error
             try:
                 self._comms.replace()
-            except CommError as lost:
+            except PeerLostError as lost:
+                if isinstance(error, ClosedError):
+                    raise
                 # The rank whose pass has failed does not repeat it.
                 raise error from lost
         self._check_placeholders()

@@ -241,7 +241,7 @@ def _troubled(draw: Random, case: Case, step: Step) -> Step:
 
 
 def _waiting(case: Case, before: Step | None) -> frozenset[str]:
-    """What the step before has accumulated, and frozen then."""
+    """Return the parameters that the step before has accumulated, and frozen then."""
     if before is None:
         return frozenset()
     *alone, last = before.passes

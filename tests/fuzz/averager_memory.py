@@ -10,7 +10,7 @@ from torch import nn
 __all__ = ["OwnMemory"]
 
 _GAP = 7.0
-"""What the memory between gradients holds, from the beginning to the end."""
+"""Value of the memory between gradients, from the beginning to the end."""
 
 
 class OwnMemory:

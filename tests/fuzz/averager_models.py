@@ -178,7 +178,7 @@ class Worker:
             nn.ParameterList(parameters.values()).zero_grad(set_to_none=how == "none")
 
     def weigh(self, step: Step, number: int) -> float | None:
-        """What the rank passes to `weight` before the pass of this number."""
+        """Return the argument of `weight` before the pass of this number."""
         if step.weights is None or number != step.weighed:
             return None
         self.weight = step.weights[self.rank]
@@ -237,12 +237,12 @@ class Worker:
         return roots
 
     def held(self) -> dict[str, torch.Tensor]:
-        """What each p.grad holds that is there."""
+        """Return the values of all gradients."""
         grads = {name: p.grad for name, p in self.parameters.items()}
         return {name: grad.detach().to_dense().clone() for name, grad in grads.items() if grad is not None}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What buffers hold."""
+        """Return the values of all buffers."""
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
     def load_buffers(self, values: dict[str, torch.Tensor]) -> None:

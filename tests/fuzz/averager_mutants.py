@@ -98,14 +98,14 @@ class _AveragesAll(ReferenceAverager):
 
 
 class _AveragesFrozen(ReferenceAverager):
-    """What was accumulated before its parameter was frozen is averaged by the next pass."""
+    """Gradients accumulated before their parameter was frozen are averaged by the next pass."""
 
     def chosen(self, votes: list[Vote]) -> set[str]:
         return super().chosen(votes).union(*self.comm.all_gather_object(self.owed))
 
 
 class _ForgetsFrozen(ReferenceAverager):
-    """What was accumulated before its parameter was frozen is never averaged."""
+    """Gradients accumulated before their parameter was frozen are never averaged."""
 
     def average_all(self, names: Iterable[str], votes: list[Vote]) -> None:
         super().average_all(names, votes)

@@ -85,7 +85,7 @@ class _Program:
             self.worker.compile()
 
     def _models(self) -> list[Any]:
-        """What each averager is made of."""
+        """Return the model or parameters of each averager."""
         model = self.worker.model
         if not self.case.part:
             return [model]

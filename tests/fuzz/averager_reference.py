@@ -20,7 +20,7 @@ __all__ = ["ReferenceAverager", "Vote"]
 
 
 class Vote(NamedTuple):
-    """What a rank says after a pass.
+    """Message of a rank after a pass.
 
     Attributes:
         here: Whether it has data left.

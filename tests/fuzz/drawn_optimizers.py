@@ -22,7 +22,7 @@ class Kind:
 
     @property
     def coupled(self) -> bool:
-        """Whether updates of elements depend on others, or on what no state has, so that it may be refused."""
+        """True if updates of elements depend on others, or on a number that no state has: it may be refused."""
         return bool(self.options.get("couple")) or self.options.get("count") == "object"
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:

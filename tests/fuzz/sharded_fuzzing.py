@@ -388,7 +388,7 @@ class _Trainer:
         self.removes: list[Callable[[], None]] = []
         self.stage = 0
         self.owner: Any = None
-        """What averages: an averager, a sharded optimizer or a sharded model."""
+        """The averager, sharded optimizer or sharded model that averages gradients."""
         self.optimizer: Any = None
 
     def run(self) -> None:
@@ -468,7 +468,7 @@ class _Trainer:
                 self._passes(step, fails)
                 self.optimizer.step()
 
-        # An averager repeats the pass that has failed; where gradients are sharded, the step begins anew.
+        # An averager repeats the pass that has failed; where gradients are sharded, the whole step is repeated.
         if self.stage == 1:
             whole(False)
         else:

@@ -1,4 +1,4 @@
-"""Whatever a training does, sharded optimizers and models end with the numbers of one process.
+"""Sharded optimizers and models end with the numbers of one process, for random trainings.
 
 A failure names its seed, and the command that runs it again. `make soak` runs 5,000 programs more.
 """

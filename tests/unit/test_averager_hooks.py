@@ -162,7 +162,7 @@ def step_and_take(parameter: torch.Tensor) -> None:
 
 
 USES = {"take": take, "step": step, "step and take": step_and_take}
-"""What a hook does with a gradient before it is averaged."""
+"""Uses of a gradient by a hook, before it is averaged."""
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

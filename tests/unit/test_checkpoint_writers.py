@@ -92,7 +92,6 @@ def test_second_writer_is_told_of_the_first(tmp_path: Path) -> None:
 
 
 def test_remote_storage_has_a_lock_too() -> None:
-    pytest.importorskip("fsspec")
     path = "memory://two-writers/c"
     for going in blocked(path):
         with pytest.raises(CheckpointError, match="another save to this path is running"):

@@ -33,7 +33,8 @@ class SaveLock:
     """Lock of one save: a small file beside the manifest that says who writes.
 
     A lock that a dead writer has left is taken over: of this host, one whose process is gone; of another, one that is
-    an hour old. Storage without `lock` has none: there two writers are noticed by nobody, and harm nobody's files.
+    an hour old. Storage without `lock` has none: there two writers are not noticed, and remove none of each other's
+    files.
 
     Args:
         storage: The path.
@@ -44,7 +45,8 @@ class SaveLock:
     """
 
     def __init__(self, storage: Storage, save_id: str) -> None:
-        self._storage, self._id = storage, save_id
+        self._storage = storage
+        self._id = save_id
         self._card: dict[str, Any] = {
             "id": save_id,
             "pid": os.getpid(),
@@ -86,7 +88,7 @@ class SaveLock:
             if other or tries >= _WAITS:
                 self._storage.remove(_NAME)
             else:
-                # It has just been released, or is being written.
+                # It has just been released, or is being written by a process that cannot notify this one.
                 time.sleep(_WAIT_S)
         raise CheckpointError(_told(other))
 

@@ -15,8 +15,8 @@ T_co = TypeVar("T_co", covariant=True)
 class HiddenWorker(Iterator[T_co]):
     """All samples of an iterable, in a loader worker too.
 
-    A dataset that divides itself among the workers, by torch's `get_worker_info`, sees none while it runs: whoever
-    reads it here divides its samples, and a second division would leave samples out.
+    A dataset that divides itself among the workers, by torch's `get_worker_info`, sees none while it runs:
+    its reader divides the samples, and a second division would leave samples out.
 
     Args:
         make: Returns the iterable.
@@ -32,7 +32,8 @@ class HiddenWorker(Iterator[T_co]):
 
 def _hidden(call: Callable[..., Any], *given: Any) -> Any:
     info: Any = worker
-    before, info._worker_info = info._worker_info, None
+    before = info._worker_info
+    info._worker_info = None
     try:
         return call(*given)
     finally:

@@ -1,4 +1,4 @@
-"""Which process it is: a number is valid on one host, and used again after a process has ended."""
+"""Identity of processes: a number is valid on one host, and used again after a process has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def process_space() -> bytes:
     Zeros where that is not known.
     """
     try:
-        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text(), Path("/proc/self/ns/pid").readlink()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        space = Path("/proc/self/ns/pid").readlink()
     except OSError:
         return bytes(16)
     return hashlib.blake2b(f"{boot}{space}".encode(), digest_size=16).digest()

@@ -250,6 +250,7 @@ def check_elementwise(
         except _RefusedError as refused:
             raise ValueError(f"{name} {refused}, so its states cannot be sharded. {advice}") from None
         except Exception as error:
+            # Any, of the user's class.
             failed = error
     raise ValueError(f"{name} failed in a trial step: {failed}. {advice}") from failed
 
@@ -258,7 +259,7 @@ _ONE_TRIAL = threading.Lock()
 
 
 class _RefusedError(Exception):
-    """What a class does that cannot be sharded."""
+    """Reason why a class cannot be sharded."""
 
 
 class _NoRandomNumbers(TorchFunctionMode):

@@ -183,9 +183,12 @@ def load(
 ) -> Any:
     """Load a checkpoint into a state, in place, and return the state.
 
-    Collective. More or fewer ranks may load than saved. Nothing is changed before the state is known to fit and all
-    files to exist. On each host every byte is read from the disk once: each rank reads a share, and copies the other
-    shares from the page cache; for storage without one, such as `s3://...`, the ranks broadcast their shares.
+    Collective. More or fewer ranks may load than saved. Nothing is changed before the state is known to fit, all files
+    to exist, and objects of up to 64 MiB to accept their states. States of optimizers go to the parameters of the same
+    names; modules that adapt what they load do so as under torch.
+
+    On each host every byte is read from the disk once: each rank reads a share, and copies the other shares from the
+    page cache; for storage without one, such as `s3://...`, the ranks broadcast their shares.
 
     Args:
         path: As passed to `save`.
@@ -210,7 +213,8 @@ def load(
         NoCheckpointError: There is none, or only an unfinished one.
         CorruptError: It is damaged; tensors are named, and the last good checkpoint beside it.
         FormatError: It was written by a newer version.
-        StateError: It is of another model: missing and unexpected names, shapes, and dtypes that would change values.
+        StateError: It is of another model: missing and unexpected names, shapes, and dtypes that would change values;
+            or an object refuses its state. The message says what was changed, if anything.
         StorageError: It cannot be read.
         TypeError, ValueError: `map_location` is not as described.
 

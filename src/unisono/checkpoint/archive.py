@@ -115,7 +115,7 @@ class Archive(Mapping[str, torch.Tensor]):
         source = remapped_rank(self.manifest.per_rank, rank, self.manifest.ranks)
         restoration = Restorer(self.manifest.tensors, source)
         build = restoration.match(None, self.manifest.state)
-        restoration.values.update({name: self[name] for name in restoration.needed})
+        restoration.values.update({name: self[name] for name in restoration.late.needed})
         return build()
 
     def __contains__(self, name: object) -> bool:

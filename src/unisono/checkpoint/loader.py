@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.map_location import check_location
 from unisono.checkpoint.memory_limits import HELD
 from unisono.checkpoint.reader import ByteRanges, Files, ReadWindow, assign, read_manifest, windows_of
-from unisono.checkpoint.restore import Restorer
+from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.tensor_loader import LoadOptions, TensorLoader
 from unisono.checkpoint.tree_utils import remapped_rank
@@ -57,51 +59,99 @@ def _manifest(storage: Storage, team: CollectiveScope) -> Manifest:
     return Manifest.from_bytes(data, nbytes)
 
 
+@dataclass
+class _Pass:
+    """Tensors that are read together, with the windows to read for all ranks of this host, and for this one alone."""
+
+    wanted: Wanted
+    shares: list[list[ReadWindow]]
+    alone: list[ReadWindow]
+    cached: bool = False
+    same: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(window.stop - window.start for windows in (*self.shares, self.alone) for window in windows)
+
+
 def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScope, options: LoadOptions) -> Any:
     source = remapped_rank(manifest.per_rank, team.rank, team.size)
     restoration = Restorer(manifest.tensors, source, strict=options.strict)
     builds: list[Callable[[], Any]] = []
 
-    def match() -> list[str]:
+    def match() -> list[list[str]]:
         check_location(options.map_location)
         builds.append(restoration.match(state, manifest.state))
-        absent = [name for name in restoration.needed if name not in manifest.tensors]
+        needed = [list(restoration.early.needed), list(restoration.late.needed)]
+        absent = [name for name in chain(*needed) if name not in manifest.tensors]
         if absent:
             raise StateError(f"its state refers to {absent[0]!r}, which it does not have")
-        return [name for name in restoration.needed if not name.startswith("@")]
+        return needed
 
-    shared = dict.fromkeys(name for names in team.all_or_none(match) for name in names)
-    own = [name for name in restoration.needed if name.startswith("@")]
-    ranges = _ranges(restoration, {*shared, *own})
+    found = team.all_or_none(match)
     host = _host(team.comm)
     try:
         rank, size = (host.rank, host.size) if host is not None else (0, 1)
-        shares = assign(windows_of(manifest, shared), size)
+        early, late = (
+            _pass(manifest, restoration, wanted, {*chain(*(names[number] for names in found))}, size)
+            for number, wanted in enumerate((restoration.early, restoration.late))
+        )
+        on_bytes = _progress(options, early.nbytes + late.nbytes)
+        passes = [early, late] if any(names[0] for names in found) else [late]
         with Files(storage, manifest) as files, torch.no_grad():
-            alone = windows_of(manifest, [*own, *ranges], ranges)
-            found = team.all_or_none(lambda: _check_files(files, shares, rank, alone, options))
-            cached, same = all(which is not None for which in found), _same(found, team)
-            ready: list[TensorLoader] = []
+            for one in passes:
+                checked = team.all_or_none(partial(_check_files, files, one.shares, rank, one.alone, options))
+                one.cached, one.same = all(which is not None for which in checked), _same(checked, team)
             # Where tensors are created, memory or the device may be missing on one rank.
-            team.all_or_none(
-                lambda: ready.append(TensorLoader(files, restoration, host, options, cached=cached, same=same))
-            )
+            loaders: list[TensorLoader] = []
+
+            def create() -> None:
+                for one in passes:
+                    loader = TensorLoader(
+                        files, restoration, one.wanted, host, options, on_bytes, cached=one.cached, same=one.same
+                    )
+                    loaders.append(loader)
+
+            team.all_or_none(create)
+            if len(passes) > 1:
+                team.all_or_none(lambda: loaders[0].run(early.shares, early.alone))
+            restoration.load_early(team)
             try:
-                team.all_or_none(lambda: ready[0].run(shares, alone))
+                team.all_or_none(lambda: loaders[-1].run(late.shares, late.alone))
+                team.all_or_none(lambda: builds.append(builds[0]()))
             except CheckpointError as error:
                 error.message += "; the state is partly overwritten"
                 raise
-            team.all_or_none(lambda: builds.append(builds[0]()))
     finally:
         if host is not None and host is not team.comm:
             host.close()
     return builds[1]
 
 
-def _ranges(restoration: Restorer, whole: Set[str]) -> ByteRanges:
+def _pass(manifest: Manifest, restoration: Restorer, wanted: Wanted, names: Set[str], size: int) -> _Pass:
+    """`names`: those that any rank needs, and this rank's own."""
+    shared = [name for name in manifest.tensors if name in names and not name.startswith("@")]
+    own = [name for name in wanted.needed if name.startswith("@")]
+    ranges = _ranges(restoration, wanted, {*shared, *own})
+    return _Pass(wanted, assign(windows_of(manifest, shared), size), windows_of(manifest, [*own, *ranges], ranges))
+
+
+def _progress(options: LoadOptions, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        if options.progress is not None:
+            options.progress(done, total)
+
+    return on_bytes
+
+
+def _ranges(restoration: Restorer, wanted: Wanted, whole: Set[str]) -> ByteRanges:
     """Bytes to read for shards, of tensors that no rank needs whole."""
     found: dict[str, list[tuple[int, int]]] = {}
-    for name, shard in restoration.shards:
+    for name, shard in wanted.shards:
         if name not in whole and shard.start < shard.stop:
             item = restoration.entries[name].dtype.itemsize
             found.setdefault(name, []).append((shard.start * item, shard.stop * item))

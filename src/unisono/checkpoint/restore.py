@@ -1,27 +1,33 @@
 """Restoring a state: match it against the saved tree, place its tensors, then load its objects.
 
-Nothing is changed before everything fits: matching returns what there is to do, as functions.
+Nothing is changed before everything fits: matching returns what there is to do, as functions. What may refuse its state
+is loaded first, from tensors that were read aside; only then are tensors overwritten in place.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from unisono.checkpoint.errors import FormatError, StateError, listed
+from unisono.checkpoint.collective import CollectiveScope
+from unisono.checkpoint.errors import CheckpointError, FormatError, StateError, listed
 from unisono.checkpoint.manifest import TensorEntry
+from unisono.checkpoint.optimizer_order import in_order_of
 from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
 from unisono.checkpoint.tensor_shard import TensorShard
-from unisono.checkpoint.tree import Node, join, names_in, tag_of, unpack
+from unisono.checkpoint.tree import Node, join, memory_of_tensor, names_in, tag_of, unpack
 from unisono.checkpoint.tree_utils import (
     elements_of,
     empty_of,
     entries_of,
-    groups_misfit,
     has_objects,
     has_tensors,
     misfit,
@@ -29,7 +35,7 @@ from unisono.checkpoint.tree_utils import (
     with_versions,
 )
 
-__all__ = ["Restorer"]
+__all__ = ["Restorer", "Wanted"]
 
 _Mode = Literal["top", "strict", "shapes", "loose"]
 """Required match: all names of the target; exactly these names; shapes of tensors that both have; none."""
@@ -38,6 +44,59 @@ _Build = Callable[[], Any]
 
 # Errors that a hostile tree may cause when values are built from it.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
+
+_ASIDE = 64 << 20
+"""Bytes of tensors up to which an object's saved state is read aside, and its present one kept until all is loaded."""
+
+_JUST_LOADS = (torch.nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+
+
+@dataclass
+class Wanted:
+    """Tensors to read.
+
+    Attributes:
+        needed: Their names.
+        targets: Tensors of the same dtype and shape to read some of them into.
+        shards: Shards, with the names of the tensors to read their ranges of.
+    """
+
+    needed: dict[str, None] = field(default_factory=dict)
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    shards: list[tuple[str, TensorShard]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Part:
+    """An object of the target that may refuse its state.
+
+    Attributes:
+        path: Its place, for messages.
+        load: Loads it; raises `StateError`.
+        state: Its state before.
+        undo: Loads a state into it.
+        small: Whether a copy of the state before may be made.
+    """
+
+    path: str
+    load: _Build
+    state: Any
+    undo: Callable[[Any], Any]
+    small: bool = True
+
+    def copied(self) -> Any:
+        """Return a copy of the state before; None if it is large, or cannot be copied."""
+        with suppress(Exception):
+            return copy.deepcopy(self.state) if self.small else None
+
+    def put_back(self, before: Any) -> bool:
+        """Load the copy of the state before, and return whether that was possible."""
+        if before is None:
+            return False
+        with suppress(Exception):
+            self.undo(before)
+            return True
+        return False
 
 
 class Restorer:
@@ -49,10 +108,9 @@ class Restorer:
         strict: Whether names that only one side has are an error.
 
     Attributes:
-        targets: Tensors of the target to read saved ones of the same dtype and shape into.
-        needed: Names of all tensors to read.
-        shards: Shards of the target, with the names of the tensors to read their ranges of.
-        values: The tensors, by name; fill it in before `build`.
+        early: Tensors of the objects that `load_early` loads.
+        late: All others.
+        values: The tensors, by name; fill in those of `early` before `load_early`, and of `late` before `build`.
     """
 
     def __init__(
@@ -62,18 +120,40 @@ class Restorer:
         *,
         strict: bool = True,
     ) -> None:
-        self.targets: dict[str, torch.Tensor] = {}
-        self.needed: dict[str, None] = {}
-        self.shards: list[tuple[str, TensorShard]] = []
+        self.early, self.late = Wanted(), Wanted()
         self.values: dict[str, torch.Tensor] = {}
         self.entries, self._source, self._strict = entries, source, strict
         self._problems: list[str] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
+        # Where tensors that are found go: `late`, or `early` within an object that is loaded early.
+        self._wanted = self.late
+        self._parts: list[_Part] = []
+        # Names of the saved tensors for those here, by their memory: optimizers are matched when all are known.
+        self._names_here: dict[tuple[Any, ...], str] = {}
+        self._optimizers: list[Callable[[], None]] = []
 
-    def needed_entries(self) -> list[tuple[str, TensorEntry]]:
-        """The needed tensors."""
-        return [(name, self.entries[name]) for name in self.needed]
+    def load_early(self, team: CollectiveScope) -> None:
+        """Load the objects that may refuse their state: all of them on all ranks, or none. Collective.
+
+        Raises:
+            StateError: One refuses, which is named; the others have their state of before again.
+        """
+        begun: list[tuple[_Part, Any]] = []
+        loaded: list[_Part] = []
+
+        def load() -> None:
+            for part in self._parts:
+                begun.append((part, part.copied()))
+                part.load()
+                loaded.append(part)
+
+        try:
+            team.all_or_none(load)
+        except CheckpointError as error:
+            changed = [part.path for part, before in reversed(begun) if not part.put_back(before) and part in loaded]
+            error.message += f". {listed(changed)} may have changed" if changed else ". Nothing else was changed"
+            raise
 
     def match(self, target: Any, node: Node) -> _Build:
         """Return a function that puts the values of `node` into `target` and returns it.
@@ -83,6 +163,8 @@ class Restorer:
         """
         try:
             build = self._match(target, node, "", "top")
+            for match in self._optimizers:
+                match()
         except StateError:
             raise
         except _UNREADABLE as error:
@@ -160,7 +242,7 @@ class Restorer:
 
     def _match_generator(self, generator: torch.Generator, node: Node, target: Any) -> _Build:
         name = str(node["$generator"])
-        self.needed[name] = None
+        self._wanted.needed[name] = None
 
         def put() -> Any:
             generator.set_state(self.values[name].cpu())
@@ -169,29 +251,91 @@ class Restorer:
         return put
 
     def _match_object(self, target: Any, node: Node, path: str) -> _Build:
-        _, inner, *metadata = node["$state"] if tag_of(node) == "$state" else ("", node)
+        _, inner, *rest = node["$state"] if tag_of(node) == "$state" else ("", node)
         current = target.state_dict()
-        module = isinstance(target, torch.nn.Module)
-        if isinstance(target, torch.optim.Optimizer) and (why := groups_misfit(current, inner, self.entries)):
-            self._problems.append(f"{path!r} {why}")
-        mode: _Mode = "strict" if module else "shapes" if isinstance(target, torch.optim.Optimizer) else "loose"
-        build = self._match(current, inner, path, mode, fresh=True)
-        versions = self._create(metadata[0]) if module and metadata else None
-        # Parameters on the meta device have no memory to fill: the loaded ones take their place.
-        assign = module and any(isinstance(t, torch.Tensor) and t.is_meta for t in current.values())
-        options = {"strict": self._strict, "assign": assign} if module else {}
+        if isinstance(target, torch.nn.Module):
+            return self._match_module(target, current, inner, self._create(rest[0]) if rest else None, path)
+        if not isinstance(target, torch.optim.Optimizer):
+            return self._match_part(target, current, inner, path, "loose")
+        build: list[_Build] = []
+
+        def match() -> None:
+            saved = rest[0] if rest else None
+            ordered, why = in_order_of(target, inner, saved, self._names_here, self.entries, path)
+            if why:
+                self._problems.append(f"{path!r} {why}")
+            build.append(self._match_part(target, current, ordered, path, "shapes"))
 
         def put() -> Any:
+            return build[0]()
+
+        self._optimizers.append(match)
+        return put
+
+    def _match_module(
+        self, target: torch.nn.Module, current: dict[str, Any], inner: Node, versions: _Build | None, path: str
+    ) -> _Build:
+        # Parameters on the meta device have no memory to fill: the loaded ones take their place.
+        assign = any(isinstance(t, torch.Tensor) and t.is_meta for t in current.values())
+        ties = _ties(target) if assign else []
+
+        def load(state: Any) -> None:
+            made = state if versions is None else with_versions(state, versions(), target)
+            target.load_state_dict(made, strict=self._strict, assign=assign)
+            for owner, leaf, tied in ties:
+                setattr(owner, leaf, target.get_parameter(tied))
+
+        known = len(self._missing), len(self._problems), len(self._unexpected)
+        adapts = _adapts(target)
+        if not adapts:
+            build = self._match(current, inner, path, "strict", fresh=True)
+            lacking = len(self._missing) > known[0] and (len(self._problems), len(self._unexpected)) == known[1:]
+            if not (lacking and any(isinstance(m, _NormBase) for m in target.modules())):
+                return self._loading(load, build, path, target)
+            del self._missing[known[0] :]
+        items = entries_of(inner) or {}
+        for name, tensor in current.items():
+            if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tag_of(items.get(name)) == "$tensor":
+                self._names_here.setdefault(memory_of_tensor(tensor), str(items[name]["$tensor"]))
+        before, self._wanted = self._wanted, self.early
+        build = self._create(inner)
+        self._wanted = before
+        put = self._loading(load, build, path, target)
+        small = self._nbytes(inner) <= _ASIDE
+        undo = partial(target.load_state_dict, strict=False, assign=assign)
+        self._parts.append(_Part(path, put, current, undo, small))
+        return lambda: target
+
+    def _match_part(self, target: Any, current: Any, inner: Node, path: str, mode: _Mode) -> _Build:
+        """An object that is not a module. It is loaded early if its state is small, and not that of torch's classes."""
+        plain = getattr(type(target), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
+        early = not plain and self._nbytes(inner) <= _ASIDE and not _any_shard(current)
+        before, self._wanted = self._wanted, self.early if early else self._wanted
+        build = self._match(current, inner, path, mode, fresh=True)
+        self._wanted = before
+        put = self._loading(target.load_state_dict, build, path, target)
+        if not early:
+            return put
+        self._parts.append(_Part(path, put, current, target.load_state_dict))
+        return lambda: target
+
+    def _loading(self, load: Callable[[Any], Any], build: _Build, path: str, target: Any) -> _Build:
+        def put() -> Any:
             made = build()
-            if versions is not None:
-                made = with_versions(made, versions(), target)
-            target.load_state_dict(made, **options)
+            try:
+                load(made)
+            except Exception as error:
+                where = repr(path) if path else "the object"
+                raise StateError(f"{where} refuses its state ({type(error).__name__}: {error})") from error
             return target
 
         return put
 
+    def _nbytes(self, node: Node) -> int:
+        return sum(self.entries[name].nbytes for name in self._names(node) if name in self.entries)
+
     def _match_tensor(self, target: torch.Tensor, name: str, path: str, mode: _Mode) -> _Build:
-        self.needed[name] = None
+        self._wanted.needed[name] = None
         entry = self.entries[name]
         if is_lazy(target):
             return lambda: self.values[name]
@@ -200,8 +344,11 @@ class Restorer:
             self._problems.append(f"{path!r} {why}")
         if why or target.is_meta:
             return lambda: self.values[name]
+        self._names_here.setdefault(memory_of_tensor(target), name)
+        if self._wanted is self.early:
+            return lambda: self.values[name].to(target)
         if target.dtype == entry.dtype:
-            self.targets.setdefault(name, target)
+            self.late.targets.setdefault(name, target)
 
         def put() -> torch.Tensor:
             if self.values[name] is not target:
@@ -215,7 +362,7 @@ class Restorer:
         why = misfit(shard, self.entries[name]) if name else "is a TensorShard here, but no tensor in it"
         if why:
             self._problems.append(f"{path!r} {why}")
-        self.shards.append((name or "", shard))
+        self.late.shards.append((name or "", shard))
         return lambda: shard
 
     def _match_dict(
@@ -231,9 +378,7 @@ class Restorer:
             self._unexpected += [join(path, key) for key in items if key not in target]
         below: _Mode = "strict" if mode == "top" else mode
         builds = {
-            key: self._create(item)
-            if _is_extra(key)
-            else self._match(target.get(key), item, join(path, key), below, fresh=fresh)
+            key: self._match(target.get(key), item, join(path, key), below, fresh=fresh)
             for key, item in items.items()
             if key in target or mode != "top"
         }
@@ -272,7 +417,7 @@ class Restorer:
 
     # -- values that are created ---------------------------------------------------------------
     def _create(self, node: Node) -> _Build:
-        self.needed.update(dict.fromkeys(self._names(node)))
+        self._wanted.needed.update(dict.fromkeys(self._names(node)))
 
         def put() -> Any:
             try:
@@ -303,6 +448,30 @@ class Restorer:
         raise ValueError(f"there is a value of the unknown kind {tag!r}")
 
 
-def _is_extra(key: Any) -> bool:
-    """Return whether an entry is what a module adds by `get_extra_state`: it may have any form, as torch loads it."""
-    return isinstance(key, str) and key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+def _adapts(module: torch.nn.Module) -> bool:
+    """Return whether the module, or one in it, may change or refuse what it loads: as torch loads it, so do we."""
+    return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
+        one._load_state_dict_pre_hooks
+        or one._load_state_dict_post_hooks
+        or getattr(one._load_from_state_dict, "__func__", None) not in _JUST_LOADS
+        or type(one).set_extra_state is not torch.nn.Module.set_extra_state
+        for one in module.modules()
+    )
+
+
+def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
+    """Return each further name of a parameter, as the module that has it and its name there, with the first name."""
+    names: dict[int, str] = {}
+    found = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            owner, _, leaf = name.rpartition(".")
+            found.append((module.get_submodule(owner), leaf, first))
+    return found
+
+
+def _any_shard(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_any_shard, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, TensorShard)

@@ -13,7 +13,7 @@ import torch
 from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.checkpoint.tree import Node, Packer
 
-__all__ = ["RNG", "Captured", "PerRank", "Policy", "capture", "is_stateful", "per_rank_of"]
+__all__ = ["RNG", "Captured", "PerRank", "Policy", "capture", "is_stateful", "parameters_of", "per_rank_of"]
 
 Policy = Literal["modulo", "keep", "shared", "all", "refuse"]
 _POLICIES = ("modulo", "keep", "shared", "all", "refuse")
@@ -139,6 +139,15 @@ class Captured:
     own_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Size, str | None]]:
+    """Return each parameter with its shape and the name that the optimizer knows, of the whole one if it has a part."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if pieces := getattr(optimizer, "pieces", None):
+        return [(p, piece.shape, piece.name) for p, piece in zip(parameters, pieces, strict=True)]
+    names = [n for group in optimizer.param_groups for n in group.get("param_names") or [None] * len(group["params"])]
+    return [(p, p.shape, name) for p, name in zip(parameters, names, strict=True)]
+
+
 def capture(state: Any, rank: int) -> Captured:
     """Take a state apart, without copying tensors.
 
@@ -158,6 +167,13 @@ def capture(state: Any, rank: int) -> Captured:
     tree = packer.pack(state)
     inner = Packer(_object, prefix=f"@{rank}.")
     trees = [inner.pack(own.obj, path) for path, own in mine]
+    for optimizer, body in (*packer.optimizers, *inner.optimizers):
+        body.append(
+            [
+                packer.name_of(p) or inner.name_of(p) or name or list(shape)
+                for p, shape, name in parameters_of(optimizer)
+            ]
+        )
     for name in inner.shards:
         raise TypeError(
             f"{name.removeprefix(f'@{rank}.')!r} is a TensorShard in a PerRank value, but all ranks save it together"
@@ -178,4 +194,6 @@ def _object(packer: Packer, value: Any, path: str, depth: int) -> Node | None:
         # By its version a module knows whether what it loads is of an older form. Most have 1, which is not written.
         versions = {name: one for name, one in known.items() if one != {"version": 1}}
         body.append(packer.pack(versions, f"{path}._metadata", depth + 1))
+    elif isinstance(value, torch.optim.Optimizer):
+        packer.optimizers.append((value, body))
     return {"$state": body}

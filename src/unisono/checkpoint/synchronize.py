@@ -13,7 +13,7 @@ from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.dtypes import as_bytes, dtype_of, name_of
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.map_location import Destination
-from unisono.checkpoint.restore import Restorer
+from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.state import capture
 from unisono.checkpoint.tree import Node, names_in, tag_of
 
@@ -38,7 +38,7 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
         `state` itself if it is a dict, list, tensor or object; else, on the other ranks, a new value.
 
     Raises:
-        StateError: On every rank, if some rank's state is of another model; nothing is changed then.
+        StateError: On every rank, if some rank's state is of another model, or an object refuses it; as `load`.
         TypeError: As `save`; or the state has a `TensorShard`.
         ValueError: `src` is no rank of `comm`.
 
@@ -63,19 +63,24 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     restoration = Restorer(entries, lambda index, policy: trees[index])
     builds: list[Any] = []
 
-    def match() -> None:
+    def match() -> list[list[str]]:
         builds.append(restoration.match(state, tree))
-        _refuse_shards(name for name, _ in restoration.shards)
+        _refuse_shards(name for name, _ in restoration.late.shards)
+        return [list(restoration.early.needed), list(restoration.late.needed)]
 
-    team.all_or_none(lambda: match() if not source else None)
-    with torch.no_grad():
-        destinations = {
-            name: Destination(entry, restoration.targets.get(name), None)
-            for name, entry in restoration.needed_entries()
-        }
-        for run in _runs(entries):
+    found = team.all_or_none(lambda: match() if not source else [[], []])
+
+    def receive(wanted: Wanted, number: int) -> None:
+        names = {name for needed in found for name in needed[number]}
+        destinations = {name: Destination(entries[name], wanted.targets.get(name), None) for name in wanted.needed}
+        for run in _runs({name: entry for name, entry in entries.items() if name in names}):
             _send(comm, src, run, tensors, destinations)
         restoration.values.update({name: destination.tensor() for name, destination in destinations.items()})
+
+    with torch.no_grad():
+        receive(restoration.early, 0)
+        restoration.load_early(team)
+        receive(restoration.late, 1)
         team.all_or_none(lambda: builds.append(builds[0]()) if not source else None)
     return state if source else builds[1]
 

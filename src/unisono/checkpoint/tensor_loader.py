@@ -14,9 +14,10 @@ from unisono.checkpoint.dtypes import memory_of
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.map_location import Destination, MapLocation
 from unisono.checkpoint.reader import Block, Files, ReadWindow
-from unisono.checkpoint.restore import Restorer
+from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.saver import Progress
 from unisono.checkpoint.tensor_shard import TensorShard
+from unisono.checkpoint.writer import ByteCallback
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
@@ -47,34 +48,37 @@ class TensorLoader:
 
     Args:
         files: The files to read from.
-        restoration: Defines the destinations, and receives the tensors.
+        restoration: Receives the tensors.
+        wanted: The tensors to load.
         host: The ranks of this host; None if this rank is alone.
         cached: Whether the host's memory keeps file contents; the same on all its ranks.
         same: Whether the other ranks of the host read the same files, so that their checks also hold here.
         options: Options of the load.
+        on_bytes: Called with the number of bytes that are in place, of each window.
     """
 
     def __init__(
         self,
         files: Files,
         restoration: Restorer,
+        wanted: Wanted,
         host: Communicator | None,
         options: LoadOptions,
+        on_bytes: ByteCallback,
         *,
         cached: bool,
         same: bool,
     ) -> None:
         self._files, self._restoration, self._host, self._cached = files, restoration, host, cached
-        self._options, self._check, self._same = options, bool(options.check), same
+        self._wanted, self._on_bytes, self._check, self._same = wanted, on_bytes, bool(options.check), same
         self._destinations = {
-            name: [Destination(entry, restoration.targets.get(name), options.map_location)]
-            for name, entry in restoration.needed_entries()
+            name: [Destination(restoration.entries[name], wanted.targets.get(name), options.map_location)]
+            for name in wanted.needed
         }
-        self._shards = [(shard, self._add_shard(name, shard)) for name, shard in restoration.shards]
+        self._shards = [(shard, self._add_shard(name, shard)) for name, shard in wanted.shards]
         self._spare: dict[str, torch.Tensor] = {}
         self._bad: list[Block] = []
         self._failed: list[Exception] = []
-        self._done = self._total = 0
 
     def run(self, shares: Sequence[Sequence[ReadWindow]], own: Sequence[ReadWindow]) -> None:
         """Load all tensors. Collective over the host's ranks.
@@ -87,7 +91,6 @@ class TensorLoader:
             CorruptError: Damaged; all tensors concerned are named.
             OSError: The storage could not be read.
         """
-        self._total = sum(window.stop - window.start for windows in (*shares, own) for window in windows)
         if self._host is None:
             self._attempt(self._read, shares[0])
         elif self._cached:
@@ -98,9 +101,7 @@ class TensorLoader:
         self._files.corrupt_error(self._bad)
         if self._failed:
             raise self._failed[0]
-        self._restoration.values.update(
-            {name: self._destinations[name][0].tensor() for name in self._restoration.needed}
-        )
+        self._restoration.values.update({name: self._destinations[name][0].tensor() for name in self._wanted.needed})
         for shard, destination in self._shards:
             shard.local.copy_(destination.tensor())
 
@@ -145,7 +146,7 @@ class TensorLoader:
                 destinations = self._destinations.get(block.name or "", [])
                 if destinations or (block.name is None and check):
                     self._put(block, destinations, check)
-            self._report(window)
+            self._on_bytes(window.stop - window.start)
 
     def _put(self, block: Block, destinations: Sequence[Destination], check: bool) -> None:
         length = block.stop - block.start
@@ -179,7 +180,7 @@ class TensorLoader:
         for block in window.blocks:
             for destination in self._destinations.get(block.name or "", []):
                 destination.put(block.offset, data[block.start - window.start : block.stop - window.start])
-        self._report(window)
+        self._on_bytes(window.stop - window.start)
 
     # -- both ----------------------------------------------------------------------------------
     def _fetch(self, block: Block, memory: memoryview, check: bool) -> None:
@@ -191,8 +192,3 @@ class TensorLoader:
         if spare is None or spare.numel() < length:
             spare = self._spare[use] = torch.empty(max(length, BLOCK), dtype=torch.uint8)
         return spare[:length]
-
-    def _report(self, window: ReadWindow) -> None:
-        self._done += window.stop - window.start
-        if self._options.progress is not None:
-            self._options.progress(self._done, self._total)

@@ -18,7 +18,7 @@ import torch
 from unisono.checkpoint.dtypes import as_bytes, check_savable, dtype_of, memory_of, name_of
 from unisono.checkpoint.tensor_shard import TensorShard
 
-__all__ = ["MAX_DEPTH", "Node", "Packer", "join", "names_in", "tag_of", "unpack"]
+__all__ = ["MAX_DEPTH", "Node", "Packer", "join", "memory_of_tensor", "names_in", "tag_of", "unpack"]
 
 Node = Any
 """A value as JSON has it: None, bool, int, float, str, list, dict."""
@@ -39,6 +39,7 @@ class Packer:
     Attributes:
         tensors: Tensors that the tree refers to, by name. A tensor that occurs twice is stored once.
         shards: The `TensorShard`s among them.
+        optimizers: Optimizers that `special` has met, and their nodes: names of parameters are added at the end.
 
     Example:
         >>> packer = Packer()
@@ -49,6 +50,7 @@ class Packer:
     def __init__(self, special: Callable[[Packer, Any, str, int], Node | None] | None = None, prefix: str = "") -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.shards: dict[str, TensorShard] = {}
+        self.optimizers: list[tuple[torch.optim.Optimizer, list[Any]]] = []
         self._seen: dict[tuple[Any, ...], str] = {}
         self._special, self._prefix = special, prefix
 
@@ -76,9 +78,7 @@ class Packer:
         shard = value if isinstance(value, TensorShard) else None
         tensor = value.local if isinstance(value, TensorShard) else value
         check_savable(tensor, path)
-        seen_as = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        # Shards are known by their object, because on some ranks they have no memory.
-        memory = (id(shard),) if shard else (tensor.data_ptr(), tensor.device, *seen_as)
+        memory = memory_of_tensor(value)
         if (shard or tensor.numel()) and memory in self._seen:
             return self._seen[memory]
         # "@" begins the names of what belongs to one rank.
@@ -92,6 +92,10 @@ class Packer:
             self.shards[name] = shard
         self._seen[memory] = name
         return name
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """Return the name under which a parameter of an optimizer is kept; None if it is not."""
+        return self._seen.get(memory_of_tensor(parameter)) if parameter.data_ptr() else None
 
     def _container(self, value: Any, path: str, depth: int) -> Node:
         if isinstance(value, dict):
@@ -163,6 +167,17 @@ class Packer:
         )
         tag = "$array" if isinstance(value, numpy.ndarray) else "$scalar"
         return {tag: [array.dtype.str, list(array.shape), self.keep(flat, path)]}
+
+
+def memory_of_tensor(value: torch.Tensor | TensorShard) -> tuple[Any, ...]:
+    """Key that is equal for two tensors if they are the same elements of the same memory.
+
+    Shards are known by their object, because on some ranks they have no memory.
+    """
+    if isinstance(value, TensorShard):
+        return (id(value),)
+    seen_as = (value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
+    return value.data_ptr(), value.device, *seen_as
 
 
 def join(path: str, key: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ __all__ = [
     "elements_of",
     "empty_of",
     "entries_of",
-    "groups_misfit",
     "has_objects",
     "has_tensors",
     "leaves",
@@ -117,24 +116,6 @@ def elements_of(node: Node) -> list[Node] | None:
     """Values of a saved list or tuple; None if the node is neither."""
     body = node["$tuple"] if tag_of(node) == "$tuple" else node
     return body if isinstance(body, list) else None
-
-
-def groups_misfit(current: dict[str, Any], node: Node, entries: Mapping[str, TensorEntry]) -> str | None:
-    """Return the reason that an optimizer cannot take over the saved groups of parameters; None if it can."""
-    here = [len(group["params"]) for group in current["param_groups"]]
-    saved = _group_sizes(node, entries)
-    return None if saved in (None, here) else f"has groups of {saved} parameters in it, of {here} here"
-
-
-def _group_sizes(node: Node, entries: Mapping[str, TensorEntry]) -> list[int] | None:
-    groups = elements_of((entries_of(node) or {}).get("param_groups"))
-    if groups is None:
-        return None
-    lists = [(entries_of(group) or {}).get("params") for group in groups]
-    return [
-        entries[one["$numbers"]].shape[0] if tag_of(one) == "$numbers" and one else len(elements_of(one) or ())
-        for one in lists
-    ]
 
 
 def tagged(node: Node) -> list[tuple[str, Any]]:

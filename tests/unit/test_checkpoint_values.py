@@ -201,3 +201,28 @@ def test_self_referential_state(tmp_path: Path) -> None:
     state["me"] = state
     with pytest.raises(ValueError, match="contains itself"):
         un.checkpoint.save(tmp_path, state)
+
+
+@pytest.mark.parametrize("count", [1_250, pytest.param(12_500, marks=pytest.mark.soak)])
+def test_number_of_small_tensors_is_not_limited(tmp_path: Path, count: int) -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(count))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    un.checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer})
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+        optimizer.state[parameter]["exp_avg"].zero_()
+    un.checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer})
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter, value)
+        assert bool((optimizer.state[parameter]["exp_avg"] > 0).all())
+
+
+def test_tensors_without_elements_or_dimensions_are_not_limited(tmp_path: Path) -> None:
+    state = {str(number): torch.zeros(()) if number % 2 else torch.zeros(0) for number in range(8_000)}
+    un.checkpoint.save(tmp_path, state)
+    loaded = un.checkpoint.load(tmp_path)
+    assert [loaded[name].shape for name in state] == [tensor.shape for tensor in state.values()]

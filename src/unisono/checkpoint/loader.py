@@ -49,14 +49,16 @@ def _now(storage: Storage) -> str:
 
 def _manifest(storage: Storage, team: CollectiveScope) -> Manifest:
     """Read the manifest on rank 0, for all ranks."""
+    mine: list[Manifest] = []
 
     def read() -> Any:
         manifest, data = read_manifest(storage)
         manifest.check_sizes(storage.sizes())
+        mine.append(manifest)
         return data, manifest.nbytes
 
     data, nbytes = team.first(read)
-    return Manifest.from_bytes(data, nbytes)
+    return mine[0] if mine else Manifest.from_bytes(data, nbytes)
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Limit of the memory that a checkpoint may request: twice its files, plus `GRANTED`. Checked before any use."""
+"""Limit of the memory that a checkpoint may request. Checked before any use.
+
+It is twice the files, `OF_MANIFEST` times the manifest, and `GRANTED`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any
 from unisono.checkpoint.errors import FormatError
 from unisono.checkpoint.tree import MAX_DEPTH, Node, tag_of
 
-__all__ = ["GRANTED", "HELD", "check_cost", "check_trees", "cost_of"]
+__all__ = ["GRANTED", "HELD", "OF_MANIFEST", "check_cost", "check_trees", "cost_of"]
 
 GRANTED = 16 << 20
 """Bytes that any checkpoint may take beyond twice its files: Python's values are much longer than their JSON."""
+OF_MANIFEST = 24
+"""Bytes for each byte of a manifest: what the entries of the smallest tensors take, by the costs below."""
 HELD = 4 << 20
 """Bytes a rank up to which tensors are held in memory until all are known to be intact."""
 
@@ -23,15 +28,15 @@ _COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
 
 
 def cost_of(text: bytes | bytearray) -> int:
-    """Bytes of memory that values may take, in addition to the text that they are parsed from, and its copy."""
-    return len(text) + sum(text.count(mark) * cost for mark, cost in _MARKS.items())
+    """Bytes of memory that values may take beyond `OF_MANIFEST` times the text that they are parsed from."""
+    return max(0, sum(text.count(mark) * cost for mark, cost in _MARKS.items()) - OF_MANIFEST * len(text))
 
 
 def check_cost(cost: int, nbytes: int) -> None:
     """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
 
-    The text exists twice while it is parsed, and so do tensors that are held: twice the files already. Larger
-    tensors have a single copy, which leaves the memory of a second one.
+    Tensors that are held exist twice: twice the files already. Larger ones have a single copy, which leaves the memory
+    of a second one.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(

@@ -276,7 +276,8 @@ class Restorer:
         self, target: torch.nn.Module, current: dict[str, Any], inner: Node, versions: _Build | None, path: str
     ) -> _Build:
         # Parameters on the meta device have no memory to fill: the loaded ones take their place.
-        assign = any(isinstance(t, torch.Tensor) and t.is_meta for t in current.values())
+        tensors = [t for t in current.values() if isinstance(t, torch.Tensor)]
+        assign = any(t.is_meta for t in tensors)
         ties = _ties(target) if assign else []
 
         def load(state: Any) -> None:
@@ -286,12 +287,13 @@ class Restorer:
                 setattr(owner, leaf, target.get_parameter(tied))
 
         known = len(self._missing), len(self._problems), len(self._unexpected)
-        adapts = _adapts(target)
-        if not adapts:
+        if not _adapts(target):
             build = self._match(current, inner, path, "strict", fresh=True)
             lacking = len(self._missing) > known[0] and (len(self._problems), len(self._unexpected)) == known[1:]
             if not (lacking and any(isinstance(m, _NormBase) for m in target.modules())):
-                return self._loading(load, build, path, target)
+                # What was read into place needs no copy onto itself, which takes torch n * n for n modules in a list.
+                in_place = self._wanted is self.late and not assign and not any(map(is_lazy, tensors))
+                return self._loading((lambda state: None) if in_place else load, build, path, target)
             del self._missing[known[0] :]
         items = entries_of(inner) or {}
         for name, tensor in current.items():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -144,3 +148,119 @@ def test_processes_end_after_their_saves(tmp_path: Path) -> None:
 
     un.launch(program, 2, "gloo", threads=1)
     assert torch.equal(un.checkpoint.load(tmp_path)["w"], torch.arange(100_000))
+
+
+def alone(comm: un.Communicator, path: str, how: str) -> str:
+    """Rank 0 calls what all ranks should call together; the others go on."""
+    state = {"w": torch.ones(3)}
+    if how == "second save":
+        un.checkpoint.async_save(path, state, comm).wait()
+    started = time.monotonic()
+    with pytest.raises(un.errors.MismatchError, match=r"ranks differ in operation: rank 0: barrier at .*") as caught:
+        call_alone(comm, path, how)
+    assert time.monotonic() - started < 5
+    return str(caught.value)
+
+
+def call_alone(comm: un.Communicator, path: str, how: str) -> None:
+    if comm.rank == 0:
+        if how == "Checkpointer":
+            un.checkpoint.Checkpointer(path, comm).save(1, {"w": torch.ones(3)})
+        elif how == "split":
+            comm.split(0)
+        else:
+            un.checkpoint.async_save(path, {"w": torch.ones(3)}, comm)
+    comm.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+@pytest.mark.parametrize("how", ["first save", "second save", "Checkpointer", "split"])
+def test_one_rank_alone_is_told_at_once(tmp_path: Path, how: str, backend: str, ranks: int) -> None:
+    for said in un.launch(alone, ranks, backend, (str(tmp_path / "c"), how), timeout=30):
+        assert "all_reduce(sum, float32, 1 elements, shape (1,)) at " in said
+        assert "bor" not in said
+
+
+def failing(path: str, comm: un.Communicator | None = None) -> un.checkpoint.SaveHandle:
+    return un.checkpoint.async_save(Path(path) / "file" / "x", {"w": torch.ones(3)}, comm)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "file").write_text("")
+    return str(tmp_path)
+
+
+REFUSED = r"File exists|Not a directory"
+
+
+def test_failed_save_is_raised_by_the_next_one_once(folder: str) -> None:
+    def program(comm: un.Communicator) -> None:
+        failing(folder, comm)
+        with pytest.raises(CheckpointError, match=REFUSED):
+            un.checkpoint.save(folder + "/next", {"w": torch.ones(3)}, comm)
+        un.checkpoint.save(folder + "/next", {"w": torch.ones(3)}, comm)
+        failing(folder, comm)
+        with pytest.raises(CheckpointError, match=REFUSED):
+            un.checkpoint.async_save(folder + "/next", {"w": torch.ones(3)}, comm)
+        seen = failing(folder, comm).exception()
+        assert isinstance(seen, CheckpointError)
+        un.checkpoint.async_save(folder + "/next", {"w": torch.zeros(3)}, comm).wait()
+
+    run_ranks(program, 2)
+    assert not un.checkpoint.load(folder + "/next")["w"].any()
+
+
+def test_failed_save_is_raised_by_close(folder: str) -> None:
+    def program(comm: un.Communicator) -> None:
+        part = comm.dup()
+        failing(folder, part)
+        with pytest.raises(CheckpointError, match=REFUSED):
+            part.close()
+        part.close()
+        with pytest.raises(KeyError):
+            raise_after_save(comm, folder)
+
+    run_ranks(program, 2)
+
+
+def raise_after_save(comm: un.Communicator, folder: str) -> None:
+    with comm.dup() as twin:
+        failing(folder, twin)
+        raise KeyError("the program's own error, which that of the save does not replace")
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm"])
+def test_failed_save_is_the_error_of_the_rank(folder: str, backend: str) -> None:
+    with pytest.raises(CheckpointError, match=REFUSED):
+        un.launch(leave_it_failing, 2, backend, (folder,))
+
+
+def leave_it_failing(comm: un.Communicator, folder: str) -> None:
+    failing(folder, comm)
+
+
+def test_failed_save_of_one_process_is_the_error_of_its_rank(folder: str) -> None:
+    with pytest.raises(CheckpointError, match=REFUSED):
+        un.launch(fail_alone, 2, "gloo", (folder,))
+
+
+def fail_alone(comm: un.Communicator, folder: str) -> None:
+    if comm.rank == 1:
+        failing(folder)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "end"), [([], ""), ([], "comm.close()"), (["-m", "unisono", "run", "-n", "2"], "sys.exit()")]
+)
+def test_failed_save_is_printed_at_exit(folder: str, launcher: list[str], end: str) -> None:
+    script = Path(folder) / "train.py"
+    script.write_text(
+        "import sys, torch, unisono as un\ncomm = un.init()\n"
+        f"un.checkpoint.async_save({folder!r} + '/file/x', {{'w': torch.ones(3)}}, comm)\n{end}\n"
+    )
+    command = [sys.executable, *launcher, str(script)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert re.search(rf"(CheckpointError|StorageError).*({REFUSED})", ended.stderr + ended.stdout), ended
+    assert bool(ended.returncode) == bool(launcher or end == "comm.close()")

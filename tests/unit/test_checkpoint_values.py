@@ -6,9 +6,10 @@ import json
 import math
 import string
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from enum import Enum, Flag, IntEnum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -226,3 +227,116 @@ def test_tensors_without_elements_or_dimensions_are_not_limited(tmp_path: Path) 
     un.checkpoint.save(tmp_path, state)
     loaded = un.checkpoint.load(tmp_path)
     assert [loaded[name].shape for name in state] == [tensor.shape for tensor in state.values()]
+
+
+class Mode(Enum):
+    TRAIN = "train"
+    TEST = "test"
+
+
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Parts(Flag):
+    A = auto()
+    B = auto()
+
+
+class Point(NamedTuple):
+    x: float
+    y: torch.Tensor
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Holder:
+    """An object that keeps what it loads."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
+def odd_values() -> dict[str, Any]:
+    class Local(Enum):
+        ONE = 1
+
+    counts = defaultdict(list, a=[1], b=[])
+    nested = defaultdict(int, {3: 4})
+    return {
+        "enum": Mode.TEST,
+        "int enum": Level.HIGH,
+        "flag": Parts.A | Parts.B,
+        "named": Point(1.5, torch.ones(2)),
+        "pair": Pair((1, 2), [Mode.TRAIN]),
+        "default": counts,
+        "default of numbers": nested,
+        "ordered": OrderedDict(z=1, a=2),
+        "counter": Counter("aab"),
+        "keys": {Level.LOW: "low", (1, 2): "tuple"},
+        "set": {Level.LOW, Level.HIGH},
+        "local": Local.ONE,
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        assert getattr(found, "default_factory", 0) == getattr(expected, "default_factory", 0)
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, (list, tuple)):
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("before", ["the same", "others", "nothing"])
+def test_types_survive_in_the_state_of_an_object(tmp_path: Path, before: str) -> None:
+    saved = odd_values()
+    un.checkpoint.save(tmp_path, {"holder": Holder(**saved)})
+    others = {"enum": Mode.TRAIN, "named": Point(0.0, torch.zeros(2)), "default": defaultdict(list), "flag": Parts.A}
+    target = Holder(**({"the same": saved, "others": others, "nothing": {}}[before]))
+    un.checkpoint.load(tmp_path, {"holder": target})
+    if before != "the same":
+        # A class within a function cannot be found: its value is what remains.
+        assert target.values.pop("local") == saved.pop("local").value
+    assert_same(target.values, saved)
+
+
+def test_default_factory_of_the_target_is_kept(tmp_path: Path) -> None:
+    un.checkpoint.save(tmp_path, {"holder": Holder(found=defaultdict(lambda: 7, a=1))})
+    target = Holder(found=defaultdict(lambda: 8))
+    un.checkpoint.load(tmp_path, {"holder": target})
+    assert dict(target.values["found"]) == {"a": 1}
+    assert target.values["found"]["other"] == 8
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"$enum": ["os", "system", "TRAIN", "kept"]},
+        {"$enum": ["no.such.module", "Mode", "TRAIN", "kept"]},
+        {"$enum": [__name__, "Mode", "NONE", "kept"]},
+    ],
+)
+def test_class_that_is_no_enum_is_not_touched(node: Any) -> None:
+    assert unpack(node, lambda name: torch.zeros(0)) == "kept"
+
+
+def test_class_that_is_no_named_tuple_is_not_touched() -> None:
+    for place in ("os", "system"), ("builtins", "tuple"), (__name__, "Pair"):
+        found = unpack({"$named": [*place, [1]]}, lambda name: torch.zeros(0))
+        assert (type(found), found) == (tuple, (1,))

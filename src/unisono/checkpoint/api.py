@@ -104,8 +104,10 @@ def async_save(
 ) -> SaveHandle:
     """Save as `save` does, but return when this rank's share is copied: training continues during the write.
 
-    A later save of the same communicator waits for this save, and so does its `close`. Call `wait()` on the returned
-    handle: until then the caller does not know that the checkpoint is published. A failure is logged, too.
+    Collective: waits until every rank has called it. A later save of the same communicator waits for this save, and so
+    does its `close`. Until `wait()` on the returned handle the caller does not know that the checkpoint is published. A
+    failure is logged; it is raised by `wait`, by the next save, or by `close`, and printed at exit. Under `launch` and
+    `unisono run` it is the rank's error.
 
     Args:
         path, state, comm, extra, timeout, progress: As for `save`. `progress` is called from another thread.
@@ -144,6 +146,9 @@ def start(
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
+    if comm is not None:
+        # Where another rank makes another call, it says so at once.
+        comm.barrier(timeout=timeout)
     make = _held(lambda: prepare(state, rank, size, copy=True))
 
     def work(twin: Communicator | None) -> None:
@@ -232,7 +237,7 @@ def load(
         {'w': tensor([1., 1.])}
     """
     storage = storage_at(path)
-    finish_earlier(storage.where, comm)
+    finish_earlier(storage.where, comm, raises=False)
     team = CollectiveScope(comm, "load", storage.where, timeout)
     try:
         return load_state(storage, state, team, LoadOptions(map_location, strict, check, progress))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import weakref
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING
 from unisono.checkpoint.errors import CheckpointError
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
-from unisono.errors import CommTimeoutError, MismatchError
+from unisono.errors import AbortedError, CommTimeoutError, MismatchError, PeerLostError
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["SaveHandle", "begin", "finish_earlier"]
+__all__ = ["SaveHandle", "begin", "finish_earlier", "raise_failed"]
 
 _log = logging.getLogger("unisono.checkpoint")
+
+# Saves in progress, and those whose error no caller has seen yet.
+_open: set[SaveHandle] = set()
 
 
 class SaveHandle:
@@ -43,6 +47,7 @@ class SaveHandle:
         self.path = path
         self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
+        _open.add(self)
         self._thread = threading.Thread(target=self._run, name=f"unisono save {path}")
         self._thread.start()
 
@@ -50,6 +55,7 @@ class SaveHandle:
         try:
             if self._work is not None:
                 self._work()
+            _open.discard(self)
         except BaseException as error:
             self._error = error
             _log.error("saving %s failed: %s", self.path, error)
@@ -71,8 +77,20 @@ class SaveHandle:
         self._thread.join(limit)
         if self._thread.is_alive():
             raise CommTimeoutError(f"the save of {self.path} is still running after {limit:g} s", waited_s=limit)
+        _open.discard(self)
         if self._error is not None:
             raise self._error
+
+    def join(self) -> BaseException | None:
+        """Wait, and return the error, which the caller does not see."""
+        self._thread.join()
+        return self._error
+
+    def unseen(self) -> BaseException | None:
+        """Wait, and return the error if no caller has seen it; None for that of a rank that was lost, or of `abort`."""
+        error, is_seen = self.join(), self not in _open
+        _open.discard(self)
+        return None if is_seen or isinstance(error, PeerLostError | AbortedError) else error
 
     def done(self) -> bool:
         """Return whether the save has ended, with or without an error."""
@@ -109,9 +127,9 @@ class _SaveQueue:
         comm.before_close(self._finish)
 
     def _finish(self) -> None:
-        """Wait for the last save before the communicator closes. Its error has been logged, and `wait` raises it."""
-        if self.last is not None:
-            self.last.exception()
+        """Wait for the last save before the communicator closes, and raise its error."""
+        if self.last is not None and (error := self.last.unseen()) is not None:
+            raise error
 
 
 # Saves in progress, by communicator (its class does not know of checkpoints); without one, by path.
@@ -119,15 +137,25 @@ _queues: weakref.WeakKeyDictionary[Communicator, _SaveQueue] = weakref.WeakKeyDi
 _alone: dict[str, SaveHandle] = {}
 
 
-def finish_earlier(path: str, comm: Communicator | None) -> None:
-    """Wait for the save in progress on this communicator, or to this path. Ignores its error."""
+def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True) -> None:
+    """Wait for the save in progress on this communicator, or to this path, and raise its error if none has seen it."""
     queue = _queues.get(comm) if comm is not None else None
-    earlier = queue.last if queue is not None else _alone.pop(path, None) if comm is None else None
-    if earlier is not None:
-        earlier.exception()
-        spoiled = not isinstance(earlier.exception(), CheckpointError | MismatchError | TypeError | ValueError | None)
-        if comm is not None and spoiled:
-            _queues.pop(comm, None)
+    earlier = queue.last if queue is not None else _alone.get(path) if comm is None else None
+    if earlier is None:
+        return
+    error = earlier.join()
+    if comm is not None and not isinstance(error, CheckpointError | MismatchError | TypeError | ValueError | None):
+        _queues.pop(comm, None)
+    if raises and (unseen := earlier.unseen()) is not None:
+        raise unseen
+
+
+@atexit.register
+def raise_failed() -> None:
+    """Wait for all saves of this process, and raise the error of one that no caller has seen. At exit it is printed."""
+    for saving in [*_open]:
+        if (error := saving.unseen()) is not None:
+            raise error
 
 
 def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:

@@ -7,9 +7,11 @@ is loaded first, from tensors that were read aside; only then are tensors overwr
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any, Literal
 
@@ -201,10 +203,13 @@ class Restorer:
         return self._match_container(target, node, path, mode, fresh)
 
     def _match_container(self, target: Any, node: Node, path: str, mode: _Mode, fresh: bool) -> _Build:
+        if isinstance(target, Enum) and tag_of(node) == "$enum" and node["$enum"][2] in type(target).__members__:
+            return lambda: type(target)[node["$enum"][2]]
         items, elements = entries_of(node), elements_of(node)
         firm = mode in ("top", "strict") and not (isinstance(node, dict) and tag_of(node) == "$numbers")
         if isinstance(target, dict) and items is not None:
-            return self._match_dict(target, items, path, mode, empty_of(node) if fresh else None)
+            like = defaultdict(target.default_factory) if isinstance(target, defaultdict) else empty_of(node)
+            return self._match_dict(target, items, path, mode, like if fresh else None)
         if isinstance(target, (list, tuple)) and elements is not None and len(elements) == len(target):
             return self._match_list(target, elements, path, mode, fresh)
         if firm and isinstance(target, (list, tuple)) and elements is not None and has_objects(target):

@@ -9,16 +9,28 @@ import base64
 import math
 import re
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from enum import Enum, Flag
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from unisono.checkpoint.dtypes import as_bytes, check_savable, dtype_of, memory_of, name_of
 from unisono.checkpoint.tensor_shard import TensorShard
 
-__all__ = ["MAX_DEPTH", "Node", "Packer", "join", "memory_of_tensor", "names_in", "tag_of", "unpack"]
+__all__ = [
+    "DICTS",
+    "MAX_DEPTH",
+    "Node",
+    "Packer",
+    "join",
+    "memory_of_tensor",
+    "names_in",
+    "tag_of",
+    "unpack",
+]
 
 Node = Any
 """A value as JSON has it: None, bool, int, float, str, list, dict."""
@@ -26,6 +38,15 @@ Node = Any
 MAX_DEPTH = 100
 _LONG = 64
 _INT64 = 1 << 63
+DICTS: dict[str, Callable[[], dict[Any, Any]]] = {
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": Counter,
+    **{
+        f"$default_{one.__name__}": partial(defaultdict, one) for one in (list, dict, set, tuple, int, float, str, bool)
+    },
+}
+"""Makers of empty dicts of all types that are kept, by their tags."""
 _NUMPY = re.compile(r"<[ifc]\d+|\|b1|[|<]u\d+|\|i1")
 
 
@@ -105,6 +126,9 @@ class Packer:
             return {"$frozenset" if isinstance(value, frozenset) else "$set": items}
         if isinstance(value, torch.Size):
             return {"$size": list(value)}
+        if hasattr(value, "_fields"):
+            nodes = [self.pack(item, join(path, i), depth + 1) for i, item in enumerate(value)]
+            return {"$named": [type(value).__module__, type(value).__qualname__, nodes]}
         node = self._numbers(value, path)
         if node is None:
             node = [self.pack(item, join(path, i), depth + 1) for i, item in enumerate(value)]
@@ -124,6 +148,9 @@ class Packer:
 
     def _dict(self, value: Any, path: str, depth: int) -> Node:
         tag = "$ordered" if isinstance(value, OrderedDict) else "$counter" if isinstance(value, Counter) else None
+        if isinstance(value, defaultdict):
+            found = f"$default_{getattr(value.default_factory, '__name__', None)}"
+            tag = found if found in DICTS else None
         plain = all(type(key) is str for key in value) and not any(key.startswith("$") for key in value)
         if plain and tag is None:
             return {key: self.pack(item, join(path, key), depth + 1) for key, item in value.items()}
@@ -139,6 +166,9 @@ class Packer:
             if len(value) < 1024:
                 return {tag: base64.b64encode(value).decode()}
             return {tag: {"$tensor": self.keep(torch.frombuffer(bytearray(value), dtype=torch.uint8), path)}}
+        if isinstance(value, Enum):
+            kind = type(value)
+            return {"$enum": [kind.__module__, kind.__qualname__, value.name, self.pack(value.value, path)]}
         if isinstance(value, complex):
             return {"$complex": [repr(value.real), repr(value.imag)]}
         if isinstance(value, range):
@@ -243,10 +273,43 @@ def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[
 
 _Inner = Callable[[Node], Any]
 _Named = Callable[[str], torch.Tensor]
+_Type = TypeVar("_Type")
+
+
+def _member(body: Any, inner: _Inner) -> Any:
+    """The member of an Enum; its value if the class is not imported, or has no such member."""
+    module, qualname, name, node = body
+    kind = _imported(module, qualname, Enum)
+    if kind is not None and name in kind.__members__:
+        return kind[name]
+    return kind(inner(node)) if kind is not None and issubclass(kind, Flag) else inner(node)
+
+
+def _named(body: Any, inner: _Inner) -> Any:
+    module, name, nodes = body
+    kind = _imported(module, name, tuple)
+    made = tuple(map(inner, nodes))
+    return tuple.__new__(kind, made) if kind is not None and len(getattr(kind, "_fields", ())) == len(made) else made
+
+
+def _imported(module: str, name: str, base: type[_Type]) -> type[_Type] | None:
+    """A class, if its module is imported already: a file cannot have code run."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) and issubclass(found, base) else None
 
 
 def _pairs(body: Any, inner: _Inner) -> list[tuple[Any, Any]]:
     return [(inner(key), inner(item)) for key, item in body]
+
+
+def _filled(make: Callable[[], dict[Any, Any]], body: Any, inner: _Inner, tensor: _Named) -> dict[Any, Any]:
+    made = make()
+    for key, item in _pairs(body, inner):
+        # A Counter's `update` would add.
+        made[key] = item
+    return made
 
 
 def _bytes(body: Any, inner: _Inner) -> bytes:
@@ -275,9 +338,9 @@ _READ: dict[str, Callable[[Any, _Inner, _Named], Any]] = {
     "$set": lambda body, inner, tensor: set(inner(body)),
     "$frozenset": lambda body, inner, tensor: frozenset(inner(body)),
     "$size": lambda body, inner, tensor: torch.Size(body),
-    "$dict": lambda body, inner, tensor: dict(_pairs(body, inner)),
-    "$ordered": lambda body, inner, tensor: OrderedDict(_pairs(body, inner)),
-    "$counter": lambda body, inner, tensor: Counter(dict(_pairs(body, inner))),
+    **{tag: partial(_filled, make) for tag, make in DICTS.items()},
+    "$named": lambda body, inner, tensor: _named(body, inner),
+    "$enum": lambda body, inner, tensor: _member(body, inner),
     "$bytes": lambda body, inner, tensor: _bytes(body, inner),
     "$bytearray": lambda body, inner, tensor: bytearray(_bytes(body, inner)),
     "$int": lambda body, inner, tensor: int(body, 16),

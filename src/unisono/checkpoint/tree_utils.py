@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +14,7 @@ from unisono.checkpoint.errors import StateError
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.state import is_stateful, per_rank_of
 from unisono.checkpoint.tensor_shard import TensorShard
-from unisono.checkpoint.tree import Node, names_in, tag_of, unpack
+from unisono.checkpoint.tree import DICTS, Node, names_in, tag_of, unpack
 from unisono.core.tensors import is_non_overlapping
 from unisono.serialization.tensors import has_no_storage
 
@@ -31,7 +31,6 @@ __all__ = [
     "with_versions",
 ]
 
-_DICTS: dict[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 _log = logging.getLogger("unisono.checkpoint")
 
 
@@ -99,7 +98,7 @@ def _any(value: Any, holds: Callable[[Any], bool]) -> bool:
 def entries_of(node: Node) -> dict[Any, Node] | None:
     """A saved dict's values by key; None if the node is no dict, or has keys that are stored as tensors."""
     tag = tag_of(node)
-    if tag in _DICTS:
+    if tag in DICTS:
         if any(True for key, _ in node[tag] for _ in names_in(key)):
             return None
         return {unpack(key, _no_tensor): item for key, item in node[tag]}
@@ -108,13 +107,13 @@ def entries_of(node: Node) -> dict[Any, Node] | None:
 
 def empty_of(node: Node) -> dict[Any, Any]:
     """An empty dict of the type that was saved."""
-    made: dict[Any, Any] = _DICTS.get(tag_of(node) or "", dict)()
-    return made
+    return DICTS.get(tag_of(node) or "", dict)()
 
 
 def elements_of(node: Node) -> list[Node] | None:
     """Values of a saved list or tuple; None if the node is neither."""
-    body = node["$tuple"] if tag_of(node) == "$tuple" else node
+    tag = tag_of(node)
+    body = node["$tuple"] if tag == "$tuple" else node["$named"][2] if tag == "$named" else node
     return body if isinstance(body, list) else None
 
 

@@ -91,21 +91,24 @@ class LifecycleMixin(CommunicatorBase):
         """Release all resources, also those of sub-communicators. Every rank calls it when it is done. Idempotent.
 
         Waits up to a second for the other ranks, so that nothing in flight is cut off; and before that, for background
-        saves, which end immediately if the communicator is broken. A communicator without references to it, its
+        saves, which end immediately if the communicator is broken. The error of one that has failed is raised at the
+        end. A communicator without references to it, its
         sub-communicators or its unfinished works is closed in the background.
 
         Example:
             >>> comm = un.init()
             >>> comm.close()
         """
-        if self._successor is not None:
-            self._finish()
-            for part in self._open_parts():
-                part._close(0.0)
-            self._successor.close()
-        if not self._engine.closed:
-            self._finish()
-            self._close(CLOSE_S)
+        try:
+            if self._successor is not None or not self._engine.closed:
+                self._finish()
+        finally:
+            if self._successor is not None:
+                for part in self._open_parts():
+                    part._close(0.0)
+                self._successor.close()
+            if not self._engine.closed:
+                self._close(CLOSE_S)
 
     def before_close(self, action: Callable[[], None]) -> None:
         """Register an action for the start of `close`, while calls still work. The last one runs first.
@@ -173,4 +176,8 @@ class LifecycleMixin(CommunicatorBase):
     ) -> None:
         if isinstance(error, Exception):
             self._fail(error)
-        self.close()
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise

@@ -14,7 +14,15 @@ from typing import Protocol
 
 from unisono.errors import AbortedError, CommError, PeerLostError
 
-__all__ = ["CLOSE_HANDLES", "CLOSE_SERVERS", "Handle", "close_all", "close_at_exit", "when_process_ends"]
+__all__ = [
+    "CLOSE_HANDLES",
+    "CLOSE_SERVERS",
+    "Handle",
+    "close_all",
+    "close_at_exit",
+    "raise_failed_saves",
+    "when_process_ends",
+]
 
 # multiprocessing's finalizers run in its child processes too, which heed no atexit. Higher ones run first.
 CLOSE_HANDLES, CLOSE_SERVERS = 20, 10
@@ -54,6 +62,12 @@ def _take_leave() -> None:
     if isinstance(error, PeerLostError | AbortedError):
         # Launchers blame the process that ends first, which should be the one that failed.
         time.sleep(_GRACE_S)
+
+
+def raise_failed_saves() -> None:
+    """Raise the error of a checkpoint's save in the background that this rank's program has not seen."""
+    if (background := sys.modules.get("unisono.checkpoint.background")) is not None:
+        background.raise_failed()
 
 
 def close_all() -> None:

@@ -71,9 +71,12 @@ def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:
     if any(value != compared[0] for value in compared):
         names = (*_COMPARED, "shape") if shapes else _COMPARED
         differing = [name for i, name in enumerate(names) if len({str(value[i]) for value in compared}) > 1]
+        if "operation" in differing:
+            # The rest follows from it.
+            differing = ["operation"]
         sides: dict[str, list[int]] = {}
         for rank, fingerprint in enumerate(prints):
-            sides.setdefault(_side(fingerprint), []).append(rank)
+            sides.setdefault(_side(fingerprint, "algorithm" in differing), []).append(rank)
         quoted = "; ".join(f"{_ranks(ranks)}: {side}" for side, ranks in sides.items())
         text = f"ranks differ in {', '.join(differing)}: {quoted}"
         return f"{text}. All ranks must make the same calls in the same order"
@@ -92,11 +95,14 @@ def _at(counts: tuple[int, ...], index: int) -> int | None:
     return counts[index] if index < len(counts) else None
 
 
-def _side(p: Fingerprint) -> str:
+def _side(p: Fingerprint, with_algorithm: bool) -> str:
+    if p.operation == "barrier":
+        return f"barrier{_site(p)}"
     details: list[Any] = [p.op, p.dtype, p.device if p.device != "cpu" else None]
     details += [f"{' + '.join(map(str, p.counts[:4]))} elements" if p.counts else None]
     details += [f"shape {tuple(p.shape)}" if p.shape is not None else None]
-    details += [f"root {p.root}" if p.root is not None else None, f"algorithm {p.algorithm}" if p.algorithm else None]
+    details += [f"root {p.root}" if p.root is not None else None]
+    details += [f"algorithm {p.algorithm}" if p.algorithm and with_algorithm else None]
     details += [f"adjoint of call {p.adjoint_of}" if p.adjoint_of is not None else None]
     return f"{p.operation}({', '.join(str(d) for d in details if d is not None)}){_site(p)}"
 

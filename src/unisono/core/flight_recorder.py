@@ -45,7 +45,8 @@ def format_call(noted: CallRecord) -> str:
     name, number, detail, place = noted
     site = line_of(*place) if isinstance(place, tuple) else place
     number_told = "" if number is None else f" #{number}"
-    return f"{name}{number_told}{f' ({detail})' if detail else ''}{f' at {site}' if site else ''}"
+    told = f" ({detail})" if detail and name != "barrier" else ""
+    return f"{name}{number_told}{told}{f' at {site}' if site else ''}"
 
 
 class Activity:

@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+from unisono.control.process_exit import raise_failed_saves
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.host import numa
 
@@ -26,14 +27,19 @@ def main(alive: int, command: list[str]) -> None:
     threading.Thread(target=_end_with_launcher, args=(alive,), daemon=True).start()
     show_errors(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        sys.path[0] = str(Path.cwd())
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = command
-        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
-        runpy.run_path(command[0], run_name="__main__")
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+    raise_failed_saves()
 
 
 def _end_with_launcher(alive: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unisono.control.client import SocketControl
+from unisono.control.process_exit import raise_failed_saves
 from unisono.core.group import Group
 from unisono.launcher.job import Job, run_reported
 
@@ -71,7 +72,9 @@ def run_job(orders: WorkerSpec) -> bytes:
     def program() -> Any:
         job: Job = pickle.loads(orders.job)
         control = SocketControl(orders.address, orders.secret, job.options.timeout_s, on_orphan=_end)
-        return job.run(Group.world(orders.rank, orders.size), control)
+        result = job.run(Group.world(orders.rank, orders.size), control)
+        raise_failed_saves()
+        return result
 
     outcome = run_reported(orders.rank, program)
     for stream in (sys.stdout, sys.stderr):

@@ -190,3 +190,58 @@ def test_checkpoint_that_another_run_writes_stays(tmp_path: Path) -> None:
         Checkpointer(tmp_path, background=False).save(3, {"n": 1})
         going.set()
     assert Checkpointer(tmp_path).steps() == [3, 7]
+
+
+@pytest.mark.parametrize("rounds", [300, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+def test_reader_beside_a_writer_gets_the_old_or_the_new_checkpoint(tmp_path: Path, rounds: int) -> None:
+    def state(number: int) -> dict[str, Any]:
+        return {"a": torch.full((1000,), float(number)), "number": number, "b": torch.full((7,), float(number))}
+
+    done = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            un.checkpoint.save(tmp_path, state(number))
+
+    un.checkpoint.save(tmp_path, state(0))
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        latest = 0
+        for number in range(rounds):
+            found = un.checkpoint.load(tmp_path, state(-1) if number % 2 else None)
+            assert found["number"] >= latest
+            latest = found["number"]
+            assert set(found["a"].tolist()) == set(found["b"].tolist()) == {float(latest)}
+    finally:
+        done.set()
+        writer.join()
+    assert latest > 0
+
+
+def test_checkpointer_reads_beside_one_that_rotates(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def write() -> None:
+        with Checkpointer(tmp_path, keep=1, background=False) as checkpointer:
+            step = 0
+            while not done.is_set():
+                step += 1
+                checkpointer.save(step, {"w": torch.full((100,), float(step))})
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        latest: int | None = None
+        for _ in range(200):
+            state = {"w": torch.zeros(100)}
+            found = Checkpointer(tmp_path).load(state)
+            assert (latest or 0) <= (found or 0)
+            assert set(state["w"].tolist()) == {float(found or 0)}
+            latest = found
+    finally:
+        done.set()
+        writer.join()
+    assert latest

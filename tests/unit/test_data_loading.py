@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from types import SimpleNamespace
@@ -264,3 +266,47 @@ def test_any_sampler_is_divided_round_robin(name: str) -> None:
 def test_sampler_order_is_independent() -> None:
     with pytest.raises(ValueError, match="its own order"):
         list(PartitionSampler(range(5), partition="sampled", shuffle=True))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_workers_start_under_launch_as_in_a_plain_script(backend: str) -> None:
+    method = multiprocessing.get_start_method()
+    assert un.launch(batches_of_workers, 2, backend) == [(method, [[0, 1], [2, 3]])] * 2
+
+
+def batches_of_workers(comm: un.Communicator) -> tuple[str, list[list[int]]]:
+    method = multiprocessing.get_start_method()
+    # Where processes are forked, a worker takes functions that cannot be pickled.
+    collate: Any = (lambda samples: [*samples]) if method == "fork" else list
+    data: Any = range(4)
+    return method, list(DataLoader(data, batch_size=2, num_workers=1, collate_fn=collate))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("noticed", [False, True])
+@pytest.mark.parametrize(("count", "ranks", "batch"), [(5, 2, 1), (7, 3, 1), (10, 4, 2), (7, 2, 2)])
+def test_uneven_ranks_draw_nothing_twice(count: int, ranks: int, batch: int, noticed: bool, workers: int) -> None:
+    """Whether or not the loop of a rank with fewer batches has noticed the end when the state is saved."""
+
+    def made(rank: int) -> tuple[PartitionSampler, StatefulDataLoader[Any]]:
+        sampler = PartitionSampler(range(count), num_replicas=ranks, rank=rank, seed=3)
+        sampler.set_epoch(0)
+        data: Any = range(count)
+        return sampler, StatefulDataLoader(data, batch_size=batch, sampler=sampler, num_workers=workers)
+
+    longest = math.ceil(math.ceil(count / ranks) / batch)
+    for stop in range(longest + 1):
+        drawn = []
+        for rank in range(ranks):
+            sampler, loader = made(rank)
+            walk = iter(loader)
+            first = [sample for _ in range(stop) for sample in next(walk, torch.empty(0)).tolist()]
+            if noticed and len(first) == len(sampler):
+                assert next(walk, None) is None
+            state = loader.state_dict()
+            sampler, loader = made(rank)
+            loader.load_state_dict(state)
+            drawn += [*first, *(sample for found in loader for sample in found.tolist())]
+            sampler.set_epoch(1)
+            assert sum(len(found) for found in loader) == len(sampler)
+        assert sorted(drawn) == list(range(count)), stop

@@ -106,6 +106,13 @@ def test_mismatched_rows_are_rejected_on_every_rank() -> None:
             gather_samples(comm, torch.ones(1), [comm.rank], count=3)
         with pytest.raises(ValueError, match="rank 1 passed 1 outputs for indices of shape"):
             gather_samples(comm, torch.ones(1), [0] * (1 + comm.rank), dst=0)
+        for dst in (None, 0, 1):
+            with pytest.raises(ValueError, match=r"one shape on all ranks \(rank 0: \(2,\); rank 1: \(3,\)\)"):
+                gather_samples(comm, torch.ones(1, 2 + comm.rank), [comm.rank], dst=dst)
+            with pytest.raises(ValueError, match="rank 1 passed -1 outputs for indices of shape"):
+                gather_samples(comm, torch.ones(1) if comm.rank == 0 else torch.ones(()), [comm.rank], dst=dst)
+        ragged = gather_samples(comm, [torch.ones(2 + comm.rank)], [comm.rank])
+        assert [len(sample) for sample in ragged] == [2, 3]
 
     run_ranks(names, 2)
     with pytest.raises(ValueError, match="'a' is a sum: pass count"):

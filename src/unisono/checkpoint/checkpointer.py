@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from unisono.checkpoint.api import Path, load, start, write
 from unisono.checkpoint.background import SaveHandle
 from unisono.checkpoint.collective import CollectiveScope
-from unisono.checkpoint.errors import CheckpointError
+from unisono.checkpoint.errors import CheckpointError, CorruptError, NoCheckpointError
 from unisono.checkpoint.manifest import FILE, MANIFEST
 from unisono.checkpoint.map_location import MapLocation
 from unisono.checkpoint.save_lock import is_locked
@@ -134,15 +134,23 @@ class Checkpointer:
                 passed over in silence; the message names a good one.
         """
         self.wait()
-        found = (
-            index(step)
-            if step is not None
-            else CollectiveScope(self._comm, "load", self._storage.where).first(self._newest)
-        )
-        if found is None:
-            return None
-        load(self._storage.child(f"{_PREFIX}{found:010d}"), state, self._comm, map_location=map_location)
-        return int(found)
+        if step is not None:
+            self._load(index(step), state, map_location)
+            return index(step)
+        found = self._newest()
+        while found is not None:
+            try:
+                self._load(found, state, map_location)
+                return found
+            except (NoCheckpointError, CorruptError):
+                # Another process may have saved a newer one, and removed this one.
+                before, found = found, self._newest()
+                if found == before:
+                    raise
+        return None
+
+    def _load(self, step: int, state: Any, map_location: MapLocation) -> None:
+        load(self._storage.child(f"{_PREFIX}{step:010d}"), state, self._comm, map_location=map_location)
 
     def steps(self) -> list[int]:
         """Return the numbers of the steps that have complete checkpoints, ascending.
@@ -174,8 +182,11 @@ class Checkpointer:
             self.wait()
 
     def _newest(self) -> int | None:
-        found = self._complete()
-        return int(found[0].name.removeprefix(_PREFIX)) if found else None
+        """Return the number of the newest complete step. Collective."""
+        found = CollectiveScope(self._comm, "load", self._storage.where).first(
+            lambda: [storage.name for storage in self._complete()[:1]]
+        )
+        return int(found[0].removeprefix(_PREFIX)) if found else None
 
     def _newest_ns(self) -> int:
         found = [(storage.name, manifest.created_ns) for storage, manifest in complete(self._storage)]

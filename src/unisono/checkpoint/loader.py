@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["load_state"]
 
-_ATTEMPTS = 5
+_ATTEMPTS = 20
+"""Of a load whose files another process replaces meanwhile: a writer may save every millisecond."""
 _SMALL = HELD
 """Bytes a rank up to which everything is checked before anything is changed."""
 
@@ -52,8 +53,14 @@ def _manifest(storage: Storage, team: CollectiveScope) -> Manifest:
     mine: list[Manifest] = []
 
     def read() -> Any:
-        manifest, data = read_manifest(storage)
-        manifest.check_sizes(storage.sizes())
+        for attempt in range(_ATTEMPTS):
+            manifest, data = read_manifest(storage)
+            try:
+                manifest.check_sizes(storage.sizes())
+                break
+            except CorruptError:
+                if attempt == _ATTEMPTS - 1 or _now(storage) == manifest.id:
+                    raise
         mine.append(manifest)
         return data, manifest.nbytes
 

@@ -40,6 +40,7 @@ class EpochProgress:
         ended: Whether an iteration has reached the end.
         through: Whether the ranks that have one more sample have used it too; None if unknown. Needed only when
             this rank has used all of its own.
+        over: Whether it was loaded complete, in the epoch that is requested: it is not begun again.
     """
 
     state: dict[str, Any]
@@ -50,6 +51,7 @@ class EpochProgress:
     begun: bool = False
     ended: bool = False
     through: bool | None = False
+    over: bool = False
 
     @property
     def complete(self) -> bool:

@@ -75,8 +75,8 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         dst: The only rank that receives the result; None: every rank.
 
     Raises:
-        ValueError: On every rank: indices and outputs differ in number, indices are not whole numbers, or a sample is
-            duplicated or missing.
+        ValueError: On every rank: indices and outputs differ in number, indices are not whole numbers, samples differ
+            in shape, or one is duplicated or missing.
 
     Returns:
         A tensor on the CPU, or a list, with an entry for each sample, by ascending index; None on ranks but `dst`.
@@ -99,12 +99,11 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         everyone = comm.all_gather_object((positions, local))
     else:
         # Counts and indices are for all, so that what is wrong with them is an error on every rank.
-        counts = comm.all_gather_object((positions, len(local)))
-        _check(counts, count)
+        _check(comm.all_gather_object((positions, *_described(local))), count)
         everyone = comm.gather_object((positions, local), dst)
         if everyone is None:
             return None
-    _check([(where, len(values)) for where, values in everyone], count)
+    _check([(where, *_described(values)) for where, values in everyone], count)
     filled = [(where, values) for where, values in everyone if len(values)] or everyone[:1]
     order = torch.cat([where for where, _ in filled]).argsort()
     tensors = [values for _, values in filled if isinstance(values, torch.Tensor)]
@@ -114,13 +113,24 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
     return [joined[position] for position in order.tolist()]
 
 
-def _check(counts: Sequence[tuple[torch.Tensor, int]], count: int | None) -> None:
-    for rank, (positions, length) in enumerate(counts):
+def _described(values: torch.Tensor | list[Any]) -> tuple[int, tuple[int, ...] | None]:
+    """Return the number of samples, and the shape of one if they are tensors; -1 samples if there is no dimension."""
+    if not isinstance(values, torch.Tensor):
+        return len(values), None
+    return (len(values), tuple(values.shape[1:])) if values.dim() else (-1, ())
+
+
+def _check(counts: Sequence[tuple[torch.Tensor, int, tuple[int, ...] | None]], count: int | None) -> None:
+    shapes = {shape: rank for rank, (_, length, shape) in enumerate(counts) if length}
+    if None not in shapes and len(shapes) > 1:
+        told = "; ".join(f"rank {rank}: {shape}" for shape, rank in shapes.items())
+        raise ValueError(f"samples must have one shape on all ranks ({told}); pass lists of tensors if they differ")
+    for rank, (positions, length, _) in enumerate(counts):
         if positions.dim() != 1 or len(positions) != length:
             raise ValueError(f"rank {rank} passed {length} outputs for indices of shape {tuple(positions.shape)}")
         if not are_integers(positions):
             raise ValueError(f"rank {rank} passed indices of {positions.dtype}; indices must be integers")
-    found, times = torch.cat([positions for positions, _ in counts]).unique(return_counts=True)
+    found, times = torch.cat([positions for positions, _, _ in counts]).unique(return_counts=True)
     if bool((times > 1).any()):
         twice = found[times > 1].tolist()
         raise ValueError(f"{len(twice)} samples were passed more than once, the first of them {twice[0]}")

@@ -100,8 +100,9 @@ class PartitionSampler(Sampler[Any]):
         """
         current = self._now()
         again = current.ended and current.taken == current.start
-        through = again or (current.complete and current.taken > current.start)
-        if (through or current.ended) and self.shuffle and self._requested_epoch is None and not self._warned:
+        through = not current.over and (again or (current.complete and current.taken > current.start))
+        unasked = self.shuffle and self._requested_epoch is None and not current.over
+        if (through or current.ended) and unasked and not self._warned:
             self._warned = True
             left = f"continues with {self.remaining} samples not committed"
             action = "begins again, in the same order" if through else left
@@ -131,6 +132,8 @@ class PartitionSampler(Sampler[Any]):
         if number < 0:
             raise ValueError(f"epoch must be 0 or more, but is {epoch}")
         self._requested_epoch = number
+        if self._pass is not None:
+            self._pass.over = False
         if number != self.epoch:
             self._begin(number)
 
@@ -288,12 +291,17 @@ class PartitionSampler(Sampler[Any]):
         return {**token.state, "taken": given, "through": through, "begun": begun}
 
     def _load_walk(self, state: dict[str, Any]) -> tuple[Source, EpochProgress]:
-        """Load the state of a walk, and return where to resume. A loader that was complete starts over next."""
+        """Load the state of a walk, and return where to resume.
+
+        A loader that was complete starts over next; but if the epoch of the state is requested, it gives no more until
+        the next `set_epoch`: other ranks may have samples of that epoch left.
+        """
         requested = self._requested_epoch
         self.load_state_dict(state)
         current = self._now()
         source = self._source(current)
-        if current.complete:
+        current.over = current.complete and requested == self.epoch
+        if current.complete and not current.over:
             self._end(current)
             if requested is not None:
                 self.set_epoch(requested)

@@ -57,7 +57,7 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
         )
     payload, key = by_value(job), secrets.token_bytes(32)
     server = Server(secret := secrets.token_bytes(32))
-    orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None)
+    orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None, None)
     with tempfile.TemporaryDirectory(prefix="unisono-mpi-") as name:
         folder = Path(name)
         (folder / ORDERS).write_bytes(dumps((orders, key, list(sys.path))))

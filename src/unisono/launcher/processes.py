@@ -50,7 +50,15 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
         for rank in range(size):
             reader, writer = context.Pipe(duplex=False)
             orders = WorkerSpec(
-                rank, size, payload, dict(os.environ), server.address, secret, share_of_cores(threads, size), _outputs()
+                rank,
+                size,
+                payload,
+                dict(os.environ),
+                server.address,
+                secret,
+                share_of_cores(threads, size),
+                _outputs(),
+                multiprocessing.get_start_method(allow_none=True),
             )
             process: BaseProcess = context.Process(  # type: ignore[attr-defined]
                 target=run_worker, args=(orders, writer), name=f"unisono rank {rank}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import pickle
 import signal
@@ -31,6 +32,7 @@ class WorkerSpec:
         environment: The caller's, because the forkserver keeps the one it was started with.
         address, secret: Of the control plane, which the caller hosts.
         outputs: Copies of the caller's standard output and error; None for a closed one.
+        start_method: How the caller lets processes start, if it has chosen; None is the platform's way.
     """
 
     rank: int
@@ -41,6 +43,7 @@ class WorkerSpec:
     secret: bytes
     threads: int
     outputs: tuple[Any, Any] | None
+    start_method: str | None
 
 
 def run_worker(orders: WorkerSpec, report: Connection) -> None:
@@ -54,6 +57,8 @@ def run_worker(orders: WorkerSpec, report: Connection) -> None:
             if copy is not None:
                 os.dup2(copy.detach(), number)
     configure_process(orders.threads)
+    # Workers of a loader start as those of a plain script do, not as ranks do.
+    multiprocessing.set_start_method(orders.start_method, force=True)
     report.send_bytes(run_job(orders))
 
 

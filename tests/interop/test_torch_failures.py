@@ -41,7 +41,7 @@ def test_mismatched_calls_fail_on_every_rank(tmp_path: Path) -> None:
             if what not in text
         ] == []
         # Other threads make asynchronous calls, which are the user's all the same.
-        assert said[-1].count("algorithm native) at test_torch_failures.py:") == 2, said[-1]
+        assert said[-1].count(",)) at test_torch_failures.py:") == 2, said[-1]
 
 
 # -- time and death --------------------------------------------------------------------------------

@@ -166,8 +166,6 @@ def call_alone(comm: un.Communicator, path: str, how: str) -> None:
     if comm.rank == 0:
         if how == "Checkpointer":
             un.checkpoint.Checkpointer(path, comm).save(1, {"w": torch.ones(3)})
-        elif how == "split":
-            comm.split(0)
         else:
             un.checkpoint.async_save(path, {"w": torch.ones(3)}, comm)
     comm.all_reduce(torch.ones(1))
@@ -175,7 +173,7 @@ def call_alone(comm: un.Communicator, path: str, how: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-@pytest.mark.parametrize("how", ["first save", "second save", "Checkpointer", "split"])
+@pytest.mark.parametrize("how", ["first save", "second save", "Checkpointer"])
 def test_one_rank_alone_is_told_at_once(tmp_path: Path, how: str, backend: str, ranks: int) -> None:
     for said in un.launch(alone, ranks, backend, (str(tmp_path / "c"), how), timeout=30):
         assert "all_reduce(sum, float32, 1 elements, shape (1,)) at " in said

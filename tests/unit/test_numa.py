@@ -69,8 +69,8 @@ def test_doctor_shows_nodes_and_placement() -> None:
 @pytest.mark.usefixtures("two_nodes")
 def test_launcher_passes_processors_only_if_asked() -> None:
     job = ScriptJob(["train.py"], 2, binding="numa")
-    assert job.environment(1, (1, 2), 0, "")[numa.BOUND] == "2-3,6-7"
-    assert numa.BOUND not in ScriptJob(["train.py"], 2).environment(1, (1, 2), 0, "")
+    assert job.environment(1, (1, 2), 0)[numa.BOUND] == "2-3,6-7"
+    assert numa.BOUND not in ScriptJob(["train.py"], 2).environment(1, (1, 2), 0)
 
 
 def test_bound_rank_counts_the_processors_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ detect from the environment, by a function `detected(request)`, that it is meant
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from unisono.bootstrap import env, file, mpi, single, slurm, tcp
 from unisono.bootstrap.result import Rendezvous, Request
@@ -18,6 +19,14 @@ __all__ = ["Rendezvous", "Request", "find"]
 
 _SCHEMES = {"env": env.find, "file": file.find, "mpi": mpi.find, "tcp": tcp.find}
 _AUTOMATIC = (env, mpi, slurm, single)
+_PLACES: dict[Callable[[Request], Rendezvous], tuple[str, ...]] = {
+    env.find: ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    mpi.find: ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK"),
+    slurm.find: ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
+}
+"""Variables by which a launcher tells a process its place in a job."""
+_TAKEN = "UNISONO_TAKEN_BY"
+"""Variable for children of this process: its number, and the place that it has taken among the ranks of its job."""
 
 
 def find(
@@ -39,7 +48,8 @@ def find(
         secret: What all ranks know; see `unisono.control.secret.find_secret`.
 
     Raises:
-        ValueError: The arguments or the environment make no sense.
+        ValueError: The arguments or the environment make no sense; or the variables are those of a rank that has
+            started this process, and would lead it into the other job.
         CommTimeoutError: Ranks are missing (named), or rank 0 cannot be reached.
         MismatchError: Two processes claim the same rank, or ranks differ in how many there are.
         CommError: Rank 0 cannot listen at the address, or the secrets differ.
@@ -60,8 +70,31 @@ def find(
             known = ", ".join(f"{name}://" for name in _SCHEMES)
             raise ValueError(f"unknown init_method {init_method!r}; known: {known}")
         start = _SCHEMES[scheme]
+    _take_place(_PLACES.get(start, ()))
     try:
         return start(request)
     except CommError as error:
         error.locate(rank=request.rank, size=request.size, operation="init")
         raise
+
+
+def _take_place(names: Sequence[str]) -> None:
+    """Raise `ValueError` if another process, which has started this one, is the rank that the variables name."""
+    there = {name: value for name in names if (value := os.environ.get(name))}
+    if not there:
+        return
+    place = " ".join(f"{name}={value}" for name, value in there.items())
+    # A torchrun names this file anew for each rank.
+    agent = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    number, taken, agent_then = (os.environ.get(_TAKEN, "") + "\n\n").split("\n")[:3]
+    if number not in ("", str(os.getpid())):
+        if taken == place:
+            raise ValueError(
+                f"this process has inherited {place} from process {number}, which is that rank. Start an inner job by "
+                "`unisono run` or torchrun; for another launcher, or a world of one, remove these variables: "
+                f"`env -u {' -u '.join(there)}`"
+            )
+        if agent and agent == agent_then:
+            # The place was set by hand in a rank of that torchrun, whose agent has no store there.
+            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    os.environ[_TAKEN] = f"{os.getpid()}\n{place}\n{agent}"

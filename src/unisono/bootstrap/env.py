@@ -38,8 +38,7 @@ def read(request: Request) -> tuple[str, int]:
     """
     request.rank, request.size = _both(request)
     host = os.environ.get("MASTER_ADDR")
-    # `unisono run` reserves a port for this library, because torch's own store listens at MASTER_PORT.
-    port = env_number("UNISONO_PORT" if "UNISONO_PORT" in os.environ else "MASTER_PORT")
+    port = _private_port() or env_number("MASTER_PORT")
     if not host or port is None:
         missing = "MASTER_PORT" if host else "MASTER_ADDR"
         raise ValueError(
@@ -49,6 +48,21 @@ def read(request: Request) -> tuple[str, int]:
     if not 0 < port < 65536:
         raise ValueError(f"MASTER_PORT is {port}; a port is a number from 1 to 65535")
     return host, port
+
+
+def _private_port() -> int | None:
+    """Return the port for this library alone, because torch's own store listens at MASTER_PORT.
+
+    `unisono run` sets it with the MASTER_PORT of the same job. Beside that of another job, as of one that is started
+    in a rank of the first, it says nothing.
+    """
+    value = os.environ.get("UNISONO_PORT", "")
+    port, _, other = value.partition("/")
+    if not port or (other and other != os.environ.get("MASTER_PORT")):
+        return None
+    if not port.isdigit():
+        raise ValueError(f"UNISONO_PORT is {value!r}, which is not a number")
+    return int(port)
 
 
 def _both(request: Request) -> tuple[int, int]:

@@ -81,14 +81,14 @@ class SaveHandle:
         if self._error is not None:
             raise self._error
 
-    def join(self) -> BaseException | None:
+    def _join(self) -> BaseException | None:
         """Wait, and return the error, which the caller does not see."""
         self._thread.join()
         return self._error
 
-    def unseen(self) -> BaseException | None:
+    def _unseen(self) -> BaseException | None:
         """Wait, and return the error if no caller has seen it; None for that of a rank that was lost, or of `abort`."""
-        error, is_seen = self.join(), self not in _open
+        error, is_seen = self._join(), self not in _open
         _open.discard(self)
         return None if is_seen or isinstance(error, PeerLostError | AbortedError) else error
 
@@ -128,7 +128,7 @@ class _SaveQueue:
 
     def _finish(self) -> None:
         """Wait for the last save before the communicator closes, and raise its error."""
-        if self.last is not None and (error := self.last.unseen()) is not None:
+        if self.last is not None and (error := self.last._unseen()) is not None:
             raise error
 
 
@@ -143,10 +143,10 @@ def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True)
     earlier = queue.last if queue is not None else _alone.get(path) if comm is None else None
     if earlier is None:
         return
-    error = earlier.join()
+    error = earlier._join()
     if comm is not None and not isinstance(error, CheckpointError | MismatchError | TypeError | ValueError | None):
         _queues.pop(comm, None)
-    if raises and (unseen := earlier.unseen()) is not None:
+    if raises and (unseen := earlier._unseen()) is not None:
         raise unseen
 
 
@@ -154,7 +154,7 @@ def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True)
 def raise_failed() -> None:
     """Wait for all saves of this process, and raise the error of one that no caller has seen. At exit it is printed."""
     for saving in [*_open]:
-        if (error := saving.unseen()) is not None:
+        if (error := saving._unseen()) is not None:
             raise error
 
 

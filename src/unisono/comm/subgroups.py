@@ -10,7 +10,6 @@ from typing import Any, Self, overload
 
 from unisono import serialization
 from unisono.comm.lifecycle import LifecycleMixin
-from unisono.core.collective import COLLECTIVES
 from unisono.core.failure import raise_caused, to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
@@ -20,8 +19,6 @@ from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
 from unisono.wrappers.consistency import Checked
 
 __all__ = ["SubgroupMixin"]
-
-_BARRIER = COLLECTIVES["barrier"]
 
 
 class SubgroupMixin(LifecycleMixin):
@@ -71,8 +68,6 @@ class SubgroupMixin(LifecycleMixin):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
         # It becomes a part of the name: True and 1 are one color.
         color = color if color is None else int(color)
-        # Where another rank makes another call, it says so at once.
-        self._engine.collective(_BARRIER, None, None, None, None, None, False, self._options.timeout_s)
         self._splits += 1
         group, timeout, ending = self._engine.group, self._options.timeout_s, self._engine.ending
         try:

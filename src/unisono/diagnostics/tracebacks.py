@@ -24,7 +24,6 @@ from unisono.errors import AbortedError, MismatchError, PeerLostError
 __all__ = ["brief_error", "format_error", "hide_frames", "show_errors"]
 
 _SETTING = "UNISONO_TRACEBACK"
-_ERROR_FILE = "UNISONO_ERROR_FILE"
 _MOST_LETTERS = 240
 _PATIENCE_S = 1.0
 """Seconds that a rank that ends by another rank's error waits for that rank to show it."""
@@ -169,6 +168,12 @@ class _ErrorDisplay:
     def __init__(self) -> None:
         self._rank: int | None = None
         self._size: int | None = None
+        self._report: int | None = None
+        self._process = os.getpid()
+
+    def report_to(self, file: int) -> None:
+        """Write uncaught errors of this process to a file, which is a descriptor, for `unisono run`."""
+        self._report, self._process = file, os.getpid()
 
     def identify(self, rank: int, size: int) -> None:
         """Set this process's rank, shown before errors. A world of one has none."""
@@ -180,17 +185,18 @@ class _ErrorDisplay:
         An error that another rank shows in full is one line here: the loss of a peer, and a mismatch, which all ranks
         raise, on other ranks than rank 0; under torchrun, any error after the first one of this host.
         """
-        path = os.environ.get(_ERROR_FILE)
+        # A forked child has its parent's.
+        file = self._report if self._process == os.getpid() else None
         if isinstance(error, KeyboardInterrupt) or not self._concerns(error):
             # `unisono run` passes an interrupt on to all ranks, and has nothing to show.
-            if not (path and isinstance(error, KeyboardInterrupt)):
+            if file is None or not isinstance(error, KeyboardInterrupt):
                 sys.__excepthook__(kind, error, trace)
             return
         with suppress(AttributeError, OSError, ValueError):
-            if path:
+            if file is not None:
                 # For `unisono run`, which shows the first error of all ranks.
                 texts = {name: form(error, self._rank, self._size) for name, form in _FORMS.items()}
-                Path(path).write_text(json.dumps({"kind": kind.__name__, "time": time.time(), **texts}))
+                os.pwrite(file, json.dumps({"kind": kind.__name__, "time": time.time(), **texts}).encode(), 0)
             else:
                 sys.stderr.write(self._text(error))
                 sys.stderr.flush()
@@ -231,14 +237,17 @@ class _ErrorDisplay:
 _display = _ErrorDisplay()
 
 
-def show_errors(rank: int | None = None, size: int | None = None) -> None:
+def show_errors(rank: int | None = None, size: int | None = None, report: int | None = None) -> None:
     """Show uncaught errors of this process without internal frames from now on.
 
     A program's own `sys.excepthook`, or its own handler in IPython, stays.
 
     Args:
         rank, size: Of the process, once they are known.
+        report: Descriptor of the file that `unisono run` reads, if it has started the process.
     """
+    if report is not None:
+        _display.report_to(report)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _display.excepthook
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()

@@ -8,12 +8,13 @@ import multiprocessing
 import os
 import pickle
 import secrets
+import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -145,6 +146,10 @@ def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
+        # What the rank has started is in its group.
+        if process.pid is not None:
+            with suppress(AttributeError, ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _context() -> BaseContext:
@@ -206,9 +211,10 @@ def dump(program: Any, found: bool) -> bytes:
     try:
         return by_value(program)
     except TypeError:
-        if not found:
-            raise
-        return pickle.dumps(program)
+        if found:
+            with suppress(Exception):
+                return pickle.dumps(program)
+        raise
 
 
 def by_value(job: Any) -> bytes:

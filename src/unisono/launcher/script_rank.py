@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import signal
 import sys
 import threading
+import types
+import zipfile
 from pathlib import Path
 
 from unisono.control.process_exit import raise_failed_saves
@@ -16,36 +19,64 @@ from unisono.host import numa
 __all__ = ["main"]
 
 
-def main(alive: int, command: list[str]) -> None:
+def main(alive: int, report: int, command: list[str]) -> None:
     """Run the script.
 
     Args:
         alive: File descriptor of a pipe that ends with the launcher.
+        report: File descriptor of the file for an uncaught error.
         command: A file or "-m" and a module, then the script's arguments.
     """
     numa.bind()
+    for descriptor in (alive, report):
+        os.set_inheritable(descriptor, False)
     threading.Thread(target=_end_with_launcher, args=(alive,), daemon=True).start()
-    show_errors(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    show_errors(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), report)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
-        if command[0] == "-m":
-            sys.argv = command[1:]
-            sys.path[0] = str(Path.cwd())
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = command
-            sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
-            runpy.run_path(command[0], run_name="__main__")
+        _run(command)
     except SystemExit as leaving:
         if leaving.code:
             raise
     raise_failed_saves()
 
 
+def _run(command: list[str]) -> None:
+    """Run a module, a file, or a folder or archive with `__main__.py`, in the surroundings that Python gives it."""
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        _search_first(str(Path.cwd()))
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = command
+    # As Python makes it: neither links nor dots are resolved.
+    path = command[0] if Path(command[0]).is_absolute() else f"{Path.cwd()}/{command[0]}"
+    if Path(path).is_dir() or zipfile.is_zipfile(path) or path.endswith(".pyc"):
+        _search_first(path)
+        runpy.run_path(command[0], run_name="__main__")
+        return
+    _search_first(os.path.dirname(os.path.realpath(path)))
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    sys.modules["__main__"] = module
+    with io.open_code(path) as file:
+        code = compile(file.read(), command[0], "exec", dont_inherit=True)
+    exec(code, vars(module))
+
+
+def _search_first(folder: str) -> None:
+    # With -P and -I there is no entry for the script's folder.
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
 def _end_with_launcher(alive: int) -> None:
     os.read(alive, 1)
+    if os.getpgrp() == os.getpid():
+        # What this rank has started is in its group.
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

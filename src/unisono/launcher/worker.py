@@ -50,6 +50,9 @@ def run_worker(orders: WorkerSpec, report: Connection) -> None:
     """Run a rank: set up, run the job, send its outcome to the launching process."""
     # An interrupt at the terminal is for the launching process, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "setpgid"):
+        # What this rank starts is with it, and ends with it.
+        os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(orders.environment)
     if orders.outputs is not None:
@@ -90,5 +93,7 @@ def run_job(orders: WorkerSpec) -> bytes:
 
 
 def _end() -> None:
-    """Exit, because the launching process is gone."""
+    """Exit with all that this rank has started, because the launching process is gone."""
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)

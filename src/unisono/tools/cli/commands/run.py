@@ -2,7 +2,8 @@
 
 Each line of output begins with its rank. If a rank fails, the others are ended, and the first error is printed. The
 script finds its rank by unisono.init(), or by torchrun's variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT.
+MASTER_PORT. SIGTERM, SIGHUP, SIGINT, SIGUSR1 and SIGUSR2 reach the ranks' handlers; after the first three, ranks have
+--grace seconds to save and leave.
 
   unisono run -n 4 train.py --epochs 3
   unisono run -n 4 -m package.train --epochs 3
@@ -57,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="processors of a rank: all, those of its NUMA node, or an equal share of these (default none)",
     )
+    add("--grace", type=float, default=30.0, metavar="S", help="seconds to save and leave after a signal (default 30)")
+    add("--stdin", type=int, metavar="R", help="rank of this host that reads standard input (0 with -n 1, else none)")
     add("--no-prefix", action="store_true", help="pass output on without the rank")
     add(
         "--json",
@@ -77,7 +80,12 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError(f"--port must be from 1 to 65534, not {given.port}")
     if given.bind_to != "none" and not hasattr(os, "sched_setaffinity"):
         raise UsageError(f"--bind-to {given.bind_to} needs Linux")
-    if not given.module and not Path(given.script).is_file():
+    if given.grace < 0:
+        raise UsageError(f"--grace must be at least 0, not {given.grace:g}")
+    if given.stdin is not None and not 0 <= given.stdin < given.ranks:
+        raise UsageError(f"--stdin must be from 0 to {given.ranks - 1}, not {given.stdin}")
+    script = Path(given.script)
+    if not given.module and not (script / "__main__.py" if script.is_dir() else script).is_file():
         raise UsageError(f"there is no file {given.script!r}; pass -m to run a module")
     hosts = [host.strip() for host in given.hosts.split(",") if host.strip()]
     command = [*(["-m"] if given.module else []), given.script, *given.arguments]
@@ -92,6 +100,8 @@ def run(given: argparse.Namespace) -> int:
         binding=given.bind_to,
         prefix=not given.no_prefix,
         to_stderr=given.json,
+        grace_s=given.grace,
+        stdin=0 if given.stdin is None and given.ranks == 1 and len(hosts) <= 1 else given.stdin,
     )
     result = run_script(job, given.restarts, given.on_failure)
     if given.json:

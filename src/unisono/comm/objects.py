@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from unisono.comm.reductions import ReductionMixin
 from unisono.comm.rooted import RootedMixin
 from unisono.comm.uneven import UnevenMixin
 from unisono.core.failure import text_of
+from unisono.core.tensors import view_of
 from unisono.serialization.functions import dumps
 
 __all__ = ["ObjectMixin"]
@@ -187,7 +187,7 @@ def _check(data: bytes) -> None:
 
 def _decode(buffer: torch.Tensor, trusted: bool) -> Any:
     here = buffer.cpu()
-    data = ctypes.string_at(here.data_ptr(), here.numel()) if here.numel() else b""
+    data = bytes(view_of(here)) if here.numel() else b""
     if data[:1] == _PLAIN:
         return serialization.decode(data[1:])
     _check(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import struct
 import threading
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.core.mailbox import Envelope, Mailbox
+from unisono.core.tensors import view_of
 from unisono.core.types import Message, Recv, Send, Work
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
@@ -213,4 +213,4 @@ def _tensor(content: bytes) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+    return bytes(view_of(tensor)) if tensor.numel() else b""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
+from unisono.core.tensors import view_of
 
 __all__ = ["codes", "digest", "numbers", "of_dataset"]
 
@@ -65,6 +66,4 @@ def numbers(values: Iterable[float] | torch.Tensor, name: str) -> torch.Tensor:
 def digest(values: torch.Tensor) -> str:
     """Tells values from others, in a state that is saved."""
     held = values.contiguous()
-    return hashlib.blake2b(
-        ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b"", digest_size=8
-    ).hexdigest()
+    return hashlib.blake2b(bytes(view_of(held)) if held.nbytes else b"", digest_size=8).hexdigest()

@@ -78,7 +78,7 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, _depth: int) -> None:
     parts.append(head("b", dense.nbytes)[1:])
     if dense.nbytes:
         # One copy, without numpy.
-        parts.append(ctypes.string_at(dense.data_ptr(), dense.nbytes))
+        parts.append((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()).raw)
 
 
 def _take_tensor(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from unisono.core.tensors import view_of
 from unisono.core.types import Message, Recv, Send
 from unisono.core.work import elements, size_error
 from unisono.transports.mpi.communicators import MpiCommunicators
@@ -97,7 +98,7 @@ class RendezvousSend(MessageRequest):
         self._envelope = _HEADER.pack(tensor.numel(), number, name_of(tensor.dtype))
         self._inline = tensor.nbytes <= INLINE_BYTES
         if self._inline:
-            self._envelope += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+            self._envelope += bytes(view_of(tensor)) if tensor.nbytes else b""
         self.requests = []
         self.held = (tensor, self._envelope)
 

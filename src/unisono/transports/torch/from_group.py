@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import time
@@ -19,6 +18,7 @@ from unisono import serialization
 from unisono.control.client import SocketControl
 from unisono.control.server import Server
 from unisono.core.group import Group
+from unisono.core.tensors import view_of
 from unisono.core.transport import Options
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError, CommTimeoutError
@@ -114,7 +114,7 @@ def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, 
             f"not all of the {size} ranks of the torch group joined in time. Are all of them running, and does "
             "each of them call from_group?"
         ) from error
-    raw = [ctypes.string_at(here.data_ptr(), here.numel()) for here in (t.cpu() for t in outputs)]
+    raw = [bytes(view_of(here)) for here in (t.cpu() for t in outputs)]
     return [record[1 : 1 + record[0]] for record in raw]
 
 

@@ -40,7 +40,7 @@ if how == "succeed":
 time.sleep(1000)
 """
 # A shell ignores interrupts for what it starts in the background, tests for instance.
-RUN = ["env", "--default-signal=INT", sys.executable, "-m", "unisono", "run"]
+RUN = ["env", "--default-signal=INT,HUP", sys.executable, "-m", "unisono", "run"]
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_grace_ends_by_time_or_by_a_second_signal(folder: Path, second: bool) ->
 
 
 def test_ignored_signal_stays_ignored(folder: Path) -> None:
-    job = subprocess.Popen(["nohup", *RUN, "-n", "2", "handlers.py", str(folder)], stdout=-3, stderr=-3)
+    job = subprocess.Popen(["nohup", *RUN[2:], "-n", "2", "handlers.py", str(folder)], stdout=-3, stderr=-3)
     assert wait_until(lambda: len([*folder.glob("ready-*")]) == 2, 60.0)
     job.send_signal(signal.SIGHUP)
     job.send_signal(signal.SIGTERM)

@@ -222,7 +222,7 @@ def test_reader_beside_a_writer_gets_the_old_or_the_new_checkpoint(tmp_path: Pat
 
 
 def test_checkpointer_reads_beside_one_that_rotates(tmp_path: Path) -> None:
-    done = threading.Event()
+    begun, done = threading.Event(), threading.Event()
 
     def write() -> None:
         with Checkpointer(tmp_path, keep=1, background=False) as checkpointer:
@@ -230,18 +230,20 @@ def test_checkpointer_reads_beside_one_that_rotates(tmp_path: Path) -> None:
             while not done.is_set():
                 step += 1
                 checkpointer.save(step, {"w": torch.full((100,), float(step))})
+                begun.set()
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        latest: int | None = None
+        assert begun.wait(30)
+        latest = 0
         for _ in range(200):
             state = {"w": torch.zeros(100)}
             found = Checkpointer(tmp_path).load(state)
-            assert (latest or 0) <= (found or 0)
-            assert set(state["w"].tolist()) == {float(found or 0)}
+            assert found is not None
+            assert found >= latest
+            assert set(state["w"].tolist()) == {float(found)}
             latest = found
     finally:
         done.set()
         writer.join()
-    assert latest

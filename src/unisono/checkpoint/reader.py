@@ -226,7 +226,11 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
         raise CorruptError(
             f"{MANIFEST} has {sizes[MANIFEST]} bytes, more than any manifest", tensors=names_in_headers(storage)
         )
-    source = storage.open(MANIFEST)
+    try:
+        source = storage.open(MANIFEST)
+    except FileNotFoundError:
+        # Another process has removed the checkpoint meanwhile.
+        raise NoCheckpointError("there is none") from None
     try:
         data = bytearray(source.size)
         source.read(0, memoryview(data))

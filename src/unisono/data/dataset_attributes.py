@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-
-from unisono.core.tensors import view_of
 
 __all__ = ["codes", "digest", "numbers", "of_dataset"]
 
@@ -66,4 +65,6 @@ def numbers(values: Iterable[float] | torch.Tensor, name: str) -> torch.Tensor:
 def digest(values: torch.Tensor) -> str:
     """Tells values from others, in a state that is saved."""
     held = values.contiguous()
-    return hashlib.blake2b(bytes(view_of(held)) if held.nbytes else b"", digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b"", digest_size=8
+    ).hexdigest()

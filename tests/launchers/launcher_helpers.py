@@ -49,3 +49,11 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> str:
 def expect(condition: Callable[[], object], what: str, within_s: float = 30.0) -> None:
     """Wait for a condition, and fail if it does not hold in time."""
     assert wait_until(condition, within_s), f"waited {within_s} s for this: {what}"
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher_helpers import is_running
 from waiting import wait_until
 
 import unisono as un
@@ -84,13 +85,6 @@ def test_port_of_an_outer_job_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
     for port, expected in {"6000": 6000, "6000/5000": 6000, "6000/5001": 5000, "": 5000}.items():
         monkeypatch.setenv("UNISONO_PORT", port)
         assert read(Request(None, None, None, 0.0, None)) == ("host", expected)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("how", ["succeed", "fail"])

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launcher_helpers import is_running
 from printed import printed
 from waiting import wait_until
 
@@ -145,13 +146,6 @@ def test_ranks_end_with_their_launcher(folder: Path, how: signal.Signals) -> Non
     said = launcher.communicate(timeout=30)[1]
     assert wait_until(lambda: not any(map(is_running, ranks)))
     assert "Traceback" not in said
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launcher_helpers import is_running
 from waiting import wait_until
 
+# The scripts sleep only to stay until a signal or another rank ends them.
 HANDLERS = """
 import os, signal, sys, time
 folder, rank = sys.argv[1], os.environ["RANK"]
@@ -102,13 +105,6 @@ def test_ignored_signal_stays_ignored(folder: Path) -> None:
     assert job.wait(timeout=30) == 128 + signal.SIGTERM
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize(
     ("how", "status"), [("fail", 3), ("succeed", 0), ("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -9)]
 )
@@ -148,9 +144,9 @@ sys.stdout.write("the end")
 """
 
 
-def run(*words: str, **options: object) -> subprocess.CompletedProcess[bytes]:
+def run(*words: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "unisono", "run", *words]
-    return subprocess.run(command, check=False, capture_output=True, timeout=60, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(command, check=False, capture_output=True, timeout=60, **options)
 
 
 def test_output_passes_as_it_comes(folder: Path) -> None:

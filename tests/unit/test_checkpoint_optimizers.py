@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,35 +53,39 @@ def momentum(parameters: Any) -> Optimizer:
     return SGD(parameters, lr=0.1, momentum=0.9)
 
 
-NAMED: Callable[[nn.Module], Any] = lambda model: list(model.named_parameters())  # noqa: E731
-PLAIN: Callable[[nn.Module], Any] = lambda model: list(model.parameters())  # noqa: E731
+def named(model: nn.Module) -> list[Any]:
+    return list(model.named_parameters())
+
+
+def plain(model: nn.Module) -> list[Any]:
+    return list(model.parameters())
 
 
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("turn", [1, 2])
 def test_named_parameters_in_another_order(tmp_path: Path, beside: bool, turn: int) -> None:
     model = Twins()
-    un.checkpoint.save(tmp_path, {"model": model, "optimizer": stepped(model, momentum(NAMED(model)))})
-    named = NAMED(model)
-    other = momentum(named[turn:] + named[:turn])
+    un.checkpoint.save(tmp_path, {"model": model, "optimizer": stepped(model, momentum(named(model)))})
+    pairs = named(model)
+    other = momentum(pairs[turn:] + pairs[:turn])
     un.checkpoint.load(tmp_path, {"optimizer": other} | ({"model": model} if beside else {}))
     assert momenta(model, other) == expected(model)
-    assert other.param_groups[0]["param_names"] == [name for name, _ in named[turn:] + named[:turn]]
+    assert other.param_groups[0]["param_names"] == [name for name, _ in pairs[turn:] + pairs[:turn]]
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_unnamed_parameters_by_the_model_beside_them(tmp_path: Path, first: str) -> None:
     model = Twins()
-    state = {"model": model, "optimizer": stepped(model, momentum(PLAIN(model)))}
+    state = {"model": model, "optimizer": stepped(model, momentum(plain(model)))}
     un.checkpoint.save(tmp_path, state if first == "model" else dict(reversed(state.items())))
     fresh = Twins("cab")
-    restored = momentum(PLAIN(fresh))
+    restored = momentum(plain(fresh))
     un.checkpoint.load(tmp_path, {"optimizer": restored, "model": fresh})
     assert momenta(fresh, restored) == expected(fresh)
     assert torch.equal(fresh.a.weight, model.a.weight)
 
 
-@pytest.mark.parametrize(("save", "load"), [(NAMED, PLAIN), (PLAIN, NAMED)])
+@pytest.mark.parametrize(("save", "load"), [(named, plain), (plain, named)])
 def test_names_on_one_side_and_a_model_on_the_other(tmp_path: Path, save: Any, load: Any) -> None:
     """Wrapped models, too: their names begin with `module.`."""
     for wrapped in (False, True):
@@ -96,24 +100,24 @@ def test_names_on_one_side_and_a_model_on_the_other(tmp_path: Path, save: Any, l
 
 def test_wrappers_do_not_count_in_names(tmp_path: Path) -> None:
     model = Twins()
-    named = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
-    un.checkpoint.save(tmp_path, {"optimizer": stepped(model, momentum(named))})
-    restored = momentum(reversed(NAMED(model)))
+    wrapped = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
+    un.checkpoint.save(tmp_path, {"optimizer": stepped(model, momentum(wrapped))})
+    restored = momentum(reversed(named(model)))
     un.checkpoint.load(tmp_path, {"optimizer": restored})
     assert momenta(model, restored) == expected(model)
 
 
 def test_many_parameters_in_another_order(tmp_path: Path) -> None:
     model = nn.ModuleList(Twins("abc") for _ in range(40))
-    un.checkpoint.save(tmp_path, {"model": model, "optimizer": stepped(model, momentum(PLAIN(model)))})
-    restored = momentum(reversed(PLAIN(model)))
+    un.checkpoint.save(tmp_path, {"model": model, "optimizer": stepped(model, momentum(plain(model)))})
+    restored = momentum(reversed(plain(model)))
     un.checkpoint.load(tmp_path, {"model": model, "optimizer": restored})
     assert momenta(model, restored) == expected(model)
 
 
 def test_groups_in_another_order(tmp_path: Path) -> None:
     model = Twins()
-    a, b, c = PLAIN(model)
+    a, b, c = plain(model)
     saved = SGD([{"params": [a], "lr": 1.0}, {"params": [b, c], "lr": 2.0}], momentum=0.9)
     un.checkpoint.save(tmp_path, {"model": model, "optimizer": stepped(model, saved)})
     restored = SGD([{"params": [c, b]}, {"params": [a]}], lr=5.0, momentum=0.9)
@@ -132,17 +136,17 @@ def test_tied_parameters_have_one_name(tmp_path: Path) -> None:
         return model
 
     model, fresh = tied("abc"), tied("cba")
-    for save in (PLAIN, NAMED):
+    for save in (plain, named):
         un.checkpoint.save(tmp_path, {"model": model, "optimizer": stepped(model, momentum(save(model)))})
-        restored = momentum(PLAIN(fresh))
+        restored = momentum(plain(fresh))
         un.checkpoint.load(tmp_path, {"model": fresh, "optimizer": restored})
         assert momenta(fresh, restored) == {"c.weight": 3.0, "b.weight": 1.0}
 
 
 def test_order_with_a_warning_where_names_are_unknown(tmp_path: Path) -> None:
     model = Twins()
-    un.checkpoint.save(tmp_path, {"model": model, "optimizer": stepped(model, momentum(PLAIN(model)))})
-    restored = momentum(PLAIN(model))
+    un.checkpoint.save(tmp_path, {"model": model, "optimizer": stepped(model, momentum(plain(model)))})
+    restored = momentum(plain(model))
     with pytest.warns(UserWarning, match=r"'optimizer' have no names.*: 0 and 1, both of shape \(2, 2\), could be"):
         un.checkpoint.load(tmp_path, {"optimizer": restored})
     assert momenta(model, restored) == expected(model)
@@ -150,22 +154,22 @@ def test_order_with_a_warning_where_names_are_unknown(tmp_path: Path) -> None:
 
 def test_no_warning_where_nothing_could_be_swapped(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 3)})
-    un.checkpoint.save(tmp_path / "one", {"optimizer": stepped(model, momentum(PLAIN(model)))})
+    un.checkpoint.save(tmp_path / "one", {"optimizer": stepped(model, momentum(plain(model)))})
     un.checkpoint.save(tmp_path / "two", {"optimizer": SGD(Twins().parameters(), lr=0.5)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        un.checkpoint.load(tmp_path / "one", {"optimizer": momentum(PLAIN(model))})
+        un.checkpoint.load(tmp_path / "one", {"optimizer": momentum(plain(model))})
         un.checkpoint.load(tmp_path / "two", {"optimizer": SGD(Twins().parameters(), lr=0.1)})
 
 
 def test_order_with_other_shapes_is_an_error(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 3)})
-    un.checkpoint.save(tmp_path, {"optimizer": stepped(model, momentum(PLAIN(model)))})
+    un.checkpoint.save(tmp_path, {"optimizer": stepped(model, momentum(plain(model)))})
     with pytest.raises(StateError, match=r"'optimizer' has shape \(3, 2\) of parameter 0 in it, \(3,\) here"):
-        un.checkpoint.load(tmp_path, {"optimizer": momentum(reversed(PLAIN(model)))})
+        un.checkpoint.load(tmp_path, {"optimizer": momentum(reversed(plain(model)))})
 
 
-@pytest.mark.parametrize("names", [NAMED, PLAIN])
+@pytest.mark.parametrize("names", [named, plain])
 def test_other_parameters_are_an_error(tmp_path: Path, names: Any) -> None:
     model = Twins()
     un.checkpoint.save(tmp_path, {"model": model, "optimizer": stepped(model, momentum(names(model)[:2]))})
@@ -175,15 +179,15 @@ def test_other_parameters_are_an_error(tmp_path: Path, names: Any) -> None:
 
 def test_lbfgs_in_another_order_is_an_error(tmp_path: Path) -> None:
     model = Twins()
-    un.checkpoint.save(tmp_path, {"model": model, "optimizer": torch.optim.LBFGS(NAMED(model))})
+    un.checkpoint.save(tmp_path, {"model": model, "optimizer": torch.optim.LBFGS(named(model))})
     with pytest.raises(StateError, match="another order in it, which LBFGS cannot change"):
-        un.checkpoint.load(tmp_path, {"model": model, "optimizer": torch.optim.LBFGS(reversed(NAMED(model)))})
+        un.checkpoint.load(tmp_path, {"model": model, "optimizer": torch.optim.LBFGS(reversed(named(model)))})
 
 
 def test_names_go_before_numbers_on_all_ranks() -> None:
     def program(comm: un.Communicator) -> bool:
         model = Twins("abc" if comm.rank == 1 else "cab")
-        optimizer = momentum(PLAIN(model))
+        optimizer = momentum(plain(model))
         if comm.rank == 1:
             stepped(model, optimizer)
         un.checkpoint.sync({"model": model, "optimizer": optimizer}, comm, src=1)
@@ -231,9 +235,9 @@ def test_sharded_optimizers_go_by_names(tmp_path: Path, save: str, load: str) ->
 def test_state_of_an_older_version_has_no_names(tmp_path: Path) -> None:
     """Written before optimizers were saved with the names of the tensors beside them."""
     model = Twins()
-    optimizer = stepped(model, Adam(PLAIN(model)))
+    optimizer = stepped(model, Adam(plain(model)))
     un.checkpoint.save(tmp_path, {"optimizer": optimizer.state_dict()})
-    restored = Adam(PLAIN(model))
+    restored = Adam(plain(model))
     with pytest.warns(UserWarning, match="could be swapped"):
         un.checkpoint.load(tmp_path, {"optimizer": restored})
     for parameter in model.parameters():

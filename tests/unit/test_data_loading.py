@@ -286,7 +286,7 @@ def batches_of_workers(comm: un.Communicator) -> tuple[str, list[list[int]]]:
 @pytest.mark.parametrize("noticed", [False, True])
 @pytest.mark.parametrize(("count", "ranks", "batch"), [(5, 2, 1), (7, 3, 1), (10, 4, 2), (7, 2, 2)])
 def test_uneven_ranks_draw_nothing_twice(count: int, ranks: int, batch: int, noticed: bool, workers: int) -> None:
-    """Whether or not the loop of a rank with fewer batches has noticed the end when the state is saved."""
+    """The loop of a rank with fewer batches may have noticed the end when the state is saved, or not."""
 
     def made(rank: int) -> tuple[PartitionSampler, StatefulDataLoader[Any]]:
         sampler = PartitionSampler(range(count), num_replicas=ranks, rank=rank, seed=3)

@@ -84,7 +84,7 @@ def _take_place(names: Sequence[str]) -> None:
     if not there:
         return
     place = " ".join(f"{name}={value}" for name, value in there.items())
-    # A torchrun names this file anew for each rank.
+    # Each torchrun has a file of its own for each rank.
     agent = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     number, taken, agent_then = (os.environ.get(_TAKEN, "") + "\n\n").split("\n")[:3]
     if number not in ("", str(os.getpid())):

@@ -88,7 +88,8 @@ class SaveHandle:
 
     def _unseen(self) -> BaseException | None:
         """Wait, and return the error if no caller has seen it; None for that of a rank that was lost, or of `abort`."""
-        error, is_seen = self._join(), self not in _open
+        error = self._join()
+        is_seen = self not in _open
         _open.discard(self)
         return None if is_seen or isinstance(error, PeerLostError | AbortedError) else error
 

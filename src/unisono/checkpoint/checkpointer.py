@@ -144,7 +144,8 @@ class Checkpointer:
                 return found
             except (NoCheckpointError, CorruptError):
                 # Another process may have saved a newer one, and removed this one.
-                before, found = found, self._newest()
+                before = found
+                found = self._newest()
                 if found == before:
                     raise
         return None

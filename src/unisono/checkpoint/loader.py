@@ -110,7 +110,8 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
         with Files(storage, manifest) as files, torch.no_grad():
             for one in passes:
                 checked = team.all_or_none(partial(_check_files, files, one.shares, rank, one.alone, options))
-                one.cached, one.same = all(which is not None for which in checked), _same(checked, team)
+                one.cached = all(which is not None for which in checked)
+                one.same = _same(checked, team)
             # Where tensors are created, memory or the device may be missing on one rank.
             loaders: list[TensorLoader] = []
 

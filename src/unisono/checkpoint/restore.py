@@ -88,6 +88,7 @@ class _Part:
 
     def copied(self) -> Any:
         """Return a copy of the state before; None if it is large, or cannot be copied."""
+        # An object may hold what cannot be copied; then it is not put back, which the error says.
         with suppress(Exception):
             return copy.deepcopy(self.state) if self.small else None
 
@@ -95,6 +96,7 @@ class _Part:
         """Load the copy of the state before, and return whether that was possible."""
         if before is None:
             return False
+        # One that refuses its own state too: the caller says that it may have changed.
         with suppress(Exception):
             self.undo(before)
             return True
@@ -122,7 +124,8 @@ class Restorer:
         *,
         strict: bool = True,
     ) -> None:
-        self.early, self.late = Wanted(), Wanted()
+        self.early = Wanted()
+        self.late = Wanted()
         self.values: dict[str, torch.Tensor] = {}
         self.entries, self._source, self._strict = entries, source, strict
         self._problems: list[str] = []
@@ -304,7 +307,8 @@ class Restorer:
         for name, tensor in current.items():
             if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tag_of(items.get(name)) == "$tensor":
                 self._names_here.setdefault(memory_of_tensor(tensor), str(items[name]["$tensor"]))
-        before, self._wanted = self._wanted, self.early
+        before = self._wanted
+        self._wanted = self.early
         build = self._create(inner)
         self._wanted = before
         put = self._loading(load, build, path, target)
@@ -317,7 +321,8 @@ class Restorer:
         """An object that is not a module. It is loaded early if its state is small, and not that of torch's classes."""
         plain = getattr(type(target), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
         early = not plain and self._nbytes(inner) <= _ASIDE and not _any_shard(current)
-        before, self._wanted = self._wanted, self.early if early else self._wanted
+        before = self._wanted
+        self._wanted = self.early if early else before
         build = self._match(current, inner, path, mode, fresh=True)
         self._wanted = before
         put = self._loading(target.load_state_dict, build, path, target)
@@ -332,6 +337,7 @@ class Restorer:
             try:
                 load(made)
             except Exception as error:
+                # An object may refuse by any error.
                 where = repr(path) if path else "the object"
                 raise StateError(f"{where} refuses its state ({type(error).__name__}: {error})") from error
             return target

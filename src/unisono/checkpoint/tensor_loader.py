@@ -70,7 +70,10 @@ class TensorLoader:
         same: bool,
     ) -> None:
         self._files, self._restoration, self._host, self._cached = files, restoration, host, cached
-        self._wanted, self._on_bytes, self._check, self._same = wanted, on_bytes, bool(options.check), same
+        self._wanted = wanted
+        self._on_bytes = on_bytes
+        self._check = bool(options.check)
+        self._same = same
         self._destinations = {
             name: [Destination(restoration.entries[name], wanted.targets.get(name), options.map_location)]
             for name in wanted.needed

@@ -179,5 +179,6 @@ class LifecycleMixin(CommunicatorBase):
         try:
             self.close()
         except Exception:
+            # Of a background save; it does not replace the error that ends the program.
             if error is None:
                 raise

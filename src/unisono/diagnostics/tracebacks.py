@@ -173,7 +173,8 @@ class _ErrorDisplay:
 
     def report_to(self, file: int) -> None:
         """Write uncaught errors of this process to a file, which is a descriptor, for `unisono run`."""
-        self._report, self._process = file, os.getpid()
+        self._report = file
+        self._process = os.getpid()
 
     def identify(self, rank: int, size: int) -> None:
         """Set this process's rank, shown before errors. A world of one has none."""

@@ -212,6 +212,7 @@ def dump(program: Any, found: bool) -> bytes:
         return by_value(program)
     except TypeError:
         if found:
+            # Whatever pickle raises, the first error names the part.
             with suppress(Exception):
                 return pickle.dumps(program)
         raise

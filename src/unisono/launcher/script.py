@@ -188,6 +188,7 @@ class _Attempt:
 
     def _start(self, rank: int, ports: tuple[int, int], alive: int) -> subprocess.Popen[bytes]:
         report = self._reports[rank].fileno()
+        # As multiprocessing passes them on; there is no public name.
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         process = subprocess.Popen(
             [sys.executable, *flags, "-m", "unisono.launcher.script_rank", str(alive), str(report), *self._job.command],

@@ -138,9 +138,33 @@ def test_nccl_does_not_support_any_source(backend: str, offered: bool) -> None:
     assert transport.any_source is offered
 
 
-def test_single_rank_has_no_source() -> None:
-    with un.init() as comm, pytest.raises(ValueError, match="no other rank"):
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+@pytest.mark.parametrize("check", ["auto", "full"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_any_source_finds_messages_of_oneself(backend: str, check: str, size: int) -> None:
+    assert run_ranks(finds_itself, size, backend, check=check) == [[rank, rank, rank] for rank in range(size)]
+
+
+def finds_itself(comm: un.Communicator) -> list[float]:
+    assert comm.iprobe(tag=3) is None
+    work = comm.isend(torch.tensor([float(comm.rank)]), comm.rank, 3)
+    got = torch.full((1,), -1.0)
+    found = [comm.probe(tag=3), comm.recv(got, tag=3), got.item()]
+    work.wait()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+def test_receive_from_oneself_fails_once_the_others_have_left(backend: str) -> None:
+    assert run_ranks(waits_for_itself, 2, backend, timeout=20) == [True, None]
+
+
+def waits_for_itself(comm: un.Communicator) -> bool | None:
+    if comm.rank == 1:
+        return None
+    with pytest.raises(PeerLostError, match="rank 1"):
         comm.recv(torch.zeros(1))
+    return True
 
 
 # -- what is left behind -------------------------------------------------------------------------

@@ -45,11 +45,10 @@ class AnySource:
 
         Args:
             tag: Tag of the message.
-            src: The sender's rank; any other rank if None.
+            src: The sender's rank; any rank if None.
             begin: Called while the queue is locked.
         """
-        group = self._engine.group
-        peers = [src] if src is not None else [peer for peer in range(group.size) if peer != group.rank]
+        peers = [src] if src is not None else list(range(self._engine.group.size))
         work = Matching(self, tag, peers, begin, self._engine.options.timeout_s)
         with self._lock:
             self._lines.setdefault(tag, deque()).append(work)
@@ -93,9 +92,13 @@ class AnySource:
                     return peer
             except PeerLostError as error:
                 lost.append(error)
-        if len(lost) == len(peers):
+        if lost and len(lost) == len(self.without_oneself(peers)):
             raise lost[0]
         return None
+
+    def without_oneself(self, peers: list[int]) -> list[int]:
+        """Return these ranks but this one."""
+        return [peer for peer in peers if peer != self._engine.group.rank]
 
 
 class Matching(Work):
@@ -134,12 +137,14 @@ class Matching(Work):
         return self._begun
 
     def _late(self, waited_s: float) -> CommTimeoutError:
-        more = f" and {len(self.peers) - _NAMED} more" if len(self.peers) > _NAMED else ""
-        ranks = f"{'ranks' if len(self.peers) > 1 else 'rank'} {', '.join(map(str, self.peers[:_NAMED]))}{more}"
+        # A rank that waits cannot send to itself.
+        peers = self._line.without_oneself(self.peers) or self.peers
+        more = f" and {len(peers) - _NAMED} more" if len(peers) > _NAMED else ""
+        ranks = f"{'ranks' if len(peers) > 1 else 'rank'} {', '.join(map(str, peers[:_NAMED]))}{more}"
         return CommTimeoutError(
             f"waited {waited_s:.1f} s for a message with tag {self.tag} from {ranks}, and none arrived. Is the sender "
             "alive, or did it skip a call?",
-            peer=self.peers[0] if len(self.peers) == 1 else None,
+            peer=peers[0] if len(peers) == 1 else None,
             waited_s=waited_s,
         )
 

@@ -56,8 +56,8 @@ class CommunicatorBase:
             return error
         return None
 
-    def _check_rank(self, rank: int, name: str, *, other: bool = False) -> None:
-        check_rank(rank, name, self.size, other_than=self.rank if other else None)
+    def _check_rank(self, rank: int, name: str) -> None:
+        check_rank(rank, name, self.size)
 
     def _check_tensor(self, buffer: Buffer, name: str, *, written: bool = False) -> torch.Tensor:
         return check_tensor(buffer, name, self._engine.transport.devices, written=written)

@@ -34,7 +34,7 @@ from unisono.core.lazy_work import Deferred
 from unisono.core.threads import SerialWorker
 from unisono.core.tracing import SINK, ObservedWork, profiler, sink_here, span
 from unisono.core.transport import Options, Transport
-from unisono.core.types import Timeout, Work
+from unisono.core.types import Message, Timeout, Work
 from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import ClosedError, CommError
 
@@ -59,7 +59,7 @@ class Engine(CallPlans, FastPathCalls):
 
     Attributes:
         parent: The engine of the parent communicator, which must outlive this one.
-        vouched: With `check="full"`, the number of messages from one rank to another with a tag.
+        vouched: With `check="full"`, the number of sends and of receives from one rank to another with a tag.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Engine(CallPlans, FastPathCalls):
         self._pending, self._retired = 0, False
         self._lock = threading.Lock()
         self.parent: Engine | None = None
-        self.vouched: Counter[tuple[int, int, int]] = Counter()
+        self.vouched: Counter[tuple[type[Message], int, int, int]] = Counter()
         self.ending = Teardown(transport, control, self._helper, options.timeout_s)
         self._dropped = weakref.finalize(self, self.ending.drop)
         # What is open at the end of the process is closed then by its control plane's handle.

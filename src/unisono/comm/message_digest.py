@@ -24,7 +24,7 @@ def vouch(engine: Engine, messages: Sequence[Message]) -> list[Callable[[], obje
     for message in messages:
         rank, peer = engine.group.rank, message.peer
         source, target = (peer, rank) if isinstance(message, Recv) else (rank, peer)
-        stream = source, target, message.tag
+        stream = type(message), source, target, message.tag
         engine.vouched[stream] += 1
         key = f"{engine.group.name}/message {engine.vouched[stream]} of tag {message.tag} from {source} to {target}"
         if isinstance(message, Recv):

@@ -34,7 +34,7 @@ class PointToPointMixin(CommunicatorBase):
 
         Args:
             tensor: Any shape, strides and dtype. The receiver's has as many elements, of the same dtype.
-            dst: Another rank.
+            dst: The receiver's rank. A message to oneself needs a receive that is posted before, or an `isend`.
             tag: 0 to 2**24 - 1; messages match by tag, and in order within a tag.
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
@@ -60,7 +60,7 @@ class PointToPointMixin(CommunicatorBase):
 
         Args:
             tensor: As for `send`.
-            src: Another rank; any other rank if None. Several ranks that have sent are served in turn.
+            src: The sender's rank; any rank if None. Several ranks that have sent are served in turn.
             tag: As for `send`.
             timeout: As for `send`.
 
@@ -187,7 +187,7 @@ class PointToPointMixin(CommunicatorBase):
         for message in messages:
             receives = isinstance(message, Recv)
             name = "src" if receives else "dst"
-            self._check_rank(message.peer, name, other=True)
+            self._check_rank(message.peer, name)
             self._check_tag(message.tag)
             tensor = self._check_tensor(message.tensor, "the tensor", written=receives)
             buffer = staging.target(tensor) if receives else staging.source(tensor)
@@ -236,9 +236,7 @@ class PointToPointMixin(CommunicatorBase):
                 "this backend cannot receive from any source: pass the sender's rank, as in recv(tensor, src=...)"
             )
         if src is not None:
-            self._check_rank(src, "src", other=True)
-        elif self.size == 1:
-            raise ValueError("there is no other rank to receive from")
+            self._check_rank(src, "src")
 
     def _check_tag(self, tag: int) -> None:
         if not isinstance(tag, int) or isinstance(tag, bool):

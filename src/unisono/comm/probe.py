@@ -21,7 +21,7 @@ class ProbeMixin(PointToPointMixin):
         Does not receive it: the next receive from that rank, of this tag, gets the message.
 
         Args:
-            src: Another rank; any of them if None.
+            src: The sender's rank; any rank if None.
             tag: Of the message.
             timeout: Seconds or a `timedelta`; the communicator's if None. It stays usable after a timeout.
 

@@ -19,6 +19,7 @@ __all__ = [
     "long_messages_arrive",
     "messages_and_collectives_are_separate",
     "messages_of_one_tag_arrive_in_order",
+    "messages_to_oneself_arrive",
     "peers_are_separate",
     "ranks_are_numbered",
     "receive_of_wrong_size_is_rejected",
@@ -169,6 +170,35 @@ def batch_keeps_its_order(world: World) -> None:
     for rank, found in enumerate(world.run(program, size=3)):
         wanted = [[10.0 * other + n for n in range(3)] for other in range(3) if other != rank]
         assert found == wanted, f"rank {rank} got {found}, not {wanted}"
+
+
+def messages_to_oneself_arrive(world: World) -> None:
+    """Messages to oneself arrive, by tag and in order, beside those of others: as in a periodic halo of few ranks."""
+
+    def program(comm: Communicator) -> list[list[float]]:
+        mine, left, right = comm.rank, (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        got = numbers(comm, -1, -1, -1, -1)
+        batch: list[Message] = [Recv(got[0:1], right, 1), Recv(got[1:2], left, 2), Recv(got[2:3], mine, 0)]
+        batch += [Send(numbers(comm, left), left, 1), Send(numbers(comm, right), right, 2)]
+        batch += [Send(numbers(comm, 10 * mine), mine, 0)]
+        for work in comm.batch_isend_irecv(batch):
+            work.wait()
+        works = [comm.isend(numbers(comm, n), mine, n % 2) for n in range(4)]
+        turned = numbers(comm, -1, -1, -1, -1)
+        for place, tag in enumerate((1, 1, 0, 0)):
+            comm.recv(turned[place], mine, tag)
+        for work in works:
+            work.wait()
+        count = 1 << 18
+        sent = torch.full((count,), float(mine), device=comm.device)
+        back = torch.full((count,), -1.0, device=comm.device)
+        comm.sendrecv(sent, mine, back, mine)
+        return [got[:3].tolist(), turned.tolist(), back.unique().tolist()]
+
+    for size in (1, 2, 3):
+        for rank, found in enumerate(world.run(program, size=size)):
+            wanted = [[rank, rank, 10.0 * rank], [1, 3, 0, 2], [rank]]
+            assert found == wanted, f"rank {rank} of {size} got {found}, not {wanted}"
 
 
 def empty_messages_arrive(world: World) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from unisono.control.sockets import invalidate_after_fork
 from unisono.control.torch_store import ControlStore
+from unisono.core.combined_work import WorkGroup
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.mailbox import Mailbox
@@ -23,6 +24,7 @@ from unisono.core.transport import Capabilities, Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Timeout, Work
 from unisono.core.work import Completion, resolve_timeout
 from unisono.errors import ClosedError, CommError
+from unisono.transports.thread import MessageQueue, ThreadTransport
 from unisono.transports.torch.collectives import NATIVE, carries, start
 from unisono.transports.torch.errors import translated
 from unisono.transports.torch.gloo_sockets import Sockets
@@ -66,6 +68,8 @@ class TorchTransport(Transport):
         self.tags = self.any_source = not self._cuda
         self._broken: BaseException | None = None
         self._envelopes = Envelopes(group, self._start, options.timeout_s)
+        # Gloo has no connection from a rank to itself.
+        self._to_oneself = ThreadTransport(group, MessageQueue(), options.timeout_s)
         invalidate_after_fork(self)
 
     def invalidate_after_fork(self) -> None:
@@ -118,6 +122,11 @@ class TorchTransport(Transport):
             work = Completion(0.0)
             work.complete(self._broken)
             return work
+        own = [message for message in batch if message.peer == self.rank]
+        if own:
+            others = [message for message in batch if message.peer != self.rank]
+            works = [self._to_oneself.post(own), *([self.post(others)] if others else [])]
+            return WorkGroup(works, self._options.timeout_s, _SLICE_S)
         if self._cuda:
             return self._post_grouped(batch)
         if batch and batch[0].tag != COLLECTIVE_TAG:
@@ -127,7 +136,7 @@ class TorchTransport(Transport):
         return _GlooWork(moving, self._options.timeout_s)
 
     def iprobe(self, peer: int, tag: int) -> bool:
-        return self._envelopes.iprobe(peer, tag)
+        return self._to_oneself.iprobe(peer, tag) if peer == self.rank else self._envelopes.iprobe(peer, tag)
 
     def _direction(self, message: Message) -> Any:
         """Return the set of connections for a schedule's messages in this direction, if there are two sets."""
@@ -187,6 +196,7 @@ class TorchTransport(Transport):
     def _end(self, cause: BaseException, shut: Callable[[], bool]) -> None:
         """Detach the backend. Keep it while it waits: releasing a waiting gloo group blocks until its wait ends."""
         self._envelopes.close(cause)
+        self._to_oneself.abort(cause)
         with self._lock:
             self._broken = self._broken or cause
             works = [work for known in self._flying for work in known.unfinished()]

@@ -295,3 +295,18 @@ def test_from_group_without_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no default group"):
         un.Communicator.from_group()
     assert sys.excepthook is not sys.__excepthook__, "errors are not shown as after init"
+
+
+def test_message_that_cannot_be_delivered_fails_on_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(*_: object, **__: object) -> None:
+        raise MemoryError("no memory is left")
+
+    def program(comm: un.Communicator) -> str:
+        try:
+            comm.send(torch.ones(3), 1) if comm.rank == 0 else comm.recv(torch.zeros(3), 0)
+        except (MemoryError, un.errors.CommError) as error:
+            return str(error)
+        return "delivered"
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    assert all("no memory is left" in error for error in on_threads(program))

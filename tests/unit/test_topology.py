@@ -49,6 +49,13 @@ def test_interface_and_address_map_to_each_other() -> None:
         network.address_of("ib7")
 
 
+@pytest.mark.parametrize("variable", ["UNISONO_INTERFACE", "GLOO_SOCKET_IFNAME"])
+def test_missing_interface_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "ib7")
+    with pytest.raises(ValueError, match=f"'ib7', which {variable} names; it has .*lo"):
+        un.init()
+
+
 def test_advertised_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UNISONO_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

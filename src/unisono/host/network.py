@@ -83,7 +83,7 @@ def address_for_others(host: str, port: int = 9) -> str:
     """
     requested = requested_interface()
     if requested is not None:
-        return address_of(requested[0])
+        return address_of(*requested)
     address = address_towards(host, port)
     if not is_loopback(address) or host == "localhost" or _is_literal(host):
         return address
@@ -137,19 +137,24 @@ def _fits(name: str, pattern: str) -> bool:
     return name in words if pattern.startswith("=") else any(name.startswith(word) for word in words)
 
 
-def address_of(interface: str) -> str:
+def address_of(interface: str, setting: str | None = None) -> str:
     """Return the first IPv4 address of a network interface, else its first global IPv6 address.
+
+    Args:
+        interface: Its name.
+        setting: The variable or argument that names it, for errors.
 
     Raises:
         ValueError: There is no such interface (the message lists the existing ones), or it has no address.
     """
     here = [name for _, name in socket.if_nameindex()]
+    named = f"{interface!r}, which {setting} names" if setting else f"{interface!r}"
     if interface not in here:
-        raise ValueError(f"this host has no network interface {interface!r}; it has {', '.join(here)}")
+        raise ValueError(f"this host has no network interface {named}; it has {', '.join(here)}")
     address = _ipv4_of(interface) or _ipv6_of(interface)
     if address is None:
         raise ValueError(
-            f"the network interface {interface!r} has no address; give it an address, or choose another interface"
+            f"there is no address of the network interface {named}; give it one, or choose another interface"
         )
     return address
 

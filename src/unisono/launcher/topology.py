@@ -84,7 +84,7 @@ def discover(place: Rendezvous, interface: str | None, timeout: float) -> Topolo
         ValueError: There is no such interface here, or it has no address.
     """
     wanted = requested_interface(interface)
-    address = place.address if wanted is None else address_of(wanted[0])
+    address = place.address if wanted is None else address_of(*wanted)
     told = interface_of(address) if wanted is None else wanted[0]
     why = "by the route to the first rank" if wanted is None else f"by {wanted[1]}"
     if place.size == 1:

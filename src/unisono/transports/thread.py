@@ -100,7 +100,7 @@ class InFlightMessage:
     recv: CountdownWork
 
     def deliver(self) -> None:
-        """Copy the content, or fail both works if it does not fit."""
+        """Copy the content, or fail both works if that fails."""
         given, taken = self.sent.tensor, self.expected.tensor
         if given.dtype != taken.dtype or given.numel() != taken.numel():
             sent, expected = (elements(t.numel(), str(t.dtype)) for t in (given, taken))
@@ -108,8 +108,14 @@ class InFlightMessage:
                 work.complete(size_error(self.source, sent, self.target, expected, self.sent.tag, peer))
             return
         # The thread of either rank may do this, so the receiver's tensor determines the inference mode of the copy.
-        with torch.inference_mode(taken.is_inference()), torch.no_grad():
-            taken.copy_(given)
+        try:
+            with torch.inference_mode(taken.is_inference()), torch.no_grad():
+                taken.copy_(given)
+        except Exception as error:
+            # Such as out of memory. Neither rank may wait for a message that will not arrive.
+            self.send.complete(error)
+            self.recv.complete(error)
+            return
         self.send.arrived(self.sent)
         self.recv.arrived(self.expected)
 

@@ -185,8 +185,8 @@ def messages_to_oneself_arrive(world: World) -> None:
             work.wait()
         works = [comm.isend(numbers(comm, n), mine, n % 2) for n in range(4)]
         turned = numbers(comm, -1, -1, -1, -1)
-        for place, tag in enumerate((1, 1, 0, 0)):
-            comm.recv(turned[place], mine, tag)
+        for index, tag in enumerate((1, 1, 0, 0)):
+            comm.recv(turned[index], mine, tag)
         for work in works:
             work.wait()
         count = 1 << 18

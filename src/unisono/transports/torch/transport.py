@@ -23,7 +23,7 @@ from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Capabilities, Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Timeout, Work
 from unisono.core.work import Completion, resolve_timeout
-from unisono.errors import ClosedError, CommError
+from unisono.errors import ClosedError, CommError, CommTimeoutError
 from unisono.transports.thread import MessageQueue, ThreadTransport
 from unisono.transports.torch.collectives import NATIVE, carries, start
 from unisono.transports.torch.errors import translated
@@ -35,6 +35,9 @@ from unisono.transports.torch.process_groups import backend_of
 __all__ = ["TRANSPORT", "TorchTransport"]
 
 _SLICE_S = 0.1
+_ONE_READ_BYTES = 1 << 16
+"""Longest message that mostly arrives in one read of its connection."""
+
 _threads = DaemonThreadPool("unisono torch")
 _FIRST_TAG = 1 << 28
 """Above the tags that the owner of a wrapped group is likely to use."""
@@ -133,7 +136,7 @@ class TorchTransport(Transport):
             return self._envelopes.post(batch)
         ordered = batch if self._upward is not None else sorted(batch, key=_send_first)
         moving = [(m, self._start(m, _FIRST_TAG, self._direction(m))) for m in ordered if m.tensor.numel()]
-        return _GlooWork(moving, self._options.timeout_s)
+        return _GlooWork(moving, self._options.timeout_s, lambda: self._broken)
 
     def iprobe(self, peer: int, tag: int) -> bool:
         return self._to_oneself.iprobe(peer, tag) if peer == self.rank else self._envelopes.iprobe(peer, tag)
@@ -248,6 +251,34 @@ class _GlooWork(Work):
     def _wait(self, timeout: Timeout | None, works: Sequence[tuple[Message | None, Any]]) -> None:
         if self._error is not None:
             raise self._error
+        if any(message is not None and message.tensor.nbytes > _ONE_READ_BYTES for message, _ in works):
+            self._wait_beside(timeout, works)
+        else:
+            self._wait_here(timeout, works)
+
+    def _wait_beside(self, timeout: Timeout | None, works: Sequence[tuple[Message | None, Any]]) -> None:
+        """Wait in another thread. Gloo does not end the wait for a message whose connection broke halfway."""
+        done = Completion(0.0)
+
+        def wait() -> None:
+            try:
+                self._wait_here(timeout, works)
+            except BaseException as error:
+                done.complete(error)
+            else:
+                done.complete()
+
+        _threads.run(wait)
+        while not done.is_completed():
+            try:
+                done.wait(_SLICE_S)
+            except CommTimeoutError:
+                self._error = self._error or self._broken()
+                if self._error is not None:
+                    raise self._error from None
+        done.wait()
+
+    def _wait_here(self, timeout: Timeout | None, works: Sequence[tuple[Message | None, Any]]) -> None:
         started = time.monotonic()
         deadline = started + resolve_timeout(timeout, self._timeout_s)
         for message, work in works:

@@ -33,9 +33,9 @@ def check(target: Target) -> Iterator[Finding]:
         return
     name, variable = wanted
     try:
-        yield ok(f"{address_of(name)} of {name}, which {variable} names")
+        yield ok(f"{address_of(*wanted)} of {name}, which {variable} names")
     except ValueError as error:
-        yield problem(f"{variable} names {name}: {error}", f"unset {variable}")
+        yield problem(str(error), f"unset {variable}")
 
 
 def _way(target: Target) -> Finding:

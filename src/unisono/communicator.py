@@ -79,6 +79,7 @@ class Communicator(ObjectMixin, PersistentMixin, TuningMixin, MonitoredBarrierMi
         self._check = check
         self._control, self._options = control, options
         self._splits = self._rebuilds = self._barriers = 0
+        self._compared: dict[str, int] = {}
         self._before_close: list[Callable[[], None]] = []
         self._parts: list[weakref.ref[Communicator]] = []
         self._successor: Communicator | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -52,6 +53,43 @@ def test_prints_what_gloo_prints(program: Path, ranks: int) -> None:
         found, expected = ([float(number) for number in NUMBER.findall(text)] for text in (unisono, gloo))
         assert len(found) >= 4
         assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+# -- loaders over samplers and streams of ours ---------------------------------------------------
+COUNT = 24
+PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "frameworks.md"
+OUTCOMES = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE)
+CASES = [
+    (framework, loader, outcome.strip(" `"))
+    for loader, *outcomes in OUTCOMES
+    for frameworks, outcome in zip((("Lightning", "Fabric"), ("Accelerate", "dispatch")), outcomes, strict=True)
+    for framework in frameworks
+]
+
+
+def test_table_of_loaders_is_complete() -> None:
+    assert [loader for loader, *_ in OUTCOMES] == [
+        "PartitionSampler", "GlobalBatchSampler", "StreamPartition", "ShardPartition"
+    ]  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("framework", "loader", "outcome"), CASES)
+def test_framework_divides_no_loader_again(framework: str, loader: str, outcome: str, workers: int) -> None:
+    program = Path(__file__).with_name("framework_loaders.py")
+    given = ("--framework", framework, "--loader", loader, "--workers", str(workers))
+    with reserved_ports(1) as (port,):
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port))
+        ended = run(*torchrun, str(program), *given)
+    if outcome == "left as it is":
+        assert ended.returncode == 0, ended.stderr
+        parts = [json.loads(line) for line in re.findall(r"TAKEN (.*)", ended.stdout)]
+        assert [len(part) for part in parts] == [COUNT // 2] * 2
+        assert sorted(sample for part in parts for sample in part) == list(range(COUNT))
+    else:
+        assert ended.returncode == 1
+        assert re.search(rf"{outcome}: .*(divide the samples again|divides this rank's part)", ended.stderr)
 
 
 @pytest.mark.soak

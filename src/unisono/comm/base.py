@@ -37,6 +37,7 @@ class CommunicatorBase:
 
     _engine: Engine
     _check: str
+    _compared: dict[str, int]
 
     @property
     def rank(self) -> int:
@@ -55,6 +56,28 @@ class CommunicatorBase:
         except CommError as error:
             return error
         return None
+
+    def _require_same(self, what: str, value: bytes, wrong: Exception) -> None:
+        """Raise an error, and break the communicator by it, if a rank that was here before had another value.
+
+        No rank waits for another: of two that differ, the second fails.
+
+        Args:
+            what: Description of the value. Equal descriptions are compared in the order of calls.
+            value: Any bytes.
+            wrong: The error.
+        """
+        engine = self._engine
+        if engine.closed or self.size == 1:
+            return
+        number = self._compared[what] = self._compared.get(what, 0) + 1
+        key = f"{engine.group.name}/{what}/{number}"
+        first = engine.control.compare_set(key, b"", value)
+        if engine.control.add(f"{key}/ranks", 1) == self.size:
+            engine.control.delete(key)
+            engine.control.delete(f"{key}/ranks")
+        if first != value:
+            raise engine.report_failure(wrong, "a comparison of samples")
 
     def _check_rank(self, rank: int, name: str) -> None:
         check_rank(rank, name, self.size)

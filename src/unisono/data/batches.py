@@ -13,6 +13,7 @@ from unisono.data.partitioner import Partitioner
 from unisono.data.rank_info import ranks_of
 from unisono.data.resume_state import gather_states
 from unisono.data.sampler import PartitionSampler
+from unisono.data.second_split import refuse_second_split
 from unisono.data.stateful_iterator import StatefulIterator
 
 __all__ = ["GlobalBatchSampler"]
@@ -78,6 +79,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._sampler = PartitionSampler(
             dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed
         )
+        self._sampler._compare_on(comm)
         if not self._sampler.rule.interleaves:
             raise ValueError("batches of all ranks are cut from one order: partition must deal samples in turns")
         self.batch_size, self.drop_last, self._empty = size, drop_last, allow_empty_batches
@@ -97,6 +99,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._sampler.set_epoch(epoch)
 
     def __iter__(self) -> _Steps:
+        refuse_second_split(self.num_replicas)
         return _Steps(self, iter(self._sampler))
 
     def __len__(self) -> int:
@@ -149,6 +152,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._check(size)
         chosen = states[like] if like is not None else max(states, key=_progress)
         self._sampler.load_state_dict(chosen)
+        self._sampler._compare_on(comm)
         self.rank, self.num_replicas = rank, size
 
     def _check(self, ranks: int) -> None:

@@ -54,6 +54,7 @@ class Partitioner(ABC):
             samples used by all parts together are a prefix of the order. The global order then does not depend on
             the number of parts.
         in_step: Whether parts may be expected to be used at the same pace.
+        draws: Whether the order is drawn by an object of each rank; `PartitionSampler` compares it between ranks.
 
     Example:
         >>> class Reversed(un.data.Partitioner):
@@ -67,6 +68,7 @@ class Partitioner(ABC):
     shuffles: ClassVar[bool] = True
     interleaves: ClassVar[bool] = False
     in_step: bool = True
+    draws: ClassVar[bool] = False
 
     @classmethod
     def of(cls, dataset: Any) -> Self:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import warnings
+import weakref
 from collections.abc import Sequence, Sized
 from typing import Any
 
-from torch.utils.data import IterableDataset, Sampler
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
 from unisono.data.apportionment import equal_shares
 from unisono.data.epoch_progress import EpochProgress, EpochWarning, unchanged_on_error
@@ -15,13 +18,16 @@ from unisono.data.partitioner import Partitioner, resolve
 from unisono.data.rank_info import ranks_of
 from unisono.data.resharding import Evening, Resharding, ShardingPhase, added, deal
 from unisono.data.resume_state import FORMAT, check_states, counts_of, gather_states, phases_of
+from unisono.data.second_split import refuse_second_split
 from unisono.data.stateful_iterator import Source, StatefulIterator, walk
 
 __all__ = ["PartitionSampler"]
 
 
-class PartitionSampler(Sampler[Any]):
+class PartitionSampler(DistributedSampler[Any]):
     """Sampler of a rank's samples, each epoch in a new order: replaces torch's `DistributedSampler`.
+
+    It is a subclass, so that frameworks that look for one, such as Lightning, do not divide the samples again.
 
     Every sample of the dataset is assigned to exactly one rank, so ranks may have one more than others; `drop_last`
     or `padding` makes them equal. `advance` reports the samples that were trained on; the sampler's state counts
@@ -30,7 +36,7 @@ class PartitionSampler(Sampler[Any]):
 
     Args:
         dataset: Anything with a length.
-        comm: Any object with a `rank` and a `size`. Queried once, and not kept.
+        comm: Any object with a `rank` and a `size`, which are queried once. It is not kept alive.
         num_replicas, rank: Both instead of `comm`. With none of the three: torch's default group, else one rank.
         partition: A partitioner or its name; see `un.data.PARTITIONERS`.
         shuffle: Whether each epoch has another order; None for the partitioner's default.
@@ -43,8 +49,9 @@ class PartitionSampler(Sampler[Any]):
         rule: The partitioner. Other attributes are named as the arguments.
 
     Raises:
-        TypeError: The dataset has no length (see `StreamPartition`), or `comm` no rank and size.
-        ValueError: Arguments contradict each other, `seed` is negative, or the partitioner is unknown.
+        TypeError: The dataset has no length (see `StreamPartition`) or is a sampler, or `comm` no rank and size.
+        ValueError: Arguments contradict each other, `seed` is negative, or the partitioner is unknown. When an epoch
+            begins: ranks have drawn different samples (see `Sampled`), or Accelerate divides the samples again.
 
     Cost: 20 ns per index. Memory: the partitioner's; less than a MiB for the default, at any dataset length.
 
@@ -78,12 +85,18 @@ class PartitionSampler(Sampler[Any]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise TypeError(f"a {type(dataset).__name__} has no indices: use un.data.StreamPartition for streams")
+        if isinstance(dataset, Sampler):
+            raise TypeError(
+                f"a {type(dataset).__name__} is a sampler: pass the dataset. If Lightning or Fabric has passed it, to "
+                "divide the samples again, give them use_distributed_sampler=False"
+            )
         if drop_last and padding:
             raise ValueError("drop_last and padding exclude each other")
         if operator.index(seed) < 0:
             raise ValueError(f"seed must be 0 or more, but is {seed}")
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
+        self._compare_on(comm)
         self.rule = resolve(partition, dataset)
         self.shuffle = self.rule.shuffles if shuffle is None else shuffle
         self.seed, self.epoch, self.drop_last, self.padding = operator.index(seed), 0, drop_last, padding
@@ -98,6 +111,7 @@ class PartitionSampler(Sampler[Any]):
 
         Rank 0 warns (`EpochWarning`, once) if a loop has reached the end, and `set_epoch` was not called since.
         """
+        refuse_second_split(self.num_replicas)
         current = self._now()
         again = current.ended and current.taken == current.start
         through = not current.over and (again or (current.complete and current.taken > current.start))
@@ -137,8 +151,9 @@ class PartitionSampler(Sampler[Any]):
         if number != self.epoch:
             self._begin(number)
 
+    # Torch's are attributes, which nothing outside writes.
     @property
-    def num_samples(self) -> int:
+    def num_samples(self) -> int:  # type: ignore[override]
         """The length, by the name that torch's `DistributedSampler` has for it."""
         return len(self)
 
@@ -149,7 +164,7 @@ class PartitionSampler(Sampler[Any]):
         return len(current.indices) - current.taken
 
     @property
-    def total_size(self) -> int:
+    def total_size(self) -> int:  # type: ignore[override]
         """Number of samples of all ranks together, counted as `len` does for one rank."""
         return sum(self._dealt(self._phases, self.num_replicas).lengths)
 
@@ -232,9 +247,19 @@ class PartitionSampler(Sampler[Any]):
         with unchanged_on_error(self):
             self.epoch, self.seed, self.rank, self.num_replicas = latest, common["seed"], rank, size
             self._phases, self._pass = phases_of(common), None
+            self._compare_on(comm)
             if old:
                 self._close(common, self._counts(old, common, lost=True))
             self._now()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes but the communicator, which stays in its process."""
+        return {**vars(self), "_require_same": None}
+
+    def _compare_on(self, comm: Any) -> None:
+        """Compare what this rank draws with what other ranks of a communicator draw."""
+        same = getattr(comm, "_require_same", None)
+        self._require_same = None if same is None else weakref.WeakMethod(same)
 
     def _identity(self) -> dict[str, Any]:
         return {"samples": len(self.dataset), "partition": self.rule.fingerprint(), "shuffle": self.shuffle}
@@ -254,16 +279,27 @@ class PartitionSampler(Sampler[Any]):
         """Return the current pass; recreate it if the dataset has grown since, and nothing is committed."""
         held = self._pass
         if held is None or (held.state["samples"] != len(self.dataset) and not held.taken and not self._phases):
-            indices = self._dealt(self._phases, self.num_replicas).part(self.rank)
+            indices = self._dealt(self._phases, self.num_replicas, compared=True).part(self.rank)
             fixed = {"format": FORMAT, "epoch": self.epoch, "seed": self.seed, **self._identity()}
             own = {"parts": self.num_replicas, "rank": self.rank, "settings": self.rule.settings()}
             held = self._pass = EpochProgress({**fixed, "phases": [p.plain() for p in self._phases], **own}, indices)
         return held
 
-    def _dealt(self, phases: Sequence[ShardingPhase], parts: int, rule: Partitioner | None = None) -> Resharding:
+    def _dealt(
+        self, phases: Sequence[ShardingPhase], parts: int, rule: Partitioner | None = None, *, compared: bool = False
+    ) -> Resharding:
         rule = self.rule if rule is None else rule
         first = (phases[0].parts, rule.replaced(phases[0].settings)) if phases else (parts, rule)
         order = first[1].order(len(self.dataset), self.shuffle, self.seed, self.epoch, equal_shares(first[0]))
+        same = self._require_same() if compared and rule.draws and self._require_same is not None else None
+        if same is not None:
+            drawn = repr(order.values(torch.arange(len(order)))).encode()
+            wrong = ValueError(
+                f"ranks have drawn different samples for epoch {self.epoch} from {rule.fingerprint()}: it draws from a "
+                "generator that no seed reaches, or its input differs. Let it draw from an attribute `generator` (a "
+                "torch.Generator), or from the global generators of torch, numpy or Python"
+            )
+            same(f"samples {self._identity()} {self.seed} {self.epoch}", hashlib.blake2b(drawn).digest(), wrong)
         evening: Evening = "drop" if self.drop_last else "pad" if self.padding else "none"
         return deal(rule, order, phases, parts, self.seed, evening)
 

@@ -12,6 +12,7 @@ from unisono.data.feistel import IndexShuffle
 from unisono.data.hidden_worker import HiddenWorker
 from unisono.data.persistent_workers import WorkerEpochCheck
 from unisono.data.rank_info import ranks_of
+from unisono.data.second_split import refuse_second_split
 from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
 
@@ -118,6 +119,7 @@ class ShardPartition(IterableDataset[T_co]):
         self._begin(0)
 
     def __iter__(self) -> Iterator[T_co]:
+        refuse_second_split(self.num_replicas)
         return self._passes.begin(bool(self._done or self._skip or self._resumed)) or _Reader(self)
 
     def set_epoch(self, epoch: int) -> None:

@@ -12,6 +12,7 @@ from unisono.data.hidden_worker import HiddenWorker
 from unisono.data.persistent_workers import WorkerEpochCheck
 from unisono.data.rank_info import ranks_of
 from unisono.data.resharding import leftover
+from unisono.data.second_split import refuse_second_split
 
 __all__ = ["StreamPartition"]
 
@@ -79,6 +80,7 @@ class StreamPartition(IterableDataset[T_co]):
         self._passes = WorkerEpochCheck()
 
     def __iter__(self) -> Iterator[T_co]:
+        refuse_second_split(self.num_replicas)
         return self._passes.begin(bool(self._taken or self._edge)) or _Share(self)
 
     def set_epoch(self, epoch: int) -> None:

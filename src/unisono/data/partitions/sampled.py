@@ -28,6 +28,7 @@ class Sampled(Strided):
     An epoch's sequence depends on the seed and the epoch alone, so it is the same on every rank: the sampler draws
     from a generator that is seeded for it (its own attribute `generator`, or that of the sampler inside it; a
     sampler without a generator draws from the global ones of Python, numpy and torch, which are seeded and restored).
+    One that draws from elsewhere fails: ranks with a `Communicator` compare what they have drawn for an epoch.
     A sample that occurs twice in the sequence is assigned twice.
 
     Args:
@@ -42,6 +43,8 @@ class Sampled(Strided):
         >>> [len(list(rank)) for rank in ranks]
         [3, 3]
     """
+
+    draws = True
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler

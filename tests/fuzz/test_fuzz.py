@@ -30,6 +30,7 @@ def test_every_parser_is_a_target() -> None:
         "bootstrap_file",
         "hostlist",
         "events",
+        "store_address",
     }
 
 

@@ -7,7 +7,7 @@ import os
 from unisono.bootstrap.rendezvous import Claim
 from unisono.bootstrap.result import Rendezvous, Request, checked, env_number
 from unisono.bootstrap.tcp import find_at
-from unisono.bootstrap.torchelastic import find_by_agent
+from unisono.bootstrap.tcp_store import find_in_store
 
 __all__ = ["detected", "find", "read"]
 
@@ -27,7 +27,9 @@ def find(request: Request) -> Rendezvous:
     where = f"torchrun's agent at {host}:{port}" if by_agent else f"MASTER_ADDR {host}:{port}"
     source = f"rank {rank} of {size} from the environment, rendezvous at {where}"
     claim = Claim(rank, size, env_number("LOCAL_RANK"), request.deadline, source)
-    return (find_by_agent if by_agent else find_at)(claim, host, port, request.secret)
+    if _private_port() is not None and not by_agent:
+        return find_at(claim, host, port, request.secret)
+    return find_in_store(claim, host, port, request.secret, agent=by_agent)
 
 
 def read(request: Request) -> tuple[str, int]:

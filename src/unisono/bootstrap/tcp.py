@@ -11,7 +11,7 @@ from unisono.bootstrap.server_lease import acquire
 from unisono.control.secret import find_secret
 from unisono.errors import CommError
 
-__all__ = ["address_of", "find", "find_at"]
+__all__ = ["address_of", "find", "find_at", "plain_host"]
 
 
 def find(request: Request) -> Rendezvous:
@@ -25,13 +25,7 @@ def find(request: Request) -> Rendezvous:
 
 def find_at(claim: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
     """The place at this address, of which rank 0 is the host."""
-    if host in ("0.0.0.0", "::", ""):
-        raise ValueError(
-            f"{host!r} is not an address that other hosts can reach; pass the address of the host of rank 0"
-        )
-    # An IPv6 address may have brackets, as in a URL.
-    host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
-    known = find_secret(secret)
+    host, known = plain_host(host), find_secret(secret)
     try:
         hosted = acquire(f"tcp://{host}:{port}", known, host, port) if claim.rank == 0 else None
     except CommError as error:
@@ -39,6 +33,19 @@ def find_at(claim: Claim, host: str, port: int, secret: str | bytes | None) -> R
             claim_rank(claim, (host, port), known)
         raise
     return meet(claim, (host, port) if hosted is None else hosted.server.address, known, hosted)
+
+
+def plain_host(host: str) -> str:
+    """Return the host without the brackets that an IPv6 address may have, as in a URL; "localhost" as an address.
+
+    Raises:
+        ValueError: It means all addresses.
+    """
+    if host in ("0.0.0.0", "::", ""):
+        raise ValueError(
+            f"{host!r} is not an address that other hosts can reach; pass the address of the host of rank 0"
+        )
+    return "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
 
 
 def address_of(url: str) -> tuple[str, int]:

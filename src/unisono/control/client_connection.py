@@ -6,6 +6,8 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from unisono import serialization
 from unisono.control import handshake
@@ -14,7 +16,9 @@ from unisono.control.inspect_socket import InspectSocket
 from unisono.control.sockets import check_platform
 from unisono.errors import CommError, CommTimeoutError
 
-__all__ = ["ClientConnection", "connect"]
+__all__ = ["ClientConnection", "connect", "reach"]
+
+T = TypeVar("T")
 
 _READ_BYTES = 1 << 16
 _PAUSES_S = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -101,16 +105,26 @@ def connect(
         UnavailableError: On Windows.
     """
     check_platform()
+    return reach(address, timeout, lambda left_s: _both(address, secret, left_s, rank))
+
+
+def reach(address: tuple[str, int], timeout: float, attempt: Callable[[float], T]) -> T:
+    """Return the result of `attempt`, which gets the seconds that it may take, and is repeated while it fails.
+
+    Raises:
+        CommTimeoutError: No server answers there.
+        CommError: There is no such host.
+    """
     deadline = time.monotonic() + timeout
-    attempt = 0
+    failures = 0
     while True:
         try:
-            return _both(address, secret, max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())), rank)
+            return attempt(max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())))
         except UnicodeError as error:
             raise CommError(f"{address[0]!r} is not the name of a host") from error
         except OSError as error:
-            pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
-            attempt += 1
+            pause = _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
+            failures += 1
             if time.monotonic() + pause >= deadline:
                 raise CommTimeoutError(
                     f"no answer from {address[0]}:{address[1]} after {timeout:.1f} s ({error.strerror or error}). "

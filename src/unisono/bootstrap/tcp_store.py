@@ -1,0 +1,231 @@
+"""Rendezvous through torch's `TCPStore` at MASTER_PORT, in which rank 0 publishes its own address.
+
+Under torchrun, the store is that of its agent. Else rank 0 opens it, or uses the one that torch's env:// has opened in
+its process, and closes it before any rank leaves: torch may open its own there next.
+
+The store does not authenticate; the peer at the published address still has to know the secret.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from unisono.bootstrap.rendezvous import Claim, MovedError, claim_rank, confirm, meet
+from unisono.bootstrap.result import Rendezvous
+from unisono.bootstrap.server_lease import acquire
+from unisono.bootstrap.tcp import plain_host
+from unisono.control.client import SocketControl
+from unisono.control.client_connection import reach
+from unisono.control.secret import find_secret
+from unisono.control.sockets import listen
+from unisono.core.group import Group
+from unisono.core.threads import DaemonThreadPool
+from unisono.errors import CommError, CommTimeoutError, MismatchError
+from unisono.host.network import address_for_others, address_towards
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+__all__ = ["find_in_store", "published_address"]
+
+_LOOK_EVERY_S = 0.05
+_REACH_WITHIN_S = 1.0
+_MOVES_WITHIN_S = 3.0
+_ANSWERS_WITHIN_S = 10.0
+
+_threads = DaemonThreadPool("unisono store")
+_inits: dict[tuple[int, str], int] = {}
+"""The number of times that this process has met others, by its id and the prefix of the job's keys."""
+
+
+def find_in_store(claim: Claim, host: str, port: int, secret: str | bytes | None, *, agent: bool) -> Rendezvous:
+    """Return the rendezvous that rank 0 publishes in the store at this address.
+
+    Each `init` of a job has a key. After a restart by torchrun, its store still holds rank 0's earlier addresses; each
+    agent counts restarts by itself, so these counts do not tell old from new. An address that fails is therefore
+    retried until rank 0 publishes another.
+
+    Args:
+        claim: The claim of this process.
+        host, port: MASTER_ADDR and MASTER_PORT.
+        secret: As for `find`.
+        agent: Whether the store is that of torchrun's agent.
+    """
+    host, known = plain_host(host), find_secret(secret)
+    job = f"unisono/{os.environ.get('TORCHELASTIC_RUN_ID', '')} at {host}:{port}"
+    number = _inits.get((os.getpid(), job), 0) + 1
+    key = f"{job}/init {number}/rank 0"
+    where = f"torchrun's agent at {host}:{port}" if agent else f"the store at {host}:{port}"
+    elsewhere = claim.rank or agent
+    store = _connected(claim, host, port, where) if elsewhere else _opened(claim, host, port, known, key)
+    if claim.rank:
+        found = _follow(store, key, claim, known, where)
+    else:
+        # torchrun sets the number of agents; on one host no other host needs to reach this rank.
+        alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        outward = (address_towards if alone else address_for_others)(host, port) if agent else host
+        hosted = acquire(job, known, outward, 0)
+        try:
+            store.set(key, " ".join(map(str, hosted.server.address)))
+        except BaseException:
+            hosted.release()
+            raise
+        found = meet(claim, hosted.server.address, known, hosted)
+    del store
+    try:
+        found.control.exchange(Group.world(claim.rank, claim.size, found.name), "store closed", None, claim.left_s)
+    except BaseException:
+        found.close()
+        raise
+    _inits[os.getpid(), job] = number
+    return found
+
+
+def _connected(claim: Claim, host: str, port: int, where: str) -> TCPStore:
+    """Return the store that another process serves."""
+
+    def knock(timeout_s: float) -> None:
+        # Torch's wait for a server cannot be interrupted.
+        socket.create_connection((host, port), timeout_s).close()
+
+    reach((host, port), max(claim.left_s, 0.1), knock)
+    return _client(host, port, where, _ANSWERS_WITHIN_S)
+
+
+def _client(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
+    """Return a client of the store.
+
+    Raises:
+        CommTimeoutError: What listens there does not answer as a store.
+    """
+    import torch.distributed as dist
+
+    made: Future[TCPStore] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s)))
+        except Exception as error:
+            made.set_exception(error)
+
+    # In another thread, because torch waits forever for an answer.
+    _threads.run(make)
+    try:
+        return made.result(timeout_s)
+    except (TimeoutError, dist.DistError) as error:
+        raise CommTimeoutError(
+            f"{where} does not answer ({str(error) or 'silence'}). Is it running, or is the port another program's?"
+        ) from error
+
+
+def _opened(claim: Claim, host: str, port: int, secret: bytes, key: str) -> TCPStore:
+    """Return the store that this process serves at this port: one that torch has opened, or else a new one.
+
+    Raises:
+        CommError: Another process listens there.
+        MismatchError: That process is rank 0, too.
+    """
+    import torch.distributed as dist
+
+    listener: int | None = None
+    taken: CommError | None = None
+    try:
+        # Torch's own socket would listen on all interfaces.
+        listener = listen(host, port).detach()
+    except CommError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+            raise
+        taken = error
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=_ANSWERS_WITHIN_S),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener,
+        )
+    except dist.DistError as error:
+        if taken is None:
+            raise CommError(f"torch cannot open its store at {host}:{port}: {error}") from error
+        _claim_there(claim, host, port, secret, key)
+        raise taken from None
+
+
+def _claim_there(claim: Claim, host: str, port: int, secret: bytes, key: str) -> None:
+    """Claim the rank at the address that another process has published."""
+    try:
+        published = _read(_client(host, port, "the store", _REACH_WITHIN_S), key)
+    except CommError:
+        return
+    if published:
+        claim_rank(claim, published_address(published), secret)
+
+
+def _follow(store: TCPStore, key: str, claim: Claim, secret: bytes, where: str) -> Rendezvous:
+    """Try the address that rank 0 has published, repeatedly."""
+    last = "it has published nothing yet"
+    while claim.left_s:
+        published = _read(store, key)
+        if published:
+            try:
+                return _try(store, key, published, claim, secret)
+            except MovedError:
+                continue
+            except MismatchError as error:
+                # An earlier run's ranks may be there still, but not for long.
+                if not _moves(store, key, published, claim):
+                    raise
+                last = error.message
+            except CommError as error:
+                last = error.message
+        time.sleep(_LOOK_EVERY_S)
+    raise CommTimeoutError(
+        f"rank 0 was not reached in time at the address published through {where} ({last}). Is it running?"
+    )
+
+
+def _read(store: TCPStore, key: str) -> str:
+    """Return what rank 0 published last, or an empty string."""
+    return store.get(key).decode(errors="replace") if store.check([key]) else ""
+
+
+def published_address(published: str) -> tuple[str, int]:
+    """Return the address that was published.
+
+    Raises:
+        CommError: It is none: any process that reaches the store can write there.
+    """
+    host, _, port = published.rpartition(" ")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise CommError(f"{published[:80]!r} was published as the address of rank 0, which is not an address")
+    return host, int(port)
+
+
+def _try(store: TCPStore, key: str, published: str, claim: Claim, secret: bytes) -> Rendezvous:
+    control = SocketControl(
+        published_address(published),
+        secret,
+        max(claim.left_s, 1.0),
+        reach_within_s=min(max(claim.left_s, 0.1), _REACH_WITHIN_S),
+        host_rank=0,
+        rank=claim.rank,
+    )
+    return confirm(claim, control, moved=lambda: _read(store, key) != published)
+
+
+def _moves(store: TCPStore, key: str, published: str, claim: Claim) -> bool:
+    """Return whether rank 0 publishes another address soon."""
+    deadline = time.monotonic() + min(_MOVES_WITHIN_S, claim.left_s)
+    while time.monotonic() < deadline:
+        if _read(store, key) != published:
+            return True
+        time.sleep(_LOOK_EVERY_S)
+    return False

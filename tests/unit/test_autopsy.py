@@ -114,6 +114,25 @@ def test_autopsy_tells_killed_from_stopped_and_running(tmp_path: Path, capsys: p
             rank.communicate()
 
 
+def test_autopsy_blames_no_rank_that_the_launcher_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks compute when rank 2 fails, and end without an error of their own."""
+    pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    ranks = [subprocess.Popen([sys.executable, "-c", ENDS, str(tmp_path), str(number)], **pipe) for number in range(2)]
+    for rank in ranks:
+        rank.stdout.readline()
+        rank.kill()
+        rank.communicate()
+    EventLog(tmp_path / "2.events", 2).put("error", "world", 2, 1, "RuntimeError: bad batch")
+    assert main(["autopsy", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "look at rank 2, the first to stop: it failed: RuntimeError: bad batch" in said
+    assert said.count("was ended after another rank had failed") == 2
+    # One that another rank has missed was lost before.
+    EventLog(tmp_path / "3.events", 3).put("error", "world", 3, 1, "PeerLostError in barrier: rank 1 was lost")
+    assert main(["autopsy", str(tmp_path)]) == 1
+    assert "look at rank 1, the first to stop: it was killed or crashed" in capsys.readouterr().out
+
+
 def test_autopsy_of_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

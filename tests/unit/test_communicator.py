@@ -297,6 +297,27 @@ def test_from_group_without_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.excepthook is not sys.__excepthook__, "errors are not shown as after init"
 
 
+def test_exception_names_no_call() -> None:
+    def program(comm: un.Communicator) -> str | None:
+        if comm.rank == 1:
+            raise RuntimeError("bad batch")
+        with pytest.raises(un.errors.PeerLostError):
+            comm.barrier()
+        return str(comm.exception())
+
+    said, _ = on_threads(program, on_failure="continue")
+    assert said == "rank 0 of 2: rank 1 failed in the program: RuntimeError: bad batch"
+
+
+def test_backend_none_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    with un.init(None) as comm:
+        assert comm.size == 1
+    monkeypatch.setenv("UNISONO_BACKEND", "none-such")
+    with pytest.raises(ValueError, match="none-such"):
+        un.init(None)
+    assert un.launch(lambda comm: comm.backend, 1, None) == un.launch(lambda comm: comm.backend, 1)
+
+
 def test_message_that_cannot_be_delivered_fails_on_both_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def copy(*_: object, **__: object) -> None:
         raise MemoryError("no memory is left")

@@ -52,7 +52,7 @@ class CommunicatorBase:
     def exception(self) -> CommError | None:
         """Return the first cause of failure, without raising it; None while calls can be made."""
         try:
-            self._engine.check("exception")
+            self._engine.check(None)
         except CommError as error:
             return error
         return None

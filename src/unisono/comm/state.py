@@ -84,8 +84,8 @@ class CommunicatorState:
             )
             raise self.with_context(error, operation)
 
-    def check(self, operation: str) -> None:
-        """Raise if no call can be made any more."""
+    def check(self, operation: str | None) -> None:
+        """Raise if no call, such as this operation, can be made any more."""
         if self.closed:
             raise self.with_context(ClosedError("the communicator is closed; create a new communicator"), operation)
         if self._broken is not None:

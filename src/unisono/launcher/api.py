@@ -36,7 +36,7 @@ Wrap = Callable[[Transport], Transport]
 
 
 def init(
-    backend: str = "auto",
+    backend: str | None = "auto",
     *,
     init_method: str | None = None,
     rank: int | None = None,
@@ -59,7 +59,7 @@ def init(
         backend: A transport's name, two of them as in "shm+gloo" (within a host, and between hosts), or "auto":
             nccl where each rank has a GPU, shared memory where all ranks are on one host, gloo where no two are,
             else "shm+gloo"; under mpirun, "mpi" instead of gloo. The variable UNISONO_BACKEND, which
-            `unisono run --backend` sets, replaces "auto".
+            `unisono run --backend` sets, replaces "auto". None is "auto".
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank, world_size: This process's rank, and the number of ranks; from the environment if None.
@@ -95,8 +95,8 @@ def init(
     show_errors()
     timeout_s = positive_timeout(timeout)
     check_chunk_bytes(chunk_bytes)
-    if backend == "auto":
-        backend = os.environ.get("UNISONO_BACKEND") or backend
+    if backend in (None, "auto"):
+        backend = os.environ.get("UNISONO_BACKEND") or "auto"
     if backend != "auto":
         transport_named(backend)
     place = bootstrap.find(init_method, rank, world_size, timeout_s, secret)
@@ -130,7 +130,7 @@ def init(
 def launch(
     fn: Callable[..., T],
     nprocs: int = 2,
-    backend: str = "auto",
+    backend: str | None = "auto",
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -155,7 +155,7 @@ def launch(
     Args:
         fn: The program of every rank.
         nprocs: Number of ranks.
-        backend: A transport's name; "auto" is nccl where each rank has a GPU, else shared memory ("gloo"
+        backend: A transport's name; "auto", or None, is nccl where each rank has a GPU, else shared memory ("gloo"
             where the platform has none).
         args, kwargs: Passed on to `fn`; pickled for ranks that are processes.
         timeout: Default of every operation of the communicator (seconds or a `timedelta`); not of the whole run.
@@ -187,7 +187,8 @@ def launch(
     sharing = given or (tuple(range(nprocs)),)
     if why_no_shm() is not None:
         sharing = tuple((rank,) for rank in range(nprocs))
-    name = choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs) if backend == "auto" else backend
+    chosen = None if backend == "auto" else backend
+    name = chosen or choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs)
     options = _options(name, device, None, timeout_s, chunk_bytes, "127.0.0.1")
     options = replace(options, hosts=given, deterministic=deterministic)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import builtins
 import sys
-import traceback
 import types
 from typing import Any
 
 from unisono import serialization
 from unisono.core.failure import text_of
+from unisono.diagnostics.tracebacks import format_error
 
 __all__ = ["RemoteError", "packed", "rebuilt"]
 
@@ -63,7 +63,7 @@ def packed(error: BaseException) -> _Report:
         text = error.remote_text
     else:
         kind, text = type(error), text_of(error)
-    trace = "".join(traceback.format_exception(error))
+    trace = format_error(error)
     content: Any = (tuple(error.args), dict(vars(error)))
     try:
         serialization.encode(content)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from unisono.core.mailbox import Envelope
+from unisono.diagnostics.tracebacks import brief_error
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc.channel import CallTypeError, Channel
 from unisono.rpc.context import context, request
@@ -234,8 +235,9 @@ class Server:
 
     def _fail(self, call: _Request, error: BaseException) -> None:
         report = packed(error)
-        # The traceback as text: records may be kept, and must not keep what is in its frames.
-        _log.warning("a call by rank %d failed on rank %d:\n%s", call.peer, self._channel.rank, report[3])
+        # The caller, who may not look at the answer, gets the traceback.
+        brief = brief_error(error, None, None).rstrip()
+        _log.warning("a call by rank %d failed on rank %d: %s", call.peer, self._channel.rank, brief)
         if call.kind == REMOTE:
             assert call.outcome is not None
             call.outcome.settle(None, error)

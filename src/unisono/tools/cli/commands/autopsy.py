@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,13 @@ from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]
 
-_ORDER = ("killed", "failed", "unknown", "stopped", "running", "left", "consequence")
+_ORDER = ("killed", "failed", "unknown", "stopped", "running", "left", "ended later", "consequence")
 """States of ranks that did not end normally, from the most to the least likely first one."""
 _CONSEQUENCES = ("PeerLostError", "AbortedError", "CommTimeoutError", "DeadlockError")
 _TEXTS = {
     "ended": "ended normally",
     "killed": "was killed or crashed: its process is gone without an error,",
+    "ended later": "was ended after another rank had failed: its process is gone without an error,",
     "unknown": "recorded no end",
     "stopped": "is stopped by a signal (SIGSTOP, SIGTSTP)",
     "running": "still runs",
@@ -54,8 +57,8 @@ class _Rank:
         if self.error is not None:
             return "consequence" if self.error.text.startswith(_CONSEQUENCES) else "failed"
         ends = {"end": "ended", "exit": "left"}
-        processes = {"gone": "killed", "running": "running", "stopped": "stopped", None: "unknown"}
-        return ends.get(self.last.kind) or processes[self.process]
+        processes = {"gone": "killed", "later": "ended later", None: "unknown"}
+        return ends.get(self.last.kind) or processes.get(self.process, str(self.process))
 
     @property
     def text(self) -> str:
@@ -130,4 +133,17 @@ def _ranks(directory: Path) -> list[_Rank]:
             raise UsageError(str(error)) from error
     if not found:
         raise UsageError(f"{directory} holds no events; run the job with UNISONO_EVENTS={directory}")
-    return sorted(found, key=lambda rank: (rank.rank, rank.last.time_s))
+    return sorted(map(_later(found), found), key=lambda rank: (rank.rank, rank.last.time_s))
+
+
+def _later(ranks: list[_Rank]) -> Callable[[_Rank], _Rank]:
+    """Return a function that marks a rank whose process launchers have ended: another failed, and none missed it."""
+    failed = any(rank.state == "failed" for rank in ranks)
+    told = " ".join(rank.error.text for rank in ranks if rank.error is not None)
+    missed = {int(number) for number in re.findall(r"rank (\d+) was (?:lost|ended)", told)}
+
+    def marked(rank: _Rank) -> _Rank:
+        later = failed and rank.state == "killed" and rank.rank not in missed
+        return replace(rank, process="later") if later else rank
+
+    return marked

@@ -148,6 +148,27 @@ def test_examples_are_drawn_once_and_shrink(inner: pytest.Pytester) -> None:
     result.stdout.no_fnmatch_line("*Explanation*")
 
 
+def test_deadlock_is_reported_soon_on_few_ranks(inner: pytest.Pytester) -> None:
+    """The first example waits for the whole timeout, and those that make it smaller for a second."""
+    inner.makepyfile(
+        """
+        import pytest
+        import torch
+        from hypothesis import given
+        from unisono.testing import strategies
+
+        @pytest.mark.ranks("inputs", timeout=3)
+        @given(inputs=strategies.inputs(max_size=4))
+        def test_ring(comm, inputs):
+            if comm.size > 1:
+                comm.recv(inputs[comm.rank], (comm.rank + 1) % comm.size)
+        """
+    )
+    result = inner.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*DeadlockError: rank ? of 2, *timed out: waited 1.? s for *"])
+
+
 def test_options_multiply_marked_tests(inner: pytest.Pytester) -> None:
     inner.makepyfile(
         """

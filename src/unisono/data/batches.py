@@ -107,6 +107,26 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         count = len(self._sampler)
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 
+    def global_batch_size(self, step: int) -> int:
+        """Return the number of samples of all ranks together in a step; the last one of an epoch may have fewer.
+
+        A loss that is divided by it, and gradients that are summed over ranks, give the mean over the whole batch.
+
+        Args:
+            step: Number of the step in this iteration: as `enumerate` counts, or since a state was loaded.
+
+        Raises:
+            IndexError: The epoch has no such step.
+
+        Example:
+            >>> batches = un.data.GlobalBatchSampler(range(10), batch_size=4, num_replicas=2, rank=0)
+            >>> [batches.global_batch_size(step) for step in range(len(batches))]
+            [4, 4, 2]
+        """
+        if not 0 <= operator.index(step) < len(self):
+            raise IndexError(f"step {step} is not one of the {len(self)} steps of epoch {self.epoch}")
+        return min(self.batch_size, len(self._sampler) - step * self.batch_size)
+
     def advance(self, steps: int = 1) -> None:
         """Commit the job's next steps. Not needed with torchdata's StatefulDataLoader.
 

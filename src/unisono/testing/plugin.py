@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SHRINKING_S = 1.0
+"""Timeout of an example, once another one of the test has timed out."""
 _MARKER = (
     "ranks(size, backend='thread', *, limit_s=60, **options): run the test on ranks; it takes `comm`. `size` may be "
     "the name of an argument: its value or number of items. Options as for unisono.launch"
@@ -46,13 +48,17 @@ class _Ranks:
 
     def __init__(self, size: int | str, backend: str = "thread", **options: Any) -> None:
         self.size, self.backend, self.options = size, backend, options
+        self.deadlocked = False
 
     def __repr__(self) -> str:
         return f"{self.backend}-{self.size}"
 
     def run(self, test: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a test on ranks that serve later tests, too."""
+        from unisono.core.work import resolve_timeout
+        from unisono.errors import CommTimeoutError
         from unisono.testing.pools import pool
+        from unisono.testing.ranks import TIMEOUT_S
 
         @functools.wraps(test)
         def on_one_rank(comm: Communicator) -> None:
@@ -60,7 +66,16 @@ class _Ranks:
 
         size = kwargs[self.size] if isinstance(self.size, str) else self.size
         size = size if isinstance(size, int) else len(size)
-        pool(self.backend, size, **self.options).run(on_one_rank)
+        options = self.options
+        if self.deadlocked:
+            # Hypothesis tries a smaller example: it need not wait as long.
+            timeout = resolve_timeout(options.get("timeout"), TIMEOUT_S)
+            options = {**options, "timeout": min(timeout, _SHRINKING_S)}
+        try:
+            pool(self.backend, size, **options).run(on_one_rank)
+        except CommTimeoutError:
+            self.deadlocked = True
+            raise
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

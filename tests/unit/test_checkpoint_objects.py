@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,24 @@ from torch import nn
 
 import unisono as un
 from unisono.checkpoint import RNG, StateError
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Holder:
+    """An object that keeps one value."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state["kept"]
 
 
 def trained(optimizer: type[torch.optim.Optimizer], steps: int, **options: Any) -> dict[str, Any]:
@@ -203,3 +222,25 @@ def test_extra_state_may_have_any_form(tmp_path: Path, saved: Any, before: Any, 
     un.checkpoint.load(tmp_path, {"model": model}, strict=strict)
     adaptive: Any = model[1] if isinstance(model, nn.Sequential) else model
     torch.testing.assert_close(adaptive.extra, saved)
+
+
+@pytest.mark.parametrize("there", [(0, 0), [0, 0], Pair(0, 0), None])
+@pytest.mark.parametrize("saved", [Pair([1], 2), ([1], 2), [[1], 2]], ids=["named", "tuple", "list"])
+def test_objects_get_sequences_of_the_saved_type(tmp_path: Path, saved: Any, there: Any) -> None:
+    """Whatever the object holds in their place, as long as a tuple is no named tuple's older form."""
+    holder = Holder(there)
+    un.checkpoint.save(tmp_path, {"holder": Holder(saved)})
+    un.checkpoint.load(tmp_path, {"holder": holder})
+    assert holder.kept == saved
+    wanted = Pair if type(saved) is tuple and isinstance(there, Pair) else type(saved)
+    assert type(holder.kept) is wanted
+
+
+@pytest.mark.parametrize("there", [defaultdict(int, k=1), OrderedDict(k=1), {"k": 1}])
+@pytest.mark.parametrize("saved", [defaultdict(list, k=[2]), OrderedDict(k=[2])])
+def test_objects_get_dicts_of_the_saved_type(tmp_path: Path, saved: Any, there: Any) -> None:
+    holder = Holder(there)
+    un.checkpoint.save(tmp_path, {"holder": Holder(saved)})
+    un.checkpoint.load(tmp_path, {"holder": holder})
+    assert (type(holder.kept), holder.kept) == (type(saved), saved)
+    assert getattr(holder.kept, "default_factory", None) is getattr(saved, "default_factory", None)

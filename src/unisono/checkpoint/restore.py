@@ -25,7 +25,7 @@ from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.optimizer_order import in_order_of
 from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
 from unisono.checkpoint.tensor_shard import TensorShard
-from unisono.checkpoint.tree import Node, join, memory_of_tensor, names_in, tag_of, unpack
+from unisono.checkpoint.tree import DICTS, Node, join, memory_of_tensor, names_in, tag_of, unpack
 from unisono.checkpoint.tree_utils import (
     elements_of,
     empty_of,
@@ -33,6 +33,7 @@ from unisono.checkpoint.tree_utils import (
     has_objects,
     has_tensors,
     misfit,
+    sequence_of,
     tagged,
     with_versions,
 )
@@ -211,10 +212,12 @@ class Restorer:
         items, elements = entries_of(node), elements_of(node)
         firm = mode in ("top", "strict") and not (isinstance(node, dict) and tag_of(node) == "$numbers")
         if isinstance(target, dict) and items is not None:
-            like = defaultdict(target.default_factory) if isinstance(target, defaultdict) else empty_of(node)
+            like = empty_of(node)
+            if isinstance(target, defaultdict) and tag_of(node) not in DICTS:
+                like = defaultdict(target.default_factory)
             return self._match_dict(target, items, path, mode, like if fresh else None)
         if isinstance(target, (list, tuple)) and elements is not None and len(elements) == len(target):
-            return self._match_list(target, elements, path, mode, fresh)
+            return self._match_list(target, node, elements, path, mode, fresh)
         if firm and isinstance(target, (list, tuple)) and elements is not None and has_objects(target):
             self._problems.append(f"{path!r} has {len(elements)} entries in it, {len(target)} here")
         elif firm and has_tensors(target) and (isinstance(target, (dict, torch.Tensor)) or has_objects(target)):
@@ -409,20 +412,29 @@ class Restorer:
         return put
 
     def _match_list(
-        self, target: list[Any] | tuple[Any, ...], elements: list[Node], path: str, mode: _Mode, fresh: bool
+        self,
+        target: list[Any] | tuple[Any, ...],
+        node: Node,
+        elements: list[Node],
+        path: str,
+        mode: _Mode,
+        fresh: bool,
     ) -> _Build:
         below: _Mode = "strict" if mode == "top" else mode
         builds = [
-            self._match(there, node, join(path, i), below, fresh=fresh)
-            for i, (there, node) in enumerate(zip(target, elements, strict=True))
+            self._match(there, element, join(path, i), below, fresh=fresh)
+            for i, (there, element) in enumerate(zip(target, elements, strict=True))
         ]
 
         def put() -> Any:
             made = [build() for build in builds]
+            saved = sequence_of(node, made) if fresh else None
+            if isinstance(target, tuple) and hasattr(target, "_make") and type(saved) in (tuple, type(None)):
+                return target._make(made)
+            if saved is not None:
+                return saved
             if isinstance(target, tuple):
-                return target._make(made) if hasattr(target, "_make") else tuple(made)
-            if fresh:
-                return made
+                return tuple(made)
             target[:] = made
             return target
 

@@ -27,6 +27,7 @@ __all__ = [
     "Packer",
     "join",
     "memory_of_tensor",
+    "named_tuple",
     "names_in",
     "tag_of",
     "unpack",
@@ -285,10 +286,9 @@ def _member(body: Any, inner: _Inner) -> Any:
     return kind(inner(node)) if kind is not None and issubclass(kind, Flag) else inner(node)
 
 
-def _named(body: Any, inner: _Inner) -> Any:
-    module, name, nodes = body
+def named_tuple(module: str, name: str, made: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the items in a named tuple; as they are if the class is not imported, or has other fields."""
     kind = _imported(module, name, tuple)
-    made = tuple(map(inner, nodes))
     return tuple.__new__(kind, made) if kind is not None and len(getattr(kind, "_fields", ())) == len(made) else made
 
 
@@ -339,7 +339,7 @@ _READ: dict[str, Callable[[Any, _Inner, _Named], Any]] = {
     "$frozenset": lambda body, inner, tensor: frozenset(inner(body)),
     "$size": lambda body, inner, tensor: torch.Size(body),
     **{tag: partial(_filled, make) for tag, make in DICTS.items()},
-    "$named": lambda body, inner, tensor: _named(body, inner),
+    "$named": lambda body, inner, tensor: named_tuple(body[0], body[1], tuple(map(inner, body[2]))),
     "$enum": lambda body, inner, tensor: _member(body, inner),
     "$bytes": lambda body, inner, tensor: _bytes(body, inner),
     "$bytearray": lambda body, inner, tensor: bytearray(_bytes(body, inner)),

@@ -14,7 +14,7 @@ from unisono.checkpoint.errors import StateError
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.state import is_stateful, per_rank_of
 from unisono.checkpoint.tensor_shard import TensorShard
-from unisono.checkpoint.tree import DICTS, Node, names_in, tag_of, unpack
+from unisono.checkpoint.tree import DICTS, Node, named_tuple, names_in, tag_of, unpack
 from unisono.core.tensors import is_non_overlapping
 from unisono.serialization.tensors import has_no_storage
 
@@ -27,6 +27,7 @@ __all__ = [
     "leaves",
     "misfit",
     "remapped_rank",
+    "sequence_of",
     "tagged",
     "with_versions",
 ]
@@ -115,6 +116,14 @@ def elements_of(node: Node) -> list[Node] | None:
     tag = tag_of(node)
     body = node["$tuple"] if tag == "$tuple" else node["$named"][2] if tag == "$named" else node
     return body if isinstance(body, list) else None
+
+
+def sequence_of(node: Node, items: list[Any]) -> list[Any] | tuple[Any, ...]:
+    """Return the items in a sequence of the type that was saved."""
+    if tag_of(node) == "$named":
+        module, name, _ = node["$named"]
+        return named_tuple(module, name, tuple(items))
+    return tuple(items) if tag_of(node) == "$tuple" else items
 
 
 def tagged(node: Node) -> list[tuple[str, Any]]:

@@ -48,6 +48,9 @@ def test_every_module_can_be_imported_before_torch() -> None:
 def test_entry_point_is_installed() -> None:
     (ours,) = entry_points(group="torch.backends", name="unisono")
     assert ours.load() is torch_backend.autoload
+    # Torch 2.14 and later load it by name.
+    (by_name,) = entry_points(group="torch.distributed.backends", name="unisono")
+    assert by_name.load() is torch_backend.register
 
 
 def refused(*_: object, **__: object) -> None:

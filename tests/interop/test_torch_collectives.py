@@ -139,3 +139,30 @@ def test_works_can_be_dropped(layout: torch.layout, monkeypatch: pytest.MonkeyPa
     del work
     gc.collect()
     assert not raised
+
+
+def gathered_into_one() -> list[object]:
+    """As `dist.gather_single` of torch 2.15 calls it."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    options = dist.GatherOptions()
+    options.rootRank = 1
+    mine = torch.full((2, 2), float(rank))
+    found: list[object] = []
+    for output in (torch.zeros(size(), 2, 2), torch.zeros(4 * size())):
+        group.gather_single(output if rank == 1 else mine.new_empty(0), mine, options).wait()
+        found.append(output.flatten().tolist())
+    if rank == 1:
+        for wrong in (torch.zeros(3), torch.zeros(4 * size(), 2)[:, 0]):
+            with pytest.raises(ValueError, match=r"gather_tensor must be contiguous, with . times the 4 elements"):
+                group.gather_single(wrong, mine, options)
+    found.append(group.supports_reconfigure)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gathers_into_one_tensor(tmp_path: Path, ranks: int) -> None:
+    whole = [float(rank) for rank in range(ranks) for _ in range(4)]
+    found = on_ranks(gathered_into_one, ranks, tmp_path)
+    assert found[1] == [whole, whole, False]
+    assert found[0] == [*[[0.0] * 4 * ranks] * 2, False]

@@ -135,6 +135,19 @@ class Collectives:
         return self._do(lambda limit: comm.gather(tensor, targets, opts.rootRank, timeout=limit), opts, targets or [])
 
     @by_device
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> TorchWork:
+        """Gather as many elements from each rank, one after another: since torch 2.15."""
+        tensor, comm, targets = plain(input), self._connection.comm, None
+        if opts.rootRank == comm.rank:
+            if not output.is_contiguous() or output.numel() != comm.size * tensor.numel():
+                raise ValueError(
+                    f"gather_tensor must be contiguous, with {comm.size} times the {tensor.numel()} elements of tensor; "
+                    f"it has {output.numel()}, in strides {tuple(output.stride())}"
+                )
+            targets = list(plain(output).view(comm.size, *tensor.shape))
+        return self._do(lambda limit: comm.gather(tensor, targets, opts.rootRank, timeout=limit), opts, [output])
+
+    @by_device
     def scatter(self, outputs: Tensors, inputs: Lists, opts: Any) -> TorchWork:
         tensor, comm, sources = only(outputs, "scatter"), self._connection.comm, _list_at_root(inputs)
         return self._do(lambda limit: comm.scatter(tensor, sources, opts.rootRank, timeout=limit), opts, outputs)

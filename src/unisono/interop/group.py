@@ -109,7 +109,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return self.others.of(device)._get_backend(device)
 
     # Methods that torch calls on a backend, which this group is for tensors on the CPU.
-    supports_coalescing = supports_splitting = supports_time_estimate = False
+    supports_coalescing = supports_splitting = supports_time_estimate = supports_reconfigure = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False

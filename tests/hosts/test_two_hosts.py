@@ -143,4 +143,4 @@ def test_unknown_interface_lists_the_known_ones(network: Network) -> None:
         found = ranks.results()
     for its in found:
         assert isinstance(its, ValueError), repr(its)
-        assert "'ib7'; it has lo, eth0" in str(its)
+        assert "'ib7', which interface= names; it has lo, eth0" in str(its)

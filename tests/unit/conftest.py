@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -107,7 +108,11 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
 
 @pytest.fixture
 def port() -> int:
-    """One that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as placeholder:
-        number: int = placeholder.getsockname()[1]
+    """One that was free a moment ago, and that the system gives to no socket that asks for any."""
+    while True:
+        number = random.randrange(10_000, 32_000)
+        try:
+            socket.create_server(("127.0.0.1", number)).close()
+        except OSError:
+            continue
         return number

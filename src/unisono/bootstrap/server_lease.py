@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from unisono.control.process_exit import CLOSE_SERVERS, close_all, when_process_ends
 from unisono.control.server import Server
 
-__all__ = ["Lease", "acquire"]
+__all__ = ["LINGER_S", "Lease", "acquire", "hosts_at"]
 
 # Long enough for ranks that end together, short enough for one that does not end at all.
-_LINGER_S = 5.0
+LINGER_S = 5.0
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Lease:
             self.users -= 1
             if not self.users:
                 self.withdraw()
-                self.server.retire(_LINGER_S)
+                self.server.retire(LINGER_S)
 
 
 _leases: dict[tuple[int, str], Lease] = {}
@@ -70,6 +70,11 @@ def acquire(key: str, secret: bytes | None, host: str, port: int, withdraw: Call
     return made
 
 
+def hosts_at(address: tuple[str, int]) -> bool:
+    """Return whether a server of this process listens at an address, or did: one that is retired does for a while."""
+    return any(process == os.getpid() and held.server.address == address for (process, _), held in _leases.items())
+
+
 def _close_servers() -> None:
     # This process's own handles close first, whatever the order of its exit hooks.
     close_all()
@@ -77,6 +82,6 @@ def _close_servers() -> None:
     for held in mine:
         if held.users:
             held.withdraw()
-        held.server.retire(_LINGER_S)
+        held.server.retire(LINGER_S)
     for held in mine:
-        held.server.close(_LINGER_S)
+        held.server.close(LINGER_S)

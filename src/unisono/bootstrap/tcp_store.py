@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from unisono.bootstrap.rendezvous import Claim, MovedError, claim_rank, confirm, meet
 from unisono.bootstrap.result import Rendezvous
-from unisono.bootstrap.server_lease import acquire
+from unisono.bootstrap.server_lease import LINGER_S, acquire, hosts_at
 from unisono.bootstrap.tcp import plain_host
 from unisono.control.client import SocketControl
 from unisono.control.client_connection import reach
@@ -40,16 +40,14 @@ _MOVES_WITHIN_S = 3.0
 _ANSWERS_WITHIN_S = 10.0
 
 _threads = DaemonThreadPool("unisono store")
-_inits: dict[tuple[int, str], int] = {}
-"""The number of times that this process has met others, by its id and the prefix of the job's keys."""
 
 
 def find_in_store(claim: Claim, host: str, port: int, secret: str | bytes | None, *, agent: bool) -> Rendezvous:
     """Return the rendezvous that rank 0 publishes in the store at this address.
 
-    Each `init` of a job has a key. After a restart by torchrun, its store still holds rank 0's earlier addresses; each
-    agent counts restarts by itself, so these counts do not tell old from new. An address that fails is therefore
-    retried until rank 0 publishes another.
+    The address is removed once all ranks have met. After a restart by torchrun, its store may still hold the earlier
+    one; each agent counts restarts by itself, so these counts do not tell old from new. An address that fails is
+    therefore retried until rank 0 publishes another.
 
     Args:
         claim: The claim of this process.
@@ -59,8 +57,7 @@ def find_in_store(claim: Claim, host: str, port: int, secret: str | bytes | None
     """
     host, known = plain_host(host), find_secret(secret)
     job = f"unisono/{os.environ.get('TORCHELASTIC_RUN_ID', '')} at {host}:{port}"
-    number = _inits.get((os.getpid(), job), 0) + 1
-    key = f"{job}/init {number}/rank 0"
+    key = f"{job}/rank 0"
     where = f"torchrun's agent at {host}:{port}" if agent else f"the store at {host}:{port}"
     elsewhere = claim.rank or agent
     store = _connected(claim, host, port, where) if elsewhere else _opened(claim, host, port, known, key)
@@ -77,13 +74,14 @@ def find_in_store(claim: Claim, host: str, port: int, secret: str | bytes | None
             hosted.release()
             raise
         found = meet(claim, hosted.server.address, known, hosted)
-    del store
     try:
+        if claim.rank == 0:
+            store.delete_key(key)
+        del store
         found.control.exchange(Group.world(claim.rank, claim.size, found.name), "store closed", None, claim.left_s)
     except BaseException:
         found.close()
         raise
-    _inits[os.getpid(), job] = number
     return found
 
 
@@ -135,13 +133,19 @@ def _opened(claim: Claim, host: str, port: int, secret: bytes, key: str) -> TCPS
 
     listener: int | None = None
     taken: CommError | None = None
-    try:
-        # Torch's own socket would listen on all interfaces.
-        listener = listen(host, port).detach()
-    except CommError as error:
-        if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
-            raise
-        taken = error
+    deadline = time.monotonic() + min(claim.left_s, LINGER_S)
+    while listener is None:
+        try:
+            # Torch's own socket would listen on all interfaces.
+            listener = listen(host, port).detach()
+        except CommError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+                raise
+            taken = error
+            if not hosts_at((host, port)) or time.monotonic() > deadline:
+                break
+            # A control plane of this process, of an earlier `init` by tcp://, is about to end there.
+            time.sleep(_LOOK_EVERY_S)
     try:
         return dist.TCPStore(
             host,

@@ -141,8 +141,8 @@ class Collectives:
         if opts.rootRank == comm.rank:
             if not output.is_contiguous() or output.numel() != comm.size * tensor.numel():
                 raise ValueError(
-                    f"gather_tensor must be contiguous, with {comm.size} times the {tensor.numel()} elements of tensor; "
-                    f"it has {output.numel()}, in strides {tuple(output.stride())}"
+                    f"gather_tensor must be contiguous, with {comm.size} times the {tensor.numel()} elements of "
+                    f"tensor; it has {output.numel()}, in strides {tuple(output.stride())}"
                 )
             targets = list(plain(output).view(comm.size, *tensor.shape))
         return self._do(lambda limit: comm.gather(tensor, targets, opts.rootRank, timeout=limit), opts, [output])

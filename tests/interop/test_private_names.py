@@ -1,0 +1,127 @@
+"""Torch's private names that the code relies on: each is still there, and no others are used.
+
+When one is gone: the second text of its row says what to use instead, or how to do without.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.data._utils.worker
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+SOURCE = Path(__file__).parents[2] / "src" / "unisono"
+
+PARAMETER, MODULE, BATCH_NORM = nn.Parameter(torch.ones(1)), nn.Linear(1, 1), nn.BatchNorm1d(1)
+
+NAMES: dict[str, tuple[Any, str, str]] = {
+    # name: (where it is, what breaks without it, what to do then)
+    "_BatchNorm": (nn.modules.batchnorm, "SyncBatchNorm.convert finds no layers", "list the public BatchNorm classes"),
+    "_C": (torch, "all rows that name it", "see there"),
+    "_DistributedBackendOptions": (
+        dist.distributed_c10d,
+        "plug-in backends beside unisono",
+        "pass the object that torch gave to `_create`",
+    ),
+    "_NormBase": (nn.modules.batchnorm, "BatchNorm is loaded aside, not in place: slower", "drop it from `_adapts`"),
+    "_autograd": (torch._C, "freed parameters keep their version", "see _unsafe_set_version_counter"),
+    "_backward_hooks": (PARAMETER, "hooks of two averagers on one model are not told apart", "keep a registry of ours"),
+    "_cdata": (torch.ones(1).untyped_storage(), "shared memory of parameters is not seen", "compare data_ptr"),
+    "_current_autograd_node": (torch._C, "errors in backward name no layer", "leave the name out"),
+    "_current_graph_task_id": (torch._C, "passes of two threads are mixed up", "one lock for each backward()"),
+    "_disable_current_modes": (torch.utils._python_dispatch, "reductions under FakeTensorMode", "refuse modes"),
+    "_dynamo": (torch._C, "sharded models inside torch.compile are not noticed", "torch.compiler.is_compiling"),
+    "_engine_run_backward": (
+        torch.autograd.graph,
+        "backward passes that end by an error are not cleaned up",
+        "wrap torch.autograd.backward and grad",
+    ),
+    "_execution_engine": (
+        torch.autograd.Variable,
+        "gradients are not averaged at the end of backward",
+        "torch.autograd.graph.register_multi_grad_hook on all parameters",
+    ),
+    "_foreach_copy_": (torch, "copies into buckets take one call each", "copy_ in a loop"),
+    "_forward_pre_hooks": (MODULE, "two averagers on one model are not told apart", "keep a registry of ours"),
+    "_functorch": (torch._C, "wrapped tensors of vmap and grad are taken for plain ones", "torch.func's public test"),
+    "_get_default_group": (dist.distributed_c10d, "Communicator.from_group() without a group", "dist.group.WORLD"),
+    "_get_privateuse1_backend_name": (torch._C, "third-party accelerators are unknown", "torch.accelerator"),
+    "_is_profiler_enabled": (torch.autograd.profiler, "calls are not shown in profiles", "record_function always"),
+    "_load_from_state_dict": (MODULE, "modules that adapt what they load are not noticed", "load all aside"),
+    "_load_state_dict_post_hooks": (MODULE, "as the row above", "load all aside"),
+    "_load_state_dict_pre_hooks": (MODULE, "as the row above", "load all aside"),
+    "_ops": (torch, "views of sharded parameters in optimizers; traffic in `bench`", "torch.ops"),
+    "_plugins": (dist.Backend, "backends of other packages", "Backend.register_backend's own table, by name"),
+    "_post_accumulate_grad_hooks": (
+        PARAMETER,
+        "hooks of two averagers on one model are not told apart",
+        "keep a registry of ours",
+    ),
+    "_profiler_enabled": (torch.autograd, "calls of backend unisono are not in profiles", "record_function always"),
+    "_record_function_with_args_enter": (torch.autograd, "as the row above", "torch.profiler.record_function"),
+    "_record_function_with_args_exit": (torch.autograd, "as the row above", "torch.profiler.record_function"),
+    "_register_backend": (dist.ProcessGroup, "other devices beside unisono", "torch's own group, by its name"),
+    "_schema": (torch.ops.aten.add_.Tensor, "`bench` measures no traffic", "count bytes by the tensors' sizes"),
+    "_set_default_backend": (dist.ProcessGroup, "other devices beside unisono", "as for _register_backend"),
+    "_unsafe_set_version_counter": (
+        torch._C._autograd,
+        "a sharded parameter that is freed and gathered looks modified to autograd",
+        "torch.autograd.graph.increment_version, and saved tensors as hooks",
+    ),
+    "_use_count": (torch.ones(1), "buffers that hooks still hold are overwritten", "sys.getrefcount, and a copy"),
+    "_will_engine_execute_node": (torch._C, "unused parameters are found at the end of the pass only", "wait for it"),
+    "_worker_info": (torch.utils.data._utils.worker, "streams are split twice in workers", "refuse num_workers > 0"),
+}
+PRIVATE_MODULES = {
+    "torch.utils._python_dispatch": TorchDispatchMode,
+    "torch.utils._pytree": torch.utils._pytree.tree_leaves,
+    "torch.utils.data._utils": torch.utils.data._utils.worker,
+}
+NOT_TORCHS = {
+    # Python's own, and those of the packages that a file is about.
+    "_PyRLock", "_PySimpleQueue", "_StorageInfo", "_args_from_interpreter_flags", "_asdict", "_boundary_",
+    "_current_frames", "_exit", "_fixtureinfo", "_flag_mask_", "_getframe", "_hypothesis_internal_use_settings",
+    "_member_map_", "_member_names_", "_member_type_", "_showtraceback", "_value2member_map_", "_value_",
+    "_write_to_self",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_exists(name: str) -> None:
+    place, breaks, instead = NAMES[name]
+    assert hasattr(place, name), f"torch has {name} no longer: {breaks}. Instead: {instead}"
+
+
+def test_disabling_modes_is_a_context() -> None:
+    with _disable_current_modes():
+        assert torch.ones(1).item() == 1
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_no_other_private_name_is_used() -> None:
+    """An attribute that nothing here defines is another package's."""
+    used, imported, defined = set[str](), set[str](), set[str]()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and _private(node.attr):
+                own = isinstance(node.value, ast.Name) and not isinstance(node.ctx, ast.Load)
+                (defined if own and node.value.id in ("self", "cls", "made") else used).add(node.attr)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                used |= {alias.name for alias in node.names if _private(alias.name)}
+                parts = (node.module or "").split(".")
+                imported |= {node.module or "" for part in parts if _private(part)}
+    assert used - defined - NOT_TORCHS == set(NAMES), "of torch's private names, the table lacks some or has too many"
+    assert imported == set(PRIVATE_MODULES)

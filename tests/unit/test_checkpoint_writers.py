@@ -247,3 +247,18 @@ def test_checkpointer_reads_beside_one_that_rotates(tmp_path: Path) -> None:
     finally:
         done.set()
         writer.join()
+
+
+def test_newest_is_found_though_all_that_were_listed_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that keeps one saves the next, and removes the one that a reader has just seen."""
+    for step in (1, 2):
+        un.checkpoint.save(tmp_path / f"step-{step}", {"step": step})
+    real, listed = LocalStorage.children, list[int]()
+
+    def children(self: LocalStorage) -> list[str]:
+        listed.append(1)
+        # At the first look, only the first one is there, and then it is gone.
+        return ["gone"] if len(listed) == 1 else list(real(self))
+
+    monkeypatch.setattr(LocalStorage, "children", children)
+    assert un.checkpoint.latest(tmp_path) == str(tmp_path / "step-2")

@@ -78,12 +78,19 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
 
 def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
     """The checkpoints in a directory with an intact manifest and files of the recorded sizes; newest first."""
-    found = []
-    for name in directory.children():
-        with suppress(CheckpointError, OSError):
-            manifest, _ = read_manifest(directory.child(name))
-            manifest.check_sizes(directory.child(name).sizes())
-            found.append((directory.child(name), manifest))
+    found, before = list[tuple[Storage, Manifest]](), set[str]()
+    names = set(directory.children())
+    while names and not found:
+        for name in names:
+            with suppress(CheckpointError, OSError):
+                manifest, _ = read_manifest(directory.child(name))
+                manifest.check_sizes(directory.child(name).sizes())
+                found.append((directory.child(name), manifest))
+        if names == before:
+            break
+        if not found:
+            # Meanwhile another process may have completed one, and removed all others.
+            before, names = names, set(directory.children())
     return sorted(found, key=lambda pair: (-pair[1].created_ns, pair[0].name))
 
 

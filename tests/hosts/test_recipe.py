@@ -15,6 +15,7 @@ from unisono.testing.network import obstacle
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "several-hosts.md"
 
 
+@pytest.mark.soak
 def test_two_namespaces_and_torchrun(tmp_path: Path) -> None:
     reason = obstacle()
     if reason is not None:

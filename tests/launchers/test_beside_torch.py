@@ -97,7 +97,7 @@ def test_forged_address_is_not_believed(start: Start, port: int) -> None:
         store = dist.TCPStore(*here, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
         place = f"unisono/ at 127.0.0.1:{port}/rank 0"
         store.set(place, f"127.0.0.1 {trap.getsockname()[1]}")
-        found = start([sys.executable, "-c", ONE, "6"], environment(1, 2, port))
+        found = start([sys.executable, "-c", ONE, "3"], environment(1, 2, port))
         _, said = found.communicate(timeout=60)
         listening.join()
     assert "was published" in said or "rank 0 was not reached in time at the address" in said

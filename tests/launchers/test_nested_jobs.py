@@ -22,13 +22,19 @@ LAUNCHERS = {
 }
 INNER = """
 import sys, torch, unisono as un
+
+def tell(*words):
+    # In one write, because ranks of torchrun share the output.
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
 try:
     with un.init(timeout=60) as comm:
         x = torch.tensor([int(sys.argv[1])])
         comm.all_reduce(x)
-        print("inner", sys.argv[1], comm.rank, comm.size, x.item(), flush=True)
+        tell("inner", sys.argv[1], comm.rank, comm.size, x.item())
 except Exception as error:
-    print("inner", sys.argv[1], type(error).__name__, str(error).replace("\\n", " "), flush=True)
+    tell("inner", sys.argv[1], type(error).__name__, str(error).replace("\\n", " "))
 """
 OUTER = """
 import json, os, socket, subprocess, sys, unisono as un

@@ -428,10 +428,11 @@ class Restorer:
 
         def put() -> Any:
             made = [build() for build in builds]
-            saved = sequence_of(node, made) if fresh else None
-            if isinstance(target, tuple) and hasattr(target, "_make") and type(saved) in (tuple, type(None)):
+            saved = sequence_of(node, made)
+            unknown = tag_of(node) == "$named" and type(saved) is tuple
+            if isinstance(target, tuple) and hasattr(target, "_make") and (unknown or not fresh):
                 return target._make(made)
-            if saved is not None:
+            if fresh:
                 return saved
             if isinstance(target, tuple):
                 return tuple(made)

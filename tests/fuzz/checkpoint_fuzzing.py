@@ -207,8 +207,10 @@ def image(value: Any) -> Any:
     if hasattr(value, "state_dict"):
         return type(value).__name__, image(dict(value.state_dict()))
     if isinstance(value, dict):
-        # Renamed modules hold one weight, by either name.
-        return type(value).__name__, [(repr(key).replace("kernel", "weight"), image(value[key])) for key in value]
+        # A defaultdict whose factory is a function is saved as a dict, and takes the factory of what stands there; so
+        # may a dict. Renamed modules hold one weight, by either name.
+        kind = dict if isinstance(value, collections.defaultdict) else type(value)
+        return kind.__name__, [(repr(key).replace("kernel", "weight"), image(value[key])) for key in value]
     if isinstance(value, list | tuple):
         return type(value).__name__, [image(item) for item in value]
     return type(value).__name__, repr(value)

@@ -17,26 +17,30 @@ CALLS = ["all_to_all_single", "gather_v", "isend"]
 
 @pytest.mark.parametrize("call", CALLS)
 def test_receivers_of_a_rank_that_has_left_get_data_or_an_error(call: str) -> None:
-    leave_often(call, 5)
+    assert slowest(call, 5) < TIMEOUT_S / 4
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("call", CALLS)
 def test_receivers_never_wait_for_the_timeout(call: str) -> None:
-    leave_often(call, 700)
+    assert slowest(call, 700) < TIMEOUT_S / 4
 
 
-def leave_often(call: str, rounds: int) -> None:
+def slowest(call: str, rounds: int) -> float:
+    """Return the longest time in seconds that a rank took to get data or an error."""
+    longest = 0.0
     for _ in range(rounds):
         results = run_ranks(leave, 3, "gloo", call, timeout=TIMEOUT_S, on_failure="continue")
         assert results[0] == "left" or isinstance(results[0], float)
         assert isinstance(results[1], float), results[1]
         assert isinstance(results[2], float) or str(results[2]).endswith("rank 2 fails"), results[2]
+        longest = max(longest, *(result for result in results if isinstance(result, float)))
+    return longest
 
 
 def leave(comm: un.Communicator, call: str) -> str | float:
-    """Make the call; rank 0 leaves then, rank 2 fails, and rank 1 is told of either."""
+    """Make the call; rank 0 leaves then, rank 2 fails, and rank 1 learns of either."""
     started = time.monotonic()
     # Each rank may be told that another has failed: what counts is when.
     with suppress(un.errors.CommError):
@@ -46,9 +50,7 @@ def leave(comm: un.Communicator, call: str) -> str | float:
         if comm.rank == 2:
             raise RuntimeError("rank 2 fails")
         comm.barrier()
-    taken_s = time.monotonic() - started
-    assert taken_s < TIMEOUT_S / 4, f"rank {comm.rank} waited {taken_s:.1f} s"
-    return taken_s
+    return time.monotonic() - started
 
 
 def send(comm: un.Communicator, call: str) -> None:

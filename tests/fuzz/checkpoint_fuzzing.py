@@ -200,7 +200,7 @@ def state(shape_seed: int, value_seed: int) -> dict[str, Any]:
 
 # -- comparison ----------------------------------------------------------------------------------
 def image(value: Any) -> Any:
-    """What a value holds, to the last bit, with the types of its parts."""
+    """Return a value's content, to the last bit, with the types of its parts."""
     if isinstance(value, torch.Tensor):
         packed = value.detach().clone(memory_format=torch.contiguous_format).flatten()
         return str(value.dtype), tuple(value.shape), bytes(packed.untyped_storage().tolist())

@@ -227,7 +227,7 @@ def test_extra_state_may_have_any_form(tmp_path: Path, saved: Any, before: Any, 
 @pytest.mark.parametrize("there", [(0, 0), [0, 0], Pair(0, 0), None])
 @pytest.mark.parametrize("saved", [Pair([1], 2), ([1], 2), [[1], 2]], ids=["named", "tuple", "list"])
 def test_objects_get_sequences_of_the_saved_type(tmp_path: Path, saved: Any, there: Any) -> None:
-    """Whatever the object holds in their place."""
+    """The type of the object's present value does not count."""
     holder = Holder(there)
     un.checkpoint.save(tmp_path, {"holder": Holder(saved)})
     un.checkpoint.load(tmp_path, {"holder": holder})

@@ -25,7 +25,8 @@ def find(request: Request) -> Rendezvous:
 
 def find_at(claim: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
     """The place at this address, of which rank 0 is the host."""
-    host, known = plain_host(host), find_secret(secret)
+    host = plain_host(host)
+    known = find_secret(secret)
     try:
         hosted = acquire(f"tcp://{host}:{port}", known, host, port) if claim.rank == 0 else None
     except CommError as error:

@@ -55,7 +55,8 @@ def find_in_store(claim: Claim, host: str, port: int, secret: str | bytes | None
         secret: As for `find`.
         agent: Whether the store is that of torchrun's agent.
     """
-    host, known = plain_host(host), find_secret(secret)
+    host = plain_host(host)
+    known = find_secret(secret)
     job = f"unisono/{os.environ.get('TORCHELASTIC_RUN_ID', '')} at {host}:{port}"
     key = f"{job}/rank 0"
     where = f"torchrun's agent at {host}:{port}" if agent else f"the store at {host}:{port}"

@@ -78,7 +78,8 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
 
 def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
     """The checkpoints in a directory with an intact manifest and files of the recorded sizes; newest first."""
-    found, before = list[tuple[Storage, Manifest]](), set[str]()
+    found = list[tuple[Storage, Manifest]]()
+    before = set[str]()
     names = set(directory.children())
     while names and not found:
         for name in names:
@@ -90,7 +91,8 @@ def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
             break
         if not found:
             # Meanwhile another process may have completed one, and removed all others.
-            before, names = names, set(directory.children())
+            before = names
+            names = set(directory.children())
     return sorted(found, key=lambda pair: (-pair[1].created_ns, pair[0].name))
 
 

@@ -137,7 +137,8 @@ class Collectives:
     @by_device
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> TorchWork:
         """Gather as many elements from each rank, one after another: since torch 2.15."""
-        tensor, comm, targets = plain(input), self._connection.comm, None
+        tensor, comm = plain(input), self._connection.comm
+        targets = None
         if opts.rootRank == comm.rank:
             if not output.is_contiguous() or output.numel() != comm.size * tensor.numel():
                 raise ValueError(

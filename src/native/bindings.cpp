@@ -120,6 +120,11 @@ class Core {
         return run(type, op, dtype, divides);
     }
 
+    // Whether there is a kernel for a reduction.
+    bool has_kernel(int op, int dtype) const {
+        return dtypes_.at(static_cast<size_t>(dtype)).reductions.at(static_cast<size_t>(op)).kernel != nullptr;
+    }
+
     // A message of this many elements, to or from another rank.
     int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
         const int64_t nbytes = count * dtypes_.at(static_cast<size_t>(dtype)).width;
@@ -272,6 +277,7 @@ NB_MODULE(_native, module) {
                       const std::vector<std::pair<std::string, int64_t>>&>())
         .def("call", &Core::call)
         .def("call_lists", &Core::call_lists)
+        .def("has_kernel", &Core::has_kernel)
         .def("send", &Core::send)
         .def("receive", &Core::receive)
         .def("wait_for_messages", &Core::wait_for_messages)

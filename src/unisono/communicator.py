@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, final, overload
 
 import torch
+from typing_extensions import Unpack
 
-from unisono.comm.engine import Engine
-from unisono.comm.mailbox import MailboxMixin
-from unisono.comm.monitored_barrier import MonitoredBarrierMixin
-from unisono.comm.objects import ObjectMixin
-from unisono.comm.persistent import PersistentMixin
-from unisono.comm.state import FailureRelay
-from unisono.comm.tuning import TuningMixin
+from unisono import serialization
+from unisono.collectives.algorithms import find
+from unisono.collectives.arguments import check_rank
+from unisono.collectives.selection import FEWEST_BYTES, Needs, explain
+from unisono.collectives.tuning.cost_table import CostTable
+from unisono.collectives.tuning.prediction import Choice, size_class
+from unisono.comm.any_source import AnySource
+from unisono.comm.engine import ANY_THREAD, Engine, FailureRelay
+from unisono.comm.mailbox import open_mailbox
+from unisono.comm.measurement import fitted
+from unisono.comm.persistent import starter
+from unisono.comm.point_to_point_work import PointToPointWork
+from unisono.comm.shape_exchange import ShapeExchange
+from unisono.comm.teardown import CLOSE_S
+from unisono.core.call import NATIVE, Call
+from unisono.core.collective import COLLECTIVES, family_of
 from unisono.core.control import ControlPlane
+from unisono.core.failure import Cause, raise_caused, text_of, to_cause
+from unisono.core.flight_recorder import PendingMessage, Place, callers_place
 from unisono.core.group import Group
 from unisono.core.notebook import html_table
-from unisono.core.transport import Options, Transport
-from unisono.core.types import Timeout
-from unisono.core.work import resolve_timeout
-from unisono.errors import MismatchError
+from unisono.core.staging import Staging, current_streams, entered
+from unisono.core.tensors import Buffer, check_apart, check_reducible, check_tensor, parse_op, view_of
+from unisono.core.transport import Mailbox, Options, Transport
+from unisono.core.types import MAX_TAG, Message, Recv, ReduceOp, Send, Timeout, Work
+from unisono.core.work import Completion, ResultWork, format_bytes, resolve_timeout
+from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
+from unisono.host.cpu_count import cores
 from unisono.host.network import host_identity
+from unisono.serialization.functions import dumps
 from unisono.wrappers.consistency import Checked
+from unisono.wrappers.trace import traced
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,9 +62,42 @@ _numbers = itertools.count()
 
 Check = Literal["auto", "full", "off"]
 
+_PLAIN, _PICKLED, _REFUSED, _WRONG = b"\0", b"\1", b"\2", b"\3"
+_REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueError}
+"""Exceptions to raise where an error arrives instead of a value."""
+
+_ALL_REDUCE = COLLECTIVES["all_reduce"]
+_BARRIER = COLLECTIVES["barrier"]
+_REDUCE = COLLECTIVES["reduce"]
+_REDUCE_SCATTER = COLLECTIVES["reduce_scatter"]
+_REDUCE_SCATTER_SINGLE = COLLECTIVES["reduce_scatter_single"]
+_BROADCAST = COLLECTIVES["broadcast"]
+_GATHER = COLLECTIVES["gather"]
+_SCATTER = COLLECTIVES["scatter"]
+_ALL_GATHER = COLLECTIVES["all_gather"]
+_ALL_GATHER_SINGLE = COLLECTIVES["all_gather_single"]
+_ALL_TO_ALL = COLLECTIVES["all_to_all"]
+_ALL_TO_ALL_SINGLE = COLLECTIVES["all_to_all_single"]
+
+
+class Blocking(TypedDict, total=False):
+    """Keywords of a collective that returns when it is done."""
+
+    algorithm: str | None
+    async_op: Literal[False]
+    timeout: Timeout | None
+
+
+class Async(TypedDict, total=False):
+    """Keywords of a collective that returns a `Work` immediately."""
+
+    algorithm: str | None
+    async_op: Required[Literal[True]]
+    timeout: Timeout | None
+
 
 @final
-class Communicator(ObjectMixin, PersistentMixin, TuningMixin, MonitoredBarrierMixin, MailboxMixin):
+class Communicator:
     """A group of ranks that communicate: point-to-point, collectives, sub-groups, objects.
 
     Created by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group of
@@ -78,10 +133,12 @@ class Communicator(ObjectMixin, PersistentMixin, TuningMixin, MonitoredBarrierMi
             raise ValueError(f"check must be 'auto', 'full' or 'off', not {check!r}")
         self._check = check
         self._control, self._options = control, options
-        self._splits = self._rebuilds = self._barriers = 0
+        self._splits = self._rebuilds = self._barriers = self._mailboxes = 0
         self._compared: dict[str, int] = {}
         self._before_close: list[Callable[[], None]] = []
+        # Communicators made by `split`, while they have other references.
         self._parts: list[weakref.ref[Communicator]] = []
+        # The communicator that `rebuild` made of this one.
         self._successor: Communicator | None = None
         group = transport.group
         relay = FailureRelay()
@@ -92,8 +149,8 @@ class Communicator(ObjectMixin, PersistentMixin, TuningMixin, MonitoredBarrierMi
             transport.close()
             raise
         if check == "full" or (check == "auto" and not transport.checks):
-            transport = Checked(transport, control, full=check == "full")
-        self._engine = Engine(transport, control, options, self._host_names, full_check=check == "full")
+            transport = Checked(transport, control, options, full=check == "full")
+        self._engine = Engine(transport, control, options, self._host_names, check=check)
         control.watch(self._engine.activity)
         relay.connect(self._engine)
         self._handle = f"communicator {next(_numbers)}"
@@ -225,6 +282,25 @@ class Communicator(ObjectMixin, PersistentMixin, TuningMixin, MonitoredBarrierMi
         made.after_close(release)
         return made
 
+    # -- the communicator itself -----------------------------------------------------------------
+    @property
+    def rank(self) -> int:
+        """This rank, from 0 to `size` - 1."""
+        return self._engine.group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._engine.group.size
+
+    def exception(self) -> CommError | None:
+        """Return the first cause of failure, without raising it; None while calls can be made."""
+        try:
+            self._engine.check(None)
+        except CommError as error:
+            return error
+        return None
+
     @property
     def backend(self) -> str:
         """Name of the transport: "thread", "gloo", ..."""
@@ -256,6 +332,1726 @@ class Communicator(ObjectMixin, PersistentMixin, TuningMixin, MonitoredBarrierMi
         self._engine.enter("empty")
         return self._engine.transport.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
 
+    @property
+    def device(self) -> torch.device:
+        """Default device of this communicator's tensors."""
+        return torch.device(self._engine.options.device)
+
+    # -- collectives that reduce, and the barrier ------------------------------------------------
+    @overload
+    def all_reduce(self, tensor: Buffer, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def all_reduce(self, tensor: Buffer, op: str | ReduceOp = ..., **how: Unpack[Async]) -> Work: ...
+    def all_reduce(
+        self,
+        tensor: Buffer,
+        op: str | ReduceOp = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Replace every rank's tensor by the sum (or `op`) of all ranks' tensors, bitwise identical on all ranks.
+
+        Collective. In place. Any strided tensor of n elements, n the same on all ranks.
+
+        Args:
+            tensor: Of a dtype that torch can reduce by `op`; bool sums are "or".
+            op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
+            algorithm: "auto" for the least predicted time (see `plan`), a file of
+                `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...), "native"
+                where the backend has it, or None: native, else the fastest by its cost. "fewest_bytes":
+                native, else the algorithm that sends least.
+            async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
+            timeout: Seconds or a `timedelta`; the communicator's if None.
+
+        Returns: None when the call is done; with `async_op`, the `Work` in flight.
+
+        Raises:
+            MismatchError: Ranks disagree on operation, op, dtype, n or algorithm; no data moved.
+            ValueError: Unsupported by `op`, memory that overlaps itself, an unknown algorithm.
+            CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is broken then.
+
+        Cost: at least ceil(log2 p) rounds and 2(p-1)/p of the bytes sent by each rank.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.tensor([1.0, 2.0]) * (comm.rank + 1)
+            ...     comm.all_reduce(t, algorithm="ring")
+            ...     return t.tolist()
+            >>> un.launch(program, nprocs=4, backend="thread")[3]
+            [10.0, 20.0]
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_ALL_REDUCE, tensor, None, op, None, timeout):
+            return None
+        call = self._engine.make(_ALL_REDUCE, tensor, op=op, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    @overload
+    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[Async]) -> Work: ...
+    def reduce(
+        self,
+        tensor: Buffer,
+        dst: int,
+        op: str | ReduceOp = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Replace rank `dst`'s tensor by the sum (or `op`) of all ranks' tensors; the others stay unchanged.
+
+        Collective. In place on `dst`.
+
+        Args:
+            tensor: As for `all_reduce`.
+            dst: The rank that gets the result.
+            op: As for `all_reduce`.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: ceil(log2 p) rounds.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.tensor([comm.rank + 1])
+            ...     comm.reduce(t, dst=1, op="max")
+            ...     return t.item()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [1, 3, 3]
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_REDUCE, tensor, None, op, dst, timeout):
+            return None
+        call = self._engine.make(_REDUCE, tensor, op=op, root=dst, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    @overload
+    def reduce_scatter(
+        self,
+        output: Buffer,
+        input_list: Sequence[Buffer],
+        op: str | ReduceOp = ...,
+        **how: Unpack[Blocking],
+    ) -> None: ...
+    @overload
+    def reduce_scatter(
+        self, output: Buffer, input_list: Sequence[Buffer], op: str | ReduceOp = ..., **how: Unpack[Async]
+    ) -> Work: ...
+    def reduce_scatter(
+        self,
+        output: Buffer,
+        input_list: Sequence[Buffer],
+        op: str | ReduceOp = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Write the sum (or `op`) of every rank's `input_list[r]` to `output` on rank r.
+
+        Collective. Inputs may differ in length, as all ranks' lists do alike; they stay unchanged.
+
+        Args:
+            output: Any shape and strides, with as many elements as every rank's input for this rank.
+            input_list: One tensor a rank, of the same dtype.
+            op: As for `all_reduce`.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: (p-1)/p of the inputs' bytes sent by each rank, and one copy of the inputs.
+
+        Example:
+            >>> def program(comm):
+            ...     out = torch.zeros(1)
+            ...     comm.reduce_scatter(out, [torch.tensor([10.0 * r]) for r in range(comm.size)])
+            ...     return out.item()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [0.0, 20.0]
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_REDUCE_SCATTER, output, input_list, op, None, timeout):
+            return None
+        call = self._engine.make(_REDUCE_SCATTER, output, input_list, op=op, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    @overload
+    def reduce_scatter_single(
+        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[Blocking]
+    ) -> None: ...
+    @overload
+    def reduce_scatter_single(
+        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[Async]
+    ) -> Work: ...
+    def reduce_scatter_single(
+        self,
+        output: Buffer,
+        input: Buffer,
+        op: str | ReduceOp = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Write this rank's part of the sum (or `op`) of every rank's `input` to `output`. Else as `reduce_scatter`.
+
+        Args:
+            output: Any shape and strides, with as many elements on every rank.
+            input: Of the same dtype, with p times as many elements; the first part is for rank 0.
+            op: As for `all_reduce`.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Example:
+            >>> def program(comm):
+            ...     out = torch.zeros(2)
+            ...     comm.reduce_scatter_single(out, torch.arange(4.0))
+            ...     return out.tolist()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [[0.0, 2.0], [4.0, 6.0]]
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_REDUCE_SCATTER_SINGLE, output, input, op, None, timeout):
+            return None
+        call = self._engine.make(_REDUCE_SCATTER_SINGLE, output, input, op=op, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    @overload
+    def barrier(self, **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def barrier(self, **how: Unpack[Async]) -> Work: ...
+    def barrier(
+        self, *, algorithm: str | None = None, async_op: bool = False, timeout: Timeout | None = None
+    ) -> Work | None:
+        """Wait until every rank has reached the barrier. Collective.
+
+        Args:
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: ceil(log2 p) rounds of one byte.
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_BARRIER, None, None, None, None, timeout):
+            return None
+        call = self._engine.make(_BARRIER, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    def monitored_barrier(self, timeout: Timeout | None = None) -> None:
+        """Run a barrier over the control plane; on timeout, name every missing rank and its current location.
+
+        Collective. Sends nothing over the backend, so it works where the backend is suspect. `barrier` also names
+        missing ranks; this one costs more (a round trip to the control plane), and finds all of them in one call.
+
+        Args:
+            timeout: Seconds or a `timedelta`; the communicator's if None.
+
+        Raises:
+            CommTimeoutError: Ranks are missing: raised on every rank that has joined, with each one's activity.
+            PeerLostError: One of the ranks is gone.
+
+        Example:
+            >>> un.launch(lambda comm: comm.monitored_barrier(timeout=5), nprocs=3, backend="thread")
+            [None, None, None]
+        """
+        self._engine.enter("monitored_barrier")
+        engine, limit = self._engine, resolve_timeout(timeout, self._engine.options.timeout_s)
+        self._barriers += 1
+        record = "monitored_barrier", None, "", callers_place()
+        engine.activity.note(*record)
+        engine.activity.enter(*record)
+        try:
+            self._control.exchange(engine.group, f"monitored_barrier #{self._barriers}", None, limit)
+        except CommError as error:
+            raise_caused(engine.report_failure(error, "monitored_barrier", self._barriers), error)
+        finally:
+            engine.activity.leave()
+
+    # -- collectives from one rank or to one, of any dtype ---------------------------------------
+    @overload
+    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[Async]) -> Work: ...
+    def broadcast(
+        self,
+        tensor: Buffer,
+        src: int,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Replace every rank's tensor by rank `src`'s.
+
+        Collective. In place. Errors as `all_reduce`.
+
+        Args:
+            tensor: Any shape and strides, with as many elements of the same dtype on every rank.
+            src: The rank whose tensor is sent.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: ceil(log2 p) rounds.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.tensor([comm.rank])
+            ...     comm.broadcast(t, src=1)
+            ...     return t.item()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [1, 1, 1]
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_BROADCAST, tensor, None, None, src, timeout):
+            return None
+        call = self._engine.make(_BROADCAST, tensor, root=src, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    @overload
+    def scatter(
+        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[Blocking]
+    ) -> None: ...
+    @overload
+    def scatter(
+        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[Async]
+    ) -> Work: ...
+    def scatter(
+        self,
+        tensor: Buffer,
+        scatter_list: Sequence[Buffer] | None = None,
+        src: int = 0,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Receive `scatter_list[r]` of rank `src` into `tensor` on rank r; the other ranks pass no list.
+
+        Collective.
+
+        Args:
+            tensor: Any shape and strides, with as many elements on every rank.
+            scatter_list: On rank `src`, one tensor a rank, each with as many elements, of the same dtype; else None.
+            src: The rank that sends.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: ceil(log2 p) rounds.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.zeros(1)
+            ...     comm.scatter(t, [torch.tensor([float(r)]) for r in range(3)] if comm.rank == 0 else None)
+            ...     return t.item()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [0.0, 1.0, 2.0]
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_SCATTER, tensor, scatter_list, None, src, timeout):
+            return None
+        call = self._engine.make(_SCATTER, tensor, scatter_list, root=src, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    @overload
+    def gather(
+        self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[Blocking]
+    ) -> None: ...
+    @overload
+    def gather(self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[Async]) -> Work: ...
+    def gather(
+        self,
+        tensor: Buffer,
+        gather_list: Sequence[Buffer] | None = None,
+        dst: int = 0,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Receive the tensor of rank r into `gather_list[r]` on rank `dst`; the other ranks pass no list.
+
+        Collective.
+
+        Args:
+            tensor: Any shape and strides, with as many elements on every rank.
+            gather_list: On rank `dst`, one tensor a rank, each with as many elements, of the same dtype; else None.
+            dst: The rank that receives.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: ceil(log2 p) rounds.
+
+        Example:
+            >>> def program(comm):
+            ...     out = [torch.zeros(1) for _ in range(3)] if comm.rank == 2 else None
+            ...     comm.gather(torch.tensor([float(comm.rank)]), out, dst=2)
+            ...     return out and [t.item() for t in out]
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [None, None, [0.0, 1.0, 2.0]]
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_GATHER, gather_list, tensor, None, dst, timeout):
+            return None
+        call = self._engine.make(_GATHER, gather_list, tensor, root=dst, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    # -- collectives between all ranks, of any dtype ---------------------------------------------
+    @overload
+    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[Async]) -> Work: ...
+    def all_gather(
+        self,
+        tensor_list: Sequence[Buffer],
+        tensor: Buffer,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Receive the tensor of rank r into `tensor_list[r]` on every rank.
+
+        Collective. Ranks' tensors may differ in length, as all ranks' lists do alike.
+
+        Args:
+            tensor_list: One tensor a rank, of any shape and strides; entry r has as many elements as rank r's tensor.
+            tensor: This rank's tensor, of the same dtype.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: (p-1)/p of the list's bytes sent by each rank.
+
+        Example:
+            >>> def program(comm):
+            ...     out = [torch.zeros(r + 1) for r in range(comm.size)]
+            ...     comm.all_gather(out, torch.full((comm.rank + 1,), float(comm.rank)))
+            ...     return [t.tolist() for t in out]
+            >>> un.launch(program, nprocs=2, backend="thread")[0]
+            [[0.0], [1.0, 1.0]]
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_ALL_GATHER, tensor_list, tensor, None, None, timeout):
+            return None
+        call = self._engine.make(_ALL_GATHER, tensor_list, tensor, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    @overload
+    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[Blocking]) -> None: ...
+    @overload
+    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[Async]) -> Work: ...
+    def all_gather_single(
+        self,
+        output: Buffer,
+        input: Buffer,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Receive the tensors of all ranks into one tensor, rank 0's first. Otherwise as `all_gather`.
+
+        Args:
+            output: Any shape and strides, with p times as many elements as `input`, and of its dtype.
+            input: This rank's tensor: any shape and strides, as many elements on every rank.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Example:
+            >>> def program(comm):
+            ...     out = torch.zeros(2, 2)
+            ...     comm.all_gather_single(out, torch.tensor([1.0, 2.0]) + 10 * comm.rank)
+            ...     return out.tolist()
+            >>> un.launch(program, nprocs=2, backend="thread")[0]
+            [[1.0, 2.0], [11.0, 12.0]]
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_ALL_GATHER_SINGLE, output, input, None, None, timeout):
+            return None
+        call = self._engine.make(_ALL_GATHER_SINGLE, output, input, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    @overload
+    def all_to_all(
+        self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[Blocking]
+    ) -> None: ...
+    @overload
+    def all_to_all(self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[Async]) -> Work: ...
+    def all_to_all(
+        self,
+        output_list: Sequence[Buffer],
+        input_list: Sequence[Buffer],
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Receive `input_list[r]` of rank s into `output_list[s]` on rank r.
+
+        Collective. Lengths are free, as long as both ends of each pair agree.
+
+        Args:
+            output_list: One tensor a rank, of any shape and strides; entry s has as many elements as rank s sends here.
+            input_list: One tensor a rank, of the same dtype; entry r is sent to rank r.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Cost: (p-1)/p of the inputs' bytes sent by each rank.
+
+        Example:
+            >>> def program(comm):
+            ...     out = [torch.zeros(1) for _ in range(comm.size)]
+            ...     comm.all_to_all(out, [torch.tensor([10.0 * comm.rank + r]) for r in range(comm.size)])
+            ...     return [t.item() for t in out]
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [[0.0, 10.0], [1.0, 11.0]]
+        """
+        plain = algorithm is None and not async_op
+        if plain and self._engine.try_collective(_ALL_TO_ALL, output_list, input_list, None, None, timeout):
+            return None
+        call = self._engine.make(_ALL_TO_ALL, output_list, input_list, algorithm=algorithm, timeout=timeout)
+        return self._engine.run(call, async_op=async_op)
+
+    @overload
+    def all_to_all_single(
+        self,
+        output: Buffer,
+        input: Buffer,
+        output_split_sizes: Sequence[int] | None = ...,
+        input_split_sizes: Sequence[int] | None = ...,
+        **how: Unpack[Blocking],
+    ) -> None: ...
+    @overload
+    def all_to_all_single(
+        self,
+        output: Buffer,
+        input: Buffer,
+        output_split_sizes: Sequence[int] | None = ...,
+        input_split_sizes: Sequence[int] | None = ...,
+        **how: Unpack[Async],
+    ) -> Work: ...
+    def all_to_all_single(
+        self,
+        output: Buffer,
+        input: Buffer,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Work | None:
+        """Exchange rows of one tensor: each rank sends a part of `input` to every rank. Otherwise as `all_to_all`.
+
+        Args:
+            output: Any shape with at least one dimension; the rows of rank 0 come first.
+            input: Of the same dtype; its first rows are sent to rank 0.
+            output_split_sizes: Rows of `output` from each rank; equal parts if None.
+            input_split_sizes: Rows of `input` for each rank; equal parts if None.
+            algorithm, async_op, timeout: As in `all_reduce`.
+
+        Returns: As `all_reduce`.
+
+        Example:
+            >>> def program(comm):
+            ...     mine, out = torch.arange(3) + 10 * comm.rank, torch.zeros(2 + comm.rank * 2, dtype=torch.int64)
+            ...     comm.all_to_all_single(out, mine, [1 + comm.rank] * 2, [1, 2])
+            ...     return out.tolist()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [[0, 10], [1, 2, 11, 12]]
+        """
+        splits = output_split_sizes, input_split_sizes
+        plain = algorithm is None and not async_op and splits == (None, None)
+        if plain and self._engine.try_collective(_ALL_TO_ALL_SINGLE, output, input, None, None, timeout):
+            return None
+        call = self._engine.make(_ALL_TO_ALL_SINGLE, output, input, algorithm=algorithm, timeout=timeout, splits=splits)
+        return self._engine.run(call, async_op=async_op)
+
+    # -- collectives of tensors whose lengths other ranks need not know --------------------------
+    @overload
+    def all_gather_v(self, tensor: Buffer, **how: Unpack[Blocking]) -> list[torch.Tensor]: ...
+    @overload
+    def all_gather_v(self, tensor: Buffer, **how: Unpack[Async]) -> ResultWork[list[torch.Tensor]]: ...
+    def all_gather_v(
+        self,
+        tensor: Buffer,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
+        """Return the tensors of all ranks, in the order of ranks. No rank needs to know the others' lengths.
+
+        Collective. Cost: as `all_gather`, and before it one of 18 numbers a rank.
+
+        Args:
+            tensor: Of at most 16 dimensions, of which the first may differ between ranks.
+            algorithm: As for `all_reduce`, of all_gather.
+            async_op: Return a work immediately; its `result()` returns the tensors. It owns `tensor` until then.
+            timeout: Seconds or a `timedelta`, for each of the two; the communicator's if None.
+
+        Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
+
+        Raises:
+            MismatchError: Ranks' tensors differ in dtype, or in another dimension than the first; no data moved.
+            ValueError: More than 16 dimensions, or a tensor that cannot be sent.
+
+        Example:
+            >>> def program(comm):
+            ...     return [t.tolist() for t in comm.all_gather_v(torch.arange(comm.rank))]
+            >>> un.launch(program, nprocs=3, backend="thread")[1]
+            [[], [0], [0, 1]]
+        """
+        found: list[torch.Tensor] | ResultWork[list[torch.Tensor]] = self._uneven(
+            "all_gather_v", tensor, None, algorithm, async_op, timeout
+        )
+        return found
+
+    @overload
+    def gather_v(self, tensor: Buffer, dst: int = ..., **how: Unpack[Blocking]) -> list[torch.Tensor] | None: ...
+    @overload
+    def gather_v(
+        self, tensor: Buffer, dst: int = ..., **how: Unpack[Async]
+    ) -> ResultWork[list[torch.Tensor] | None]: ...
+    def gather_v(
+        self,
+        tensor: Buffer,
+        dst: int = 0,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor] | None] | None:
+        """Return the tensors of all ranks, in the order of ranks, on rank `dst`; None on the other ranks.
+
+        Collective. Cost: as `gather`, and before it an all_gather of 18 numbers a rank.
+
+        Args:
+            tensor: Of at most 16 dimensions, of which the first may differ between ranks.
+            dst: The rank that receives.
+            algorithm: As for `all_reduce`, of gather.
+            async_op, timeout: As in `all_gather_v`.
+
+        Returns: On rank `dst` new contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
+
+        Raises:
+            MismatchError, ValueError: As `all_gather_v`; also where ranks differ in `dst`.
+
+        Example:
+            >>> def program(comm):
+            ...     found = comm.gather_v(torch.arange(comm.rank), dst=1)
+            ...     return found and [t.tolist() for t in found]
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [None, [[], [0], [0, 1]], None]
+        """
+        found: list[torch.Tensor] | ResultWork[list[torch.Tensor] | None] | None = self._uneven(
+            "gather_v", tensor, dst, algorithm, async_op, timeout
+        )
+        return found
+
+    @overload
+    def scatter_v(
+        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[Blocking]
+    ) -> torch.Tensor: ...
+    @overload
+    def scatter_v(
+        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[Async]
+    ) -> ResultWork[torch.Tensor]: ...
+    def scatter_v(
+        self,
+        tensors: Sequence[Buffer] | None = None,
+        src: int = 0,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> torch.Tensor | ResultWork[torch.Tensor]:
+        """Return tensor r of rank `src`'s list on rank r, which need not know its shape or dtype.
+
+        Collective. Cost: as `scatter`, and before it a broadcast of 18 numbers a rank.
+
+        Args:
+            tensors: On rank `src`, one tensor a rank, of at most 16 dimensions, alike but for the first one; else None.
+            src: The rank that sends.
+            algorithm: As for `all_reduce`, of scatter.
+            async_op, timeout: As in `all_gather_v`.
+
+        Returns: A new contiguous tensor, on the communicator's device; with `async_op`, the `ResultWork` in flight.
+
+        Raises:
+            MismatchError: Ranks differ in `src` or algorithm; no data moved.
+            TypeError, ValueError: Rank `src` has no list, or one that cannot be sent: on every rank; no data moved.
+
+        Example:
+            >>> def program(comm):
+            ...     return comm.scatter_v([torch.arange(r) for r in range(3)] if comm.rank == 0 else None).tolist()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [[], [0], [0, 1]]
+        """
+        found: torch.Tensor | ResultWork[torch.Tensor] = self._uneven(
+            "scatter_v", tensors, src, algorithm, async_op, timeout
+        )
+        return found
+
+    @overload
+    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[Blocking]) -> list[torch.Tensor]: ...
+    @overload
+    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[Async]) -> ResultWork[list[torch.Tensor]]: ...
+    def all_to_all_v(
+        self,
+        tensors: Sequence[Buffer],
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+    ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
+        """Return what each rank has for this one, in the order of ranks: `tensors[r]` of rank s is entry s on rank r.
+
+        Collective. Cost: as `all_to_all`, and before it one of 18 numbers for each rank.
+
+        Args:
+            tensors: One tensor a rank, of at most 16 dimensions, of which the first may differ between all of them.
+            algorithm: As for `all_reduce`, of all_to_all.
+            async_op, timeout: As in `all_gather_v`.
+
+        Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
+
+        Raises:
+            MismatchError, ValueError: As `all_gather_v`.
+
+        Example:
+            >>> def program(comm):
+            ...     return [t.tolist() for t in comm.all_to_all_v([torch.full((r,), comm.rank) for r in range(3)])]
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [[[], [], []], [[0], [1], [2]], [[0, 0], [1, 1], [2, 2]]]
+        """
+        found: list[torch.Tensor] | ResultWork[list[torch.Tensor]] = self._uneven(
+            "all_to_all_v", tensors, None, algorithm, async_op, timeout
+        )
+        return found
+
+    def _uneven(
+        self,
+        name: str,
+        tensors: Buffer | Sequence[Buffer] | None,
+        root: int | None,
+        algorithm: str | None,
+        async_op: bool,
+        timeout: Timeout | None,
+    ) -> Any:
+        """Exchange shapes, allocate the output, and move the data. A blocking call may take the fast path for both."""
+        engine = self._engine
+        what = COLLECTIVES[name]
+        engine.enter(name)
+        if what.root is not None:
+            check_rank(root, what.root, self.size)
+        if algorithm not in (None, NATIVE, FEWEST_BYTES):
+            find(what.family, algorithm)
+        exchange = ShapeExchange(what, root, self.rank, self.size, engine.transport.devices)
+        exchange.give(tensors, engine.options.device)
+        header = exchange.header, exchange.table, exchange.mine
+        if async_op:
+            first = engine.make(*header, root=root, timeout=timeout)
+            streams = current_streams([exchange.device])
+
+            def second() -> Call:
+                with entered(streams):
+                    exchange.allocate()
+                    call = engine.make(
+                        what,
+                        exchange.output,
+                        exchange.input,
+                        root=root,
+                        algorithm=algorithm,
+                        timeout=timeout,
+                        lengths=exchange.lengths,
+                        after=first,
+                    )
+                    call.follow_streams()
+                    return call
+
+            work = engine.run(first, async_op=True, then=second)
+            assert work is not None
+            return ResultWork(work, lambda: exchange.output)
+        engine.block(*header, root=root, timeout=timeout)
+        try:
+            exchange.allocate()
+        except MismatchError as error:
+            raise engine.report_failure(error, name) from None
+        except (TypeError, ValueError):
+            engine.skip()
+            raise
+        engine.block(
+            what,
+            exchange.output,
+            exchange.input,
+            root=root,
+            algorithm=algorithm,
+            timeout=timeout,
+            lengths=exchange.lengths,
+        )
+        return exchange.output
+
+    # -- collectives of Python values ------------------------------------------------------------
+    def broadcast_object(self, obj: Any = None, src: int = 0, *, trusted: bool = False) -> Any:
+        """Return rank `src`'s value on every rank. Collective.
+
+        Args:
+            obj: The value on rank `src`: None, bool, number, string, bytes, container, dataclass, enum or tensor.
+            src: The rank that sends.
+            trusted: Send anything that cloudpickle supports, which lets peers run code here. The same on all ranks.
+
+        Raises:
+            TypeError: The value cannot be sent; raised on all ranks.
+            ValueError: A rank sent a pickled value, and this rank did not pass `trusted=True`.
+
+        Example:
+            >>> un.launch(lambda comm: comm.broadcast_object({"lr": 0.1 + comm.rank}), nprocs=2, backend="thread")
+            [{'lr': 0.1}, {'lr': 0.1}]
+        """
+        self._engine.enter("broadcast_object")
+        self._check_rank(src, "src")
+        data = self._encode(obj, trusted) if self.rank == src else b""
+        length = self._numbers([len(data)])
+        self.broadcast(length, src)
+        buffer = self._bytes(data) if self.rank == src else self._blank(int(length.item()))
+        self.broadcast(buffer, src)
+        _check(data)
+        return obj if self.rank == src else _decode(buffer, trusted)
+
+    def all_gather_object(self, obj: Any, *, trusted: bool = False) -> list[Any]:
+        """Return every rank's value, in order of rank, on every rank. Collective.
+
+        Args:
+            obj: This rank's value, as for `broadcast_object`.
+            trusted: As for `broadcast_object`.
+
+        Raises:
+            TypeError, ValueError: As `broadcast_object`.
+
+        Example:
+            >>> un.launch(lambda comm: comm.all_gather_object(comm.rank * "x"), nprocs=3, backend="thread")[0]
+            ['', 'x', 'xx']
+        """
+        self._engine.enter("all_gather_object")
+        buffer = self._bytes(self._encode(obj, trusted))
+        lengths = self._numbers([0] * self.size)
+        self.all_gather_single(lengths, self._numbers([buffer.numel()]))
+        buffers = [self._blank(n) for n in lengths.tolist()]
+        self.all_gather(buffers, buffer)
+        return [_decode(b, trusted) for b in buffers]
+
+    def gather_object(self, obj: Any, dst: int = 0, *, trusted: bool = False) -> list[Any] | None:
+        """Return every rank's value, in order of rank, on rank `dst`; None on the other ranks. Collective.
+
+        Args:
+            obj: This rank's value, as for `broadcast_object`.
+            dst: The rank that receives.
+            trusted: As for `broadcast_object`.
+
+        Raises:
+            TypeError, ValueError: As `broadcast_object`, on rank `dst` and on the rank of the value.
+
+        Example:
+            >>> un.launch(lambda comm: comm.gather_object({"rank": comm.rank}, dst=1), nprocs=2, backend="thread")
+            [None, [{'rank': 0}, {'rank': 1}]]
+        """
+        self._engine.enter("gather_object")
+        self._check_rank(dst, "dst")
+        data = self._encode(obj, trusted)
+        buffer, here = self._bytes(data), self.rank == dst
+        lengths = [self._blank(8).view(torch.int64) for _ in range(self.size)] if here else None
+        self.gather(self._numbers([buffer.numel()]), lengths, dst)
+        counts = [int(n.item()) for n in lengths] if lengths is not None else [0] * self.size
+        collected = self._blank(sum(counts))
+        self.all_to_all_single(collected, buffer, counts, [buffer.numel() if r == dst else 0 for r in range(self.size)])
+        _check(data)
+        return [_decode(part, trusted) for part in collected.split(counts)] if here else None
+
+    def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False) -> Any:
+        """Return entry r of rank `src`'s list on rank r; the other ranks pass no list. Collective.
+
+        Args:
+            objs: On rank `src`, one value a rank, as for `broadcast_object`; else None.
+            src: The rank that sends.
+            trusted: As for `broadcast_object`.
+
+        Raises:
+            TypeError: A value cannot be sent; raised on all ranks.
+            ValueError: The list does not have one value for each rank; raised on all ranks.
+
+        Example:
+            >>> def program(comm):
+            ...     return comm.scatter_object(["first", "second"] if comm.rank == 0 else None)
+            >>> un.launch(program, nprocs=2, backend="thread")
+            ['first', 'second']
+        """
+        self._engine.enter("scatter_object")
+        self._check_rank(src, "src")
+        parts = self._entries(objs, trusted) if self.rank == src else []
+        length = self._numbers([0])
+        self.scatter(length, [self._numbers([len(p)]) for p in parts] or None, src)
+        received = self._blank(int(length.item()))
+        given = [len(p) for p in parts] or [0] * self.size
+        taken = [received.numel() if r == src else 0 for r in range(self.size)]
+        self.all_to_all_single(received, self._bytes(b"".join(parts)), taken, given)
+        return _decode(received, trusted)
+
+    def _entries(self, objs: Sequence[Any] | None, trusted: bool) -> list[bytes]:
+        """Return the bytes for each rank; if any value cannot be sent, the reason for all ranks."""
+        try:
+            values = [] if objs is None else list(objs)
+        except TypeError:
+            # An object that is not a list has no value for any rank.
+            values = []
+        parts = [self._encode(value, trusted) for value in values]
+        if len(parts) != self.size:
+            wrong = f"objs on rank {self.rank} must have one value for each of the {self.size} ranks, not {len(parts)}"
+            return [_WRONG + wrong.encode()] * self.size
+        return [next((p for p in parts if p[:1] == _REFUSED), part) for part in parts]
+
+    def _encode(self, obj: Any, trusted: bool) -> bytes:
+        """Return a value's bytes; if it cannot be sent, those of the reason, so that receivers get an error."""
+        try:
+            return _PICKLED + dumps(obj) if trusted else _PLAIN + serialization.encode(obj)
+        except Exception as error:
+            reason = f"rank {self.rank} has a value that cannot be sent: {text_of(error)}"
+            return _REFUSED + reason.encode(errors="replace")
+
+    def _numbers(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _bytes(self, data: bytes) -> torch.Tensor:
+        if not data:
+            return self._blank(0)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+    def _blank(self, length: int) -> torch.Tensor:
+        return torch.empty(length, dtype=torch.uint8, device=self.device)
+
+    # -- messages --------------------------------------------------------------------------------
+    def send(self, tensor: Buffer, dst: int, tag: int = 0, *, timeout: Timeout | None = None) -> None:
+        """Send a tensor to rank `dst`; return when it may be changed again.
+
+        Do not rely on buffering: two ranks that both send before they receive may deadlock.
+        `sendrecv` does both in one call.
+
+        Args:
+            tensor: Any shape, strides and dtype. The receiver's has as many elements, of the same dtype.
+            dst: The receiver's rank. A message to oneself needs a receive that is posted before, or an `isend`.
+            tag: 0 to 2**24 - 1; messages match by tag, and in order within a tag.
+            timeout: Seconds or a `timedelta`; the communicator's if None.
+
+        Raises:
+            CommTimeoutError: The message was not received in time. The communicator is broken then.
+            MismatchError: The receiver expects something else.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.full((2,), 7.0) if comm.rank == 0 else torch.zeros(2)
+            ...     comm.send(t, dst=1) if comm.rank == 0 else comm.recv(t, src=0)
+            ...     return t.tolist()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [[7.0, 7.0], [7.0, 7.0]]
+        """
+        if self._engine.try_message("send", tensor, dst, tag, timeout):
+            return
+        resolve_timeout(timeout)
+        self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
+
+    def recv(self, tensor: Buffer, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
+        """Receive a tensor in place, and return the rank that sent it. Otherwise as `send`.
+
+        Args:
+            tensor: As for `send`.
+            src: The sender's rank; any rank if None. Several ranks that have sent are served in turn.
+            tag: As for `send`.
+            timeout: As for `send`.
+
+        Returns: The sender's rank.
+
+        Raises:
+            ValueError: `src` is None on a backend that cannot report which ranks have sent, such as nccl.
+
+        Example:
+            >>> def program(comm):
+            ...     if comm.rank > 0:
+            ...         return comm.send(torch.tensor([10 * comm.rank]), dst=0)
+            ...     t = torch.zeros(1, dtype=torch.int64)
+            ...     return sorted((comm.recv(t), t.item()) for _ in range(comm.size - 1))
+            >>> un.launch(program, nprocs=3, backend="thread")[0]
+            [(1, 10), (2, 20)]
+        """
+        if src is not None and self._engine.try_message("recv", tensor, src, tag, timeout):
+            return src
+        resolve_timeout(timeout)
+        work = self._receive("recv", tensor, src, tag)
+        work.wait_or_break(timeout)
+        return work.source_rank()
+
+    def isend(self, tensor: Buffer, dst: int, tag: int = 0) -> Work:
+        """Start a send. The tensor must not change until the work's `wait` has returned.
+
+        Args:
+            tensor, dst, tag: As for `send`.
+
+        Returns: The work in flight.
+
+        Example:
+            >>> def program(comm):
+            ...     t = torch.full((2,), 7.0) if comm.rank == 0 else torch.zeros(2)
+            ...     work = comm.isend(t, dst=1) if comm.rank == 0 else comm.irecv(t, src=0)
+            ...     work.wait()
+            ...     return t.tolist(), work.source_rank()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [([7.0, 7.0], -1), ([7.0, 7.0], 0)]
+        """
+        return self._post("isend", [Send(tensor, dst, tag)])
+
+    def irecv(self, tensor: Buffer, src: int | None = None, tag: int = 0) -> Work:
+        """Start a receive. The tensor holds the message when the work's `wait` has returned.
+
+        From any rank if `src` is None; the work's `source_rank` is the sender then. Such receives match, in the
+        order of calls, the messages from ranks that no other receive names.
+
+        Args:
+            tensor, src, tag: As for `recv`.
+
+        Returns: The work in flight.
+        """
+        return self._receive("irecv", tensor, src, tag)
+
+    def sendrecv(
+        self,
+        send_tensor: Buffer,
+        dst: int,
+        recv_tensor: Buffer,
+        src: int,
+        *,
+        sendtag: int = 0,
+        recvtag: int = 0,
+        timeout: Timeout | None = None,
+    ) -> None:
+        """Send one tensor and receive another at the same time; cannot deadlock in a ring of ranks.
+
+        Args:
+            send_tensor, dst, sendtag: As for `send`.
+            recv_tensor, src, recvtag: As for `recv`; memory that `send_tensor` does not use, and a rank, not None.
+            timeout: As for `send`, for both messages.
+
+        Example:
+            >>> def program(comm):
+            ...     mine, other = torch.tensor([comm.rank]), torch.zeros(1, dtype=torch.int64)
+            ...     comm.sendrecv(mine, (comm.rank + 1) % comm.size, other, (comm.rank - 1) % comm.size)
+            ...     return other.item()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [2, 0, 1]
+        """
+        resolve_timeout(timeout)
+        written = self._check_tensor(recv_tensor, "recv_tensor", written=True)
+        check_apart([("recv_tensor", written)], [("send_tensor", self._check_tensor(send_tensor, "send_tensor"))])
+        self._post("sendrecv", [Recv(recv_tensor, src, recvtag), Send(send_tensor, dst, sendtag)]).wait_or_break(
+            timeout
+        )
+
+    def batch_isend_irecv(self, messages: Sequence[Message]) -> list[Work]:
+        """Start many messages in one call.
+
+        Args:
+            messages: `un.Send` and `un.Recv`, each with a tensor, a peer and a tag.
+
+        Returns: A list of one work for all messages, as torch's function of the same name with nccl; an empty list
+            if there are none.
+
+        Raises:
+            TypeError: An element is neither a `Send` nor a `Recv`.
+
+        Example:
+            >>> def program(comm):
+            ...     mine, other = torch.tensor([comm.rank]), torch.zeros(1, dtype=torch.int64)
+            ...     works = comm.batch_isend_irecv([un.Send(mine, 1 - comm.rank), un.Recv(other, 1 - comm.rank)])
+            ...     for work in works:
+            ...         work.wait()
+            ...     return other.item()
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [1, 0]
+        """
+        messages = list(messages)
+        for message in messages:
+            if not isinstance(message, Send | Recv):
+                raise TypeError(
+                    f"batch_isend_irecv takes unisono.Send and unisono.Recv, not {type(message).__name__}. "
+                    "Pass a list such as [unisono.Send(tensor, dst), unisono.Recv(other, src)]"
+                )
+        return [self._post("batch_isend_irecv", messages)] if messages else []
+
+    def _post(self, operation: str, messages: Sequence[Message]) -> PointToPointWork:
+        self._engine.enter(operation)
+        staging, flat = self._engine.staging(), list[Message]()
+        for message in messages:
+            receives = isinstance(message, Recv)
+            name = "src" if receives else "dst"
+            self._check_rank(message.peer, name)
+            self._check_tag(message.tag)
+            tensor = self._check_tensor(message.tensor, "the tensor", written=receives)
+            buffer = staging.target(tensor) if receives else staging.source(tensor)
+            if receives and isinstance(message.tensor, list):
+                staging.write_back(message.tensor, tensor)
+            flat.append(type(message)(buffer, message.peer, message.tag))
+        record = self._note(operation, flat)
+        awaited, work = self._start(flat, staging)
+        return PointToPointWork(self._engine, record, awaited, work, staging)
+
+    def _receive(self, operation: str, tensor: Buffer, src: int | None, tag: int) -> PointToPointWork:
+        if src is not None:
+            return self._post(operation, [Recv(tensor, src, tag)])
+        self._engine.enter(operation)
+        self._check_source(None, tag)
+        found = self._check_tensor(tensor, "the tensor", written=True)
+        staging = self._engine.staging()
+        buffer = staging.target(found)
+        if isinstance(tensor, list):
+            staging.write_back(tensor, found)
+        record = self._note(operation, [Recv(buffer, -1, tag)])
+        work = self._any_source.join(tag, None, lambda peer: self._start([Recv(buffer, peer, tag)], staging)[1])
+        return PointToPointWork(self._engine, record, (), work, staging)
+
+    @cached_property
+    def _any_source(self) -> AnySource:
+        return AnySource(self._engine)
+
+    def _note(self, operation: str, messages: Sequence[Message]) -> tuple[str, None, str, Place]:
+        """Keep a batch for reports; return what `Activity.enter` takes."""
+        record = operation, None, _detail(messages), callers_place()
+        self._engine.activity.note(*record)
+        return record
+
+    def _start(self, messages: Sequence[Message], staging: Staging) -> tuple[tuple[PendingMessage, ...], Work]:
+        activity = self._engine.activity
+        awaited = tuple(activity.post("recv" if isinstance(m, Recv) else "send", m.peer, m.tag) for m in messages)
+        with torch.no_grad(), staging.order.entered():
+            staging.begin()
+            return awaited, traced(self._engine.transport, awaited).post(messages)
+
+    def _check_source(self, src: int | None, tag: int) -> None:
+        self._check_tag(tag)
+        if not self._engine.transport.any_source:
+            raise ValueError(
+                "this backend cannot receive from any source: pass the sender's rank, as in recv(tensor, src=...)"
+            )
+        if src is not None:
+            self._check_rank(src, "src")
+
+    def _check_tag(self, tag: int) -> None:
+        if not isinstance(tag, int) or isinstance(tag, bool):
+            raise TypeError(f"tag must be an int, not {type(tag).__name__}")
+        if not 0 <= tag <= MAX_TAG:
+            raise ValueError(f"tag={tag} is out of range; tags are 0 to {MAX_TAG}")
+        if tag and not self._engine.transport.tags:
+            raise ValueError(f"this backend has no tags: messages match in order. Use tag=0, not {tag}")
+
+    def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
+        """Wait for a message without a posted receive, and return the rank that sent it.
+
+        Does not receive it: the next receive from that rank, of this tag, gets the message.
+
+        Args:
+            src: The sender's rank; any rank if None.
+            tag: Of the message.
+            timeout: Seconds or a `timedelta`; the communicator's if None. It stays usable after a timeout.
+
+        Returns: The sender's rank.
+
+        Raises:
+            CommTimeoutError: No message arrived in time.
+            ValueError: This backend cannot report which ranks have sent, such as nccl.
+
+        Example:
+            >>> def program(comm):
+            ...     if comm.rank > 0:
+            ...         return comm.send(torch.arange(comm.rank), dst=0)
+            ...     for _ in range(comm.size - 1):
+            ...         src = comm.probe()
+            ...         comm.recv(torch.zeros(src, dtype=torch.int64), src)
+            ...     return comm.iprobe()
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [None, None, None]
+        """
+        limit = resolve_timeout(timeout, self._engine.options.timeout_s)
+        work = self._probed("probe", src, tag)
+        try:
+            work.wait(limit)
+        finally:
+            work.cancel()
+        return work.source_rank()
+
+    def iprobe(self, src: int | None = None, tag: int = 0) -> int | None:
+        """Return the rank that sent a message that has arrived; None if there is none. Otherwise as `probe`.
+
+        Args:
+            src, tag: As for `probe`.
+        """
+        work = self._probed("iprobe", src, tag)
+        if not work.is_completed():
+            work.cancel()
+            return None
+        work.wait(0.0)
+        return work.source_rank()
+
+    def _probed(self, operation: str, src: int | None, tag: int) -> PointToPointWork:
+        self._engine.enter(operation)
+        self._check_source(src, tag)
+        record = operation, None, f"tag {tag}", callers_place()
+        return PointToPointWork(self._engine, record, (), self._any_source.join(tag, src, _done), Staging())
+
+    def mailbox(self, metadata: Any = None) -> tuple[Mailbox, list[Any]]:
+        """Return a mailbox, and the metadata that each rank passed. Collective.
+
+        For libraries that serve requests of other ranks. A rank that dies breaks this communicator, but not
+        the mailboxes: they `mark_lost` that rank alone.
+
+        Args:
+            metadata: A value that `unisono.serialization` supports, sent to all ranks.
+
+        Raises:
+            CommTimeoutError: Not all ranks joined.
+
+        Cost: a few exchanges over the control plane, and one request for each other rank.
+
+        Example:
+            >>> def program(comm):
+            ...     box, names = comm.mailbox(f"worker {comm.rank}")
+            ...     box.close()
+            ...     return names
+            >>> un.launch(program, nprocs=2, backend="thread")[0]
+            ['worker 0', 'worker 1']
+        """
+        self._engine.enter("mailbox")
+        self._mailboxes += 1
+        return open_mailbox(self._engine, self._mailboxes, metadata)
+
+    # -- persistent requests, under MPI's names --------------------------------------------------
+    send_init = starter("isend")
+    recv_init = starter("irecv")
+    barrier_init = starter("barrier")
+    scatter_init = starter("scatter")
+    broadcast_init = starter("broadcast")
+    reduce_init = starter("reduce")
+    all_reduce_init = starter("all_reduce")
+    gather_init = starter("gather")
+    all_gather_init = starter("all_gather")
+    all_gather_single_init = starter("all_gather_single")
+    all_to_all_init = starter("all_to_all")
+    all_to_all_single_init = starter("all_to_all_single")
+    reduce_scatter_init = starter("reduce_scatter")
+    reduce_scatter_single_init = starter("reduce_scatter_single")
+
+    # -- other communicators of these ranks ------------------------------------------------------
+    @overload
+    def split(self, color: int, key: int = ...) -> Communicator: ...
+    @overload
+    def split(self, color: int | None, key: int = ...) -> Communicator | None: ...
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Create a communicator for each color, of the ranks that passed it, in the order of their keys.
+
+        Collective over this communicator. Equal keys keep the order of ranks. A rank with `color=None` joins
+        none, and gets None. Subgroups can be used concurrently with each other and with their parent.
+
+        Args:
+            color: Number of the group to join; None joins none.
+            key: Position among the ranks of the same color.
+
+        Returns:
+            The communicator of this rank's color; None if `color` is None.
+
+        Raises:
+            TypeError: `color` or `key` is not an int.
+
+        Cost: two exchanges over the control plane; no torch group is registered.
+
+        Example:
+            >>> def program(comm):
+            ...     half = comm.split(color=comm.rank % 2)
+            ...     t = torch.tensor([comm.rank])
+            ...     half.all_reduce(t)
+            ...     return t.item()
+            >>> un.launch(program, nprocs=4, backend="thread")
+            [2, 4, 2, 4]
+        """
+        return self._split(color, key, self._check, self._options)
+
+    def _split(self, color: int | None, key: int, check: Any, options: Options) -> Communicator | None:
+        self._engine.enter("split")
+        for name, value in (("color", color), ("key", key)):
+            if not isinstance(value, int) and (value is not None or name == "key"):
+                raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+        # It becomes a part of the name: True and 1 are one color.
+        color = color if color is None else int(color)
+        self._splits += 1
+        group, timeout, ending = self._engine.group, self._options.timeout_s, self._engine.ending
+        try:
+            wishes = self._control.exchange(
+                group, f"split #{self._splits}", (color, key, ending.dropped_parts()), timeout
+            )
+        except CommError as error:
+            raise_caused(self._engine.report_failure(error, "split", self._splits), error)
+        ending.release([wish[2] for wish in wishes])
+        if color is None:
+            return None
+        ranks = sorted((r for r, wish in enumerate(wishes) if wish[0] == color), key=lambda r: (wishes[r][1], r))
+        child = group.child(f"{self._splits}.{color}", ranks)
+        # From now on the child group detects a lost rank, even before that rank has joined.
+        self._control.join(child)
+        try:
+            part = self._alike(self._plain().split(child), check, options)
+        except BaseException as error:
+            self._control.report_failure(child, to_cause(error, child.rank, "split"))
+            self._control.leave(child)
+            if isinstance(error, CommError):
+                error.locate(rank=child.rank, size=child.size, group=child.name, operation="split", call=self._splits)
+            raise
+        part._engine.set_parent(self._engine)
+        self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
+        return part
+
+    def _alike(self, transport: Transport, check: Any, options: Options) -> Communicator:
+        """Return a communicator like this one, on another transport."""
+        return Communicator(transport, self._control, options, check=check)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """Return a communicator of these ranks, in the order of the list; None on the other ranks.
+
+        Collective over this communicator: every rank calls it, with the same list.
+
+        Args:
+            ranks: Different ranks of this communicator, at least one.
+
+        Raises:
+            MismatchError: Ranks passed different lists.
+            ValueError: The list is empty, names a rank twice, or names one that does not exist.
+
+        Cost: as `split`, and one exchange more.
+
+        Example:
+            >>> def program(comm):
+            ...     part = comm.subgroup([2, 0])
+            ...     return None if part is None else part.rank
+            >>> un.launch(program, nprocs=3, backend="thread")
+            [1, None, 0]
+        """
+        self._engine.enter("subgroup")
+        ranks = list(ranks)
+        for index, rank in enumerate(ranks):
+            self._check_rank(rank, f"ranks[{index}]")
+        if len(set(ranks)) != len(ranks) or not ranks:
+            raise ValueError(f"ranks must be distinct, and at least one, not {ranks}")
+        number, timeout = self._splits + 1, self._options.timeout_s
+        try:
+            lists = self._control.agree(self._engine.group, f"subgroup #{number}", tuple(ranks), timeout)
+        except CommError as error:
+            raise_caused(self._engine.report_failure(error, "subgroup", number), error)
+        if lists is not None:
+            quoted = "; ".join(f"rank {r}: {list(given)}" for r, given in enumerate(lists))
+            differ = MismatchError(f"ranks gave different lists to subgroup: {quoted}")
+            raise self._engine.with_context(differ, "subgroup", number)
+        inside = self.rank in ranks
+        return self._split(0 if inside else None, ranks.index(self.rank) if inside else 0, self._check, self._options)
+
+    def dup(self, *, check: Any = None, deterministic: bool | None = None) -> Communicator:
+        """Return a second communicator of the same ranks, for another thread or library. Collective.
+
+        Args:
+            check, deterministic: As for `init`; None is as this one was made. check="off" is for a library that has
+                agreed with all ranks on what it is going to call.
+
+        Example:
+            >>> def program(comm):
+            ...     with comm.dup() as second:
+            ...         return second.rank == comm.rank
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [True, True]
+        """
+        options = self._options if deterministic is None else replace(self._options, deterministic=deterministic)
+        twin = self._split(0, self.rank, check or self._check, options)
+        assert twin is not None
+        return twin
+
+    def _plain(self) -> Transport:
+        """Return the transport without the check that `Communicator` adds: subgroups add their own."""
+        transport = self._engine.transport
+        return transport.inner if isinstance(transport, Checked) else transport
+
+    # -- after a failure -----------------------------------------------------------------------
+    def rebuild(self, *, grow: int = 0, timeout: Timeout | None = None) -> Communicator:
+        """Return a new communicator of the remaining ranks, renumbered in their old order, and of newcomers.
+
+        Collective over the live ranks: each calls it when a call has failed, or all at the same point of the
+        program to admit newcomers. Ranks that have left, or die meanwhile, are not waited for. This
+        communicator is unusable afterwards; its subgroups stay as they are. The new communicator closes
+        the resources that the old one would have closed.
+
+        Args:
+            grow: Number of newcomers, by `unisono.join`, to wait for and admit; they get the last ranks.
+            timeout: Time (the communicator's timeout if None) within which the others join. A live rank that has not
+                joined by then (a stopped process, say) is excluded permanently, and gets `AbortedError` there.
+
+        Raises:
+            AbortedError: The other ranks continued without this rank.
+            CommTimeoutError: Newcomers have not joined.
+            MismatchError: Ranks passed different arguments.
+
+        Cost: one exchange over the control plane, and the time to connect: some milliseconds on one host.
+
+        Example:
+            >>> def program(comm):
+            ...     if comm.rank == 1:
+            ...         raise KeyError("this rank is gone")
+            ...     try:
+            ...         comm.barrier()
+            ...     except un.CommError:
+            ...         comm = comm.rebuild()
+            ...     t = torch.ones(1)
+            ...     comm.all_reduce(t)
+            ...     return comm.rank, comm.size, t.item()
+            >>> ends = un.launch(program, nprocs=3, backend="thread", on_failure="continue")
+            >>> ends[0], ends[2]
+            ((0, 2, 2.0), (1, 2, 2.0))
+        """
+        self._engine.own("rebuild")
+        if self._engine.closed:
+            raise ClosedError("the communicator is closed", rank=self.rank, size=self.size, operation="rebuild")
+        if not isinstance(grow, int) or grow < 0:
+            raise ValueError(f"grow must be a number of new ranks, not {grow!r}")
+        deadline = time.monotonic() + resolve_timeout(timeout, self._options.timeout_s)
+        made = self._attempt(grow, deadline)
+        while made is None:
+            made = self._attempt(grow, deadline)
+        made._engine.replace(self._engine)
+        made._before_close, self._before_close, self._successor = self._before_close, [], made
+        self._control.leave(self._engine.group)
+        return made
+
+    def _attempt(self, grow: int, deadline: float) -> Communicator | None:
+        """Return the new communicator; None if another rank was lost while it was created."""
+        group = self._engine.group
+        self._rebuilds += 1
+        try:
+            rebuilt = self._control.rebuild(
+                group, self._rebuilds, _left(deadline), grow=grow, terms=self._terms() if grow else b""
+            )
+        except CommError as error:
+            raise error.locate(rank=group.rank, size=group.size, operation="rebuild") from None
+        # All ranks have joined, so no rank is in a call of the old communicator any more.
+        self._engine.retire()
+        members = rebuilt.members
+        new = Group(rebuilt.name, members.index(group.members[group.rank]), members)
+        try:
+            return self._connected(new, deadline)
+        except BaseException as error:
+            self._control.report_failure(new, to_cause(error, new.rank, "rebuild"))
+            self._control.leave(new)
+            again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
+            if not again or not _left(deadline):
+                raise
+            return None
+
+    def _connected(self, new: Group, deadline: float) -> Communicator:
+        self._control.join(new)
+        transport = self._plain().reconfigure(new)
+        try:
+            made = self._alike(transport, self._check, self._options)
+            self._control.exchange(new, "rebuilt", None, max(_left(deadline), 1.0))
+        except BaseException as error:
+            transport.abort(error)
+            raise
+        return made
+
+    def _terms(self) -> bytes:
+        """Return the terms that a newcomer needs."""
+        options = self._options
+        return serialization.encode(
+            (options.backend, options.timeout_s, options.chunk_bytes, options.deterministic, self._check)
+        )
+
+    # -- choice of algorithms --------------------------------------------------------------------
+    def tune(self, seconds: float = 2.0) -> CostTable:
+        """Measure what messages cost, and let `algorithm="auto"` choose by that from now on. Collective.
+
+        Times calls of a few algorithms and sizes, and fits latency, bandwidth, reduction and the overhead of a
+        message to them. All ranks use rank 0's result, which it stores in the user's cache folder for later programs
+        on the same backend, number of ranks on each host, and processor.
+
+        Args:
+            seconds: Time for all of it, at most about this.
+
+        Returns:
+            The table.
+
+        Raises:
+            ValueError: `seconds` is not positive.
+
+        Example:
+            >>> un.launch(lambda comm: comm.tune(seconds=0.1).measured, nprocs=2, backend="thread")
+            [True, True]
+        """
+        if not seconds > 0:
+            raise ValueError(f"seconds must be a positive number, not {seconds}")
+        self._engine.enter("tune")
+        tuner = self._engine.tuner
+        if self.size == 1:
+            return tuner.machine().table
+        if len(set(tuner.hosts)) == 1:
+            inside = between = fitted(self, seconds, cores())
+        else:
+            first = tuner.hosts.index(tuner.hosts[self.rank])
+            with self.split(first) as host:
+                inside = fitted(host, seconds / 2, cores())
+            leaders, between = self.split(0 if first == self.rank else None), None
+            if leaders is not None:
+                with leaders:
+                    between = fitted(leaders, seconds / 2, 0)
+        if between is None:
+            return tuner.adopt(None)
+        near = inside or between
+        return tuner.adopt(CostTable(near.link, between.link, near.gamma, near.overhead, cores=cores()))
+
+    def plan(
+        self,
+        collective: str,
+        nbytes: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        op: str | ReduceOp = "sum",
+        algorithm: str | None = None,
+    ) -> Choice:
+        """Return what `algorithm="auto"` stands for in a call, why, and the predicted times of other algorithms.
+
+        Collective if neither this nor a call with "auto" nor `tune` has been made before: ranks agree on a table.
+
+        Args:
+            collective: "all_reduce", "broadcast", ...; roots are rank 0.
+            nbytes: Bytes of the message: of one rank's input, or of its output where that is longer.
+            dtype, op: As in the call; reductions of floating-point numbers permit fewer algorithms.
+            algorithm: Another algorithm to predict.
+
+        Raises:
+            ValueError: There is no such collective or algorithm, or it cannot serve the call.
+
+        Example:
+            >>> plan = un.launch(lambda comm: comm.plan("all_reduce", 1024), nprocs=4, backend="thread")[0]
+            >>> plan.algorithm in un.algorithms.serving("all_reduce", 4), plan.predicted_s < 1
+            (True, True)
+        """
+        family, reduced = family_of(collective), parse_op(op)
+        if nbytes < 0:
+            raise ValueError(f"nbytes must be at least 0, not {nbytes}")
+        if family.reduces:
+            check_reducible(reduced, dtype)
+        self._engine.enter("plan")
+        machine = self._engine.tuner.machine()
+        exact = not (dtype.is_floating_point or dtype.is_complex)
+        rounded = family.reduces and reduced in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) and not exact
+        balanced = rounded and self._engine.options.deterministic
+        needs = Needs(collective, self.size, rounded, balanced, rotated=False)
+        why = "set by the argument"
+        if algorithm is None:
+            algorithm = dict(machine.table.overrides).get(collective)
+            why = "" if algorithm is None else "set by UNISONO_ALGORITHM or the overrides of the table"
+        return explain(needs, size_class(nbytes), machine, algorithm, why)
+
+    # -- life ------------------------------------------------------------------------------------
+    def release_thread(self) -> None:
+        """Release the communicator from its thread: the next thread that uses it owns it.
+
+        Raises:
+            CommError: Another thread owns it.
+
+        Example:
+            >>> from threading import Thread
+            >>> with un.init() as comm:
+            ...     comm.barrier()
+            ...     comm.release_thread()
+            ...     worker = Thread(target=comm.barrier)
+            ...     worker.start()
+            ...     worker.join()
+        """
+        self._engine.own("release_thread")
+        self._engine.owner = None
+        self._engine.activity.owner = 0
+
+    def allow_any_thread(self) -> None:
+        """Allow every thread to use it from now on. The caller ensures that only one is in a collective at a time.
+
+        Raises:
+            CommError: Another thread owns it.
+
+        Example:
+            >>> from threading import Thread
+            >>> with un.init() as comm:
+            ...     comm.allow_any_thread()
+            ...     comm.barrier()
+            ...     worker = Thread(target=comm.barrier)
+            ...     worker.start()
+            ...     worker.join()
+        """
+        self._engine.own("allow_any_thread")
+        self._engine.owner = ANY_THREAD
+
+    def abort(self, reason: str = "the program asked for it") -> None:
+        """End every wait on every rank with `AbortedError`, and break the communicator. Callable from any thread.
+
+        Args:
+            reason: Part of the error's text on every rank.
+
+        Example:
+            >>> def program(comm):
+            ...     if comm.rank == 0:
+            ...         comm.abort("no more data")
+            ...     comm.barrier()
+            >>> errors = un.launch(program, 2, "thread", on_failure="continue")
+            >>> [type(error).__name__ for error in errors], "no more data" in str(errors[1])
+            (['AbortedError', 'AbortedError'], True)
+        """
+        if not self._engine.closed:
+            cause = Cause("AbortedError", self.rank, f"rank {self.rank} aborted the communicator: {reason}")
+            self._engine.on_failure(self._control.report_failure(self._engine.group, cause))
+
+    def close(self) -> None:
+        """Release all resources, also those of sub-communicators. Every rank calls it when it is done. Idempotent.
+
+        Waits up to a second for the other ranks, so that nothing in flight is cut off; and before that, for background
+        saves, which end immediately if the communicator is broken. The error of one that has failed is raised at the
+        end. A communicator without references to it, its
+        sub-communicators or its unfinished works is closed in the background.
+
+        Example:
+            >>> comm = un.init()
+            >>> comm.close()
+        """
+        try:
+            if self._successor is not None or not self._engine.closed:
+                self._finish()
+        finally:
+            if self._successor is not None:
+                for part in self._open_parts():
+                    part._close(0.0)
+                self._successor.close()
+            if not self._engine.closed:
+                self._close(CLOSE_S)
+
+    def before_close(self, action: Callable[[], None]) -> None:
+        """Register an action for the start of `close`, while calls still work. The last one runs first.
+
+        It does not run if the communicator is dropped without `close`. After a `rebuild`, the new communicator runs
+        it.
+
+        Args:
+            action: Called without arguments, for instance to wait for background work that uses the communicator.
+
+        Example:
+            >>> comm = un.init()
+            >>> comm.before_close(lambda: print("rank", comm.rank, "closes"))
+            >>> comm.after_close(lambda: print("closed"))
+            >>> comm.close()
+            rank 0 closes
+            closed
+        """
+        self._before_close.append(action)
+
+    def after_close(self, action: Callable[[], None]) -> None:
+        """Register an action for the end of `close`, to release resources. Actions run in the order registered.
+
+        It also runs, in another thread, when the communicator is dropped without `close`; so it must not refer to the
+        communicator. After a `rebuild`, the new communicator runs it.
+
+        Args:
+            action: Called without arguments.
+        """
+        self._engine.ending.closers.append(action)
+
+    def _finish(self) -> None:
+        """Wait for background users to finish, while the communicator still works."""
+        if self._successor is not None:
+            self._successor._finish()
+        while self._before_close:
+            self._before_close.pop()()
+        for part in self._open_parts():
+            part._finish()
+
+    def _close(self, patience: float) -> None:
+        self._engine.close(patience)
+        for part in self._open_parts():
+            part._close(0.0)
+        self._engine.ending.finish()
+
+    def _fail(self, error: BaseException) -> None:
+        """Report this rank's error to the ranks that wait for it, also in the sub-communicators."""
+        if self._successor is not None:
+            self._successor._fail(error)
+            return
+        self._engine.report_failure(error, None)
+        for part in self._open_parts():
+            part._fail(error)
+        self._engine.ending.fail(error)
+
+    def _open_parts(self) -> list[Communicator]:
+        return [part for ref in self._parts if (part := ref()) is not None and not part._engine.closed]
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self._fail(error)
+        try:
+            self.close()
+        except Exception:
+            # Of a background save; it does not replace the error that ends the program.
+            if error is None:
+                raise
+
+    def _require_same(self, what: str, value: bytes, wrong: Exception) -> None:
+        """Raise an error, and break the communicator by it, if a rank that was here before had another value.
+
+        No rank waits for another: of two that differ, the second fails.
+
+        Args:
+            what: Description of the value. Equal descriptions are compared in the order of calls.
+            value: Any bytes.
+            wrong: The error.
+        """
+        engine = self._engine
+        if engine.closed or self.size == 1:
+            return
+        number = self._compared[what] = self._compared.get(what, 0) + 1
+        key = f"{engine.group.name}/{what}/{number}"
+        first = engine.control.compare_set(key, b"", value)
+        if engine.control.add(f"{key}/ranks", 1) == self.size:
+            engine.control.delete(key)
+            engine.control.delete(f"{key}/ranks")
+        if first != value:
+            raise engine.report_failure(wrong, "a comparison of samples")
+
+    def _check_rank(self, rank: int, name: str) -> None:
+        check_rank(rank, name, self.size)
+
+    def _check_tensor(self, buffer: Buffer, name: str, *, written: bool = False) -> torch.Tensor:
+        return check_tensor(buffer, name, self._engine.transport.devices, written=written)
+
     def __repr__(self) -> str:
         return f"<Communicator {self.backend} rank {self.rank} of {self.size}>"
 
@@ -268,3 +2064,39 @@ class Communicator(ObjectMixin, PersistentMixin, TuningMixin, MonitoredBarrierMi
 
     def __reduce__(self) -> Any:
         raise TypeError("a Communicator belongs to one process; create a Communicator in each rank with init or launch")
+
+
+def _detail(messages: Sequence[Message]) -> str:
+    """Return a short description of the messages."""
+    first, more = messages[0], len(messages) - 1
+    peer = f"rank {first.peer}" if first.peer >= 0 else "any rank"
+    way = f"{'from' if isinstance(first, Recv) else 'to'} {peer}"
+    tag = f", tag {first.tag}" if first.tag else ""
+    return f"{way}{tag}, {format_bytes(first.tensor.nbytes)}{f', and {more} more' if more else ''}"
+
+
+def _done(_peer: int) -> Work:
+    """Return a completed work: a probed message needs no further action."""
+    done = Completion(0.0)
+    done.complete()
+    return done
+
+
+def _check(data: bytes) -> None:
+    if data[:1] in _REASONS:
+        raise _REASONS[data[:1]](data[1:].decode(errors="replace"))
+
+
+def _decode(buffer: torch.Tensor, trusted: bool) -> Any:
+    here = buffer.cpu()
+    data = bytes(view_of(here)) if here.numel() else b""
+    if data[:1] == _PLAIN:
+        return serialization.decode(data[1:])
+    _check(data)
+    if data[:1] != _PICKLED or not trusted:
+        raise ValueError("a rank sent a pickled value; pass trusted=True on every rank if you trust them all")
+    return pickle.loads(data[1:])
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

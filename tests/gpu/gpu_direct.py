@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.core.streams import ACCELERATORS, current_streams
+from unisono.core.staging import ACCELERATORS, current_streams
 from unisono.core.types import Message, Work
 from unisono.transports.thread import InFlightMessage, ThreadTransport
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unisono.core.fingerprint import hash_of
+from unisono.core.call import hash_of
 from unisono.core.types import ReduceOp
 from unisono.errors import PeerLostError, UnavailableError
 from unisono.host import mpi_library

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from unisono.core.reduce_op import combine_all
-from unisono.core.types import CollectiveCall, ReduceOp
+from unisono.core.call import Call
+from unisono.core.tensors import combine_all
+from unisono.core.types import ReduceOp
 from unisono.errors import CommError
 from unisono.testing.conformance import CHECKS, World
 from unisono.transports.hierarchical import Hierarchical
@@ -24,7 +24,7 @@ THREE = World("thread+thread", timeout=1.0, hosts=((0, 2), (1,), (3,)))
 UNEVEN = World("thread+thread", timeout=1.0, hosts=((1, 2, 3), (0,)))
 
 
-def own_host_first(self: Any, partly: CollectiveCall | None) -> None:
+def own_host_first(self: Any, partly: Call | None) -> None:
     """Adds this host's partial result first, so that hosts round in other ways."""
     if partly is not None:
         shares = [host_round.like(partly.outputs[0]) for host_round in self._host_rounds]
@@ -40,7 +40,7 @@ def nobody_compares(self: Any, lanes: Any, mine: Any, alike: bool, nbytes: int, 
     return swapped and alike
 
 
-def only_this_host_is_summed(self: Any, call: CollectiveCall, share: torch.Tensor, deadline: float) -> None:
+def only_this_host_is_summed(self: Any, call: Call, share: torch.Tensor, deadline: float) -> None:
     """Keeps the sum of this host as the share."""
 
 
@@ -49,9 +49,9 @@ def nothing_is_handed_on(self: Any, tile: torch.Tensor, share: torch.Tensor, dea
     self._shares(tile)[self._local_rank].copy_(share)
 
 
-def root_last_of_its_host(self: Any, call: CollectiveCall, deadline: float) -> None:
+def root_last_of_its_host(self: Any, call: Call, deadline: float) -> None:
     """Reduces on the first rank of each host, and forgets the way from there to the root."""
-    BULK_REDUCE(self, replace(call, root=self._hosts[0][0]), deadline)
+    BULK_REDUCE(self, call._replace(root=self._hosts[0][0]), deadline)
 
 
 def all_by_one_way(self: Any, batch: Any) -> Any:

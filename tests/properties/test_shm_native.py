@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from native_core import without_core
 
 import unisono as un
-from unisono.core.reduce_op import check_reducible, parse_op
+from unisono.core.tensors import check_reducible, parse_op
 from unisono.errors import CommError
 from unisono.host.native import native
 from unisono.testing.pools import RankPool

@@ -21,7 +21,7 @@ from unisono.control.auth_channel import Channel, Hello
 from unisono.control.local import LocalHub
 from unisono.control.mesh import Link
 from unisono.core.group import Group
-from unisono.core.mailbox import Envelope
+from unisono.core.transport import Envelope
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc import protocol
 from unisono.rpc.protocol import HEADER, NO_CONTEXT

@@ -13,8 +13,7 @@ import torch
 import unisono as un
 from unisono.comm.point_to_point_mailbox import PointToPointMailbox
 from unisono.control.auth_channel import Hello
-from unisono.core.mailbox import Envelope, Mailbox
-from unisono.core.transport import Transport
+from unisono.core.transport import Envelope, Mailbox, Transport
 from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.testing import pool, run_ranks
 from unisono.wrappers.trace import Traced

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.core.reduce_op import divide
+from unisono.core.tensors import divide
 
 _WHOLE = {
     torch.float16: torch.int16,

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.core.buffers import as_tensor
 from unisono.core.collective import COLLECTIVES
+from unisono.core.tensors import as_tensor
 from unisono.testing import pool
 
 DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "longlong", "ulonglong"]

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.core.transport import Transport
-from unisono.core.types import CollectiveCall, Work
+from unisono.core.call import Call
+from unisono.core.transport import PointToPoint, Transport
+from unisono.core.types import Work
+from unisono.core.work import ChainedWork
 from unisono.errors import CommError, CorruptedError, MismatchError
 from unisono.testing import run_ranks
 from unisono.testing.pools import pool
@@ -29,13 +31,12 @@ class Flips(Wrapper):
     def wrap_child(self, inner: Transport) -> Flips:
         return Flips(inner)
 
-    def begin(self, *arguments: Any) -> None:
-        super().begin(*arguments)
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        def flip() -> None:
+            if self.rank == 1 and call.outputs:
+                call.outputs[-1].view(torch.uint8)[-1] ^= 64
 
-    def end(self, fingerprint: Any, call: CollectiveCall, timeout_s: float) -> None:
-        if self.rank == 1 and call.outputs:
-            call.outputs[-1].view(torch.uint8)[-1] ^= 64
-        super().end(fingerprint, call, timeout_s)
+        return ChainedWork(super().run(call, over), flip)
 
 
 def lists(comm: Any, like: torch.Tensor) -> list[torch.Tensor]:

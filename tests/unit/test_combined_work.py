@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.core.combined_work import ChainedWork, WorkGroup
-from unisono.core.work import Completion
+from unisono.core.work import ChainedWork, Completion, WorkGroup
 from unisono.errors import CommTimeoutError
 
 

@@ -13,9 +13,8 @@ import unisono as un
 from unisono.collectives.algorithms import ALGORITHMS
 from unisono.collectives.algorithms.step import Move
 from unisono.collectives.chunk_layout import Flat, PartialSums, Pieces, even_edges
-from unisono.core.reduce_op import check_reducible, parse_op
 from unisono.core.staging import Staging
-from unisono.core.tensors import check_apart, check_tensor
+from unisono.core.tensors import check_apart, check_reducible, check_tensor, parse_op
 from unisono.core.types import Message, ReduceOp, Work
 from unisono.transports import TRANSPORTS
 from unisono.transports.thread import ThreadTransport

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unisono.core import reduce_op
+from unisono.core import tensors
 from unisono.core.types import ReduceOp
 
 
@@ -31,22 +31,22 @@ class FunctionRefuses(TorchFunctionMode):
 @pytest.mark.parametrize("mode", [DispatchRefuses, FunctionRefuses])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX])
 def test_user_modes_have_no_effect(op: ReduceOp, mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce_op, "_known", set(), raising=False)
+    monkeypatch.setattr(tensors, "_known", set(), raising=False)
     with mode():
-        reduce_op.check_reducible(op, torch.int32)
-    reduce_op.check_reducible(op, torch.int32)
+        tensors.check_reducible(op, torch.int32)
+    tensors.check_reducible(op, torch.int32)
 
 
 def test_failure_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce_op, "_known", set(), raising=False)
+    monkeypatch.setattr(tensors, "_known", set(), raising=False)
 
     def fails(*_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(reduce_op, "combine", fails)
+        broken.setattr(tensors, "combine", fails)
         with pytest.raises(ValueError, match="does not support sum on"):
-            reduce_op.check_reducible(ReduceOp.SUM, torch.int32)
-    reduce_op.check_reducible(ReduceOp.SUM, torch.int32)
+            tensors.check_reducible(ReduceOp.SUM, torch.int32)
+    tensors.check_reducible(ReduceOp.SUM, torch.int32)
     with pytest.raises(ValueError, match="does not support bor on"):
-        reduce_op.check_reducible(ReduceOp.BOR, torch.float32)
+        tensors.check_reducible(ReduceOp.BOR, torch.float32)

@@ -11,7 +11,7 @@ import torch
 
 import unisono as un
 from unisono.collectives.algorithms import ALGORITHMS
-from unisono.core.combined_work import ResultWork
+from unisono.core.work import ResultWork
 from unisono.testing import pool
 
 BACKENDS = ["thread", "shm", "gloo"]

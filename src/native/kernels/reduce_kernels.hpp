@@ -1,4 +1,4 @@
-// Reductions of two rows of elements, for each dtype and operation, and of several rows in their order.
+// Reductions of two rows of elements, for each dtype and operation.
 #pragma once
 
 #include <algorithm>

@@ -33,21 +33,20 @@ class StageWriter {
         cost = cost > 0 && measured > 2 * cost ? 2 * cost : measured;
     }
 
-    // Reduces rows in their order, block by block, to any number of targets, which may include rows.
+    // Reduces rows in a balanced binary tree, block by block, to any number of targets, which may include rows.
     // `shared_target` is memory that other ranks read; the result is divided by the divisor, if it is not 1.
     void reduce(const Reduction& reduction, const std::vector<const char*>& rows, size_t count, int64_t divisor,
                 const std::vector<char*>& targets, char* shared_target) const {
-        alignas(64) char block[kBlockBytes];
+        alignas(64) char blocks[kMaxDepth * kBlockBytes];
         const size_t step = kBlockBytes / reduction.width;
         const bool non_temporal = non_temporal_is_faster();
         const bool direct = !shared_target && can_accumulate_in_place(rows, targets);
         for (size_t n = 0; n < count; n += step) {
             const size_t length = std::min(step, count - n);
             const size_t at = n * reduction.width, nbytes = length * reduction.width;
-            char* sum = direct ? targets[0] + at : block;
+            char* sum = direct ? targets[0] + at : blocks;
             if (rows.size() == 1) std::memmove(sum, rows[0] + at, nbytes);
-            for (size_t r = 1; r < rows.size(); r++)
-                reduction.kernel(r == 1 ? rows[0] + at : sum, rows[r] + at, sum, length);
+            reduce_tree(reduction, rows.data(), rows.size(), at, length, sum, blocks + kBlockBytes);
             if (divisor != 1) reduction.divide(sum, length, divisor);
             for (size_t t = direct; t < targets.size(); t++) std::memcpy(targets[t] + at, sum, nbytes);
             if (shared_target) (non_temporal ? copy_non_temporal : copy_temporal)(shared_target + at, sum, nbytes);
@@ -58,6 +57,20 @@ class StageWriter {
     static constexpr size_t kMinTimedBytes = 1 << 12;
     static constexpr double kSlowdown = 3;
     static constexpr unsigned kProbeInterval = 256;
+    // Blocks that a tree of rows needs at most, for any number of ranks.
+    static constexpr size_t kMaxDepth = 16;
+
+    // Returns the sum of a block of rows, which is in `to`; or the block itself, if there is one row. The first half of
+    // the rows is the longer one, as in collectives/algorithms/semantics.py. `spare` has a block for each further level.
+    static const char* reduce_tree(const Reduction& reduction, const char* const* rows, size_t count, size_t at,
+                                   size_t length, char* to, char* spare) {
+        if (count == 1) return rows[0] + at;
+        const size_t half = (count + 1) / 2;
+        const char* low = reduce_tree(reduction, rows, half, at, length, to, spare);
+        const char* high = reduce_tree(reduction, rows + half, count - half, at, length, spare, spare + kBlockBytes);
+        reduction.kernel(low, high, to, length);
+        return to;
+    }
 
     // Whether the sum may accumulate in the first target: that is not a row read after the first two.
     static bool can_accumulate_in_place(const std::vector<const char*>& rows, const std::vector<char*>& targets) {

@@ -1,5 +1,5 @@
 // Reductions: for short messages each rank reads the data of all ranks (one shot); for long ones each rank reduces its
-// share of a tile, which the others then copy (two shots). Contributions are combined in the order of ranks.
+// share of a tile, which the others then copy (two shots). Contributions are combined in a balanced tree over the ranks.
 #pragma once
 
 #include <mutex>

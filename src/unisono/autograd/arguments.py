@@ -59,7 +59,7 @@ def exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Commun
     exchange = ShapeExchange(COLLECTIVES[name], None, comm.rank, comm.size, engine.transport.devices)
     with torch.no_grad():
         exchange.give(tensors, engine.options.device)
-        engine.collective(exchange.header, exchange.table, exchange.mine, None, None, None, False, None)
+        engine.block(exchange.header, exchange.table, exchange.mine)
         try:
             exchange.allocate()
         except MismatchError as error:

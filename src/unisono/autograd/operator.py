@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from unisono.communicator import BY_HANDLE, Communicator
-from unisono.core.call_site import call_site
 from unisono.core.collective import COLLECTIVES
+from unisono.core.flight_recorder import call_site
 from unisono.errors import ClosedError, MismatchError
 
 __all__ = ["collective"]
@@ -108,19 +108,8 @@ def _collective(
 ) -> torch.Tensor:
     what, engine, rank = COLLECTIVES[name], comm._engine, comm.rank
     y = x.clone(memory_format=torch.contiguous_format) if what.in_place else x.new_zeros(sum(receives))
-    call = (
-        what,
-        *_sides(what, x, y, sends, receives, rank, root),
-        op if what.reduces else None,
-        root if what.root else None,
-        None,
-        False,
-        None,
-    )
-    if origin is None:
-        engine.collective(*call)
-    else:
-        engine.general_collective(*call, origin=origin)
+    sides = _sides(what, x, y, sends, receives, rank, root)
+    engine.block(what, *sides, op=op if what.reduces else None, root=root if what.root else None, origin=origin)
     return y if what.receives(rank, root) else y.zero_()
 
 

@@ -10,7 +10,7 @@ from unisono.autograd.adjoints import LINEAR, REDUCTIONS, apply
 from unisono.autograd.arguments import check_floating, flat_list
 from unisono.collectives.arguments import check_rank
 from unisono.communicator import Communicator
-from unisono.core.reduce_op import parse_op
+from unisono.core.tensors import parse_op
 from unisono.core.types import ReduceOp
 
 __all__ = ["all_reduce", "reduce", "reduce_scatter"]

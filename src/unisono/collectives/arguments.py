@@ -1,20 +1,194 @@
-"""Checks of a collective's arguments that one rank can make alone, before anything is sent."""
+"""From a caller's arguments to a call: the checks that one rank can make alone, before anything is sent."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from unisono.core.call import Call
 from unisono.core.collective import Collective
-from unisono.core.tensors import check_apart, check_tensor, numels
+from unisono.core.staging import Staging
+from unisono.core.tensors import HALVES, check_apart, check_reducible, check_tensor, divide, numels, parse_op
+from unisono.core.types import ReduceOp
 
-__all__ = ["NO_TENSORS", "Side", "Splits", "check_arguments", "check_list", "check_rank"]
+__all__ = ["Splits", "check_list", "check_rank", "make_call"]
+
+Splits = tuple[Sequence[int] | None, Sequence[int] | None]
+"""Rows of a packed output and input for each rank, or None for equal parts."""
 
 
-class Side(NamedTuple):
+def make_call(
+    what: Collective,
+    output: Any,
+    input: Any,
+    op: object,
+    root: int | None,
+    *,
+    rank: int,
+    size: int,
+    devices: frozenset[str],
+    staging: Staging,
+    splits: Splits = (None, None),
+    lengths: tuple[int, ...] = (),
+) -> tuple[Call, torch.Tensor | None]:
+    """Return a call, without what the engine adds, and a tensor of its dtype, device and shape; None if there is none.
+
+    Args:
+        what: The collective.
+        output, input: The caller's arguments; `input` is ignored where the collective works in place.
+        op: For collectives that reduce.
+        root: The caller's root; None if there is none.
+        rank, size: This rank, and the number of ranks.
+        devices: Device types that the transport supports.
+        staging: Makes one-dimensional contiguous tensors of others.
+        splits: As `Splits`.
+        lengths: As of `Call`.
+
+    Raises:
+        TypeError, ValueError: Arguments that this rank alone can find wrong.
+    """
+    if what.root is not None:
+        check_rank(root, what.root, size)
+    if not what.moves:
+        return Call(what.family, op=ReduceOp.BOR, staging=staging), None
+    if what.in_place:
+        return _in_place(what, output, op, root, rank, size, devices, staging)
+    checks = _Checks(what, root or 0, rank, size, devices)
+    return _apart(checks, output, input, op, root, splits, lengths, staging)
+
+
+def _in_place(
+    what: Collective,
+    output: Any,
+    op: object,
+    root: int | None,
+    rank: int,
+    size: int,
+    devices: frozenset[str],
+    staging: Staging,
+) -> tuple[Call, torch.Tensor]:
+    """Return the call of a collective whose tensor is both contribution and result."""
+    contributes = root is None or what.contributes(rank, root)
+    receives = root is None or what.receives(rank, root)
+    writes = root is None or what.writes(rank, root)
+    label = "the tensor" if what.output == "tensor" else what.output
+    tensor = check_tensor(output, label, devices, written=writes)
+    reduced = parse_op(op) if what.reduces else None
+    if reduced is not None and not receives:
+        # Intermediate data must not change the tensor of a rank that receives no result.
+        flat = _copied([tensor], staging)
+    elif reduced is not None or not contributes:
+        flat = staging.target(tensor, read=contributes)
+    else:
+        flat = staging.source(tensor)
+    outputs = (flat,) if receives else ()
+    average = _prepare_reduction(reduced, tensor.dtype, flat, outputs, size, staging)
+    if writes and isinstance(output, list):
+        staging.write_back(output, tensor)
+    call = Call(
+        what.family,
+        inputs=(flat,) if contributes else (),
+        outputs=outputs,
+        op=ReduceOp.SUM if average else reduced,
+        average=average,
+        root=root,
+        staging=staging,
+    )
+    return call, tensor
+
+
+def _apart(
+    checks: _Checks,
+    output: Any,
+    input: Any,
+    op: object,
+    root: int | None,
+    splits: Splits,
+    lengths: tuple[int, ...],
+    staging: Staging,
+) -> tuple[Call, torch.Tensor]:
+    """Return the call of a collective whose results are other tensors than its contributions."""
+    what, size = checks.what, checks.size
+    read, written = checks.sides(output, input, splits)
+    reduced = parse_op(op) if what.reduces else None
+    like = (written if what.scatters and not what.gathers else read if read.tensors else written).tensors[0]
+    packed: torch.Tensor | None = None
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    if reduced is not None:
+        outputs = (staging.target(written.tensors[0]),)
+        if (reduced is ReduceOp.AVG and like.dtype in HALVES) or _share_storage(read, written):
+            packed = _copied(read.tensors, staging)
+            inputs = packed.split(read.counts)
+        else:
+            inputs, packed = _flat(read, [staging.source(t) for t in read.tensors])
+    else:
+        inputs, _ = _flat(read, [staging.source(t) for t in read.tensors])
+        outputs, packed = _flat(written, [staging.target(t) for t in written.tensors])
+    summed = packed if packed is not None else inputs[0] if inputs else None
+    average = _prepare_reduction(reduced, like.dtype, summed, outputs, size, staging)
+    if written.tensors and what.writes(checks.rank, checks.root):
+        _write_back(what, output, written, staging)
+    call = Call(
+        what.family,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        op=ReduceOp.SUM if average else reduced,
+        average=average,
+        root=root,
+        packed=packed,
+        lengths=lengths,
+        staging=staging,
+    )
+    return call, like
+
+
+def _write_back(what: Collective, output: Any, written: _Side, staging: Staging) -> None:
+    results: Any = output if what.gathers and not what.packed else (output,)
+    lists = [id(buffer) for buffer in results if isinstance(buffer, list)]
+    if len(set(lists)) < len(lists):
+        raise ValueError(f"{what.output} has one list several times; pass separate lists")
+    for buffer, tensor in zip(results, written.tensors, strict=True):
+        if isinstance(buffer, list):
+            staging.write_back(buffer, tensor)
+
+
+def _prepare_reduction(
+    op: ReduceOp | None,
+    dtype: torch.dtype,
+    summed: torch.Tensor | None,
+    outputs: Sequence[torch.Tensor],
+    size: int,
+    staging: Staging,
+) -> bool:
+    """Return whether an average becomes a sum: half-precision inputs are divided before, to avoid overflow."""
+    if op is None:
+        return False
+    check_reducible(op, dtype)
+    if op is not ReduceOp.AVG:
+        return False
+    if dtype in HALVES:
+        assert summed is not None
+        staging.before.append(partial(divide, summed, size))
+    elif outputs:
+        staging.after.insert(0, partial(divide, outputs[0], size))
+    return True
+
+
+def _copied(tensors: Sequence[torch.Tensor], staging: Staging) -> torch.Tensor:
+    """Return one copy of all input, which may be written to: the tensors belong to the caller."""
+    lengths = numels(tensors)
+    scratch = staging.scratch(sum(lengths), tensors[0])
+    for part, tensor in zip(scratch.split(lengths), tensors, strict=True):
+        staging.copy_before(part.view(tensor.shape), tensor)
+    return scratch
+
+
+class _Side(NamedTuple):
     """Tensors that one rank reads or writes in a call.
 
     Attributes:
@@ -32,36 +206,17 @@ class Side(NamedTuple):
         return list(self.tensors[0].detach().view(-1).split(self.counts))
 
 
-NO_TENSORS = Side((), ())
+def _share_storage(read: _Side, written: _Side) -> bool:
+    """Return whether a result may overlap the input."""
+    target = written.tensors[0].untyped_storage().data_ptr()
+    return any(tensor.untyped_storage().data_ptr() == target for tensor in read.tensors)
 
-Splits = tuple[Sequence[int] | None, Sequence[int] | None]
 
-
-def check_arguments(
-    collective: Collective,
-    output: object,
-    input: object,
-    root: object,
-    splits: Splits,
-    rank: int,
-    size: int,
-    devices: frozenset[str],
-) -> tuple[Side, Side]:
-    """Return the sides that this rank reads and writes; raise for arguments that do not match.
-
-    Args:
-        collective: The collective.
-        output, input: The caller's arguments; `input` is ignored where the collective works in place.
-        root: The caller's root; None if there is none.
-        splits: Rows of a packed output and input for each rank, or None for equal parts.
-        rank, size: This rank, and the number of ranks.
-        devices: Device types that the transport supports.
-    """
-    if collective.root is not None:
-        check_rank(root, collective.root, size)
-    if not collective.moves:
-        return NO_TENSORS, NO_TENSORS
-    return _Checks(collective, root if isinstance(root, int) else 0, rank, size, devices).sides(output, input, splits)
+def _flat(side: _Side, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
+    """The parts as one-dimensional tensors, and the tensor that they are consecutive slices of, if there is one."""
+    if len(side.tensors) == len(side.counts):
+        return flat, None
+    return flat[0].split(side.counts), flat[0]
 
 
 def check_rank(rank: object, name: str, size: int, *, other_than: int | None = None) -> None:
@@ -99,21 +254,15 @@ def check_list(
 class _Checks(NamedTuple):
     """The checks of one call."""
 
-    collective: Collective
+    what: Collective
     root: int
     rank: int
     size: int
     devices: frozenset[str]
 
-    def sides(self, output: object, input: object, splits: Splits) -> tuple[Side, Side]:
-        collective = self.collective
-        if collective.in_place:
-            contributes, receives = (
-                collective.contributes(self.rank, self.root),
-                collective.receives(self.rank, self.root),
-            )
-            side = self._one(output, collective.output, written=collective.writes(self.rank, self.root))
-            return side if contributes else NO_TENSORS, side if receives else NO_TENSORS
+    def sides(self, output: object, input: object, splits: Splits) -> tuple[_Side, _Side]:
+        """Return what this rank reads and writes; raise for arguments that do not match."""
+        collective = self.what
         if collective.packed:
             read, written = self._packed(output, input, splits)
         elif collective.pairwise:
@@ -129,31 +278,31 @@ class _Checks(NamedTuple):
         self._check_apart(read, written)
         return read, written
 
-    def _one(self, tensor: object, name: str, *, written: bool = False) -> Side:
+    def _one(self, tensor: object, name: str, *, written: bool = False) -> _Side:
         label = "the tensor" if name == "tensor" else name
         found = check_tensor(tensor, label, self.devices, written=written)
-        return Side((found,), (found.numel(),))
+        return _Side((found,), (found.numel(),))
 
-    def _list(self, tensors: object, name: str, like: torch.Tensor | None, *, written: bool) -> Side:
+    def _list(self, tensors: object, name: str, like: torch.Tensor | None, *, written: bool) -> _Side:
         """Return one tensor for each rank, as `check_list`; only the root passes them if there is one."""
-        if self.collective.root is not None:
+        if self.what.root is not None:
             if self.rank != self.root:
                 if tensors is not None and not (_is_list(tensors) and not tensors):
                     raise ValueError(f"{name} is for rank {self.root} only; pass None on the other ranks")
-                return NO_TENSORS
+                return _Side((), ())
             if tensors is None:
                 raise ValueError(f"{name} must be given on rank {self.root}, one tensor per rank")
         found = check_list(tensors, name, self.size, self.devices, written=written, like=like)
         for index, tensor in enumerate(found):
-            if not self.collective.uneven and like is not None and tensor.numel() != like.numel():
+            if not self.what.uneven and like is not None and tensor.numel() != like.numel():
                 raise ValueError(
                     f"{name}[{index}] has {tensor.numel()} elements, but the tensor has {like.numel()}; "
                     "all must have the same number"
                 )
-        return Side(found, numels(found))
+        return _Side(found, numels(found))
 
-    def _packed(self, output: object, input: object, splits: Splits) -> tuple[Side, Side]:
-        collective = self.collective
+    def _packed(self, output: object, input: object, splits: Splits) -> tuple[_Side, _Side]:
+        collective = self.what
         given = check_tensor(input, collective.input, self.devices, written=False)
         taken = check_tensor(output, collective.output, self.devices, written=True)
         _check_like(taken, collective.output, given)
@@ -162,7 +311,7 @@ class _Checks(NamedTuple):
                 self._split_rows(given, splits[1], collective.input),
                 self._split_rows(taken, splits[0], collective.output),
             )
-            return Side((given,), rows[0]), Side((taken,), rows[1])
+            return _Side((given,), rows[0]), _Side((taken,), rows[1])
         (large, name), (small, other) = (taken, collective.output), (given, collective.input)
         if collective.scatters:
             (large, name), (small, other) = (small, other), (large, name)
@@ -170,7 +319,7 @@ class _Checks(NamedTuple):
             raise ValueError(
                 f"{name} must have {self.size} times the {small.numel()} elements of {other}, not {large.numel()}"
             )
-        many, one = Side((large,), (small.numel(),) * self.size), Side((small,), (small.numel(),))
+        many, one = _Side((large,), (small.numel(),) * self.size), _Side((small,), (small.numel(),))
         return (many, one) if collective.scatters else (one, many)
 
     def _split_rows(self, tensor: torch.Tensor, sizes: Sequence[int] | None, name: str) -> tuple[int, ...]:
@@ -190,29 +339,25 @@ class _Checks(NamedTuple):
         row = tensor.shape[1:].numel()
         return tuple(size * row for size in sizes)
 
-    def _check_own(self, read: Side, written: Side) -> None:
+    def _check_own(self, read: _Side, written: _Side) -> None:
         """Raise if a rank's part for itself differs in length from the part that it expects."""
         if not read.counts or not written.counts:
             return
-        given = read.counts[self.rank if self.collective.scatters else 0]
-        taken = written.counts[self.rank if self.collective.gathers else 0]
+        given = read.counts[self.rank if self.what.scatters else 0]
+        taken = written.counts[self.rank if self.what.gathers else 0]
         if given == taken:
             return
-        if self.collective.pairwise:
+        if self.what.pairwise:
             raise ValueError(f"this rank sends itself {given} elements but expects {taken}")
-        listed, single = (
-            (self.collective.input, self.collective.output)
-            if self.collective.scatters
-            else (self.collective.output, "tensor")
-        )
-        counts = (given, taken) if self.collective.scatters else (taken, given)
+        listed, single = (self.what.input, self.what.output) if self.what.scatters else (self.what.output, "tensor")
+        counts = (given, taken) if self.what.scatters else (taken, given)
         raise ValueError(
             f"{listed}[{self.rank}] belongs to this rank, whose {single} has {counts[1]} elements, not {counts[0]}"
         )
 
-    def _check_apart(self, read: Side, written: Side) -> None:
+    def _check_apart(self, read: _Side, written: _Side) -> None:
         """Raise if results overlap each other or the input, except this rank's own part in place."""
-        collective = self.collective
+        collective = self.what
         if collective.reduces or any(
             collective.packed and not t.is_contiguous() for t in (*read.tensors, *written.tensors)
         ):

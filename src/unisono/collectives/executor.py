@@ -6,23 +6,83 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 
 import torch
 
+from unisono.collectives.algorithms import Algorithm
 from unisono.collectives.algorithms.semantics import balanced
 from unisono.collectives.algorithms.step import Step
-from unisono.collectives.chunk_layout import Layout, Region
+from unisono.collectives.chunk_layout import Flat, Layout, PartialSums, Pieces, Region
+from unisono.core.call import Call
+from unisono.core.collective import FAMILIES
+from unisono.core.tensors import combine
 from unisono.core.transport import PointToPoint
-from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Send, Work
+from unisono.core.types import COLLECTIVE_TAG, Message, Recv, ReduceOp, Send, Work
 from unisono.errors import CommError
 
-__all__ = ["IN_FLIGHT", "ScratchPool", "execute"]
+__all__ = ["IN_FLIGHT", "ScratchPool", "execute", "execute_call"]
 
 IN_FLIGHT = 8
 """Maximum number of batches of messages in flight. Bounds the memory that arriving contributions need."""
 
 _Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def execute_call(
+    algorithm: Algorithm, segment_bytes: int, scratch: ScratchPool, transport: PointToPoint, call: Call, deadline: float
+) -> None:
+    """Return when this rank's part of a call is done.
+
+    Args:
+        algorithm: One of the call's collective.
+        segment_bytes: Largest message.
+        scratch: Memory kept from earlier calls.
+        transport: Carries the messages.
+        call: A reduction in place writes to its tensors.
+        deadline: On the clock of `time.monotonic`.
+    """
+    rank, size, root = transport.rank, transport.size, call.root or 0
+    _copy_own_part(call, rank)
+    execute(
+        transport,
+        algorithm.steps((rank - root) % size, size),
+        _layout_of(call, algorithm.chunks(size), rank, size),
+        partial(combine, call.op or ReduceOp.SUM),
+        segment_bytes=segment_bytes,
+        timeout=deadline - time.monotonic(),
+        root=root,
+        spare=scratch,
+    )
+
+
+def _layout_of(call: Call, chunks: int, rank: int, size: int) -> Layout:
+    """Return the layout of an algorithm's chunks in the tensors of a call."""
+    family = FAMILIES[call.name]
+    root = call.root or 0
+    if not family.moves:
+        return Flat.even(torch.ones(1, dtype=torch.uint8, device="cpu"), chunks)
+    if family.in_place:
+        return Flat.even((call.inputs or call.outputs)[0], chunks)
+    if family.reduces:
+        return PartialSums(call.inputs, rank, call.outputs[0])
+    if family.pairwise:
+        return Pieces(dict(enumerate((*call.inputs, *call.outputs))), call.inputs[0])
+    many, one = (call.outputs, call.inputs) if family.gathers else (call.inputs, call.outputs)
+    here = {(r - root) % size: tensor for r, tensor in enumerate(many)} or {(rank - root) % size: one[0]}
+    return Pieces(here, one[0], call.lengths[root:] + call.lengths[:root])
+
+
+def _copy_own_part(call: Call, rank: int) -> None:
+    """Copy a rank's part for itself; algorithms assume that this is done."""
+    family = FAMILIES[call.name]
+    if family.in_place or not (call.inputs and call.outputs) or (family.reduces and len(call.inputs) > 1):
+        return
+    source = call.inputs[rank if family.scatters else 0]
+    target = call.outputs[rank if family.gathers else 0]
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
 
 
 def execute(

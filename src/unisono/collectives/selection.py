@@ -4,62 +4,109 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
-from unisono.collectives.algorithms import ALGORITHMS, find
+import torch
+
+from unisono.collectives.algorithms import ALGORITHMS, Algorithm, find
+from unisono.collectives.executor import ScratchPool, execute_call
 from unisono.collectives.tuning.cost_table import GAP, CostTable
 from unisono.collectives.tuning.prediction import Choice, Machine, compare, predicted, size_class
+from unisono.core.call import NATIVE, Call, Steps
 from unisono.core.tensors import numels
 from unisono.core.transport import Transport
-from unisono.core.types import CollectiveCall, ReduceOp
+from unisono.core.types import ReduceOp
 
-__all__ = ["AUTO", "FEWEST_BYTES", "NATIVE", "Needs", "choose", "explain", "known", "needs_of"]
+__all__ = ["AUTO", "FEWEST_BYTES", "Needs", "Selection", "explain"]
 
 AUTO = "auto"
-NATIVE = "native"
 FEWEST_BYTES = "fewest_bytes"
 
+_Chosen = tuple[str, Steps | None]
 
-def choose(
-    transport: Transport,
-    call: CollectiveCall,
-    nbytes: int,
-    requested: str | None = None,
-    *,
-    deterministic: bool = False,
-    machine: Callable[[], Machine] | None = None,
-) -> str:
-    """Return the name of an algorithm of this collective, with its options, or "native".
+
+class Selection:
+    """Choice of an algorithm for each call on a transport. A choice is kept for later calls of its kind.
 
     Args:
-        transport: Transport that supplies native collectives and costs.
-        call: The call as it will be passed to the transport.
-        nbytes: Size of the whole message.
-        requested: The caller's choice; `ValueError` lists the known names if it cannot serve the call. "fewest_bytes"
-            is native, or the algorithm that sends least, regardless of its rounds. "auto" is the algorithm with the
-            least predicted time, which is fixed by operation, size class, number of ranks, hosts and table of costs.
+        transport: Supplies native collectives and costs.
+        segment_bytes: Largest message of an algorithm.
         deterministic: Whether sums of rounded numbers must be reduced in the balanced tree over the ranks.
         machine: Returns what "auto" depends on beside the call; the transport's built-in constants if None.
     """
-    needs = needs_of(call, transport.size, deterministic)
-    if requested == AUTO:
-        here = machine() if machine else Machine(_builtin(transport), transport.size)
-        requested = dict(here.table.overrides).get(call.name)
+
+    def __init__(
+        self,
+        transport: Transport,
+        segment_bytes: int,
+        *,
+        deterministic: bool = False,
+        machine: Callable[[], Machine] | None = None,
+    ) -> None:
+        self._transport, self._segment_bytes, self._machine = transport, segment_bytes, machine
+        self._size, self._deterministic = transport.size, deterministic
+        self._scratch = ScratchPool()
+        self._kept: dict[tuple[Any, ...], _Chosen] = {}
+
+    def choose(self, call: Call, requested: str | None = None) -> _Chosen:
+        """Return the name of an algorithm of this collective, with its options, and its steps; or "native", and None.
+
+        Args:
+            call: The call, without steps.
+            requested: The caller's choice; `ValueError` lists the known names if it cannot serve the call.
+                "fewest_bytes" is native, or the algorithm that sends least, regardless of its rounds. "auto" is the
+                algorithm with the least predicted time, which is fixed by operation, size class, number of ranks,
+                hosts and table of costs.
+        """
+        native = self._transport.supports(call)
+        if native and requested is None and not self._deterministic:
+            return NATIVE, None
+        tensors = call.inputs or call.outputs
+        dtype = tensors[0].dtype if tensors else None
+        nbytes = size_class(call.nbytes(self._size))
+        machine = self._machine_of(requested)
+        key = call.name, call.op, dtype, nbytes, requested, native, bool(call.root), machine, _is_uniform(call)
+        chosen = self._kept.get(key)
+        if chosen is None:
+            needs = self._needs(call, dtype, requested)
+            label = self._choose(call, needs, nbytes, native, requested, machine)
+            chosen = self._kept[key] = label, None if label == NATIVE else self._steps(find(call.name, label))
+        return chosen
+
+    def _steps(self, algorithm: Algorithm) -> Steps:
+        return partial(execute_call, algorithm, self._segment_bytes, self._scratch)
+
+    def _machine_of(self, requested: str | None) -> Machine | None:
+        if requested != AUTO:
+            return None
+        return self._machine() if self._machine else Machine(_builtin(self._transport), self._size)
+
+    def _needs(self, call: Call, dtype: torch.dtype | None, requested: str | None) -> Needs:
+        inexact = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+        rounded = inexact and call.op in (ReduceOp.SUM, ReduceOp.PRODUCT)
+        balanced = rounded and (self._deterministic or (requested is None and self._transport.balanced))
+        return Needs(call.name, self._size, rounded, balanced, bool(call.root))
+
+    def _choose(
+        self, call: Call, needs: Needs, nbytes: int, native: bool, requested: str | None, machine: Machine | None
+    ) -> str:
+        if machine is not None:
+            requested = dict(machine.table.overrides).get(call.name)
+            if requested is None:
+                return explain(needs, nbytes, machine).algorithm
+        native = native and not needs.balanced
+        if native and requested in (None, FEWEST_BYTES, NATIVE):
+            return NATIVE
         if requested is None:
-            return explain(needs, size_class(nbytes), here).algorithm
-    native = transport.supports(call) and not needs.balanced
-    if native and requested in (None, FEWEST_BYTES):
-        return NATIVE
-    if requested is None:
-        return _cheapest(needs, nbytes, transport.latency_s, transport.second_per_byte)
-    if requested == FEWEST_BYTES:
-        return _cheapest(needs, transport.size, 0.0, 1.0)
-    if (native and requested == NATIVE) or _serves(requested, needs, call):
-        return requested
-    raise ValueError(
-        f"{_refusal(transport, call, needs, requested)}; known: {', '.join(known(transport, call, needs))}"
-    )
+            return _cheapest(needs, nbytes, self._transport.latency_s, self._transport.second_per_byte)
+        if requested == FEWEST_BYTES:
+            return _cheapest(needs, self._size, 0.0, 1.0)
+        if requested.partition(":")[0] in ALGORITHMS[call.name] and _meets(requested, needs, not _is_uniform(call)):
+            return requested
+        names = [NATIVE] * native + _serving(needs, uneven=not _is_uniform(call))
+        refusal = _refusal(self._transport, call, needs, requested)
+        raise ValueError(f"{refusal}; known: {', '.join(names)}")
 
 
 def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = None, why: str = "") -> Choice:
@@ -115,29 +162,8 @@ class Needs(NamedTuple):
     rotated: bool
 
 
-def needs_of(call: CollectiveCall, size: int, deterministic: bool) -> Needs:
-    """Return the requirements of a call."""
-    tensors = call.inputs or call.outputs
-    exact = not tensors or not (tensors[0].is_floating_point() or tensors[0].is_complex())
-    rounded = call.op in (ReduceOp.SUM, ReduceOp.PRODUCT) and not exact
-    return Needs(call.name, size, rounded, deterministic and rounded, bool(call.root))
-
-
-def known(transport: Transport, call: CollectiveCall, needs: Needs | None = None) -> list[str]:
-    """Every name that `choose` would accept."""
-    needs = needs or needs_of(call, transport.size, deterministic=False)
-    native = transport.supports(call) and not needs.balanced
-    return [NATIVE] * native + _serving(needs, uneven=not _uniform(call))
-
-
 def _serving(needs: Needs, *, uneven: bool = False) -> list[str]:
     return [name for name in ALGORITHMS[needs.collective].names() if _meets(name, needs, uneven)]
-
-
-def _serves(requested: str, needs: Needs, call: CollectiveCall) -> bool:
-    """Return whether an algorithm, with its options, serves a call; raise ValueError for options that do not exist."""
-    known = requested.partition(":")[0] in ALGORITHMS[needs.collective]
-    return known and _meets(requested, needs, not _uniform(call))
 
 
 def _meets(name: str, needs: Needs, uneven: bool) -> bool:
@@ -147,12 +173,12 @@ def _meets(name: str, needs: Needs, uneven: bool) -> bool:
     return served and not (needs.balanced and needs.rotated and algorithm.cost(needs.size, 1).rounds > 1)
 
 
-def _uniform(call: CollectiveCall) -> bool:
+def _is_uniform(call: Call) -> bool:
     """Return whether all parts are equally long, as far as this rank knows."""
     return len(set(call.lengths or numels((*call.inputs, *call.outputs)))) <= 1
 
 
-def _refusal(transport: Transport, call: CollectiveCall, needs: Needs, requested: str) -> str:
+def _refusal(transport: Transport, call: Call, needs: Needs, requested: str) -> str:
     """Return why an algorithm cannot serve a call."""
     if requested == NATIVE and not transport.supports(call):
         why = "for this operation and dtype" if call.name in transport.native else "at all"

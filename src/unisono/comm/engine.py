@@ -1,259 +1,470 @@
-"""Engine that executes plans one at a time, in the order of calls, and keeps the first cause of a failure."""
+"""Engine of one communicator: makes calls, carries them out in order, and keeps the first cause of a failure."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
+from sys import _getframe
 from threading import get_ident
+from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
-from unisono.collectives.algorithm import run_algorithm
-from unisono.collectives.arguments import Splits
-from unisono.collectives.executor import ScratchPool
-from unisono.collectives.plan import Plan
-from unisono.collectives.selection import NATIVE
-from unisono.comm.call_plans import CallPlans
-from unisono.comm.fast_path import FastPathCalls
-from unisono.comm.request import CollectiveRequest, make_request
-from unisono.comm.state import refuses
+from unisono.collectives.arguments import Splits, make_call
+from unisono.collectives.selection import Selection
 from unisono.comm.teardown import Teardown
 from unisono.comm.tuner import Tuner
+from unisono.control.sockets import invalidate_after_fork
+from unisono.core.call import NATIVE, Call, Fingerprint
 from unisono.core.collective import Collective
 from unisono.core.control import ControlPlane
-from unisono.core.failure import raise_caused
-from unisono.core.fast_path import Tensors
-from unisono.core.flight_recorder import CallRecord, format_call
-from unisono.core.lazy_work import Deferred
+from unisono.core.failure import Cause, error_of, raise_caused, text_of, to_cause
+from unisono.core.flight_recorder import NOT_THE_USERS, Activity, Place, Record, callers_place, format_call, site_text
+from unisono.core.group import Group
+from unisono.core.staging import BufferGuard, Staging
+from unisono.core.tensors import numels
 from unisono.core.threads import SerialWorker
-from unisono.core.tracing import SINK, ObservedWork, profiler, sink_here, span
-from unisono.core.transport import Options, Transport
-from unisono.core.types import Message, Timeout, Work
-from unisono.core.work import Completion, resolve_timeout
-from unisono.errors import ClosedError, CommError
+from unisono.core.tracing import SINK, observed_wait, profiler, record_collective, record_message, waits_of
+from unisono.core.transport import Options, Status, Tensors, Transport
+from unisono.core.types import Timeout, Work
+from unisono.core.work import Completion, Deferred, resolve_timeout
+from unisono.diagnostics.hang_report import with_hang_report
+from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
+from unisono.wrappers.trace import traced
 
-__all__ = ["Engine", "Follow"]
+__all__ = ["ANY_THREAD", "Engine", "FailureRelay"]
 
-Follow = Callable[[], Plan]
-"""Makes the plan of a call that depends on what the call before it has received."""
+ANY_THREAD = -1
+"""Value of the owning thread's id that permits calls from any thread."""
+
+_MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
+_PATIENCE_S = 1.0
+"""Seconds that a rank with a broken connection waits for the control plane to report the lost rank."""
 
 
-class Engine(CallPlans, FastPathCalls):
+class Engine:
     """Progress engine of one communicator. Collectives run one at a time, in the order of their calls.
 
-    A blocking call runs in the caller's thread. An asynchronous call runs in one helper thread, created on first use;
-    a blocking call made while that thread is busy is queued there.
+    A blocking call runs in the caller's thread: on the transport's fast path, if it needs nothing else. An asynchronous
+    call runs in one helper thread, created on first use; a blocking call made while that thread is busy is queued
+    there.
 
     Communicators and pending works hold references to the engine. When the last reference is dropped without
     `close`, `ending` ends the threads.
 
     Args:
-        transport, control, options, full_check: As for `CallPlans`.
+        transport, control, options: Of the communicator.
         hosts: Name of each rank's host.
+        check: As of the communicator.
 
     Attributes:
+        transport, control, options: As passed.
+        group: The ranks.
+        activity: This rank's activity.
+        owner: The thread that makes calls; None before the first call.
+        closed: Whether this rank has closed the communicator.
+        fast_path: The transport's, if it has one.
+        tuner: The table of costs by which "auto" chooses.
         parent: The engine of the parent communicator, which must outlive this one.
-        vouched: With `check="full"`, the number of sends and of receives from one rank to another with a tag.
+        ending: Releases all resources.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        control: ControlPlane,
-        options: Options,
-        hosts: Sequence[str],
-        *,
-        full_check: bool = False,
+        self, transport: Transport, control: ControlPlane, options: Options, hosts: Sequence[str], *, check: str
     ) -> None:
-        super().__init__(transport, control, options, full_check=full_check)
-        self.fast_path = None if options.deterministic else transport.fast_path  # it sums in an order of its own
+        self.transport, self.control, self.options = transport, control, options
+        self.group = group = transport.group
+        self._here = {"rank": group.rank, "size": group.size, "group": group.name}
+        self.activity = Activity(group)
+        self.owner: int | None = None
+        self.closed = False
+        self._broken: Cause | None = None
+        self._calls = 0
+        self._process = os.getpid()
+        # A deterministic sum has another order than the fast path's.
+        self.fast_path = None if options.deterministic else transport.fast_path
         self.tuner = Tuner(transport, control, options, hosts)
+        self._selection = Selection(
+            transport, options.chunk_bytes, deterministic=options.deterministic, machine=self.tuner.machine
+        )
+        self._checked = check != "off"
+        self._staging = BufferGuard if check == "full" else Staging
+        self._streams: dict[torch.device, torch.Stream] = {}
         self._sink, self._limit_s = SINK, options.timeout_s
-        self._rank, self._inside = self.group.rank, set()
-        self._spare = ScratchPool()
-        self._helper = SerialWorker(f"unisono {self.group.name} rank {self.group.rank}")
-        self._pending, self._retired = 0, False
+        # Threads that are in a collective; a signal handler there may not start another.
+        self._inside: set[int] = set()
+        self._helper = SerialWorker(f"unisono {group.name} rank {group.rank}")
+        self._pending = 0
+        self._retired = False
         self._lock = threading.Lock()
         self.parent: Engine | None = None
-        self.vouched: Counter[tuple[type[Message], int, int, int]] = Counter()
         self.ending = Teardown(transport, control, self._helper, options.timeout_s)
         self._dropped = weakref.finalize(self, self.ending.drop)
         # What is open at the end of the process is closed then by its control plane's handle.
         self._dropped.atexit = False
+        invalidate_after_fork(self)
 
-    # -- collectives ---------------------------------------------------------------------------
-    def general_collective(
+    # -- whether calls can be made -------------------------------------------------------------
+    @property
+    def open(self) -> bool:
+        """Return whether calls can be made."""
+        return self._broken is None and not self.closed
+
+    def enter(self, operation: str) -> None:
+        """Raise unless this thread may call, and the communicator still works."""
+        here = get_ident()
+        if self.owner != here and self.owner != ANY_THREAD:
+            self.own(operation)
+        if self.closed or self._broken is not None:
+            self.check(operation)
+
+    def own(self, operation: str) -> None:
+        """Raise unless this thread may call; the first one to call becomes the owner."""
+        here = get_ident()
+        if self.owner is None:
+            self.owner = self.activity.owner = here
+        if self.owner not in (here, ANY_THREAD):
+            error = CommError(
+                f"this communicator belongs to another thread than {threading.current_thread().name!r}; "
+                "call release_thread() there first, or use dup() for a second communicator"
+            )
+            raise self.with_context(error, operation)
+
+    def check(self, operation: str | None) -> None:
+        """Raise if no call, such as this operation, can be made any more."""
+        if self.closed:
+            raise self.with_context(ClosedError("the communicator is closed; create a new communicator"), operation)
+        if self._broken is not None:
+            raise self.with_context(error_of(self._broken, self.group), operation)
+
+    def invalidate_after_fork(self) -> None:
+        """Mark as broken in a forked child: connections and shared memory belong to the parent, still in use."""
+        whose = f"this communicator belongs to process {self._process}, of which this process is a fork"
+        self._broken = Cause(
+            "CommError", None, f"{whose}; create a new communicator here, or start processes with spawn or forkserver"
+        )
+
+    # -- the fast path: 1 us a call ------------------------------------------------------------
+    def try_collective(
         self,
         what: Collective,
         output: Tensors,
         input: Tensors,
         op: object,
         root: int | None,
-        algorithm: str | None,
-        async_op: bool,
         timeout: Timeout | None,
+        /,
+    ) -> bool:
+        """Make a blocking call on the transport's fast path; return False, with no effect, if it needs more."""
+        fast, here = self.fast_path, get_ident()
+        if fast is None or (self.owner != here and self.owner != ANY_THREAD):
+            return False
+        if self._pending or self._inside or self._broken is not None or self.closed or profiler._is_profiler_enabled:
+            return False
+        limit = self._limit_s if timeout is None else resolve_timeout(timeout)
+        caller, activity = _getframe(2), self.activity
+        while caller.f_code.co_filename.startswith(NOT_THE_USERS) and caller.f_back is not None:
+            caller = caller.f_back
+        detail = str(op or "") if root is None else f"root {root}"
+        record = activity.enter(what.name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
+        self._inside.add(here)
+        try:
+            status = fast.try_collective(what, output, input, op, root, activity.since + limit)
+            if status is Status.MISMATCH:
+                call, like = self._from_arguments(what, output, input, op, root)
+                fast.mismatch(_fingerprint(what, call, like, self._calls + 1, NATIVE, callers_place()))
+            if status is Status.OK:
+                # Transports write past torch's functions.
+                if output is not None and (root is None or what.writes(self.group.rank, root)):
+                    increment_version(output)  # type: ignore[arg-type]  # no fast path takes other buffers
+                activity.calls = self._calls = self._calls + 1
+                activity.keep(record)
+                if (sink := self._sink.get()) is not None:
+                    record_collective(sink, activity, what, (output, input), op, root)
+        except BaseException as error:
+            # Interrupts, too: others have seen a part of the call.
+            raise_caused(self._report_fast(error, record), error)
+        finally:
+            self._inside.discard(here)
+            activity.leave()
+        return status is Status.OK
+
+    def _report_fast(self, error: BaseException, record: Record) -> BaseException:
+        """Return the error to raise for a call on the fast path: `report_failure`, unless the call was refused."""
+        if _refuses(error):
+            return error
+        self._calls += 1
+        self.activity.note(*record)
+        return self.report_failure(error, record[0], self._calls)
+
+    def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: Timeout | None, /) -> bool:
+        """Send or receive ("send", "recv") on the fast path; return False, with no effect, if it needs more."""
+        fast, here = self.fast_path, get_ident()
+        if fast is None or self.owner != here or self._inside or self._broken is not None or self.closed:
+            return False
+        if profiler._is_profiler_enabled or not fast.takes(tensor, peer, tag):
+            return False
+        limit = self._limit_s if timeout is None else resolve_timeout(timeout)
+        caller, activity = _getframe(2), self.activity
+        while caller.f_code.co_filename.startswith(NOT_THE_USERS) and caller.f_back is not None:
+            caller = caller.f_back
+        detail = f"{'to' if name == 'send' else 'from'} rank {peer}{f', tag {tag}' if tag else ''}, {tensor.nbytes} B"
+        awaited = activity.post(name, peer, tag)
+        record = activity.enter(name, None, detail, (caller.f_code, caller.f_lasti), (awaited,))
+        self._inside.add(here)
+        try:
+            status = fast.try_message(name, tensor, peer, tag, activity.since + limit)
+            if status is Status.OK and (sink := self._sink.get()) is not None:
+                record_message(sink, activity, awaited, tag, tensor.nbytes)
+        except BaseException as error:
+            if _refuses(error):
+                activity.posted[awaited[:3]] -= 1
+                raise
+            raise_caused(self.report_failure(error, name, activity.messages + 1), error)
+        finally:
+            self._inside.discard(here)
+            activity.leave()
+        if status is Status.OK:
+            activity.messages += 1
+            activity.keep(record)
+            if name == "recv":
+                increment_version(tensor)
+        else:
+            activity.posted[awaited[:3]] -= 1
+        return status is Status.OK
+
+    # -- calls ---------------------------------------------------------------------------------
+    def staging(self) -> Staging:
+        """Return the staging that makes a call's tensors one-dimensional and contiguous."""
+        return self._staging(self.transport.host_staged, self._streams)
+
+    def make(
+        self,
+        what: Collective,
+        output: Tensors = None,
+        input: Tensors = None,
+        *,
+        op: object = None,
+        root: int | None = None,
+        algorithm: str | None = None,
+        timeout: Timeout | None = None,
         splits: Splits = (None, None),
         lengths: tuple[int, ...] = (),
-        follow: Follow | None = None,
         origin: tuple[int, str] | None = None,
-    ) -> Work | None:
-        self.enter(what.name)
-        plan = self.plan(what, output, input, op, root, splits, lengths, origin=origin)
-        if sink_here() is None and not profiler._is_profiler_enabled:
-            return self.run(plan, algorithm, async_op, timeout, follow)
-        like = plan.like
-        size = "" if like is None else f"{str(like.dtype).removeprefix('torch.')}{list(like.shape)}"
-        with span("wait", what.name, self.group, 0 if like is None else like.nbytes, size, starts=async_op):
-            work = self.run(plan, algorithm, async_op, timeout, follow)
-        return None if work is None else ObservedWork(work, what.name, self.group)
+        after: Call | None = None,
+    ) -> Call:
+        """Return a call with the caller's arguments; raise for those that this rank alone can find wrong.
 
-    def run(
-        self,
-        plan: Plan,
-        algorithm: str | None,
-        async_op: bool,
-        timeout: Timeout | None,
-        follow: Follow | None = None,
-    ) -> Work | None:
-        """Execute a plan now, or soon; return None when it is done, or else the work in flight.
-
-        With `follow`, a second plan is made then, and executed by `algorithm` before any other call.
+        Args:
+            what: The collective.
+            output, input: What is written and read, as the caller gave it.
+            op, root, algorithm, timeout: As the caller gave them.
+            splits, lengths: As of `make_call`.
+            origin: In a backward pass, the number and the line of the call whose gradients this one moves.
+            after: The call that this one follows with no other between, whose line is this one's, too.
         """
-        job = self._prepare(plan, algorithm if follow is None else None, timeout)
-        if follow is not None:
-            job = self._followed(job, follow, algorithm)
-        elif async_op and job.algorithm == NATIVE and job.transport.overlaps and not self._pending:
-            return self._start(job)
-        with self._lock:
-            queued = async_op or self._pending > 0
-            if queued:
-                self._pending += 1
-        if not queued:
-            self._perform(job)
-            return None
-        plan.ordered()
-        # Add one default timeout: the hang report that names the missing ranks must finish first.
-        work = Completion((1 if follow is None else 2) * job.timeout + self.options.timeout_s)
-        self._helper.run(partial(self._progress, job, work))
-        if async_op:
-            return work
-        work.wait()
-        return None
+        if after is None:
+            self.enter(what.name)
+            if get_ident() in self._inside:
+                raise self._called_inside(what.name)
+        call, like = self._from_arguments(what, output, input, op, root, splits, lengths)
+        limit = self._limit_s if timeout is None else resolve_timeout(timeout)
+        algorithm, steps = self._selection.choose(call, algorithm)
+        if after is None:
+            number, place = self._calls + 1, callers_place()
+        else:
+            number, place = after.fingerprint.call + 1, after.fingerprint.site
+        fingerprint = _fingerprint(what, call, like, number, algorithm, place, origin)
+        return call._replace(
+            fingerprint=fingerprint,
+            steps=steps,
+            timeout=limit,
+            checked=self._checked,
+            inference=torch.is_inference_mode_enabled(),
+        )
 
-    def _prepare(self, plan: Plan, algorithm: str | None, timeout: Timeout | None) -> CollectiveRequest:
-        limit = resolve_timeout(timeout, self.options.timeout_s)
-        if get_ident() in self._inside:
-            outer = format_call(self.activity.now) if self.activity.now else "another collective"
-            raise self.with_context(
-                CommError(
-                    f"{plan.collective.name} was called inside {outer}, as by a signal handler. Set a flag in the "
-                    "handler, and make the call after the outer call has returned"
-                ),
-                plan.collective.name,
+    def block(
+        self,
+        what: Collective,
+        output: Tensors = None,
+        input: Tensors = None,
+        *,
+        op: object = None,
+        root: int | None = None,
+        algorithm: str | None = None,
+        timeout: Timeout | None = None,
+        lengths: tuple[int, ...] = (),
+        origin: tuple[int, str] | None = None,
+    ) -> None:
+        """Make a call, as `make`, and return when it is done; on the fast path if it needs nothing else."""
+        plain = algorithm is None and not lengths and origin is None
+        if not (plain and self.try_collective(what, output, input, op, root, timeout)):
+            call = self.make(
+                what,
+                output,
+                input,
+                op=op,
+                root=root,
+                algorithm=algorithm,
+                timeout=timeout,
+                lengths=lengths,
+                origin=origin,
             )
-        # What is refused has no number.
-        job = self._request(plan, self._calls + 1, algorithm, limit)
-        self._calls += 1
-        self.activity.note(job.noted)
-        return job
+            self.run(call)
 
-    def _request(
-        self, plan: Plan, number: int, algorithm: str | None, limit: float, site: str | None = None
-    ) -> CollectiveRequest:
-        how = algorithm, limit, self.options.deterministic, self.tuner.machine
-        return make_request(plan, self.transport, number, *how, site=site)
+    def _from_arguments(
+        self,
+        what: Collective,
+        output: Tensors,
+        input: Tensors,
+        op: object,
+        root: int | None,
+        splits: Splits = (None, None),
+        lengths: tuple[int, ...] = (),
+    ) -> tuple[Call, torch.Tensor | None]:
+        group = self.group
+        return make_call(
+            what,
+            output,
+            input,
+            op,
+            root,
+            rank=group.rank,
+            size=group.size,
+            devices=self.transport.devices,
+            staging=self.staging(),
+            splits=splits,
+            lengths=lengths,
+        )
 
-    def _followed(self, job: CollectiveRequest, follow: Follow, algorithm: str | None) -> CollectiveRequest:
-        """Return the request, followed by that of another plan, whose number is taken now."""
-        self.skip()
-        number, site = self._calls, job.fingerprint.site
-        self.activity.note((job.noted[0], number, *job.noted[2:]))
+    def _called_inside(self, operation: str) -> CommError:
+        outer = format_call(*self.activity.now) if self.activity.now else "another collective"
+        return self.with_context(
+            CommError(
+                f"{operation} was called inside {outer}, as by a signal handler. Set a flag in the handler, and make "
+                "the call after the outer call has returned"
+            ),
+            operation,
+        )
 
-        def second() -> CollectiveRequest:
-            return self._request(follow(), number, algorithm, job.timeout, site)
+    def run(self, call: Call, *, async_op: bool = False, then: Callable[[], Call] | None = None) -> Work | None:
+        """Carry out a call now, or soon; return None when it is done, or else the work in flight.
 
-        return replace(job, follow=second)
+        Args:
+            call: As from `make`.
+            async_op: Whether to return without waiting.
+            then: Makes a call that follows this one with no other between, from what this one has received.
+        """
+        self._note(call)
+        if then is not None:
+            self.skip()
+        transport = traced(self.transport)
+        with observed_wait(call, self.group, starts=async_op):
+            work = self._start_or_perform(call, transport, async_op, then)
+        return None if work is None else waits_of(work, call.fingerprint.operation, self.group)
+
+    def _note(self, call: Call) -> None:
+        """Count a call, and keep it for reports."""
+        fingerprint = call.fingerprint
+        self._calls = fingerprint.call
+        self.activity.note(fingerprint.operation, fingerprint.call, fingerprint.detail, fingerprint.site)
 
     def skip(self) -> None:
         """Count a call that is not made now, on any rank."""
         self._calls += 1
 
-    def _perform(self, job: CollectiveRequest) -> None:
-        deadline = time.monotonic() + job.timeout
-        self._complete(job, self._begin(job), deadline)
-        if job.follow is not None:
-            with self._report_failures(job.noted, refusals=False), torch.no_grad():
-                second = job.follow()
-            self._perform(second)
+    def _start_or_perform(
+        self, call: Call, transport: Transport, async_op: bool, then: Callable[[], Call] | None
+    ) -> Work | None:
+        if async_op and call.steps is None and transport.overlaps and not self._pending and then is None:
+            return self._start(call, transport)
+        with self._lock:
+            queued = async_op or self._pending > 0
+            if queued:
+                self._pending += 1
+        if not queued:
+            self._perform(call, transport, then)
+            return None
+        call.follow_streams()
+        # Add one default timeout: the hang report that names the missing ranks must finish first.
+        work = Completion((1 if then is None else 2) * call.timeout + self.options.timeout_s)
+        self._helper.run(partial(self._progress, call, transport, then, work))
+        if async_op:
+            return work
+        work.wait()
+        return None
 
-    def _start(self, job: CollectiveRequest) -> Work:
-        """Start the call in the transport, which progresses by itself; the waiting thread does the rest."""
-        work = self._begin(job)
-        assert work is not None
-        return Deferred(lambda deadline: self._complete(job, work, deadline), job.timeout, self._ready(work))
+    def _perform(self, call: Call, transport: Transport, then: Callable[[], Call] | None = None) -> None:
+        deadline = time.monotonic() + call.timeout
+        with self._carrying_out(call):
+            self._complete(call, self._begin(call, transport, deadline), deadline)
+        if then is not None:
+            with self._carrying_out(call, refusals=False):
+                second = then()
+            self._perform(second, transport)
 
-    def _ready(self, work: Work) -> Callable[[], bool]:
-        """Return a test of whether a wait would end immediately: with the first cause, if the group has failed."""
-        return lambda: work.is_completed() or self._broken is not None
+    def _start(self, call: Call, transport: Transport) -> Work:
+        """Start a call in the transport, which progresses by itself; the waiting thread does the rest."""
+        with self._carrying_out(call):
+            work = self._begin(call, transport, time.monotonic() + call.timeout)
 
-    def _begin(self, job: CollectiveRequest) -> Work | None:
-        """Do everything before the first wait for data; return the transport's work if it supports the call."""
-        with self._report_failures(job.noted), torch.no_grad(), job.plan.staging.order.entered():
-            job.transport.begin(job.fingerprint, job.timeout)
-            job.plan.staging.begin()
-            return job.transport.collective(job.plan.call) if job.algorithm == NATIVE else None
+        def complete(deadline: float) -> None:
+            with self._carrying_out(call):
+                self._complete(call, work, deadline)
 
-    def _complete(self, job: CollectiveRequest, work: Work | None, deadline: float) -> None:
-        with self._report_failures(job.noted), torch.no_grad(), job.plan.staging.order.entered():
-            left = max(0.0, deadline - time.monotonic())
-            if work is not None:
-                work.wait(left)
-            else:
-                run_algorithm(
-                    job.transport,
-                    job.plan.call,
-                    job.algorithm,
-                    segment_bytes=self.options.chunk_bytes,
-                    timeout=left,
-                    spare=self._spare,
-                )
-            job.transport.end(job.fingerprint, job.plan.call, max(1.0, deadline - time.monotonic()))
-            job.plan.staging.end()
+        # A wait ends immediately, with the first cause, if the group has failed.
+        return Deferred(complete, call.timeout, lambda: work.is_completed() or self._broken is not None)
+
+    def _begin(self, call: Call, transport: Transport, deadline: float) -> Work:
+        """Do everything before the first wait for data."""
+        assert call.staging is not None
+        transport.agree(call, deadline)
+        call.staging.begin()
+        return transport.run(call)
+
+    def _complete(self, call: Call, work: Work, deadline: float) -> None:
+        assert call.staging is not None
+        work.wait(max(0.0, deadline - time.monotonic()))
+        call.staging.end()
 
     @contextmanager
-    def _report_failures(self, noted: CallRecord, *, refusals: bool = True) -> Iterator[None]:
-        """Report failures in this block to every rank, and show this rank as being in the call.
+    def _carrying_out(self, call: Call, *, refusals: bool = True) -> Iterator[None]:
+        """Show this rank as being in the call, and report a failure in this block to every rank.
 
         Without `refusals`, errors that refuse a call are left out, because every rank raises them.
         """
-        here = get_ident()
+        assert call.staging is not None
+        here, fingerprint, activity = get_ident(), call.fingerprint, self.activity
         self._inside.add(here)
-        self.activity.enter(noted)
+        activity.enter(fingerprint.operation, fingerprint.call, fingerprint.detail, fingerprint.site)
         try:
-            yield
+            with torch.no_grad(), call.staging.order.entered():
+                yield
         except BaseException as error:
-            refused = not refusals and refuses(error)
-            raise_caused(error if refused else self.report_failure(error, noted[0], noted[1]), error)
+            refused = not refusals and _refuses(error)
+            raise_caused(
+                error if refused else self.report_failure(error, fingerprint.operation, fingerprint.call), error
+            )
         finally:
             self._inside.discard(here)
-            self.activity.leave()
+            activity.leave()
 
-    # -- the progress thread -------------------------------------------------------------------
-    def _progress(self, job: CollectiveRequest, work: Completion) -> None:
+    def _progress(self, call: Call, transport: Transport, then: Callable[[], Call] | None, work: Completion) -> None:
+        """Carry out a queued call, in the helper thread."""
         error: BaseException | None = None
         self.activity.in_background = True
         try:
             # A call started before the end still completes, unless another group has replaced this one.
             if self._broken is not None or self._retired:
-                self.check(job.fingerprint.operation)
-            with torch.inference_mode(job.inference):
-                self._perform(job)
+                self.check(call.fingerprint.operation)
+            with torch.inference_mode(call.inference):
+                self._perform(call, transport, then)
         except BaseException as raised:
             error = raised
         with self._lock:
@@ -261,9 +472,49 @@ class Engine(CallPlans, FastPathCalls):
         self.activity.in_background = False
         work.complete(error)
 
-    @property
-    def unfinished(self) -> bool:
-        return self._pending > 0 and not self._retired
+    # -- failures ------------------------------------------------------------------------------
+    def on_failure(self, cause: Cause) -> None:
+        """Break the group, and end every wait in it; the control plane calls this from a thread of its own."""
+        unfinished = self._pending > 0 and not self._retired
+        if self._broken is None and (not self.closed or unfinished):
+            self._broken = cause
+            self.activity.broken = True
+            self.transport.abort(error_of(cause, self.group))
+
+    def report_failure(self, error: BaseException, operation: str | None, call: int | None = None) -> BaseException:
+        """Break the group for this error, and return the error to raise: the group's first cause.
+
+        Args:
+            error: Raised by the operation, or by the program itself.
+            operation: Name of the operation; None for the program.
+            call: Number of the operation; the next one if None.
+        """
+        where = operation or "the program"
+        if not self.closed:
+            self.activity.log_event("error", f"{type(error).__name__} in {where}: {text_of(error)}".partition("\n")[0])
+        if self._broken is None:
+            self.activity.timed_out = isinstance(error, CommTimeoutError)
+            error = with_hang_report(error, self.control, self.group)
+        own = to_cause(error, self.group.rank, where)
+        first = self._broken or self._first_cause(own, error)
+        if not isinstance(error, CommError):
+            return error
+        return self.with_context(error if first == own else _first_error(error, first, self.group), operation, call)
+
+    def _first_cause(self, own: Cause, error: BaseException) -> Cause:
+        """Report a cause of this rank's, and return the group's first one."""
+        anonymous = isinstance(error, PeerLostError) and error.peer is None
+        known = self.control.first_cause(self.group, _PATIENCE_S if anonymous else 0.0)
+        first = known or self.control.report_failure(self.group, own)
+        self.on_failure(first)
+        return first
+
+    def with_context(self, error: CommError, operation: str | None, call: int | None = None) -> CommError:
+        """Return the error with its context: rank, location, and the call's number (or the next number)."""
+        if call is None and operation is not None:
+            # Messages are counted by themselves.
+            call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
+        return error.locate(**self._here, operation=operation, call=call)
 
     # -- end -----------------------------------------------------------------------------------
     def close(self, patience: float) -> None:
@@ -295,3 +546,75 @@ class Engine(CallPlans, FastPathCalls):
         """Become a subgroup: end no later than the parent, and keep the parent alive until then."""
         self.parent = whole
         whole.ending.adopt(self.ending)
+
+
+class FailureRelay:
+    """Relay of failures from the control plane to a communicator, without a reference that keeps it alive.
+
+    A failure that arrives before the communicator is created is kept for it.
+    """
+
+    def __init__(self) -> None:
+        self._causes: list[Cause] = []
+        self._engine: Callable[[], Engine | None] = lambda: None
+
+    def on_failure(self, cause: Cause) -> None:
+        """Pass a cause on, from any thread."""
+        self._causes.append(cause)
+        engine = self._engine()
+        if engine is not None:
+            engine.on_failure(cause)
+
+    def connect(self, engine: Engine) -> None:
+        """Pass on all causes, those of the past too."""
+        self._engine = weakref.ref(engine)
+        for cause in self._causes:
+            engine.on_failure(cause)
+
+
+def _refuses(error: BaseException) -> bool:
+    """Return whether an error refuses a call for its arguments, before anything is done."""
+    return isinstance(error, TypeError | ValueError) and not isinstance(error, CommError)
+
+
+def _first_error(error: CommError, first: Cause, group: Group) -> CommError:
+    """Return the error of the group's first cause for a rank with an error that results from it."""
+    if isinstance(error, CommTimeoutError) and type(error).__name__ == first.kind:
+        # The first report is the right one: by the time of a later report, ranks may have continued.
+        if "\n" in first.message:
+            error.message = error.message.partition("\n")[0] + "\n" + first.message.partition("\n")[2]
+        return error
+    # Prefer the first report of a lost rank: it carries the original exception, later ones only "left".
+    if isinstance(error, AbortedError) or (type(error).__name__ == first.kind and not isinstance(error, PeerLostError)):
+        return error
+    told = error_of(first, group)
+    told.__cause__ = error
+    return told
+
+
+def _fingerprint(
+    what: Collective,
+    call: Call,
+    like: torch.Tensor | None,
+    number: int,
+    algorithm: str,
+    place: Place,
+    origin: tuple[int, str] | None = None,
+) -> Fingerprint:
+    """Return what ranks compare of a call; `like` is a tensor of its dtype, device and shape."""
+    read, written, op = numels(call.inputs), numels(call.outputs), call.requested_op
+    return Fingerprint(
+        call=number,
+        operation=what.name,
+        op=None if op is None else op.value,
+        root=call.root,
+        dtype=None if like is None else str(like.dtype).removeprefix("torch."),
+        counts=call.lengths or what.compared_counts(read, written),
+        device=None if like is None else like.device.type,
+        algorithm=algorithm,
+        adjoint_of=None if origin is None else origin[0],
+        sends=read if what.pairwise else (),
+        receives=written if what.pairwise else (),
+        shape=None if like is None else tuple(like.shape),
+        site=place if origin is None else f"{site_text(place)}, backward of {origin[1]}",
+    )

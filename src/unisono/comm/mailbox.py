@@ -1,4 +1,4 @@
-"""Mailboxes of a communicator's ranks, and their detection of lost peers."""
+"""Opening of a mailbox for a communicator's ranks, and its detection of lost peers."""
 
 from __future__ import annotations
 
@@ -7,76 +7,53 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from unisono.comm.base import CommunicatorBase
 from unisono.comm.engine import Engine
 from unisono.comm.point_to_point_mailbox import PointToPointMailbox
 from unisono.core.failure import Cause, error_of, to_cause
 from unisono.core.group import Group
-from unisono.core.mailbox import Mailbox
+from unisono.core.transport import Mailbox
 from unisono.wrappers.consistency import Checked
 
-__all__ = ["MailboxMixin"]
+__all__ = ["open_mailbox"]
 
 
-class MailboxMixin(CommunicatorBase):
-    """Access to messages without posted receives."""
+def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, list[Any]]:
+    """Return a mailbox, and the metadata that each rank passed. Collective.
 
-    _mailboxes: int = 0
-
-    def mailbox(self, metadata: Any = None) -> tuple[Mailbox, list[Any]]:
-        """Return a mailbox, and the metadata that each rank passed. Collective.
-
-        For libraries that serve requests of other ranks. A rank that dies breaks this communicator, but not
-        the mailboxes: they `mark_lost` that rank alone.
-
-        Args:
-            metadata: A value that `unisono.serialization` supports, sent to all ranks.
-
-        Raises:
-            CommTimeoutError: Not all ranks joined.
-
-        Cost: a few exchanges over the control plane, and one request for each other rank.
-
-        Example:
-            >>> def program(comm):
-            ...     box, names = comm.mailbox(f"worker {comm.rank}")
-            ...     box.close()
-            ...     return names
-            >>> un.launch(program, nprocs=2, backend="thread")[0]
-            ['worker 0', 'worker 1']
-        """
-        self._engine.enter("mailbox")
-        self._mailboxes += 1
-        engine = self._engine
-        control, timeout = engine.control, engine.options.timeout_s
-        group = engine.group.child(f"mail{self._mailboxes}", range(self.size))
-        transport = engine.transport.inner if isinstance(engine.transport, Checked) else engine.transport
-        control.join(group)
-        pairs: list[Group] = []
-        box: Mailbox | None = None
-        try:
-            # All ranks join before any allocation, so that no rank waits for memory of a missing one.
-            cards = control.exchange(group, "cards", metadata, timeout)
-            box = transport.mailbox(group)
-            if box is None:
-                box = PointToPointMailbox(transport.split(group))
-            for peer in range(self.size):
-                if peer != self.rank:
-                    pairs.append(_pair(group, peer))
-                    control.join(pairs[-1], _loser(box, peer, group))
-            control.exchange(group, "mailboxes", None, timeout)
-        except BaseException as error:
-            if box is not None:
-                box.close()
-            for pair in pairs:
-                control.leave(pair)
-            control.report_failure(group, to_cause(error, self.rank, "mailbox"))
-            raise
-        finally:
-            control.leave(group)
-        # The open mailbox holds the engine, and by that the control plane, whatever becomes of the communicator.
-        box.on_close(partial(_leave, engine, pairs))
-        return box, cards
+    Args:
+        engine: Of the communicator.
+        number: Number of the mailbox among the communicator's.
+        metadata: As of `Communicator.mailbox`.
+    """
+    control, timeout = engine.control, engine.options.timeout_s
+    group = engine.group.child(f"mail{number}", range(engine.group.size))
+    transport = engine.transport.inner if isinstance(engine.transport, Checked) else engine.transport
+    control.join(group)
+    pairs: list[Group] = []
+    box: Mailbox | None = None
+    try:
+        # All ranks join before any allocation, so that no rank waits for memory of a missing one.
+        cards = control.exchange(group, "cards", metadata, timeout)
+        box = transport.mailbox(group)
+        if box is None:
+            box = PointToPointMailbox(transport.split(group))
+        for peer in range(group.size):
+            if peer != group.rank:
+                pairs.append(_pair(group, peer))
+                control.join(pairs[-1], _loser(box, peer, group))
+        control.exchange(group, "mailboxes", None, timeout)
+    except BaseException as error:
+        if box is not None:
+            box.close()
+        for pair in pairs:
+            control.leave(pair)
+        control.report_failure(group, to_cause(error, group.rank, "mailbox"))
+        raise
+    finally:
+        control.leave(group)
+    # The open mailbox holds the engine, and by that the control plane, whatever becomes of the communicator.
+    box.on_close(partial(_leave, engine, pairs))
+    return box, cards
 
 
 def _pair(group: Group, peer: int) -> Group:

@@ -8,7 +8,7 @@ from typing import Any
 
 from unisono.core.types import Timeout, Work
 
-__all__ = ["PersistentMixin", "PersistentRequest"]
+__all__ = ["PersistentRequest", "starter"]
 
 
 class PersistentRequest:
@@ -31,7 +31,13 @@ class PersistentRequest:
         self._active = False
 
 
-def _init(name: str) -> Callable[..., PersistentRequest]:
+def starter(name: str) -> Callable[..., PersistentRequest]:
+    """Return a method that prepares calls of another method.
+
+    Args:
+        name: The other method.
+    """
+
     def init(self: object, *arguments: Any, **options: Any) -> PersistentRequest:
         how = {} if name in ("isend", "irecv") else {"async_op": True}
         return PersistentRequest(partial(getattr(self, name), *arguments, **options, **how))
@@ -47,13 +53,3 @@ def _init(name: str) -> Callable[..., PersistentRequest]:
             ...     total.start() or total.wait()
         """
     return init
-
-
-class PersistentMixin:
-    """Persistent requests, under MPI's names."""
-
-    send_init, recv_init, barrier_init, scatter_init = map(_init, ("isend", "irecv", "barrier", "scatter"))
-    broadcast_init, reduce_init, all_reduce_init = map(_init, ("broadcast", "reduce", "all_reduce"))
-    gather_init, all_gather_init, all_gather_single_init = map(_init, ("gather", "all_gather", "all_gather_single"))
-    all_to_all_init, all_to_all_single_init = map(_init, ("all_to_all", "all_to_all_single"))
-    reduce_scatter_init, reduce_scatter_single_init = map(_init, ("reduce_scatter", "reduce_scatter_single"))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from unisono.core.mailbox import Envelope, Mailbox
 from unisono.core.tensors import view_of
+from unisono.core.transport import Envelope, Mailbox
 from unisono.core.types import Message, Recv, Send, Work
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 

@@ -10,7 +10,7 @@ import torch
 
 from unisono.comm.engine import Engine
 from unisono.core.failure import raise_caused
-from unisono.core.flight_recorder import CallRecord, PendingMessage
+from unisono.core.flight_recorder import PendingMessage, Place
 from unisono.core.staging import Staging
 from unisono.core.tracing import profiler, sink_here, span
 from unisono.core.types import Timeout, Work
@@ -27,14 +27,14 @@ class PointToPointWork(Work):
     def __init__(
         self,
         engine: Engine,
-        noted: CallRecord,
+        record: tuple[str, None, str, Place],
         awaited: tuple[PendingMessage, ...],
         inner: Work,
         staging: Staging,
     ) -> None:
-        self._engine, self._noted, self._awaited, self._inner, self._staging = engine, noted, awaited, inner, staging
+        self._engine, self._record, self._awaited, self._inner, self._staging = engine, record, awaited, inner, staging
         # Messages are counted by themselves: each rank has its own number of them.
-        self._operation, self._number = noted[0], engine.activity.messages
+        self._operation, self._number = record[0], engine.activity.messages
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -65,7 +65,7 @@ class PointToPointWork(Work):
     def _seen(self) -> Iterator[None]:
         """Show to other ranks the messages that this rank waits for."""
         activity = self._engine.activity
-        activity.enter(self._noted, self._awaited)
+        activity.enter(*self._record, self._awaited)
         observed = sink_here() is not None or profiler._is_profiler_enabled
         try:
             with span("wait", self._operation, self._engine.group) if observed else nullcontext():

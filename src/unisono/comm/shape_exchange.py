@@ -8,8 +8,8 @@ import torch
 
 from unisono.collectives.arguments import check_list
 from unisono.core.collective import Collective, header_of
-from unisono.core.fast_path import Tensors
 from unisono.core.tensors import check_tensor
+from unisono.core.transport import Tensors
 from unisono.errors import MismatchError
 
 __all__ = ["ShapeExchange"]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.core.streams import current_streams
+from unisono.core.staging import current_streams
 from unisono.core.tracing import Event, recording
 from unisono.diagnostics.trace_file import Json, merged, rank_events
 from unisono.host.cpu_count import core_wait_s

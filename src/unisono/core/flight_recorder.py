@@ -1,4 +1,4 @@
-"""Activity of a rank: its last calls, the current call, the peers that it waits for, and its thread's stack."""
+"""Activity of a rank: its last calls, their lines in the program, the peers that it waits for, and its stack."""
 
 from __future__ import annotations
 
@@ -9,13 +9,32 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import CodeType, FrameType
+from functools import partial
+from importlib.util import find_spec
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
-from unisono.core.call_site import is_users, line_of, site_of, users_frame
 from unisono.core.group import Group
 
-__all__ = ["Activity", "ActivityRegistry", "CallRecord", "PendingMessage", "Recorder", "format_call"]
+__all__ = [
+    "NOT_THE_USERS",
+    "Activity",
+    "ActivityRegistry",
+    "PendingMessage",
+    "Place",
+    "Record",
+    "Recorder",
+    "call_site",
+    "called_at",
+    "callers_place",
+    "format_call",
+    "is_installed",
+    "is_internal",
+    "is_users",
+    "site_of",
+    "site_text",
+    "users_frame",
+]
 
 _KEPT = 16
 _TOLD = 5
@@ -31,22 +50,29 @@ Tags that are equal modulo 256 are counted together, on every rank: a program ma
 """
 
 
-CallRecord = tuple[str, int | None, str, "str | tuple[CodeType, int] | None"]
-"""One call: its name, its number among the collectives, further details, and its place in the program."""
+Place = str | tuple[CodeType, int] | None
+"""A line of the program: as text, or as the code and the instruction, from which the text is made when needed."""
+
+Record = tuple[str, int | None, str, Place]
 
 
-def format_call(noted: CallRecord) -> str:
+def format_call(name: str, number: int | None, detail: str, place: Place) -> str:
     """Return a call as text.
 
+    Args:
+        name: Name of the operation.
+        number: Its number among the group's collectives, if it is one.
+        detail: Further details.
+        place: The line that made it.
+
     Example:
-        >>> format_call(("all_reduce", 7, "sum", "train.py:12"))
+        >>> format_call("all_reduce", 7, "sum", "train.py:12")
         'all_reduce #7 (sum) at train.py:12'
     """
-    name, number, detail, place = noted
-    site = line_of(*place) if isinstance(place, tuple) else place
-    number_told = "" if number is None else f" #{number}"
-    told = f" ({detail})" if detail and name != "barrier" else ""
-    return f"{name}{number_told}{told}{f' at {site}' if site else ''}"
+    site = site_text(place)
+    numbered = "" if number is None else f" #{number}"
+    detailed = f" ({detail})" if detail and name != "barrier" else ""
+    return f"{name}{numbered}{detailed}{f' at {site}' if site else ''}"
 
 
 class Activity:
@@ -75,34 +101,43 @@ class Activity:
         self.calls, self.messages, self.inside, self.in_background = 0, 0, False, False
         self.awaited: tuple[PendingMessage, ...] = ()
         self.posted: dict[tuple[str, int, int], int] = {}
-        self.now: CallRecord | None = None
-        self._latest: deque[CallRecord] = deque(maxlen=_KEPT)
-        self.keep: Callable[[CallRecord], None] = self._latest.append
+        self.now: Record | None = None
+        self._latest: deque[Record] = deque(maxlen=_KEPT)
+        self.keep: Callable[[Record], None] = self._latest.append
         self.since = time.monotonic()
         self.broken = self.closed = self.timed_out = False
         self.record: Recorder | None = None
 
     @property
-    def latest(self) -> list[CallRecord]:
+    def latest(self) -> list[Record]:
         """The last calls, the newest at the end."""
         return list(self._latest)
 
     # -- reports of the engine -----------------------------------------------------------------
-    def note(self, noted: CallRecord) -> None:
-        """Record a call."""
-        self.keep(noted)
-        if noted[1] is not None:
-            self.calls = noted[1]
+    def note(self, name: str, number: int | None, detail: str, place: Place) -> None:
+        """Record a call, as of `format_call`."""
+        self.keep((name, number, detail, place))
+        if number is not None:
+            self.calls = number
         else:
             self.messages += 1
 
-    def enter(self, noted: CallRecord, awaited: tuple[PendingMessage, ...] = ()) -> None:
-        """Mark the call as running, or waited for."""
-        self.now, self.awaited = noted, awaited
+    def enter(
+        self,
+        name: str,
+        number: int | None,
+        detail: str,
+        place: Place,
+        awaited: tuple[PendingMessage, ...] = (),
+    ) -> Record:
+        """Mark a call, as of `format_call`, as running, or waited for; return its record."""
+        self.now = (name, number, detail, place)
+        self.awaited = awaited
         self.since = time.monotonic()
         self.inside = True
         if self.record is not None:
-            self.record.put("enter", self.group.name, self.group.rank, noted[1], format_call(noted))
+            self.record.put("enter", self.group.name, self.group.rank, number, format_call(*self.now))
+        return self.now
 
     def leave(self) -> None:
         """Mark the call as ended."""
@@ -110,7 +145,7 @@ class Activity:
         self.since = time.monotonic()
         # The error of a failed call has been reported already.
         if self.record is not None and self.now is not None and not self.broken:
-            self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(self.now))
+            self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(*self.now))
 
     def log_event(self, kind: str, text: str) -> None:
         """Record another event."""
@@ -126,7 +161,7 @@ class Activity:
     # -- what others want to know --------------------------------------------------------------
     def last(self, count: int = _TOLD) -> list[str]:
         """The last calls, the newest at the end."""
-        return [format_call(noted) for noted in self.latest[-count:]]
+        return [format_call(*noted) for noted in self.latest[-count:]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole activity as plain values."""
@@ -147,7 +182,7 @@ class Activity:
             "aside": self.in_background,
             "gave_up": not self.inside,
             "for_s": max(0.0, time.monotonic() - self.since),
-            "call": None if shown is None else format_call(shown),
+            "call": None if shown is None else format_call(*shown),
             "number": None if shown is None else shown[1],
             "awaited": [list(one) for one in self.awaited] if inside else [],
             "posted": [[*key, count] for key, count in list(self.posted.items())],
@@ -201,3 +236,106 @@ def _stack(frame: FrameType | None, is_told: Callable[[str], bool] = bool) -> li
             lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
         frame = frame.f_back
     return lines[::-1]
+
+
+# Torch is found without being loaded: processes that only speak to the control plane need none.
+_TORCH = getattr(find_spec("torch"), "origin", None) or __file__
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OTHERS = (_OURS, os.path.dirname(os.path.abspath(_TORCH)) + os.sep)
+NOT_THE_USERS = (*_OTHERS, threading.__file__)
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+
+def callers_place() -> Place:
+    """The nearest caller outside the library and torch, as a pair that costs little and keeps nothing alive."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def call_site() -> str | None:
+    """The nearest caller outside the library and torch, as "file.py:12"; None if there is none."""
+    return site_of(sys._getframe(1))
+
+
+def site_of(frame: FrameType | None) -> str | None:
+    """As `call_site`, of a frame and what called it."""
+    found = _nearest(frame)
+    return None if found is None else f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno}"
+
+
+def _nearest(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame outside the library and torch."""
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame = frame.f_back
+    return frame
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of what the user writes: outside of Python's own library, too, and of installed ones."""
+    inner = _nearest(frame)
+    found = inner
+    while found is not None and is_installed(found.f_code.co_filename):
+        found = _nearest(found.f_back)
+    return inner if found is None else found
+
+
+def is_internal(filename: str) -> bool:
+    """Return whether a file of source is this library's."""
+    return filename.startswith(_OURS)
+
+
+def is_installed(filename: str) -> bool:
+    """Return whether a file of source is of Python's own library, or of an installed one."""
+    return filename.startswith((_LIBRARY, "<frozen")) or f"{os.sep}site-packages{os.sep}" in filename
+
+
+def is_users(filename: str) -> bool:
+    """Return whether a file of source is what the user writes: neither internal nor installed."""
+    return not filename.startswith(NOT_THE_USERS) and not is_installed(filename)
+
+
+def _without_columns(code: CodeType) -> CodeType:
+    """Return the code with its first line as that of all instructions, and no columns to be underlined in it."""
+    units = len(code.co_code) // 2
+    # Entries of up to 8 instructions, each without columns (13) and in the line of the one before.
+    entries = (bytes([0x80 | 13 << 3 | min(8, units - start) - 1, 0]) for start in range(0, units, 8))
+    return code.replace(co_linetable=b"".join(entries))
+
+
+_CALL = _without_columns((lambda job: job()).__code__)
+
+
+def called_at(frame: FrameType | None, job: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that does a job as if the line did that has called for it, whatever thread runs it, and when.
+
+    The function's frame has the file and line of the user's one, so that reports and tracebacks name these.
+
+    Args:
+        frame: What the user's line has called.
+        job: What to do.
+
+    Example:
+        >>> called_at(sys._getframe(), call_site)() == call_site()
+        True
+    """
+    caller = _nearest(frame)
+    if caller is None:
+        return job
+    code = caller.f_code
+    there = _CALL.replace(co_filename=code.co_filename, co_name=code.co_name, co_firstlineno=caller.f_lineno)
+    return partial(FunctionType(there, {}), job)
+
+
+def site_text(place: Place) -> str | None:
+    """Return the file and line of a place in the program, as "file.py:12"."""
+    if not isinstance(place, tuple):
+        return place
+    code, instruction = place
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+            break
+    return f"{os.path.basename(code.co_filename)}:{line}"

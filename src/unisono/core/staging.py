@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
+import xxhash
 from torch.autograd.graph import increment_version
 
-from unisono.core.streams import ACCELERATORS, StreamOrder
+from unisono.core.flight_recorder import callers_place, site_text
 from unisono.core.tensors import copy_back, is_inference_locked
+from unisono.errors import MismatchError
 
-__all__ = ["Staging"]
+__all__ = [
+    "ACCELERATORS",
+    "BufferGuard",
+    "OneStream",
+    "Staging",
+    "StreamOrder",
+    "current_streams",
+    "digest",
+    "entered",
+    "wait_for",
+]
 
 
 class Staging:
@@ -56,13 +71,9 @@ class Staging:
             return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=pinned)
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
-    def write_back(self, buffer: object, tensor: torch.Tensor) -> None:
-        """Return the result to a list of numbers, of which the tensor is a copy. Call after `target`.
-
-        Other buffers share their memory with the tensor.
-        """
-        if isinstance(buffer, list):
-            self.after.append(lambda: buffer.__setitem__(slice(None), tensor.tolist()))
+    def write_back(self, buffer: list[Any], tensor: torch.Tensor) -> None:
+        """Return the result to a list of numbers, of which the tensor is a copy. Call after `target`."""
+        self.after.append(lambda: buffer.__setitem__(slice(None), tensor.tolist()))
 
     def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy a tensor that is only read, before anything moves."""
@@ -106,3 +117,156 @@ class Staging:
         if write:
             self.after.append(lambda: copy_back(tensor, shaped))
         return flat
+
+
+ACCELERATORS = frozenset({"cuda", "xpu", torch._C._get_privateuse1_backend_name()}) - {"privateuseone"}
+"""Device types with streams and pinned memory: torch's own, and the one that a plug-in of torch has named."""
+
+
+def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """Return this thread's current stream of each device that has streams."""
+    return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if d.type in ACCELERATORS]
+
+
+def wait_for(streams: Iterable[torch.Stream]) -> None:
+    """Let later work on the current streams of their devices wait for what is queued on these streams now."""
+    for stream in streams:
+        torch.accelerator.current_stream(stream.device).wait_stream(stream)
+
+
+@contextmanager
+def entered(streams: Iterable[torch.Stream]) -> Iterator[None]:
+    """Make these streams current in this thread, and restore the previous ones and the current device at the end."""
+    # A stream object is a context manager of one thread at a time, so it is not entered itself.
+    own = list(streams)
+    if not own:
+        yield
+        return
+    index, previous = torch.accelerator.current_device_index(), current_streams(stream.device for stream in own)
+    try:
+        for stream in own:
+            torch.accelerator.set_stream(stream)
+        yield
+    finally:
+        for stream in previous:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(index)
+
+
+class OneStream:
+    """Check that all work of a step on some devices is queued on one stream of each.
+
+    Memory that is freed belongs to the stream on which it was allocated: another stream may still use it then.
+
+    Args:
+        devices: The devices.
+
+    Attributes:
+        on_cpu: Whether all of them are the CPU.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = tuple(devices)
+        self.on_cpu = all(device.type == "cpu" for device in self._devices)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step on the current streams."""
+        self._streams = current_streams(self._devices)
+
+    def check(self) -> None:
+        """Raise `RuntimeError` unless the current streams are those of the step."""
+        if current_streams(self._devices) != self._streams:
+            raise RuntimeError(
+                "a sharded model or optimizer was used on several streams in one step. Run the whole forward on one "
+                "stream, or average with GradientAverager, which follows all streams"
+            )
+
+
+class StreamOrder:
+    """Order of a call's work on accelerators: after what the caller had queued, and done when the call ends.
+
+    The caller's stream may hold much later work by the time when another thread executes the call. So the call has
+    streams of its own, which wait for the moment of the call.
+
+    Args:
+        own: Streams of the communicator, by device; those that are missing are added.
+    """
+
+    def __init__(self, own: dict[torch.device, torch.Stream]) -> None:
+        self._own = own
+        self._events: dict[torch.device, torch.Event] = {}
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the call's work on these tensors wait for what is queued now on the current streams of their devices."""
+        for tensor in tensors:
+            device = tensor.device
+            if device.type in ACCELERATORS and device not in self._events:
+                self._events[device] = torch.accelerator.current_stream(device).record_event()
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Make the call's streams current."""
+        return self._entered() if self._events else nullcontext()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        streams = self._streams()
+        for stream, event in zip(streams, self._events.values(), strict=True):
+            stream.wait_event(event)
+        with entered(streams):
+            yield
+
+    def synchronize(self) -> None:
+        """Wait until the call's work on accelerators is done."""
+        for stream in self._streams():
+            stream.synchronize()
+
+    def _streams(self) -> list[torch.Stream]:
+        return [self._own.get(d) or self._own.setdefault(d, torch.Stream(device=d)) for d in self._events]
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Return a hash (XXH3, 64 bits) of a tensor's elements in order; a GPU tensor is copied to the CPU first."""
+    here = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    if not here.numel():
+        return 0
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
+
+
+class BufferGuard(Staging):
+    """Staging that moves copies made at the call, and detects changes of the caller's own tensors meanwhile.
+
+    Cost: a copy and two hashes of every tensor.
+
+    Args:
+        away, streams: As for `Staging`.
+    """
+
+    def __init__(self, away: frozenset[str], streams: dict[torch.device, torch.Stream]) -> None:
+        super().__init__(away, streams)
+        self._place = callers_place()
+
+    def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
+        tensor = tensor.detach()
+        flat = self.scratch(tensor.numel(), tensor)
+        shaped, before = flat.view(tensor.shape), digest(tensor)
+        self.order.follow([tensor])
+        if read:
+            shaped.copy_(tensor)
+        self.after.append(lambda: self._compare(tensor, before))
+        if write:
+            self.after.append(lambda: copy_back(tensor, shaped))
+        return flat
+
+    def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        super().copy_before(target, tensor)
+        before = digest(tensor)
+        self.after.append(lambda: self._compare(tensor, before))
+
+    def _compare(self, tensor: torch.Tensor, before: int) -> None:
+        if digest(tensor) != before:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise MismatchError(
+                f"a tensor of the call at {site_text(self._place)} (shape {tuple(tensor.shape)}, {kind}) was changed "
+                "between the call and the end of its wait(); it belongs to the call until then"
+            )

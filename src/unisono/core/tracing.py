@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.autograd import profiler
 
-from unisono.core.combined_work import ChainedWork
+from unisono.core.call import NATIVE, Call
+from unisono.core.collective import Collective
+from unisono.core.flight_recorder import Activity, PendingMessage, site_text
 from unisono.core.group import Group
 from unisono.core.types import Timeout, Work
+from unisono.core.work import ChainedWork
 
-__all__ = ["SINK", "Event", "ObservedWork", "Sink", "profiler", "recording", "sink_here", "span"]
+__all__ = [
+    "SINK",
+    "Event",
+    "ObservedWork",
+    "Sink",
+    "observed_wait",
+    "profiler",
+    "record_collective",
+    "record_message",
+    "recording",
+    "sink_here",
+    "span",
+    "waits_of",
+]
 
 
 @dataclass(slots=True)
@@ -92,6 +109,36 @@ def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **
             sink(Event(kind, name, group.name, rank, start, end, nbytes, detail, group.members[rank]))
 
 
+_UNOBSERVED = nullcontext()
+
+
+def observed_wait(call: Call, group: Group, *, starts: bool = False) -> AbstractContextManager[None]:
+    """Return a context in which the program waits for a collective; nothing is recorded unless someone observes.
+
+    Args:
+        call: The call.
+        group: Its ranks.
+        starts: Whether it only starts the call.
+    """
+    if SINK.get() is None and not profiler._is_profiler_enabled:
+        return _UNOBSERVED
+    fingerprint = call.fingerprint
+    size = "" if fingerprint.shape is None else f"{fingerprint.dtype}{list(fingerprint.shape)}"
+    nbytes = max((tensor.nbytes for tensor in (*call.inputs, *call.outputs)), default=0)
+    return span("wait", fingerprint.operation, group, nbytes, size, starts=starts)
+
+
+def waits_of(work: Work, name: str, group: Group) -> Work:
+    """Return a work whose waits are recorded, if someone observes now.
+
+    Args:
+        work: The work.
+        name: Name of its operation.
+        group: Group of the call.
+    """
+    return work if SINK.get() is None and not profiler._is_profiler_enabled else ObservedWork(work, name, group)
+
+
 class ObservedWork(ChainedWork):
     """A work whose waits are recorded.
 
@@ -108,3 +155,43 @@ class ObservedWork(ChainedWork):
     def wait(self, timeout: Timeout | None = None) -> None:
         with span("wait", self._name, self._group):
             super().wait(timeout)
+
+
+# -- calls of the fast path, recorded after their end: without a trace the path keeps nothing for them ----------------
+def record_collective(
+    sink: Sink, activity: Activity, what: Collective, tensors: tuple[Any, Any], op: object, root: int | None
+) -> None:
+    """Record the collective that the activity is in, as ended now."""
+    assert activity.now is not None
+    written, read = ([] if t is None else [t] if isinstance(t, torch.Tensor) else list(t) for t in tensors)
+    like = next(iter((*written, *read)), None)
+    detail: dict[str, object] = {
+        "call": activity.now[1],
+        "algorithm": NATIVE,
+        "site": site_text(activity.now[3]),
+        "op": str(op) if what.reduces else None,
+        "root": root,
+        "dtype": None if like is None else str(like.dtype).removeprefix("torch."),
+        "shape": None if like is None else tuple(like.shape),
+    }
+    nbytes = max(sum(t.nbytes for t in written), sum(t.nbytes for t in read))
+    _record(sink, activity, [("collective", what.name, detail), ("wait", what.name, {})], nbytes)
+
+
+def record_message(sink: Sink, activity: Activity, message: PendingMessage, tag: int, nbytes: int) -> None:
+    """Record the message that the activity is in, as ended now."""
+    kind, peer, _, number = message
+    group = activity.group
+    sends = kind == "send"
+    ends = f"{group.rank}>{peer}" if sends else f"{peer}>{group.rank}"
+    detail = {"peer": peer, "tag": tag, "flow": f"{group.name} {ends} tag {tag} #{number}"}
+    name = f"{kind} {'to' if sends else 'from'} {peer}"
+    _record(sink, activity, [(kind, name, detail), ("wait", kind, {})], nbytes)
+
+
+def _record(sink: Sink, activity: Activity, spans: list[tuple[str, str, dict[str, object]]], nbytes: int) -> None:
+    """Record several views of one call."""
+    end, group = time.perf_counter(), activity.group
+    start = end - (time.monotonic() - activity.since)
+    for kind, name, detail in spans:
+        sink(Event(kind, name, group.name, group.rank, start, end, nbytes, detail, group.members[group.rank]))

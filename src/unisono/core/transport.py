@@ -5,23 +5,36 @@ from __future__ import annotations
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol, Self, TypeAlias
 
-from unisono.core.fingerprint import Fingerprint
+from unisono.core.call import Call, Fingerprint
 from unisono.core.group import Group
-from unisono.core.types import CollectiveCall, Message, Work
-from unisono.errors import UnavailableError
+from unisono.core.types import Message, Work
+from unisono.core.work import Deferred
+from unisono.errors import ClosedError, CommError, PeerLostError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
 
+    from unisono.core.collective import Collective
     from unisono.core.control import ControlPlane
-    from unisono.core.fast_path import FastPath
-    from unisono.core.mailbox import Mailbox
+    from unisono.core.tensors import Buffer
 
-__all__ = ["Capabilities", "Options", "PointToPoint", "Transport"]
+__all__ = [
+    "Capabilities",
+    "Envelope",
+    "FastPath",
+    "Mailbox",
+    "Options",
+    "PointToPoint",
+    "Status",
+    "Tensors",
+    "Transport",
+]
 
 
 class PointToPoint(Protocol):
@@ -86,10 +99,11 @@ class Transport(ABC):
         in_process: Whether ranks are threads of one process; read by `launch`.
         simulated: Whether those threads take turns on a virtual clock; read by `launch`.
         launcher: Launcher of ranks that are processes: "forkserver", or "mpirun"; read by `launch`.
-        native: Names of the collectives (see `CollectiveCall`) that `collective` supports itself.
+        native: Names of the collectives (see `Call`) that `run` carries out without messages.
         tags: Whether tags above 0 are distinguished. `COLLECTIVE_TAG` always is.
         any_source: Whether `iprobe` reports what has arrived, so that a receive may accept any sender.
-        checks: Whether `begin` itself compares fingerprints between ranks.
+        checks: Whether `agree` or `run` compares the calls of all ranks.
+        balanced: Whether sums by messages must be reduced in the balanced tree over the ranks, as native ones are.
         devices: The supported device types of tensors.
         host_staged: Those of them that are staged in CPU memory; `post` sees CPU tensors then.
         overlaps: Whether a native collective, once started, progresses while the caller does other things.
@@ -106,6 +120,7 @@ class Transport(ABC):
     tags: bool = True
     any_source: bool = False
     checks: bool = False
+    balanced: bool = False
     devices: frozenset[str] = frozenset({"cpu"})
     host_staged: frozenset[str] = frozenset()
     overlaps: bool = False
@@ -245,46 +260,42 @@ class Transport(ABC):
             os.kill(os.getpid(), signal.SIGKILL)
         raise error
 
-    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
-        """Prepare a collective before any data moves. Nothing by default.
+    # -- collectives ---------------------------------------------------------------------------
+    def supports(self, call: Call) -> bool:
+        """Return whether a collective of the transport's own carries out this call. The same answer on every rank.
 
         Args:
-            fingerprint: Description of this rank's call.
-            timeout_s: Seconds to wait for the other ranks.
-
-        Raises:
-            MismatchError: Ranks call with different fingerprints; only where `checks` is set.
-        """
-
-    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout_s: float) -> None:
-        """Finish a collective when all data has moved. Nothing by default.
-
-        Args:
-            fingerprint, timeout_s: As for `begin`.
-            call: The call, with its results.
-
-        Raises:
-            CorruptedError: Received and sent data differ, where the transport compares them.
-        """
-
-    def supports(self, call: CollectiveCall) -> bool:
-        """Return whether `collective` supports this call. Every rank must return the same answer.
-
-        Args:
-            call: The call, with this rank's tensors.
+            call: The call, with this rank's tensors, before its algorithm is chosen.
         """
         return call.name in self.native and not call.lengths
 
-    def collective(self, call: CollectiveCall) -> Work:
-        """Start a collective for which `supports` is true.
+    def agree(self, call: Call, deadline: float) -> None:
+        """Return when the call may write to memory. Nothing by default; `run` follows, on every rank.
+
+        A transport that `checks` returns when all ranks are known to make the same call, or does that in `run`.
 
         Args:
-            call: The call, whose tensors belong to the work until it ends.
+            call: This rank's call.
+            deadline: On the clock of `time.monotonic`.
+
+        Raises:
+            MismatchError: Ranks make different calls; on every rank.
+            CommTimeoutError: A rank has not made its call in time.
+        """
+
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        """Start a collective: here, one that is carried out by messages, by the thread that waits.
+
+        Args:
+            call: The call, whose tensors belong to the work until it ends. Without `steps`, `supports` is true of it.
+            over: Posts the messages: the outermost wrapper of this transport, if it has one.
 
         Returns:
             A work that ends when this rank's outputs hold the result.
         """
-        raise NotImplementedError(f"{type(self).__name__} declares no native {call.name}")
+        if call.steps is None:
+            raise NotImplementedError(f"{type(self).__name__} declares no native {call.name}")
+        return Deferred(partial(call.steps, over or self, call), call.timeout)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in the memory that this transport reduces fastest. Collective.
@@ -297,3 +308,157 @@ class Transport(ABC):
 
         device = "cpu" if "cpu" in self.devices else min(self.devices)
         return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+Tensors: TypeAlias = "Buffer | Sequence[Buffer] | None"
+
+
+class Status(IntEnum):
+    """Status of a native call, with the numbers of src/native/shm/barrier.hpp."""
+
+    OK = 0
+    MISMATCH = 1
+    TIMEOUT = 2
+    PEER_LEFT = 3
+    ABORTED = 4
+    UNSUPPORTED = 6
+
+
+class FastPath(Protocol):
+    """Blocking calls on the caller's own tensors, in one native call each.
+
+    They interoperate with `Transport.run` on other ranks, so ranks need not agree on the path, and they compare
+    calls themselves.
+    """
+
+    def try_collective(
+        self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None, deadline: float
+    ) -> Status:
+        """Make the call. Return `UNSUPPORTED`, with no effect, for the general path; `MISMATCH` if ranks' calls differ.
+
+        Args:
+            what: The collective.
+            output: What is written, as the caller gave it: a tensor or one a rank; None where nothing is.
+            input: What is read, where that is something else.
+            op, root: As the caller gave them, where there are such.
+            deadline: On the monotonic clock.
+        """
+        ...
+
+    def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
+        """Raise the `MismatchError` that quotes each rank's fingerprint. All ranks call it."""
+        ...
+
+    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
+        """Return whether a message can be sent or received now. All arguments are the caller's own."""
+        ...
+
+    def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
+        """Send or receive ("send", "recv") a tensor; return `UNSUPPORTED`, with no effect, for the general path."""
+        ...
+
+
+class Envelope(NamedTuple):
+    """One message as it arrived.
+
+    Attributes:
+        peer: The sender's rank.
+        head: The bytes of the message.
+        bodies: The tensors sent with it: one-dimensional, of uint8, in memory of their own.
+    """
+
+    peer: int
+    head: bytes
+    bodies: Sequence[torch.Tensor]
+
+
+class Mailbox(ABC):
+    """One rank's queue of unsolicited messages. Messages from one rank to another arrive in order.
+
+    Unlike a transport, it has no posted receives, and no failure of the whole: a lost rank is
+    `mark_lost`d, and the others continue. Any thread may send; one thread at a time may `poll`; only the permanent
+    service thread may `wait`. A thread that is about to poll by itself calls `mute_wakeups`, so that the waiting
+    thread stays asleep.
+
+    Attributes:
+        group: Group of the ranks.
+        eager: Whether a thread that waits for a message should first poll for it for a while.
+        lost: The lost ranks, each with the error that reports it.
+        on_stall: Called in the sending thread when a send has to wait until the receiver makes room.
+    """
+
+    eager: bool = False
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.lost: dict[int, BaseException] = {}
+        self.on_stall: Callable[[], None] = _nothing
+        self.closed = False
+        self._closers: list[Callable[[], None]] = []
+
+    @abstractmethod
+    def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
+        """Send a message; return when the bodies may be changed.
+
+        Args:
+            peer: Another rank.
+            head: Bytes, preferably few.
+            bodies: One-dimensional contiguous tensors of uint8 on the CPU.
+            timeout: Seconds that the receiver may take to make room.
+
+        Raises:
+            PeerLostError: The peer has gone.
+            CommTimeoutError: The peer receives nothing. It is lost then; otherwise the message arrives later.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[Envelope]:
+        """Return the messages that have arrived. Never blocks."""
+
+    @abstractmethod
+    def wait(self, timeout: float) -> None:
+        """Return when a message may have arrived, another thread calls `wake`, or the timeout expires."""
+
+    def mute_wakeups(self) -> None:
+        """Declare that the caller polls from now on: no thread needs to be woken."""
+
+    def unmute(self) -> None:
+        """Declare that the caller has stopped polling."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End a `wait`. From any thread, and from a finalizer: takes no lock."""
+
+    def mark_lost(self, peer: int, error: BaseException) -> None:
+        """Mark a rank as lost: sends to it fail, including those in progress."""
+        self.lost.setdefault(peer, error)
+        self.wake()
+
+    def abort_message(self, peer: int, error: BaseException) -> None:
+        """Handle an aborted or interrupted send: part of the message was sent, so no message can follow it."""
+        if not isinstance(error, CommError):
+            error = PeerLostError(f"a message to rank {peer} was aborted by {type(error).__name__}", peer=peer)
+        self.mark_lost(peer, error)
+
+    def close(self) -> None:
+        """Release all resources. Idempotent."""
+        self.closed = True
+        closers, self._closers = self._closers, []
+        for closer in closers:
+            closer()
+
+    def on_close(self, closer: Callable[[], None]) -> None:
+        """Register a function that `close` calls too."""
+        self._closers.append(closer)
+
+    def check(self, peer: int) -> None:
+        """Raise if nothing can be sent to this rank."""
+        if peer in self.lost:
+            error = self.lost[peer]
+            raise PeerLostError(str(error), peer=peer) from error
+        if self.closed:
+            raise ClosedError("this mailbox is closed")
+
+
+def _nothing() -> None:
+    """Do nothing: the default of `on_stall`."""

@@ -1,4 +1,4 @@
-"""Basic types of all layers: messages, calls, reduce operations, work in progress."""
+"""Basic types of all layers: messages, reduce operations, work in progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COLLECTIVE_TAG", "MAX_TAG", "CollectiveCall", "Message", "Recv", "ReduceOp", "Send", "Timeout", "Work"]
+__all__ = ["COLLECTIVE_TAG", "MAX_TAG", "Message", "Recv", "ReduceOp", "Send", "Timeout", "Work"]
 
 COLLECTIVE_TAG = -1
 """The channel of collectives. Users' tags start at 0, so the two never match each other."""
@@ -82,49 +82,6 @@ class Recv:
 
 
 Message = Send | Recv
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class CollectiveCall:
-    """One collective as it is passed to a native implementation, or to a schedule.
-
-    All tensors are one-dimensional and contiguous. What `inputs` and `outputs` hold:
-
-    | name | inputs | outputs |
-    |---|---|---|
-    | all_reduce | the tensor | the same tensor |
-    | reduce | a tensor that may be overwritten | at the root the same tensor, elsewhere nothing |
-    | broadcast | at the root the tensor, elsewhere nothing | the tensor |
-    | gather | the tensor | at the root one a rank, elsewhere nothing |
-    | scatter | at the root one a rank, elsewhere nothing | the tensor |
-    | all_gather | the tensor | one a rank |
-    | reduce_scatter | one a rank | the tensor |
-    | all_to_all | one a rank | one a rank |
-    | barrier | nothing | nothing |
-
-    Attributes:
-        name: As in the table.
-        inputs, outputs: As in the table.
-        op: The reduce operation, never `avg`.
-        average: Whether the façade divides the sum; for comparison between ranks only.
-        root: The rank that a rooted operation is about.
-        packed: Where the one-a-rank side consists of consecutive slices of one tensor, that tensor.
-        lengths: Elements of each rank's part, where the parts of a gather or scatter differ; else empty.
-    """
-
-    name: str
-    inputs: tuple[torch.Tensor, ...] = ()
-    outputs: tuple[torch.Tensor, ...] = ()
-    op: ReduceOp | None = None
-    average: bool = False
-    root: int | None = None
-    packed: torch.Tensor | None = None
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def requested_op(self) -> ReduceOp | None:
-        """Operation that the caller named."""
-        return ReduceOp.AVG if self.average else self.op
 
 
 class Work(ABC):

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from unisono.core.call_site import NOT_THE_USERS, is_installed, is_internal
+from unisono.core.flight_recorder import NOT_THE_USERS, is_installed, is_internal
 from unisono.diagnostics.torchrun_report import TorchrunReport
 from unisono.errors import AbortedError, MismatchError, PeerLostError
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import torch
 
-from unisono.core.streams import current_streams, wait_for
+from unisono.core.staging import current_streams, wait_for
 from unisono.core.types import Work
 from unisono.host.native import native
 from unisono.utils.backward_pass import SavedGradients

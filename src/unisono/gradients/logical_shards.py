@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from unisono.communicator import Communicator
-from unisono.core.reduce_op import HALVES
+from unisono.core.tensors import HALVES
 from unisono.gradients.error_context import used_gradients
 from unisono.utils.bucket_plan import MIB, Named, plan_buckets
 

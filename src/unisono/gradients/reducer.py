@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.communicator import Communicator
-from unisono.core.reduce_op import HALVES
+from unisono.core.tensors import HALVES
 from unisono.core.tracing import profiler, sink_here
 from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.communicator import Communicator
-from unisono.core.call_site import called_at
+from unisono.core.flight_recorder import called_at
 from unisono.interop.device_backends import DeviceBackends, by_device
 from unisono.interop.from_store import Connection
 from unisono.interop.options import asynchronous, limit_s, only, operation, plain

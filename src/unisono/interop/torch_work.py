@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from unisono.core.combined_work import WorkGroup
 from unisono.core.types import Work
+from unisono.core.work import WorkGroup
 
 __all__ = ["TorchWork", "together"]
 

@@ -15,7 +15,7 @@ from unisono.communicator import Check, Communicator
 from unisono.core.control import ControlPlane
 from unisono.core.failure import text_of
 from unisono.core.group import Group
-from unisono.core.streams import ACCELERATORS
+from unisono.core.staging import ACCELERATORS
 from unisono.core.transport import Options, Transport
 from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableError
 from unisono.serialization.functions import dumps

@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono.communicator import Communicator
 from unisono.control.process_exit import close_at_exit
-from unisono.core.mailbox import Envelope
+from unisono.core.transport import Envelope
 from unisono.core.types import Timeout
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc import protocol

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from unisono import serialization
-from unisono.core.mailbox import Envelope, Mailbox
+from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommError, CommTimeoutError
 from unisono.rpc.exported import ExportTable
 from unisono.rpc.message import MessageReader, MessageWriter, Recorder, ReferenceTable

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from unisono.core.mailbox import Envelope
+from unisono.core.transport import Envelope
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.errors import ClosedError, CommError, PeerLostError

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unisono.core.mailbox import Envelope
+from unisono.core.transport import Envelope
 from unisono.errors import AbortedError, CommError, CommTimeoutError
 from unisono.rpc.context import context, request
 

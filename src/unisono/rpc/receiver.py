@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from unisono.core.mailbox import Envelope, Mailbox
+from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommError
 from unisono.rpc.pending_calls import PendingCall
 from unisono.rpc.thread_pool import Workers

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unisono.core.mailbox import Envelope
+from unisono.core.transport import Envelope
 from unisono.diagnostics.tracebacks import brief_error
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc.channel import CallTypeError, Channel

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from unisono.core.mailbox import Mailbox
+from unisono.core.transport import Mailbox
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError, CommTimeoutError

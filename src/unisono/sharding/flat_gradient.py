@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from unisono.core.streams import OneStream
+from unisono.core.staging import OneStream
 from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.core.streams import OneStream
+from unisono.core.staging import OneStream
 from unisono.errors import MismatchError
 from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters

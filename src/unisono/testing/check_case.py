@@ -9,8 +9,8 @@ from hashlib import sha256
 import torch
 
 from unisono.communicator import Communicator
-from unisono.core.combined_work import ResultWork
 from unisono.core.types import Work
+from unisono.core.work import ResultWork
 from unisono.testing.cases import Case
 from unisono.testing.memory_layouts import LINEAR, LaidOutTensor, place
 

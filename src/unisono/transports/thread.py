@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from unisono.core.call import Call, Fingerprint, explain
 from unisono.core.control import ControlPlane
 from unisono.core.failure import left_error
 from unisono.core.group import Group
-from unisono.core.streams import ACCELERATORS
+from unisono.core.staging import ACCELERATORS
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, Send, Work
-from unisono.core.work import CountdownWork, elements, size_error
+from unisono.core.work import Completion, CountdownWork, elements, missing_ranks_error, size_error
+from unisono.errors import CommTimeoutError, MismatchError
 
 __all__ = ["TRANSPORT", "InFlightMessage", "MessageQueue", "ThreadTransport"]
 
 _Key = tuple[str, int, int, int]
 _Rank = tuple[str, int]
+_Attendance = tuple[Fingerprint, Completion]
+"""A rank's call, and its wait for the calls of the other ranks."""
 
 
 class MessageQueue:
@@ -33,6 +38,8 @@ class MessageQueue:
         self._keys: defaultdict[_Rank, dict[_Key, None]] = defaultdict(dict)
         self.broken: dict[str, dict[int, BaseException]] = {}
         self.left: defaultdict[str, set[int]] = defaultdict(set)
+        # By group and number of the call, the ranks that have reached it.
+        self.meetings: defaultdict[str, dict[int, dict[int, _Attendance]]] = defaultdict(dict)
 
     def offer(self, key: _Key, message: Message, batch: CountdownWork) -> tuple[Message, CountdownWork] | None:
         """Return the matching message if it already waits; else queue this one (None). Call with the lock held."""
@@ -66,6 +73,7 @@ class MessageQueue:
         if len(self.left[group]) == size:
             del self.left[group]
             self.broken.pop(group, None)
+            self.meetings.pop(group, None)
 
     def has_left(self, group: str, rank: int) -> bool:
         """Return whether a rank has closed its part of a group. Call with the lock held."""
@@ -128,7 +136,7 @@ class ThreadTransport(Transport):
     """
 
     in_process = True
-    any_source = True
+    any_source = checks = True
     devices = ACCELERATORS | {"cpu"}
     host_staged = ACCELERATORS
     latency_s = 20e-6
@@ -170,6 +178,43 @@ class ThreadTransport(Transport):
                 raise left_error(peer)
             return waiting is not None and isinstance(waiting[0][0], Send)
 
+    def agree(self, call: Call, deadline: float) -> None:
+        if not (self.checks and call.checked):
+            return
+        number, size, queue = call.fingerprint.call, self.group.size, self._queue
+        arrived = Completion(0.0)
+        with queue.lock:
+            broken = queue.broken.get(self.group.name, {}).get(self.rank)
+            if broken is not None:
+                raise broken
+            meetings = queue.meetings[self.group.name]
+            meeting = meetings.setdefault(number, {})
+            meeting[self.rank] = call.fingerprint, arrived
+            gone = queue.left.get(self.group.name, set()) - meeting.keys()
+            if len(meeting) == size:
+                del meetings[number]
+        if gone:
+            raise left_error(min(gone))
+        if len(meeting) == size:
+            for _, waiting in meeting.values():
+                waiting.complete()
+        self._await(meeting, arrived, deadline)
+        mine = call.fingerprint.compared()
+        prints = [meeting[rank][0] for rank in range(size)]
+        if any(other.compared() != mine for other in prints) or call.fingerprint.sends:
+            problem = explain(prints)
+            if problem:
+                raise MismatchError(f"{problem}. Nothing was sent")
+
+    def _await(self, meeting: dict[int, _Attendance], arrived: Completion, deadline: float) -> None:
+        started = time.monotonic()
+        try:
+            arrived.wait(max(0.0, deadline - started))
+        except CommTimeoutError:
+            missing = [rank for rank in range(self.size) if rank not in meeting]
+            if missing:
+                raise missing_ranks_error(time.monotonic() - started, missing) from None
+
     def _work(self, batch: Sequence[Message]) -> CountdownWork:
         return CountdownWork(self._timeout_s, batch)
 
@@ -185,13 +230,20 @@ class ThreadTransport(Transport):
         with self._queue.lock:
             self._queue.leave(self.group.name, self.rank, self.size)
             keys = self._queue.keys_of(self.group.name, self.rank)
-            pending = [batch for key in keys for batch in self._queue.remove(key)]
+            pending: list[Completion] = [batch for key in keys for batch in self._queue.remove(key)]
+            for meeting in self._queue.meetings.get(self.group.name, {}).values():
+                if self.rank not in meeting:
+                    pending += [arrived for _, arrived in meeting.values()]
         for batch in pending:
             batch.complete(left_error(self.rank))
 
     def abort(self, cause: BaseException) -> None:
         with self._queue.lock:
             self._queue.broken.setdefault(self.group.name, {}).setdefault(self.rank, cause)
+            meetings = [meeting.get(self.rank) for meeting in self._queue.meetings.get(self.group.name, {}).values()]
+        for attendance in meetings:
+            if attendance is not None:
+                attendance[1].complete(cause)
         for batch in self._queue.forget(self.group.name, self.rank):
             batch.complete(cause)
 

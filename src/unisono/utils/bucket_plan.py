@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from unisono.communicator import Communicator
-from unisono.core.streams import ACCELERATORS
+from unisono.core.staging import ACCELERATORS
 from unisono.core.tensors import is_non_overlapping
 from unisono.errors import MismatchError
 from unisono.host.cpu_count import cores

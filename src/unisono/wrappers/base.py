@@ -8,10 +8,10 @@ from typing import NoReturn, Self
 
 import torch
 
-from unisono.core.fingerprint import Fingerprint
+from unisono.core.call import Call
 from unisono.core.group import Group
-from unisono.core.transport import Transport
-from unisono.core.types import CollectiveCall, Message, Work
+from unisono.core.transport import PointToPoint, Transport
+from unisono.core.types import Message, Work
 
 __all__ = ["Wrapper"]
 
@@ -19,7 +19,7 @@ __all__ = ["Wrapper"]
 class Wrapper(Transport):
     """Forwards everything, except native collectives, which would bypass a wrapper that intercepts `post`.
 
-    A wrapper that handles `collective` itself declares so by setting `native` to that of the inner transport.
+    A wrapper that handles these itself declares so by setting `native` to that of the inner transport.
     A subclass overrides the methods it changes, and `wrap_child`, which applies it to sub-groups.
 
     Args:
@@ -30,6 +30,7 @@ class Wrapper(Transport):
         self.inner = inner
         self.group = inner.group
         self.tags, self.any_source, self.checks = inner.tags, inner.any_source, inner.checks
+        self.balanced = inner.balanced
         self.host_staged = inner.host_staged
         self.devices, self.latency_s, self.second_per_byte = inner.devices, inner.latency_s, inner.second_per_byte
 
@@ -53,17 +54,14 @@ class Wrapper(Transport):
     def iprobe(self, peer: int, tag: int) -> bool:
         return self.inner.iprobe(peer, tag)
 
-    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
-        self.inner.begin(fingerprint, timeout_s)
-
-    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout_s: float) -> None:
-        self.inner.end(fingerprint, call, timeout_s)
-
-    def supports(self, call: CollectiveCall) -> bool:
+    def supports(self, call: Call) -> bool:
         return call.name in self.native and self.inner.supports(call)
 
-    def collective(self, call: CollectiveCall) -> Work:
-        return self.inner.collective(call)
+    def agree(self, call: Call, deadline: float) -> None:
+        self.inner.agree(call, deadline)
+
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        return self.inner.run(call, over or self)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self.inner.empty(shape, dtype)

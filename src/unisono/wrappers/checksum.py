@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from unisono.core.combined_work import ChainedWork
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Recv, Send, Work
+from unisono.core.work import ChainedWork
 from unisono.errors import CorruptedError
 from unisono.wrappers.base import Wrapper
 from unisono.wrappers.delay_queue import Stream

@@ -1,19 +1,25 @@
-"""Comparison of the collectives of all ranks, over the control plane, before any data moves; and of the results."""
+"""Comparison of the collectives of all ranks, over the control plane, before any data moves; and of what arrives."""
 
 from __future__ import annotations
 
+import struct
+import time
+from collections import Counter
 from collections.abc import Sequence
 
-from unisono.core.buffer_guard import digest
+from unisono.core.call import Call, Fingerprint, explain
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.control import ControlPlane
-from unisono.core.fingerprint import Fingerprint, explain
-from unisono.core.transport import Transport
-from unisono.core.types import CollectiveCall
+from unisono.core.staging import digest
+from unisono.core.transport import Options, PointToPoint, Transport
+from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Work
+from unisono.core.work import ChainedWork
 from unisono.errors import CorruptedError, MismatchError
 from unisono.wrappers.base import Wrapper
 
 __all__ = ["Checked"]
+
+_DIGEST = struct.Struct("<Q")
 
 
 class Checked(Wrapper):
@@ -21,53 +27,98 @@ class Checked(Wrapper):
 
     Cost: one round trip to the control plane per collective, none per message. With `full`, which also compares shapes,
     one more after it, with hashes of the inputs and outputs: `CorruptedError` on all ranks if they differ. The hash of
-    a sum cannot be known beforehand; ranks compare that they all hold the same one.
+    a sum cannot be known beforehand; ranks compare that they all hold the same one. A message costs one request to the
+    control plane where it is sent, and two where it is received.
 
     Args:
         inner: The transport to check.
         control: This rank's handle to the control plane.
+        options: For the timeout.
         full: Whether to compare contents too.
     """
 
-    def __init__(self, inner: Transport, control: ControlPlane, *, full: bool = False) -> None:
+    def __init__(self, inner: Transport, control: ControlPlane, options: Options, *, full: bool = False) -> None:
         super().__init__(inner)
-        self._control, self.full = control, full
+        self._control, self._options, self.full = control, options, full
         self.native = inner.native
         self.checks = True
+        self._counted: Counter[tuple[bool, int, int, int]] = Counter()
 
     def wrap_child(self, inner: Transport) -> Checked:
-        return Checked(inner, self._control, full=self.full)
+        return Checked(inner, self._control, self._options, full=self.full)
 
-    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
+    def agree(self, call: Call, deadline: float) -> None:
+        fingerprint = call.fingerprint
         topic = _topic(fingerprint)
+        left = deadline - time.monotonic()
         if fingerprint.sends or fingerprint.receives:
-            values = self._control.exchange(self.group, topic, fingerprint.values(), timeout_s)
+            values = self._control.exchange(self.group, topic, fingerprint.values(), left)
         else:
             compared = fingerprint.compared(shapes=self.full)
-            if self._control.agree(self.group, topic, compared, timeout_s) is None:
-                return super().begin(fingerprint, timeout_s)
-            values = self._control.exchange(self.group, f"{topic} in full", fingerprint.values(), timeout_s)
+            if self._control.agree(self.group, topic, compared, left) is None:
+                return super().agree(call, deadline)
+            values = self._control.exchange(self.group, f"{topic} in full", fingerprint.values(), left)
         problem = explain([Fingerprint(*value) for value in values], shapes=self.full)
         if problem:
             raise MismatchError(f"{problem}. Nothing was sent")
-        return super().begin(fingerprint, timeout_s)
+        return super().agree(call, deadline)
 
-    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout_s: float) -> None:
-        super().end(fingerprint, call, timeout_s)
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        work = super().run(call, over)
         collective = FAMILIES[call.name]
         # The hash of a sum cannot be known beforehand: it is compared where all ranks hold the sum.
         if not self.full or not collective.moves or (collective.reduces and not collective.same_everywhere):
-            return
+            return work
+        return ChainedWork(work, lambda: self._compare_results(call, collective))
+
+    def _compare_results(self, call: Call, collective: Collective) -> None:
         given = [digest(tensor) for tensor in call.inputs]
         taken = [digest(tensor) for tensor in call.outputs]
-        rows = self._control.exchange(self.group, f"{_topic(fingerprint)}, its results", (given, taken), timeout_s)
+        operation = call.fingerprint.operation
+        topic = f"{_topic(call.fingerprint)}, its results"
+        rows = self._control.exchange(self.group, topic, (given, taken), call.timeout)
         found = _other_than_most(rows) if collective.reduces else _other_than_sent(collective, rows, call.root or 0)
         if found is not None:
             source, target = found
-            who = f"rank {target} holds another result of {fingerprint.operation} than rank {source}"
+            who = f"rank {target} holds another result of {operation} than rank {source}"
             if call.name != "all_reduce":
-                who = f"rank {target} received from rank {source} in {fingerprint.operation} other bytes than it sent"
+                who = f"rank {target} received from rank {source} in {operation} other bytes than it sent"
             raise CorruptedError(f"{who}. Is the memory or the network between the two ranks faulty?", peer=source)
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        if not self.full or not batch or batch[0].tag == COLLECTIVE_TAG:
+            return super().post(batch)
+        received: list[tuple[Message, str]] = []
+        for message in batch:
+            key = self._key(message)
+            if isinstance(message, Recv):
+                received.append((message, key))
+            else:
+                self._control.set(key, _DIGEST.pack(digest(message.tensor)))
+        return ChainedWork(super().post(batch), lambda: self._compare_messages(received))
+
+    def _key(self, message: Message) -> str:
+        """Return the key of a message's hash, which its sender and its receiver know without a message."""
+        receives = isinstance(message, Recv)
+        source, target = (message.peer, self.rank) if receives else (self.rank, message.peer)
+        # Of messages to oneself, both ends are counted here.
+        stream = receives, source, target, message.tag
+        self._counted[stream] += 1
+        number = self._counted[stream]
+        return f"{self.group.name}/message {number} of tag {message.tag} from {source} to {target}"
+
+    def _compare_messages(self, received: Sequence[tuple[Message, str]]) -> None:
+        for message, key in received:
+            sent = self._control.get(key, self._options.timeout_s, self.group)
+            self._control.delete(key)
+            if _DIGEST.unpack(sent)[0] != digest(message.tensor):
+                raise CorruptedError(
+                    f"a message from rank {message.peer} (tag {message.tag}) holds other bytes than were sent. Is the "
+                    "memory or the network between the two ranks faulty?",
+                    peer=message.peer,
+                    nbytes=message.tensor.nbytes,
+                )
 
 
 def _topic(fingerprint: Fingerprint) -> str:

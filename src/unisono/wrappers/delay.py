@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from random import Random
 
-from unisono.core.combined_work import WorkGroup
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
+from unisono.core.work import WorkGroup
 from unisono.errors import ClosedError
 from unisono.wrappers.base import Wrapper
 from unisono.wrappers.delay_queue import DelayedSend, DelayQueue

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from unisono.core.combined_work import WorkGroup
 from unisono.core.registry import unknown_name
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
+from unisono.core.work import WorkGroup
 from unisono.errors import ClosedError
 from unisono.simulation import waiting
 from unisono.wrappers.base import Wrapper

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.core.combined_work import ChainedWork
-from unisono.core.fingerprint import Fingerprint
-from unisono.core.flight_recorder import PendingMessage
+from unisono.core.call import Call, Fingerprint
+from unisono.core.flight_recorder import PendingMessage, site_text
 from unisono.core.tracing import SINK, Event, Sink
-from unisono.core.transport import Transport
-from unisono.core.types import CollectiveCall, Message, Send, Work
+from unisono.core.transport import PointToPoint, Transport
+from unisono.core.types import Message, Send, Work
+from unisono.core.work import ChainedWork
 from unisono.wrappers.base import Wrapper
 
 __all__ = ["Traced", "traced"]
@@ -42,31 +42,26 @@ class Traced(Wrapper):
         super().__init__(inner)
         self.native, self._sink, self._called_s = inner.native, sink, called_s
         self._posted, self._sent, self._call = posted, Counter[tuple[str, int, int]](), 0
-        self._starts: dict[int, float] = {}
 
     def wrap_child(self, inner: Transport) -> Traced:
         return Traced(inner, self._sink)
 
-    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
+    def agree(self, call: Call, deadline: float) -> None:
         start = time.perf_counter()
-        self._call = fingerprint.call
-        self._starts[fingerprint.call] = self._called_s or start
+        self._call = call.fingerprint.call
         self._sent.clear()
-        self.inner.begin(fingerprint, timeout_s)
-        self._report("begin", fingerprint.operation, start, 0, _detail(fingerprint))
+        self.inner.agree(call, deadline)
+        self._report("begin", call.fingerprint.operation, start, 0, _detail(call.fingerprint))
 
-    def end(self, fingerprint: Fingerprint, call: CollectiveCall, timeout_s: float) -> None:
-        self.inner.end(fingerprint, call, timeout_s)
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        start = self._called_s or time.perf_counter()
         nbytes = max(sum(t.nbytes for t in call.inputs), sum(t.nbytes for t in call.outputs))
-        start = self._starts.pop(fingerprint.call)
-        self._report("collective", fingerprint.operation, start, nbytes, _detail(fingerprint))
+        shown = "collective", call.fingerprint.operation, start, nbytes, _detail(call.fingerprint)
+        return ChainedWork(super().run(call, over), lambda: self._report(*shown))
 
     def post(self, batch: Sequence[Message]) -> Work:
         start, details = time.perf_counter(), [self._message(place, m) for place, m in enumerate(batch)]
         return ChainedWork(self.inner.post(batch), lambda: self._messages(batch, details, start))
-
-    def collective(self, call: CollectiveCall) -> Work:
-        return self.inner.collective(call)
 
     def _message(self, place: int, message: Message) -> dict[str, Any]:
         """Return a message's peer and tag, and its identity, which sender and receiver know without a message."""
@@ -95,7 +90,7 @@ def _detail(fingerprint: Fingerprint) -> dict[str, Any]:
     return {
         "call": fingerprint.call,
         "algorithm": fingerprint.algorithm,
-        "site": fingerprint.site,
+        "site": site_text(fingerprint.site),
         "op": fingerprint.op,
         "root": fingerprint.root,
         "dtype": fingerprint.dtype,

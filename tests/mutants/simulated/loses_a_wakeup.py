@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from unisono.core.combined_work import ChainedWork
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Work
+from unisono.core.work import ChainedWork
 from unisono.errors import CommTimeoutError
 from unisono.wrappers.base import Wrapper
 

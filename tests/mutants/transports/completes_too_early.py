@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.core.combined_work import ChainedWork
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Work
+from unisono.core.work import ChainedWork
 from unisono.wrappers.base import Wrapper
 
 CHECK = "work_reports_completion"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from unisono.core.transport import Transport
-from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Recv, ReduceOp, Send, Work
+from unisono.core.call import Call
+from unisono.core.transport import PointToPoint, Transport
+from unisono.core.types import COLLECTIVE_TAG, Recv, ReduceOp, Send, Work
 from unisono.core.work import Completion
 from unisono.wrappers.base import Wrapper
 
@@ -21,10 +22,12 @@ class Mutant(Wrapper):
     def wrap_child(self, inner: Transport) -> Mutant:
         return Mutant(inner)
 
-    def supports(self, call: CollectiveCall) -> bool:
+    def supports(self, call: Call) -> bool:
         return call.name == "all_reduce" and call.op is ReduceOp.SUM and call.inputs[0].is_floating_point()
 
-    def collective(self, call: CollectiveCall) -> Work:
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        if call.steps is not None:
+            return super().run(call, over)
         tensor, others = call.outputs[0], [rank for rank in range(self.size) if rank != self.rank]
         got = [torch.empty_like(tensor) for _ in others]
         receives = [Recv(t, rank, COLLECTIVE_TAG) for t, rank in zip(got, others, strict=True)]

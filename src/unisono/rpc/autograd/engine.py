@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from unisono.core.mailbox import Envelope
+from unisono.core.transport import Envelope
 from unisono.errors import CommError
 from unisono.rpc.agent import Agent
 from unisono.rpc.autograd.backward_pass import GRAPH_GONE, BackwardPass, Context, Gradients, Output

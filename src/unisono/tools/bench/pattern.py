@@ -7,7 +7,7 @@ from functools import reduce
 
 import torch
 
-from unisono.core.reduce_op import combine
+from unisono.core.tensors import combine
 from unisono.core.types import ReduceOp
 
 __all__ = ["PERIOD", "Pattern", "given", "reduced"]

@@ -9,7 +9,7 @@ import torch
 
 from unisono.collectives.algorithms import ALGORITHMS
 from unisono.core.collective import FAMILIES
-from unisono.core.reduce_op import check_reducible, parse_op
+from unisono.core.tensors import check_reducible, parse_op
 from unisono.host.network import why_no_shm
 from unisono.tools.bench.peers import PEERS
 from unisono.tools.bench.workload import COLLECTIVES, Workload

@@ -18,9 +18,9 @@ from typing import Self
 import torch
 
 from unisono.collectives.chunk_layout import even_edges
+from unisono.core.call import Call
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Transport
-from unisono.core.types import CollectiveCall
 from unisono.core.work import Completion
 from unisono.transports.hierarchical.subset import SubsetCollectives, SubsetTransport
 
@@ -72,7 +72,7 @@ class HierarchicalCollectives:
         self._across: dict[tuple[int, ...], SubsetCollectives] = {}
 
     # -- all_reduce ----------------------------------------------------------------------------
-    def all_reduce(self, call: CollectiveCall, deadline: float) -> None:
+    def all_reduce(self, call: Call, deadline: float) -> None:
         """Reduce tile by tile: while one is in flight between hosts, the next one is reduced inside."""
         tensor = call.outputs[0]
         usual = self._carriers * self._chunk_bytes // tensor.element_size()
@@ -104,29 +104,27 @@ class HierarchicalCollectives:
         edges += [edges[-1]] * (len(self._hosts[self._here]) - self._carriers)
         return tuple(tile[low:high] for low, high in pairwise(edges))
 
-    def _scattered(self, call: CollectiveCall, tile: torch.Tensor, deadline: float) -> torch.Tensor:
+    def _scattered(self, call: Call, tile: torch.Tensor, deadline: float) -> torch.Tensor:
         """Return this rank's share of the host's sum."""
         if self._inside is None:
             return tile
         shares = self._shares(tile)
         share = torch.empty_like(shares[self._local_rank])
-        inner = CollectiveCall(name="reduce_scatter", inputs=shares, outputs=(share,), op=call.op)
+        inner = Call("reduce_scatter", inputs=shares, outputs=(share,), op=call.op)
         self._inside(inner, deadline)
         return share
 
-    def _exchange(self, call: CollectiveCall, share: torch.Tensor, deadline: float) -> None:
+    def _exchange(self, call: Call, share: torch.Tensor, deadline: float) -> None:
         """Sum a share over the hosts, in place."""
         if self._rail is not None and share.numel():
-            self._rail(CollectiveCall(name="all_reduce", inputs=(share,), outputs=(share,), op=call.op), deadline)
+            self._rail(Call("all_reduce", inputs=(share,), outputs=(share,), op=call.op), deadline)
 
     def _gathered(self, tile: torch.Tensor, share: torch.Tensor, deadline: float) -> None:
         if self._inside is not None:
-            self._inside(
-                CollectiveCall(name="all_gather", inputs=(share,), outputs=self._shares(tile), packed=tile), deadline
-            )
+            self._inside(Call("all_gather", inputs=(share,), outputs=self._shares(tile), packed=tile), deadline)
 
     # -- the others ----------------------------------------------------------------------------
-    def broadcast(self, call: CollectiveCall, deadline: float) -> None:
+    def broadcast(self, call: Call, deadline: float) -> None:
         """Broadcast to one rank of each host, and from there to the others."""
         root = _root(call)
         one = self._one_each(root)
@@ -136,19 +134,17 @@ class HierarchicalCollectives:
             source = self._hosts[self._here].index(one[self._here])
             self._inside(_moved(call, source, source == self._local_rank), deadline)
 
-    def reduce(self, call: CollectiveCall, deadline: float) -> None:
+    def reduce(self, call: Call, deadline: float) -> None:
         """Reduce to one rank of each host, and from these to the root."""
         root, tensor = _root(call), call.inputs[0]
         one = self._one_each(root)
         if self._inside is not None:
             into = self._hosts[self._here].index(one[self._here])
             outputs = (tensor,) if into == self._local_rank else ()
-            self._inside(
-                CollectiveCall(name="reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=into), deadline
-            )
+            self._inside(Call("reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=into), deadline)
         if self._outer.rank in one:
             outputs = (tensor,) if root == self._outer.rank else ()
-            inner = CollectiveCall(name="reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=one.index(root))
+            inner = Call("reduce", inputs=(tensor,), outputs=outputs, op=call.op, root=one.index(root))
             self._between(one)(inner, deadline)
 
     def _one_each(self, root: int) -> tuple[int, ...]:
@@ -161,19 +157,17 @@ class HierarchicalCollectives:
             found = self._across[ranks] = SubsetCollectives(SubsetTransport(self._outer, ranks), self._chunk_bytes)
         return found
 
-    def all_gather(self, call: CollectiveCall, deadline: float) -> None:
+    def all_gather(self, call: Call, deadline: float) -> None:
         """Gather the tensors of each rank's peers on the other hosts, then all-gather them inside."""
         assert self._rail is not None
         assert self._inside is not None
         rail = tuple(call.outputs[ranks[self._local_rank]] for ranks in self._hosts)
-        self._rail(CollectiveCall(name="all_gather", inputs=call.inputs, outputs=rail), deadline)
+        self._rail(Call("all_gather", inputs=call.inputs, outputs=rail), deadline)
         for ranks in self._hosts:
             outputs = tuple(call.outputs[rank] for rank in ranks)
-            self._inside(
-                CollectiveCall(name="all_gather", inputs=(outputs[self._local_rank],), outputs=outputs), deadline
-            )
+            self._inside(Call("all_gather", inputs=(outputs[self._local_rank],), outputs=outputs), deadline)
 
-    def reduce_scatter(self, call: CollectiveCall, deadline: float) -> None:
+    def reduce_scatter(self, call: Call, deadline: float) -> None:
         """Run a reduce-scatter inside for each host; then each rank sums its part with its peers on the other hosts."""
         assert self._rail is not None
         assert self._inside is not None
@@ -182,8 +176,8 @@ class HierarchicalCollectives:
         rail = partly.split(lengths)
         for ranks, share in zip(self._hosts, rail, strict=True):
             inputs = tuple(call.inputs[rank] for rank in ranks)
-            self._inside(CollectiveCall(name="reduce_scatter", inputs=inputs, outputs=(share,), op=call.op), deadline)
-        self._rail(CollectiveCall(name="reduce_scatter", inputs=rail, outputs=call.outputs, op=call.op), deadline)
+            self._inside(Call("reduce_scatter", inputs=inputs, outputs=(share,), op=call.op), deadline)
+        self._rail(Call("reduce_scatter", inputs=rail, outputs=call.outputs, op=call.op), deadline)
 
 
 def _tiles(count: int, usual: int) -> list[int]:
@@ -202,15 +196,15 @@ def _tiles(count: int, usual: int) -> list[int]:
     return found
 
 
-def _root(call: CollectiveCall) -> int:
+def _root(call: Call) -> int:
     assert call.root is not None
     return call.root
 
 
-def _moved(call: CollectiveCall, root: int, here: bool) -> CollectiveCall:
+def _moved(call: Call, root: int, here: bool) -> Call:
     """Return the same broadcast, among other ranks."""
     target = call.outputs[0]
-    return CollectiveCall(name="broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
+    return Call("broadcast", inputs=(target,) if here else (), outputs=(target,), root=root)
 
 
 class _InterHostStage:

@@ -6,16 +6,16 @@ A host's first rank represents it. A short reduction travels with the agreement:
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from hashlib import blake2b
 
 import torch
 
+from unisono.core.call import Call, Fingerprint, explain
 from unisono.core.control import ControlPlane
-from unisono.core.fingerprint import Fingerprint, explain
 from unisono.core.group import Group
-from unisono.core.reduce_op import combine_all
-from unisono.core.types import CollectiveCall, ReduceOp
+from unisono.core.tensors import combine_all
+from unisono.core.transport import PointToPoint
+from unisono.core.types import ReduceOp
 from unisono.errors import CommError, CommTimeoutError, MismatchError
 from unisono.transports.hierarchical.host_links import HostLinks, Packet
 from unisono.transports.hierarchical.subset import SubsetCollectives
@@ -79,14 +79,14 @@ class Agreement:
             return
         self._settle(mine, self._alike(mine, deadline), None, deadline)
 
-    def reduce(self, call: CollectiveCall, mine: Fingerprint, deadline: float) -> None:
+    def reduce(self, call: Call, deadline: float) -> None:
         """As `agree`, for an all_reduce of at most `short_bytes`, which is complete when this returns."""
         self._calls += 1
         target = call.outputs[0]
         partial = self._host_rounds[self._own].like(target)
         partial.copy_(target)
-        partly = CollectiveCall(name=call.name, inputs=(partial,), outputs=(partial,), op=call.op, average=call.average)
-        self._settle(mine, self._summed(partly, mine, deadline), partly, deadline)
+        partly = call._replace(inputs=(partial,), outputs=(partial,))
+        self._settle(call.fingerprint, self._summed(partly, deadline), partly, deadline)
         target.copy_(self._host_rounds[0].like(target))
 
     def find_missing_rank(self, error: CommTimeoutError, timeout: float) -> BaseException:
@@ -114,24 +114,22 @@ class Agreement:
         transport = self._inside.transport
         if not transport.checks:
             return self._compared(mine, deadline)
-        local = replace(mine, algorithm=f"{mine.algorithm} between hosts", sends=(), receives=())
+        local = mine._replace(algorithm=f"{mine.algorithm} between hosts", sends=(), receives=())
         try:
-            transport.begin(local, max(0.0, deadline - time.monotonic()))
+            transport.agree(Call("barrier", fingerprint=local, steps=_between_hosts), deadline)
         except MismatchError:
             return False
         return True
 
-    def _summed(self, partly: CollectiveCall, mine: Fingerprint, deadline: float) -> bool:
+    def _summed(self, partly: Call, deadline: float) -> bool:
         """Reduce the tensors of this host's ranks if they are about to do the same. Return whether they are."""
         if self._inside is None:
             return True
-        transport = self._inside.transport
-        if not transport.checks and not self._compared(mine, deadline):
+        checks = self._inside.transport.checks
+        if not checks and not self._compared(partly.fingerprint, deadline):
             return False
         try:
-            if transport.checks:
-                transport.begin(mine, max(0.0, deadline - time.monotonic()))
-            self._inside(partly, deadline)
+            self._inside(partly, deadline, agrees=checks)
         except MismatchError:
             return False
         return True
@@ -140,11 +138,11 @@ class Agreement:
         assert self._inside is not None
         own = torch.frombuffer(bytearray(_digest(mine)), dtype=torch.uint8)
         all_of_them = tuple(torch.empty_like(own) for _ in range(self._inside.transport.size))
-        self._inside(CollectiveCall(name="all_gather", inputs=(own,), outputs=all_of_them), deadline)
+        self._inside(Call("all_gather", inputs=(own,), outputs=all_of_them), deadline)
         return all(torch.equal(own, other) for other in all_of_them)
 
     # -- between hosts, and back ---------------------------------------------------------------
-    def _settle(self, mine: Fingerprint, alike: bool, partly: CollectiveCall | None, deadline: float) -> None:
+    def _settle(self, mine: Fingerprint, alike: bool, partly: Call | None, deadline: float) -> None:
         """Compare between hosts and notify all ranks, with the partial results of a reduction if there is one."""
         nbytes = 0 if partly is None else partly.outputs[0].nbytes
         first = self._host_rounds[0]
@@ -161,9 +159,7 @@ class Agreement:
             message = first.with_header(nbytes)
             given = (message,) if self._links is not None else ()
             # The rank that waits for another host notifies its own host when it gives up, a little after the deadline.
-            self._inside(
-                CollectiveCall(name="broadcast", inputs=given, outputs=(message,), root=0), deadline + _REPORT_S
-            )
+            self._inside(Call("broadcast", inputs=given, outputs=(message,), root=0), deadline + _REPORT_S)
         if first.verdict == _LATE:
             raise error or _late(first.late, deadline)
         if first.verdict != _AGREED:
@@ -179,7 +175,7 @@ class Agreement:
         }
         return links.swap(packet, theirs, deadline) and alike
 
-    def _combine(self, partly: CollectiveCall | None) -> None:
+    def _combine(self, partly: Call | None) -> None:
         """Combine in the order of hosts, on every host, so that the bits agree."""
         if partly is not None:
             shares = [host_round.like(partly.outputs[0]) for host_round in self._host_rounds]
@@ -241,3 +237,8 @@ def _late(rank: int, deadline: float) -> CommTimeoutError:
 
 def _digest(mine: Fingerprint) -> bytes:
     return blake2b(repr(mine.compared()).encode(), digest_size=_HEAD_BYTES).digest()
+
+
+def _between_hosts(transport: PointToPoint, call: Call, deadline: float) -> None:
+    """Stand, in the part of a call within a host, for the steps that carry it out between hosts."""
+    raise NotImplementedError("the transport of all hosts carries this call out")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from unisono.core.combined_work import ChainedWork, WorkGroup
-from unisono.core.fingerprint import Fingerprint
-from unisono.core.transport import Transport
-from unisono.core.types import CollectiveCall, Message, Work
+from unisono.core.call import Call
+from unisono.core.transport import PointToPoint, Transport
+from unisono.core.types import Message, Work
+from unisono.core.work import ChainedWork, WorkGroup
 from unisono.errors import CommError
 from unisono.wrappers.base import Wrapper
 
@@ -34,9 +34,9 @@ class RankMappedTransport(Wrapper):
     def wrap_child(self, inner: Transport) -> RankMappedTransport:
         return RankMappedTransport(inner, range(inner.size))
 
-    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
+    def agree(self, call: Call, deadline: float) -> None:
         try:
-            super().begin(fingerprint, timeout_s)
+            super().agree(call, deadline)
         except CommError as error:
             raise self.translate(error) from error
 
@@ -49,8 +49,10 @@ class RankMappedTransport(Wrapper):
         except CommError as error:
             raise self.translate(error) from error
 
-    def collective(self, call: CollectiveCall) -> Work:
-        return ChainedWork(super().collective(call), translate=self.translate)
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        # The messages of a call have been translated.
+        work = super().run(call, over)
+        return ChainedWork(work, translate=self.translate) if call.steps is None else work
 
     def abort(self, cause: BaseException) -> None:
         self._cause = self._cause or cause

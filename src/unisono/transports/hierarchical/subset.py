@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from unisono.collectives.algorithm import run_algorithm
-from unisono.collectives.executor import ScratchPool
-from unisono.collectives.plan import message_bytes
-from unisono.collectives.selection import choose
+from unisono.collectives.selection import Selection
+from unisono.core.call import Call
 from unisono.core.group import Group
 from unisono.core.transport import Transport
-from unisono.core.types import CollectiveCall, Message, Work
+from unisono.core.types import Message, Work
 
 __all__ = ["SubsetCollectives", "SubsetTransport"]
 
@@ -56,20 +54,18 @@ class SubsetCollectives:
     """
 
     def __init__(self, transport: Transport, chunk_bytes: int) -> None:
-        self.transport, self._chunk_bytes = transport, chunk_bytes
-        self._spare = ScratchPool()
+        self.transport, self._selection = transport, Selection(transport, chunk_bytes)
 
-    def __call__(self, call: CollectiveCall, deadline: float) -> None:
-        """Return when this rank's part is done. A reduction in place writes to its inputs, too."""
-        transport = self.transport
-        if transport.supports(call):
-            transport.collective(call).wait(max(0.0, deadline - time.monotonic()))
-            return
-        run_algorithm(
-            transport,
-            call,
-            choose(transport, call, message_bytes(call, transport.size)),
-            segment_bytes=self._chunk_bytes,
-            timeout=max(0.0, deadline - time.monotonic()),
-            spare=self._spare,
-        )
+    def __call__(self, call: Call, deadline: float, *, agrees: bool = False) -> None:
+        """Return when this rank's part is done. A reduction in place writes to its inputs, too.
+
+        Args:
+            call: The call, without steps.
+            deadline: On the clock of `time.monotonic`.
+            agrees: Whether the ranks first compare their calls.
+        """
+        _, steps = self._selection.choose(call)
+        chosen = call._replace(steps=steps, timeout=max(0.0, deadline - time.monotonic()))
+        if agrees:
+            self.transport.agree(chosen, deadline)
+        self.transport.run(chosen).wait(max(0.0, deadline - time.monotonic()))

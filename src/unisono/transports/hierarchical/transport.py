@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NoReturn
 
 import torch
 
+from unisono.core.call import Call
 from unisono.core.control import ControlPlane
-from unisono.core.fingerprint import Fingerprint
 from unisono.core.group import Group
-from unisono.core.lazy_work import Deferred
-from unisono.core.mailbox import Mailbox
-from unisono.core.transport import Options, Transport
-from unisono.core.types import CollectiveCall, Message, Work
+from unisono.core.transport import Mailbox, Options, PointToPoint, Transport
+from unisono.core.types import Message, Work
+from unisono.core.work import Deferred
 from unisono.errors import ClosedError, CommTimeoutError, UnavailableError
 from unisono.transports.hierarchical.collectives import HierarchicalCollectives
 from unisono.transports.hierarchical.consistency import Agreement
@@ -69,7 +69,6 @@ class Hierarchical(Transport):
         self._reconnect = reconnect
         self.group, self._control, self._options, self._hosts = group, control, options, hosts
         self._broken: BaseException | None = None
-        self._now: Fingerprint | None = None
         here = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
         self._here = hosts[here]
         with ExitStack() as undo:
@@ -121,30 +120,30 @@ class Hierarchical(Transport):
         return super().empty(shape, dtype) if self.inner is None else self.inner.empty(shape, dtype)
 
     # -- collectives ---------------------------------------------------------------------------
-    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
-        """Compare a call that runs by a schedule. A native call is compared with its own first packet."""
-        self._now = fingerprint
-        if fingerprint.algorithm != "native":
-            with self._name_missing_rank(timeout_s):
-                self._agreement.agree(fingerprint, time.monotonic() + timeout_s)
+    def agree(self, call: Call, deadline: float) -> None:
+        """Compare a call that runs by messages. A native call is compared with its own first packet."""
+        if call.steps is not None:
+            with self._name_missing_rank(deadline):
+                self._agreement.agree(call.fingerprint, deadline)
 
-    def collective(self, call: CollectiveCall) -> Work:
-        fingerprint = self._now
-        assert fingerprint is not None
-        return Deferred(lambda deadline: self._run(call, fingerprint, deadline), self._options.timeout_s)
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        if call.steps is not None:
+            return super().run(call, over)
+        return Deferred(partial(self._run, call), call.timeout)
 
-    def _run(self, call: CollectiveCall, fingerprint: Fingerprint, deadline: float) -> None:
-        with self._name_missing_rank(deadline - time.monotonic()):
+    def _run(self, call: Call, deadline: float) -> None:
+        with self._name_missing_rank(deadline):
             if call.name == "all_reduce" and call.outputs[0].nbytes <= self._agreement.short_bytes:
-                self._agreement.reduce(call, fingerprint, deadline)
+                self._agreement.reduce(call, deadline)
                 return
-            self._agreement.agree(fingerprint, deadline)
+            self._agreement.agree(call.fingerprint, deadline)
             if call.name != "barrier":
                 getattr(self._bulk, call.name)(call, deadline)
 
     @contextmanager
-    def _name_missing_rank(self, timeout: float) -> Iterator[None]:
+    def _name_missing_rank(self, deadline: float) -> Iterator[None]:
         """Name the missing rank in a timeout: a rank that waits for a host cannot know which of its ranks is late."""
+        timeout = deadline - time.monotonic()
         try:
             yield
         except CommTimeoutError as error:

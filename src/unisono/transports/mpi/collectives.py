@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from unisono.core.call import Call
 from unisono.core.collective import FAMILIES
 from unisono.core.tensors import numels
-from unisono.core.types import CollectiveCall
 from unisono.transports.mpi.communicators import MpiCommunicators
 from unisono.transports.mpi.reduce_op import Reductions, prepares, reducible
 from unisono.transports.mpi.requests import LONGEST, memory
@@ -27,7 +27,7 @@ _MOST_BYTES = 2**31 - 1
 _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
-def carries(call: CollectiveCall, size: int) -> bool:
+def carries(call: Call, size: int) -> bool:
     """Return whether MPI gives the right result; the same answer on every rank."""
     if FAMILIES[call.name].reduces:
         assert call.op is not None
@@ -66,8 +66,8 @@ class Native:
         self.reductions = Reductions(comms.mpi)
         self._rank = self._comm.Get_rank()
 
-    def run(self, call: CollectiveCall, deadline: float) -> None:
-        """Run a call that every rank has reached."""
+    def carry(self, call: Call, deadline: float) -> None:
+        """Carry out a call that every rank has reached."""
         # In an all_to_all, or where lengths differ, a rank may have no data while others have some.
         lengths = call.lengths or numels((*call.inputs, *call.outputs))
         if call.name != "all_to_all" and not any(lengths):
@@ -90,14 +90,14 @@ class Native:
         return [memory(self._comms, tensor, start * width, (stop - start) * width), stop - start, kind]
 
     # -- reductions ----------------------------------------------------------------------------
-    def _reduce_all(self, call: CollectiveCall) -> None:
+    def _reduce_all(self, call: Call) -> None:
         assert call.op is not None
         tensor, kind, op = self.reductions.prepare(call.outputs[0], call.op)
         for start, stop in _cuts(tensor.numel()):
             self._comm.Allreduce(self._mpi.IN_PLACE, self._described(tensor, kind, start, stop), op)
         self.reductions.finish(call.outputs[0], call.op)
 
-    def _reduce(self, call: CollectiveCall) -> None:
+    def _reduce(self, call: Call) -> None:
         assert call.op is not None
         root, here = call.root, call.root == self._rank
         tensor, kind, op = self.reductions.prepare(call.inputs[0], call.op)
@@ -107,7 +107,7 @@ class Native:
         if here:
             self.reductions.finish(call.outputs[0], call.op)
 
-    def _reduce_scatter(self, call: CollectiveCall) -> None:
+    def _reduce_scatter(self, call: Call) -> None:
         assert call.op is not None
         target, whole = call.outputs[0], torch.cat(call.inputs) if call.packed is None else call.packed
         if whole is call.packed and prepares(whole.dtype, call.op):
@@ -124,12 +124,12 @@ class Native:
         self.reductions.finish(target, call.op)
 
     # -- data movement -------------------------------------------------------------------------
-    def _broadcast(self, call: CollectiveCall) -> None:
+    def _broadcast(self, call: Call) -> None:
         tensor = call.outputs[0]
         for start, stop in _cuts(tensor.nbytes):
             self._comm.Bcast([memory(self._comms, tensor, start, stop - start), self._mpi.BYTE], call.root)
 
-    def _gather(self, call: CollectiveCall) -> None:
+    def _gather(self, call: Call) -> None:
         if call.root != self._rank:
             self._comm.Gatherv(self._described(call.inputs[0]), None, call.root)
             return
@@ -139,7 +139,7 @@ class Native:
         self._comm.Gatherv(self._mpi.IN_PLACE, pieces.described(), call.root)
         pieces.copy_out()
 
-    def _scatter(self, call: CollectiveCall) -> None:
+    def _scatter(self, call: Call) -> None:
         if call.root != self._rank:
             self._comm.Scatterv(None, self._described(call.outputs[0]), call.root)
             return
@@ -148,7 +148,7 @@ class Native:
         self._comm.Scatterv(pieces.described(), self._mpi.IN_PLACE, call.root)
         _copy_if_distinct(call.outputs[0], call.inputs[self._rank])
 
-    def _all_gather(self, call: CollectiveCall) -> None:
+    def _all_gather(self, call: Call) -> None:
         # MPI wants IN_PLACE from all ranks or from none.
         given = call.inputs[0]
         if call.outputs and call.outputs[self._rank].data_ptr() == given.data_ptr():
@@ -160,14 +160,14 @@ class Native:
         self._comm.Allgatherv(self._described(given), pieces.described())
         pieces.copy_out()
 
-    def _all_to_all(self, call: CollectiveCall) -> None:
+    def _all_to_all(self, call: Call) -> None:
         _copy_if_distinct(call.outputs[self._rank], call.inputs[self._rank])
         sent, received = (_Pieces(self._comms, tensors, without=self._rank) for tensors in (call.inputs, call.outputs))
         sent.copy_in()
         self._comm.Alltoallv(sent.described(), received.described())
         received.copy_out()
 
-    def _barrier(self, call: CollectiveCall) -> None:
+    def _barrier(self, call: Call) -> None:
         # All ranks are known to have arrived by now.
         return
 
@@ -225,7 +225,7 @@ def _copy_if_distinct(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-_RUN: dict[str, Callable[[Native, CollectiveCall], None]] = {
+_RUN: dict[str, Callable[[Native, Call], None]] = {
     "all_gather": Native._all_gather,
     "all_reduce": Native._reduce_all,
     "all_to_all": Native._all_to_all,

@@ -7,12 +7,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from unisono.core.call import Call, Fingerprint, hash_of
 from unisono.core.collective import Collective
-from unisono.core.fast_path import Status
-from unisono.core.fingerprint import Fingerprint, hash_of
-from unisono.core.reduce_op import check_reducible
-from unisono.core.tensors import as_flat, copy_back
-from unisono.core.types import CollectiveCall, ReduceOp
+from unisono.core.tensors import as_flat, check_reducible, copy_back
+from unisono.core.transport import Status
+from unisono.core.types import ReduceOp
 from unisono.transports.mpi.collectives import in_one_call
 from unisono.transports.mpi.consistency import Agreement
 from unisono.transports.mpi.reduce_op import prepares, reducible
@@ -38,7 +37,7 @@ class MpiFastPath:
     def __init__(
         self,
         agreement: Agreement,
-        run: Callable[[CollectiveCall, float], None],
+        run: Callable[[Call, float], None],
         rank: int,
         size: int,
         mismatch: Callable[[Fingerprint], NoReturn],
@@ -46,7 +45,7 @@ class MpiFastPath:
         self._agreement, self._run, self._rank, self._size = agreement, run, rank, size
         self.mismatch = mismatch
 
-    def collective(
+    def try_collective(
         self, collective: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float
     ) -> Status:
         """As of `FastPath`."""
@@ -84,7 +83,7 @@ class MpiFastPath:
         """As of `FastPath`: never, because a message is an envelope and its content."""
         return False
 
-    def message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
+    def try_message(self, name: str, tensor: Any, peer: int, tag: int, deadline: float) -> Status:
         """As of `FastPath`."""
         return Status.UNSUPPORTED
 
@@ -118,7 +117,7 @@ class MpiFastPath:
         root: int | None,
         read: list[int],
         written: list[int],
-    ) -> CollectiveCall:
+    ) -> Call:
         """Return the call as a transport receives it; the whole tensor alone stands for parts of equal length."""
         inputs: tuple[torch.Tensor, ...] = (source,)
         outputs: tuple[torch.Tensor, ...] = (target,)
@@ -131,7 +130,7 @@ class MpiFastPath:
             outputs, packed = (), target
         else:
             inputs, packed = (), source
-        return CollectiveCall(name=collective.family, inputs=inputs, outputs=outputs, op=op, root=root, packed=packed)
+        return Call(collective.family, inputs=inputs, outputs=outputs, op=op, root=root, packed=packed)
 
 
 def _parts(tensor: torch.Tensor, many: bool, size: int) -> list[int]:

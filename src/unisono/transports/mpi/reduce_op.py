@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unisono.core.reduce_op import combine
+from unisono.core.tensors import combine
 from unisono.core.types import ReduceOp
 
 __all__ = ["Reductions", "prepares", "reducible"]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
+from unisono.core.call import Call, Fingerprint, explain, hash_of
 from unisono.core.failure import Cause, error_of, left_error
-from unisono.core.fingerprint import Fingerprint, explain, hash_of
 from unisono.core.group import Group
-from unisono.core.lazy_work import Deferred
-from unisono.core.streams import ACCELERATORS
-from unisono.core.transport import Options, Transport
-from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Work
-from unisono.core.work import Completion
+from unisono.core.staging import ACCELERATORS
+from unisono.core.transport import Options, PointToPoint, Transport
+from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Send, Work
+from unisono.core.work import Completion, Deferred
 from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import ClosedError, CommError, MismatchError, PeerLostError, UnavailableError
 from unisono.host.cpu_count import cores
@@ -60,7 +59,6 @@ class MpiTransport(Transport):
 
     def __init__(self, group: Group, comms: MpiCommunicators, control: ControlPlane, options: Options) -> None:
         self.group, self._comms, self._control, self._options = group, comms, control, options
-        self._fingerprint: Fingerprint | None = None
         self._looked_s = 0.0
         self._left_ranks: set[int] = set()
         crowded = group.size > cores()
@@ -135,30 +133,29 @@ class MpiTransport(Transport):
         return False
 
     # -- collectives ---------------------------------------------------------------------------
-    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
-        self._fingerprint, deadline = fingerprint, time.monotonic() + timeout_s
+    def supports(self, call: Call) -> bool:
+        return call.name in self.native and carries(call, self.size)
+
+    def agree(self, call: Call, deadline: float) -> None:
+        """Return when all ranks have reached the same call."""
+        fingerprint = call.fingerprint
         word, sends, receives = hash_of(fingerprint.compared()[1:]), fingerprint.sends, fingerprint.receives
         if sends or receives:
             rows = self._agreement.rows_of(sends, receives)
-            self._agree(word, deadline, rows, too_long(sends, receives, fingerprint.dtype))
+            count = int(too_long(sends, receives, fingerprint.dtype))
         else:
-            self._agree(word, deadline)
-
-    def _agree(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> None:
-        """Return when all ranks have reached the same call."""
+            rows = count = 0
         if not self._agreement.check(word, deadline, rows, count):
-            assert self._fingerprint is not None
-            self._differ(self._fingerprint)
+            self._differ(fingerprint)
 
-    def supports(self, call: CollectiveCall) -> bool:
-        return call.name in self.native and carries(call, self.size)
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        if call.steps is not None:
+            return super().run(call, over)
+        return Deferred(partial(self._run, call), call.timeout)
 
-    def collective(self, call: CollectiveCall) -> Work:
-        return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
-
-    def _run(self, call: CollectiveCall, deadline: float) -> None:
+    def _run(self, call: Call, deadline: float) -> None:
         if call.name != "all_to_all" or not self._agreement.counted:
-            self._native.run(call, deadline)
+            self._native.carry(call, deadline)
             return
         # Some rank has more data than MPI can count; point-to-point messages are split.
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -171,7 +168,7 @@ class MpiTransport(Transport):
         """Raise the error of ranks with different calls, quoting the call of each. All ranks see the difference."""
         topic, patience = f"mismatch in call {self._agreement.number}", min(self._options.timeout_s, _QUOTE_S)
         # All ranks are known to be at the same call.
-        values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), patience)
+        values = self._control.exchange(self.group, topic, mine._replace(call=0).values(), patience)
         problem = explain([Fingerprint(*value) for value in values])
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
 

@@ -1,4 +1,4 @@
-"""Barrier in shared memory: counters and signatures, each written by one rank only."""
+"""Counters of the ranks in shared memory, each written by one rank only, and the waits of messages."""
 
 from __future__ import annotations
 
@@ -7,44 +7,26 @@ import time
 from collections.abc import Callable, Sequence
 
 from unisono.core.failure import left_error
-from unisono.errors import CommTimeoutError
-from unisono.host.cpu_count import cores
+from unisono.core.work import missing_ranks_error
 from unisono.transports.shm.futex import futex_wait, futex_wake
 from unisono.transports.shm.words import Words
 
-__all__ = ["SharedBarrier", "missing_ranks_error"]
+__all__ = ["SharedBarrier"]
 
-_LINE = 8
-_LINES = 4
-_STRIDE = _LINE * _LINES
-_ARRIVED, _REDUCED, _LEFT = 0, 1, 2
-_SIGNATURES = (1 * _LINE, 2 * _LINE)
-_SLEEPING, _WAKEUPS = 3 * _LINE, 3 * _LINE + 1
+_STRIDE = 32
+_LEFT = 2
+_SLEEPING = 24
+_WAKEUPS = 25
 
-_SPINS = 200
 _YIELDS = 100
 _SLEEP_S = 0.002
 
 
-def missing_ranks_error(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
-    """Return the error of a wait for ranks that has timed out."""
-    return CommTimeoutError(
-        f"waited {waited_s:.1f} s for rank {', '.join(map(str, ranks))}. Is it alive, or did it skip a call?",
-        peer=ranks[0] if ranks else None,
-        waited_s=waited_s,
-    )
-
-
 class SharedBarrier:
-    """Counters of every rank, 256 bytes each, and the wait for them.
+    """Counters of every rank, 256 bytes each, as in src/native/shm/barrier.hpp, which counts the rounds of collectives.
 
-    A rank writes only its own counters. `arrive_and_wait` counts rounds: a rank that has arrived in round n has
-    finished reading what the others wrote for round n - 1, so two buffers used in turn need no further
-    synchronization: the words order the buffers' contents, too. An arrival carries a few words, the signature, that
-    describe what the rank is about to do.
-
-    Waiting: poll some hundred times, then yield the processor, then sleep until woken (at
-    most 2 ms, so that nothing depends on the wake-up).
+    A wait polls, then yields the processor, then sleeps until woken (at most 2 ms, so that nothing depends on the
+    wake-up).
 
     Args:
         words: The memory, by `words_of`.
@@ -63,71 +45,12 @@ class SharedBarrier:
         self._base = [r * _STRIDE for r in range(size)]
         self._bases = [base for r, base in enumerate(self._base) if r != rank]
         self._own = self._base[rank]
-        self._spins = _SPINS if size <= cores() else 3
         self.broken: BaseException | None = None
 
-    # -- rounds --------------------------------------------------------------------------------
     @property
     def round(self) -> int:
-        """The number of the last round; the native core counts in the same words."""
+        """The number of this rank's last round."""
         return self._words[self._own]
-
-    def arrive_and_wait(
-        self,
-        deadline: float,
-        signature: tuple[int, int, int, int] | None = None,
-    ) -> bool:
-        """Publish that this rank's part of the next round is staged, and wait for the parts of all other ranks.
-
-        Returns whether any rank's signature differs from this one's in its first three words.
-        """
-        words, own = self._words, self._own
-        number = self.round + 1
-        if signature is None:
-            words[own] = number
-            self._wait(_ARRIVED, number, deadline)
-            return False
-        offset = _SIGNATURES[number & 1]
-        index = own + offset
-        words[index], words[index + 1], words[index + 2], words[index + 3] = signature
-        words[own] = number
-        self._wait(_ARRIVED, number, deadline)
-        first, second, third, _ = signature
-        for base in self._bases:
-            index = base + offset
-            if words[index] != first or words[index + 1] != second or words[index + 2] != third:
-                return True
-        return False
-
-    def payloads(self) -> list[int]:
-        """The fourth word of each rank's signature of this round."""
-        words, offset = self._words, _SIGNATURES[self.round & 1] + 3
-        return [words[base + offset] for base in self._base]
-
-    def reduce_barrier(self, deadline: float) -> None:
-        """Publish that this rank's share of the round is reduced, and wait for the shares of all other ranks."""
-        self._words[self._own + _REDUCED] = number = self._words[self._own + _REDUCED] + 1
-        self._wait(_REDUCED, number, deadline)
-
-    def _wait(self, counter: int, number: int, deadline: float) -> None:
-        """Wake sleeping ranks, and wait until the counter of every rank has reached a number."""
-        words = self._words
-        for base in self._bases:
-            if words[base + _SLEEPING]:
-                self.wake(base // _STRIDE)
-        for base in self._bases:
-            index = base + counter
-            if words[index] >= number:
-                continue
-            spins = self._spins
-            while words[index] < number and spins:
-                spins -= 1
-            if words[index] < number:
-                self._wait_for(base // _STRIDE, index, number, deadline)
-
-    def _wait_for(self, rank: int, index: int, number: int, deadline: float) -> None:
-        words = self._words
-        self.wait_until(lambda: words[index] >= number, deadline, lambda: [rank])
 
     # -- waiting -------------------------------------------------------------------------------
     def wait_until(

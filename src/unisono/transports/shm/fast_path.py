@@ -7,15 +7,16 @@ from typing import Any, NoReturn
 
 import torch
 
+from unisono.core.call import Call, Fingerprint
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.failure import left_error
-from unisono.core.fast_path import Status
-from unisono.core.fingerprint import Fingerprint
 from unisono.core.tensors import as_flat, copy_back
-from unisono.core.types import MAX_TAG, CollectiveCall, ReduceOp
-from unisono.transports.shm.barrier import SharedBarrier, missing_ranks_error
+from unisono.core.transport import Status
+from unisono.core.types import MAX_TAG, ReduceOp
+from unisono.core.work import missing_ranks_error
+from unisono.transports.shm.barrier import SharedBarrier
+from unisono.transports.shm.codes import DTYPE_CODES, DTYPES, OP_CODES
 from unisono.transports.shm.p2p_ring import MessageRings
-from unisono.transports.shm.signature import DTYPE_CODES, DTYPES, OP_CODES
 
 __all__ = ["ShmFastPath"]
 
@@ -54,7 +55,7 @@ class ShmFastPath:
         self._barrier, self._rank, self._size = barrier, barrier.rank, barrier.size
 
     # -- calls as the caller made them ---------------------------------------------------------------
-    def collective(
+    def try_collective(
         self, collective: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float
     ) -> Status:
         """As of `FastPath`."""
@@ -127,13 +128,22 @@ class ShmFastPath:
         return self._ended(status)
 
     # -- calls of the general path -------------------------------------------------------------------
-    def carry(self, call: CollectiveCall, deadline: float) -> Status:
-        """Run a call as a transport receives it; `UNSUPPORTED`, with nothing done, if there is no kernel for it."""
-        tensors = (*call.inputs, *call.outputs)
-        number, operation = FAMILIES[call.name].number, 0 if call.requested_op is None else OP_CODES[call.requested_op]
-        root, dtype = -1 if call.root is None else call.root, DTYPE_CODES[tensors[0].dtype] if tensors else 0
+    def supports(self, call: Call) -> bool:
+        """Return whether there is a kernel for a call."""
+        if call.lengths:
+            return False
+        tensors = call.inputs or call.outputs
+        return not (FAMILIES[call.name].reduces and tensors) or self.core.has_kernel(*_codes(call))
+
+    def carry(self, call: Call, deadline: float) -> Status:
+        """Carry out a call as a transport receives it."""
+        root = -1 if call.root is None else call.root
         memory = *_memory(call.outputs), *_memory(call.inputs)
-        return self._ended(self.core.call_lists(number, operation, dtype, root, *memory, False, deadline))
+        number = FAMILIES[call.name].number
+        status = self._ended(self.core.call_lists(number, *_codes(call), root, *memory, False, deadline))
+        if status is Status.UNSUPPORTED:
+            raise RuntimeError(f"the native core refused the tensors of a {call.name}")
+        return status
 
     def compare(self, digest: int, counts: Sequence[int], deadline: float) -> Status:
         """Compare a hash in a separate round, and, if there are any counts, what ranks send each other."""
@@ -152,7 +162,7 @@ class ShmFastPath:
             and isinstance(tensor, torch.Tensor)
         )
 
-    def message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
+    def try_message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
         """As of `FastPath`. A receive is refused if another message comes first."""
         rings, receives = self.rings, name == "recv"
         flat = as_flat(tensor, "tensor", written=receives)
@@ -197,3 +207,9 @@ def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
         addresses.append(tensor.data_ptr())
         counts.append(tensor.numel())
     return addresses, counts
+
+
+def _codes(call: Call) -> tuple[int, int]:
+    """Return the numbers of a call's operation and dtype; 0 if it has none."""
+    tensors, op = call.inputs or call.outputs, call.requested_op
+    return 0 if op is None else OP_CODES[op], DTYPE_CODES[tensors[0].dtype] if tensors else 0

@@ -14,8 +14,8 @@ import torch
 
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.mailbox import Envelope, Mailbox
 from unisono.core.tensors import view_of
+from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.transports.shm.byte_ring import Ring, nbytes_of, rings_of
 from unisono.transports.shm.futex import futex_wait, futex_wake

@@ -14,12 +14,12 @@ from torch.autograd.graph import increment_version
 
 from unisono.core.tensors import view_of
 from unisono.core.types import Message, Recv, Send
-from unisono.core.work import CountdownWork, elements, size_error
+from unisono.core.work import CountdownWork, elements, missing_ranks_error, size_error
 from unisono.errors import CommError
-from unisono.transports.shm.barrier import SharedBarrier, missing_ranks_error
+from unisono.transports.shm.barrier import SharedBarrier
 from unisono.transports.shm.byte_ring import Ring, nbytes_of, rings_of
+from unisono.transports.shm.codes import DTYPE_CODES, DTYPES
 from unisono.transports.shm.ring_work import RingWork
-from unisono.transports.shm.signature import DTYPE_CODES, DTYPES
 
 __all__ = ["MessageRings"]
 

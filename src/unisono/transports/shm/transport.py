@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import mmap
 import struct
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from unisono.core.call import Call, Fingerprint, explain, hash_of
 from unisono.core.collective import FAMILIES
-from unisono.core.fast_path import Status
-from unisono.core.fingerprint import Fingerprint, explain, hash_of
 from unisono.core.group import Group
-from unisono.core.lazy_work import Deferred
-from unisono.core.mailbox import Mailbox
-from unisono.core.streams import ACCELERATORS
-from unisono.core.transport import Options, Transport
-from unisono.core.types import CollectiveCall, Message, ReduceOp, Work
+from unisono.core.staging import ACCELERATORS
+from unisono.core.transport import Mailbox, Options, PointToPoint, Status, Transport
+from unisono.core.types import Message, Work
+from unisono.core.work import Deferred
 from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
 from unisono.host.cpu_count import cores
 from unisono.host.native import native
 from unisono.host.network import why_no_shm
 from unisono.transports.shm.barrier import SharedBarrier
-from unisono.transports.shm.collectives import ShmCollectives
 from unisono.transports.shm.fast_path import ShmFastPath
 from unisono.transports.shm.mailbox import ShmMailbox
 from unisono.transports.shm.p2p_ring import MessageRings
 from unisono.transports.shm.segment import PAGE_BYTES, map_shared, neighbours
-from unisono.transports.shm.signature import signature_of
 from unisono.transports.shm.symmetric_memory import SymmetricMemory
 from unisono.transports.shm.words import words_of
 
@@ -52,14 +47,14 @@ native core, if any."""
 class ShmTransport(Transport):
     """Transport in shared memory of one group: a barrier, two staging buffers per rank, and rings for messages.
 
-    Memory of p ranks: 2 MiB for each rank and 128 KiB for each ordered pair, allocated on first
+    Collectives are those of the native core. Without it, or without a kernel for the reduction, they are put together
+    from messages. Memory of p ranks: 2 MiB for each rank and 128 KiB for each ordered pair, allocated on first
     touch, and freed with the last process; messages of any length pass through it.
     The waiting thread itself completes a call; there is no helper thread. `background` is set if each rank, when they
     connected, had a core beside those of torch's threads.
     """
 
-    native = frozenset(FAMILIES)
-    any_source = checks = True
+    any_source = True
     devices = ACCELERATORS | {"cpu"}
     host_staged = ACCELERATORS
     latency_s = 10e-6
@@ -67,7 +62,6 @@ class ShmTransport(Transport):
 
     def __init__(self, group: Group, control: ControlPlane, options: Options, *, spare: bool) -> None:
         self.group, self._control, self._options = group, control, options
-        self._fingerprint: Fingerprint | None = None
         self._native: ShmFastPath | None = None
         module, size = native(), group.size
         barrier = -(-(_INFOS + _INFO.size * size) // PAGE_BYTES) * PAGE_BYTES
@@ -87,19 +81,20 @@ class ShmTransport(Transport):
             data = torch.frombuffer(memory, dtype=torch.uint8)
         words = words_of(memoryview(memory)[barrier:stages])
         self._barrier = SharedBarrier(words, data.data_ptr() + barrier, group.rank, size)
-        # Memory is unmapped when its last user is freed, so no reference cycle may contain this object.
-        differ = _weak_method(self._raise_mismatch)
-        queues, core = memoryview(memory)[rings:], None
+        queues = memoryview(memory)[rings:]
         if module is not None and _all_native([build for _, build in infos], group):
             begin = data.data_ptr()
             where = begin + barrier, begin + stages, begin + rings
+            # Memory is unmapped when its last user is freed, so no reference cycle may contain this object.
+            differ = _weak_method(self._raise_mismatch)
             self._native = ShmFastPath(module, self._barrier, *where, _STAGE_BYTES, size > cores(), queues, differ)
-            self.fast_path, core = self._native, self._native.core
-        self._rings = MessageRings(self._barrier, queues, None) if self._native is None else self._native.rings
-        self._symmetric = SymmetricMemory(group, control, options.timeout_s, core)
-        buffers = data[stages:rings].view(size, 2, _STAGE_BYTES)
-        pairs = [(pair[0], pair[1]) for pair in buffers]
-        self._collectives = ShmCollectives(self._barrier, pairs, self._symmetric, differ)
+            self.fast_path, self._rings = self._native, self._native.rings
+            self._symmetric = SymmetricMemory(group, control, options.timeout_s, self._native.core)
+            self.native, self.checks = frozenset(FAMILIES), True
+        else:
+            self._rings = MessageRings(self._barrier, queues, None)
+            # The same bits as with the core.
+            self.balanced = True
         self._memory = memory
 
     @classmethod
@@ -116,7 +111,7 @@ class ShmTransport(Transport):
         return neighbours(group, control, timeout_s)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._symmetric.empty(shape, dtype)
+        return super().empty(shape, dtype) if self._native is None else self._symmetric.empty(shape, dtype)
 
     def split(self, group: Group) -> ShmTransport:
         # The part does not know whether ranks outside it compute, too.
@@ -139,46 +134,33 @@ class ShmTransport(Transport):
         return found
 
     # -- collectives ---------------------------------------------------------------------------
-    def begin(self, fingerprint: Fingerprint, timeout_s: float) -> None:
-        """Compare schedules and backward calls in a separate round. Other native calls compare in their first round."""
-        self._fingerprint = fingerprint
-        deadline = time.monotonic() + timeout_s
-        if fingerprint.algorithm == "native" and fingerprint.adjoint_of is None:
+    def supports(self, call: Call) -> bool:
+        return self._native is not None and self._native.supports(call)
+
+    def agree(self, call: Call, deadline: float) -> None:
+        """Compare calls by messages, and backward calls, in a separate round. Native ones compare in their first."""
+        fingerprint = call.fingerprint
+        if self._native is None or (call.steps is None and fingerprint.adjoint_of is None):
             return
         digest, pairs = hash_of(fingerprint.compared()[1:]), [*fingerprint.sends, *fingerprint.receives]
-        if self._native is not None:
-            if self._native.compare(digest, pairs, deadline) is Status.MISMATCH:
-                self._raise_mismatch()
-        elif pairs:
-            self._collectives.check_pairs(pairs, (digest, 0, 0, 0), deadline)
-        else:
-            self._collectives.barrier((digest, 0, 0, 0), deadline)
+        if self._native.compare(digest, pairs, deadline) is Status.MISMATCH:
+            self._raise_mismatch(fingerprint)
 
-    def collective(self, call: CollectiveCall) -> Work:
-        return Deferred(lambda deadline: self._run(call, deadline), self._options.timeout_s)
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        if call.steps is not None:
+            return super().run(call, over)
+        return Deferred(partial(self._run, call), call.timeout)
 
-    def _run(self, call: CollectiveCall, deadline: float) -> None:
-        if self._native is not None:
-            status = self._native.carry(call, deadline)
-            if status is Status.MISMATCH:
-                self._raise_mismatch()
-            if status is Status.OK:
-                return
-        collectives, signature = self._collectives, signature_of(call)
-        if call.name == "all_reduce":
-            collectives.all_reduce(call.outputs[0], call.op or ReduceOp.SUM, signature, deadline)
-        elif call.name == "barrier":
-            collectives.barrier(signature, deadline)
-        else:
-            getattr(collectives, call.name)(call, signature, deadline)
+    def _run(self, call: Call, deadline: float) -> None:
+        assert self._native is not None
+        if self._native.carry(call, deadline) is Status.MISMATCH:
+            self._raise_mismatch(call.fingerprint)
 
-    def _raise_mismatch(self, fingerprint: Fingerprint | None = None) -> NoReturn:
+    def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:
         """Raise the error of ranks with different signatures, quoting the call of each. All ranks raise it."""
-        mine = fingerprint or self._fingerprint
-        assert mine is not None
         topic, timeout = f"mismatch in round {self._barrier.round}", min(self._options.timeout_s, _MISMATCH_TIMEOUT_S)
         # Calls of the fast path are not numbered here; the rounds have shown that all ranks are at the same call.
-        values = self._control.exchange(self.group, topic, replace(mine, call=0).values(), timeout)
+        values = self._control.exchange(self.group, topic, mine._replace(call=0).values(), timeout)
         problem = explain([Fingerprint(*value) for value in values])
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
 

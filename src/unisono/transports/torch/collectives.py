@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.core.call import Call
 from unisono.core.collective import FAMILIES
-from unisono.core.types import CollectiveCall, ReduceOp
+from unisono.core.types import ReduceOp
 
 __all__ = ["NATIVE", "carries", "start"]
 
@@ -28,7 +29,7 @@ _BOOLEAN = {
 }
 
 
-def carries(call: CollectiveCall, cuda: bool) -> bool:
+def carries(call: Call, cuda: bool) -> bool:
     """Return whether torch's collective gives the right result; the same answer on every rank."""
     if call.lengths:
         return False
@@ -40,7 +41,7 @@ def carries(call: CollectiveCall, cuda: bool) -> bool:
     return not FAMILIES[call.name].reduces or _reduces(call, cuda)
 
 
-def _reduces(call: CollectiveCall, cuda: bool) -> bool:
+def _reduces(call: Call, cuda: bool) -> bool:
     assert call.op is not None
     dtype = call.inputs[0].dtype
     if dtype is torch.bool:
@@ -55,7 +56,7 @@ def _reduces(call: CollectiveCall, cuda: bool) -> bool:
     return call.op in _ARITHMETIC or not dtype.is_floating_point
 
 
-def start(backend: Any, call: CollectiveCall) -> Any:
+def start(backend: Any, call: Call) -> Any:
     """Start torch's work of this call; None if there is no data to move."""
     tensors = (*call.inputs, *call.outputs)
     if tensors and not any(t.numel() for t in tensors):
@@ -63,53 +64,53 @@ def start(backend: Any, call: CollectiveCall) -> Any:
     return _START[call.name](backend, call)
 
 
-def _all_reduce(backend: Any, call: CollectiveCall) -> Any:
+def _all_reduce(backend: Any, call: Call) -> Any:
     options = dist.AllreduceOptions()
     options.reduceOp = _torch_op(call)
     return backend.allreduce([_plain(call.outputs[0])], options)
 
 
-def _reduce(backend: Any, call: CollectiveCall) -> Any:
+def _reduce(backend: Any, call: Call) -> Any:
     options = dist.ReduceOptions()
     options.reduceOp, options.rootRank, options.rootTensor = _torch_op(call), _root(call), 0
     return backend.reduce([_plain(call.inputs[0])], options)
 
 
-def _reduce_scatter(backend: Any, call: CollectiveCall) -> Any:
+def _reduce_scatter(backend: Any, call: Call) -> Any:
     options = dist.ReduceScatterOptions()
     options.reduceOp = _torch_op(call)
     return backend.reduce_scatter([_plain(call.outputs[0])], [[_plain(t) for t in call.inputs]], options)
 
 
-def _broadcast(backend: Any, call: CollectiveCall) -> Any:
+def _broadcast(backend: Any, call: Call) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = _root(call), 0
     return backend.broadcast([_bytes(call.outputs[0])], options)
 
 
-def _gather(backend: Any, call: CollectiveCall) -> Any:
+def _gather(backend: Any, call: Call) -> Any:
     options = dist.GatherOptions()
     options.rootRank = _root(call)
     outputs = [[_bytes(t) for t in call.outputs]] if call.outputs else []
     return backend.gather(outputs, [_bytes(call.inputs[0])], options)
 
 
-def _scatter(backend: Any, call: CollectiveCall) -> Any:
+def _scatter(backend: Any, call: Call) -> Any:
     options = dist.ScatterOptions()
     options.rootRank = _root(call)
     inputs = [[_bytes(t) for t in call.inputs]] if call.inputs else []
     return backend.scatter([_bytes(call.outputs[0])], inputs, options)
 
 
-def _all_gather(backend: Any, call: CollectiveCall) -> Any:
+def _all_gather(backend: Any, call: Call) -> Any:
     return backend.allgather([[_bytes(t) for t in call.outputs]], [_bytes(call.inputs[0])])
 
 
-def _barrier(backend: Any, call: CollectiveCall) -> Any:
+def _barrier(backend: Any, call: Call) -> Any:
     return backend.barrier()
 
 
-_START: dict[str, Callable[[Any, CollectiveCall], Any]] = {
+_START: dict[str, Callable[[Any, Call], Any]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
@@ -124,13 +125,13 @@ NATIVE = frozenset(_START)
 """Supported collectives. all_to_all is missing: torch needs even parts or one tensor, the schedule takes any."""
 
 
-def _torch_op(call: CollectiveCall) -> Any:
+def _torch_op(call: Call) -> Any:
     assert call.op is not None
     op = _BOOLEAN[call.op] if call.inputs[0].dtype is torch.bool else call.op
     return getattr(dist.ReduceOp, op.name)
 
 
-def _root(call: CollectiveCall) -> int:
+def _root(call: Call) -> int:
     assert call.root is not None
     return call.root
 

@@ -17,8 +17,8 @@ from unisono.control.mesh import Link, Mesh
 from unisono.control.sockets import invalidate_after_fork
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.mailbox import Envelope, Mailbox
 from unisono.core.tensors import view_of
+from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
 __all__ = ["TcpMailbox", "meet"]

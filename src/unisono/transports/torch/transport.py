@@ -14,15 +14,14 @@ import torch
 
 from unisono.control.sockets import invalidate_after_fork
 from unisono.control.torch_store import ControlStore
-from unisono.core.combined_work import WorkGroup
+from unisono.core.call import Call
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.mailbox import Mailbox
-from unisono.core.streams import ACCELERATORS
+from unisono.core.staging import ACCELERATORS
 from unisono.core.threads import DaemonThreadPool
-from unisono.core.transport import Capabilities, Options, Transport
-from unisono.core.types import COLLECTIVE_TAG, CollectiveCall, Message, Recv, Send, Timeout, Work
-from unisono.core.work import Completion, resolve_timeout
+from unisono.core.transport import Capabilities, Mailbox, Options, PointToPoint, Transport
+from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Send, Timeout, Work
+from unisono.core.work import Completion, WorkGroup, resolve_timeout
 from unisono.errors import ClosedError, CommError, CommTimeoutError
 from unisono.transports.thread import MessageQueue, ThreadTransport
 from unisono.transports.torch.collectives import NATIVE, carries, start
@@ -164,10 +163,12 @@ class TorchTransport(Transport):
         return _GlooWork([(batch[0], self._backend._end_coalescing())] if batch else [], self._options.timeout_s)
 
     # -- native collectives --------------------------------------------------------------------
-    def supports(self, call: CollectiveCall) -> bool:
+    def supports(self, call: Call) -> bool:
         return call.name in self.native and carries(call, self._cuda)
 
-    def collective(self, call: CollectiveCall) -> Work:
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        if call.steps is not None:
+            return super().run(call, over)
         return self._in_flight(partial(start, self._backend, call)) or _GlooWork([], self._options.timeout_s)
 
     def _in_flight(self, begin: Callable[[], Any]) -> Work | None:

@@ -1,0 +1,217 @@
+"""One collective call of one rank, and what ranks compare of it before any data moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import xxhash
+
+from unisono.core.collective import FAMILIES
+from unisono.core.flight_recorder import Place, site_text
+from unisono.core.types import ReduceOp
+
+if TYPE_CHECKING:
+    import torch
+
+    from unisono.core.staging import Staging
+    from unisono.core.transport import PointToPoint
+
+__all__ = ["NATIVE", "Call", "Fingerprint", "Steps", "explain", "hash_of"]
+
+NATIVE = "native"
+"""Name of the algorithm of a call that the transport carries out by a collective of its own."""
+
+
+class Fingerprint(NamedTuple):
+    """Description of a call that every rank must agree on before a collective moves any data.
+
+    Compared between ranks: all fields up to `adjoint_of`. The other fields are for messages only: ranks may call from
+    different lines, with different shapes.
+
+    Attributes:
+        call: Number of the call among the group's collectives.
+        operation: Name of the method of `Communicator`.
+        counts: Numbers of elements, where ranks must agree on them.
+        adjoint_of: In a backward pass, the number of the call whose gradients this one moves.
+        sends, receives: Elements for and from each rank, where they differ by rank (all_to_all):
+            what rank a sends to b must be what b receives from a.
+    """
+
+    call: int
+    operation: str
+    op: str | None = None
+    root: int | None = None
+    dtype: str | None = None
+    counts: tuple[int, ...] = ()
+    device: str | None = None
+    algorithm: str | None = None
+    adjoint_of: int | None = None
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+    shape: tuple[int, ...] | None = None
+    site: Place = None
+
+    def compared(self, *, shapes: bool = False) -> tuple[Any, ...]:
+        """The values that must be equal on all ranks; the shape too if so wanted, where ranks' tensors are alike."""
+        values = self[: len(_COMPARED)]
+        return (*values, self.shape if len(self.counts) == 1 else None) if shapes else values
+
+    def values(self) -> tuple[Any, ...]:
+        """All values, from which `Fingerprint(*values)` makes an equal one on another rank."""
+        return (*self[:-1], site_text(self.site))
+
+    @property
+    def detail(self) -> str:
+        """The call's arguments in words."""
+        root = None if self.root is None else f"root {self.root}"
+        shape = None if self.shape is None else str(self.shape)
+        return ", ".join(filter(None, (self.op, self.dtype, shape, root)))
+
+
+_COMPARED = Fingerprint._fields[: Fingerprint._fields.index("sends")]
+
+
+class Steps(Protocol):
+    """Carries out a call by messages."""
+
+    def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
+        """Return when this rank's part of the call is done; raise if it is not by the deadline."""
+
+
+class Call(NamedTuple):
+    """One collective call of one rank, as all who carry it out, wrap it or record it see it.
+
+    Made once, when the method of `Communicator` is called. All tensors are one-dimensional and contiguous. What
+    `inputs` and `outputs` hold:
+
+    | name | inputs | outputs |
+    |---|---|---|
+    | all_reduce | the tensor | the same tensor |
+    | reduce | a tensor that may be overwritten | at the root the same tensor, elsewhere nothing |
+    | broadcast | at the root the tensor, elsewhere nothing | the tensor |
+    | gather | the tensor | at the root one a rank, elsewhere nothing |
+    | scatter | at the root one a rank, elsewhere nothing | the tensor |
+    | all_gather | the tensor | one a rank |
+    | reduce_scatter | one a rank | the tensor |
+    | all_to_all | one a rank | one a rank |
+    | barrier | nothing | nothing |
+
+    Attributes:
+        name: As in the table.
+        inputs, outputs: As in the table.
+        op: The reduce operation, never `avg`.
+        average: Whether the sum is divided when all data has arrived; for comparison between ranks only.
+        root: The rank that a rooted operation is about.
+        packed: Where the one-a-rank side consists of consecutive slices of one tensor, that tensor.
+        lengths: Elements of each rank's part, where the parts of a gather or scatter differ; else empty.
+        fingerprint: What ranks compare, and what reports show.
+        steps: The chosen algorithm, which carries the call out by messages; None where the transport itself does.
+        staging: Copies between the caller's tensors and these; None for a part of another call.
+        timeout: Seconds for all of it.
+        checked: Whether ranks compare it before it writes to memory: not with `check="off"`.
+        inference: Whether it was made in inference mode.
+    """
+
+    name: str
+    inputs: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[torch.Tensor, ...] = ()
+    op: ReduceOp | None = None
+    average: bool = False
+    root: int | None = None
+    packed: torch.Tensor | None = None
+    lengths: tuple[int, ...] = ()
+    fingerprint: Fingerprint = Fingerprint(0, "")
+    steps: Steps | None = None
+    staging: Staging | None = None
+    timeout: float = 300.0
+    checked: bool = True
+    inference: bool = False
+
+    @property
+    def requested_op(self) -> ReduceOp | None:
+        """Operation that the caller named."""
+        return ReduceOp.AVG if self.average else self.op
+
+    def follow_streams(self) -> None:
+        """Let its work on accelerators follow what this thread has queued there. For another thread to carry it out."""
+        if self.staging is not None:
+            self.staging.order.follow((*self.inputs, *self.outputs))
+
+    def nbytes(self, size: int) -> int:
+        """Return the bytes of the whole message: the same on every rank, unless pairs of ranks have their own lengths.
+
+        Args:
+            size: Number of ranks.
+        """
+        family = FAMILIES[self.name]
+        if self.lengths:
+            return sum(self.lengths) * (self.inputs or self.outputs)[0].itemsize
+        if family.root is not None and not family.in_place:
+            return size * (self.outputs if family.scatters else self.inputs)[0].nbytes
+        many = self.inputs if family.scatters or not family.gathers else self.outputs
+        total = 0
+        for tensor in many or self.outputs:
+            total += tensor.nbytes
+        return total
+
+
+def hash_of(values: tuple[Any, ...]) -> int:
+    """Return 64 bits that stand for values which ranks compare.
+
+    Example:
+        >>> hash_of(("barrier", "bor")) == hash_of(("barrier", "bor")), hash_of(("barrier",)) == hash_of(())
+        (True, False)
+    """
+    return xxhash.xxh3_64_intdigest(repr(values).encode())
+
+
+def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:
+    """Return a description of the mismatch that quotes every side; empty if all fingerprints match."""
+    compared = [p.compared(shapes=shapes) for p in prints]
+    if any(value != compared[0] for value in compared):
+        names = (*_COMPARED, "shape") if shapes else _COMPARED
+        differing = [name for i, name in enumerate(names) if len({str(value[i]) for value in compared}) > 1]
+        if "operation" in differing:
+            # The rest follows from it.
+            differing = ["operation"]
+        sides: dict[str, list[int]] = {}
+        for rank, fingerprint in enumerate(prints):
+            sides.setdefault(_side(fingerprint, "algorithm" in differing), []).append(rank)
+        quoted = "; ".join(f"{_ranks(ranks)}: {side}" for side, ranks in sides.items())
+        text = f"ranks differ in {', '.join(differing)}: {quoted}"
+        return f"{text}. All ranks must make the same calls in the same order"
+    for source, giver in enumerate(prints):
+        for target, taker in enumerate(prints):
+            given, taken = _at(giver.sends, target), _at(taker.receives, source)
+            if given != taken:
+                return (
+                    f"rank {source} sends {given} elements{_site(giver)} to rank {target}, which expects "
+                    f"{taken}{_site(taker)}"
+                )
+    return ""
+
+
+def _at(counts: tuple[int, ...], index: int) -> int | None:
+    return counts[index] if index < len(counts) else None
+
+
+def _side(p: Fingerprint, with_algorithm: bool) -> str:
+    if p.operation == "barrier":
+        return f"barrier{_site(p)}"
+    details: list[Any] = [p.op, p.dtype, p.device if p.device != "cpu" else None]
+    details += [f"{' + '.join(map(str, p.counts[:4]))} elements" if p.counts else None]
+    details += [f"shape {tuple(p.shape)}" if p.shape is not None else None]
+    details += [f"root {p.root}" if p.root is not None else None]
+    details += [f"algorithm {p.algorithm}" if p.algorithm and with_algorithm else None]
+    details += [f"adjoint of call {p.adjoint_of}" if p.adjoint_of is not None else None]
+    return f"{p.operation}({', '.join(str(d) for d in details if d is not None)}){_site(p)}"
+
+
+def _site(p: Fingerprint) -> str:
+    site = site_text(p.site)
+    return f" at {site}" if site else ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -23,8 +23,9 @@ from unisono.collectives.algorithms import (
     serving,
     wrapped,
 )
-from unisono.collectives.player.from_algorithm import play
-from unisono.collectives.simulator import (
+from unisono.collectives.verify.prover import AlgorithmError, Proof, verify
+from unisono.lab.player.from_algorithm import play
+from unisono.lab.simulator import (
     Level,
     Message,
     Network,
@@ -38,7 +39,6 @@ from unisono.collectives.simulator import (
     simulate,
     simulate_backward,
 )
-from unisono.collectives.verify.prover import AlgorithmError, Proof, verify
 
 __all__ = [
     "ALGORITHMS",

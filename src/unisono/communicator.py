@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,37 +14,31 @@ import torch
 from typing_extensions import Unpack
 
 from unisono import serialization
-from unisono.collectives.algorithms import find
 from unisono.collectives.arguments import check_rank
-from unisono.collectives.selection import FEWEST_BYTES, Needs, explain
+from unisono.collectives.selection import Needs, explain
 from unisono.collectives.tuning.cost_table import CostTable
 from unisono.collectives.tuning.prediction import Choice, size_class
-from unisono.comm.any_source import AnySource
 from unisono.comm.engine import ANY_THREAD, Engine, FailureRelay
 from unisono.comm.mailbox import open_mailbox
-from unisono.comm.measurement import fitted
+from unisono.comm.measurement import measured_table
+from unisono.comm.messages import Messages
+from unisono.comm.objects import check_sent, decode, encode, encode_each
 from unisono.comm.persistent import starter
-from unisono.comm.point_to_point_work import PointToPointWork
-from unisono.comm.shape_exchange import ShapeExchange
+from unisono.comm.shape_exchange import run_uneven
 from unisono.comm.teardown import CLOSE_S
-from unisono.core.call import NATIVE, Call
 from unisono.core.collective import COLLECTIVES, family_of
 from unisono.core.control import ControlPlane
-from unisono.core.failure import Cause, raise_caused, text_of, to_cause
-from unisono.core.flight_recorder import PendingMessage, Place, callers_place
+from unisono.core.failure import Cause, raise_caused, to_cause
+from unisono.core.flight_recorder import callers_place
 from unisono.core.group import Group
 from unisono.core.notebook import html_table
-from unisono.core.staging import Staging, current_streams, entered
-from unisono.core.tensors import Buffer, check_apart, check_reducible, check_tensor, parse_op, view_of
+from unisono.core.tensors import Buffer, check_apart, check_reducible, check_tensor, parse_op
 from unisono.core.transport import Mailbox, Options, Transport
-from unisono.core.types import MAX_TAG, Message, Recv, ReduceOp, Send, Timeout, Work
-from unisono.core.work import Completion, ResultWork, format_bytes, resolve_timeout
+from unisono.core.types import Message, Recv, ReduceOp, Send, Timeout, Work
+from unisono.core.work import ResultWork, resolve_timeout
 from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
-from unisono.host.cpu_count import cores
 from unisono.host.network import host_identity
-from unisono.serialization.functions import dumps
 from unisono.wrappers.consistency import Checked
-from unisono.wrappers.trace import traced
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -62,10 +55,6 @@ _numbers = itertools.count()
 
 Check = Literal["auto", "full", "off"]
 
-_PLAIN, _PICKLED, _REFUSED, _WRONG = b"\0", b"\1", b"\2", b"\3"
-_REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueError}
-"""Exceptions to raise where an error arrives instead of a value."""
-
 _ALL_REDUCE = COLLECTIVES["all_reduce"]
 _BARRIER = COLLECTIVES["barrier"]
 _REDUCE = COLLECTIVES["reduce"]
@@ -80,7 +69,7 @@ _ALL_TO_ALL = COLLECTIVES["all_to_all"]
 _ALL_TO_ALL_SINGLE = COLLECTIVES["all_to_all_single"]
 
 
-class Blocking(TypedDict, total=False):
+class _Blocking(TypedDict, total=False):
     """Keywords of a collective that returns when it is done."""
 
     algorithm: str | None
@@ -88,7 +77,7 @@ class Blocking(TypedDict, total=False):
     timeout: Timeout | None
 
 
-class Async(TypedDict, total=False):
+class _Async(TypedDict, total=False):
     """Keywords of a collective that returns a `Work` immediately."""
 
     algorithm: str | None
@@ -151,6 +140,7 @@ class Communicator:
         if check == "full" or (check == "auto" and not transport.checks):
             transport = Checked(transport, control, options, full=check == "full")
         self._engine = Engine(transport, control, options, self._host_names, check=check)
+        self._messages = Messages(self._engine)
         control.watch(self._engine.activity)
         relay.connect(self._engine)
         self._handle = f"communicator {next(_numbers)}"
@@ -339,9 +329,9 @@ class Communicator:
 
     # -- collectives that reduce, and the barrier ------------------------------------------------
     @overload
-    def all_reduce(self, tensor: Buffer, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
+    def all_reduce(self, tensor: Buffer, op: str | ReduceOp = ..., **how: Unpack[_Blocking]) -> None: ...
     @overload
-    def all_reduce(self, tensor: Buffer, op: str | ReduceOp = ..., **how: Unpack[Async]) -> Work: ...
+    def all_reduce(self, tensor: Buffer, op: str | ReduceOp = ..., **how: Unpack[_Async]) -> Work: ...
     def all_reduce(
         self,
         tensor: Buffer,
@@ -389,9 +379,9 @@ class Communicator:
         return self._engine.run(call, async_op=async_op)
 
     @overload
-    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
+    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[_Blocking]) -> None: ...
     @overload
-    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[Async]) -> Work: ...
+    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[_Async]) -> Work: ...
     def reduce(
         self,
         tensor: Buffer,
@@ -436,11 +426,11 @@ class Communicator:
         output: Buffer,
         input_list: Sequence[Buffer],
         op: str | ReduceOp = ...,
-        **how: Unpack[Blocking],
+        **how: Unpack[_Blocking],
     ) -> None: ...
     @overload
     def reduce_scatter(
-        self, output: Buffer, input_list: Sequence[Buffer], op: str | ReduceOp = ..., **how: Unpack[Async]
+        self, output: Buffer, input_list: Sequence[Buffer], op: str | ReduceOp = ..., **how: Unpack[_Async]
     ) -> Work: ...
     def reduce_scatter(
         self,
@@ -482,11 +472,11 @@ class Communicator:
 
     @overload
     def reduce_scatter_single(
-        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[Blocking]
+        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[_Blocking]
     ) -> None: ...
     @overload
     def reduce_scatter_single(
-        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[Async]
+        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[_Async]
     ) -> Work: ...
     def reduce_scatter_single(
         self,
@@ -523,9 +513,9 @@ class Communicator:
         return self._engine.run(call, async_op=async_op)
 
     @overload
-    def barrier(self, **how: Unpack[Blocking]) -> None: ...
+    def barrier(self, **how: Unpack[_Blocking]) -> None: ...
     @overload
-    def barrier(self, **how: Unpack[Async]) -> Work: ...
+    def barrier(self, **how: Unpack[_Async]) -> Work: ...
     def barrier(
         self, *, algorithm: str | None = None, async_op: bool = False, timeout: Timeout | None = None
     ) -> Work | None:
@@ -576,9 +566,9 @@ class Communicator:
 
     # -- collectives from one rank or to one, of any dtype ---------------------------------------
     @overload
-    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[Blocking]) -> None: ...
+    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[_Blocking]) -> None: ...
     @overload
-    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[Async]) -> Work: ...
+    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[_Async]) -> Work: ...
     def broadcast(
         self,
         tensor: Buffer,
@@ -617,11 +607,11 @@ class Communicator:
 
     @overload
     def scatter(
-        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[Blocking]
+        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[_Blocking]
     ) -> None: ...
     @overload
     def scatter(
-        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[Async]
+        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[_Async]
     ) -> Work: ...
     def scatter(
         self,
@@ -663,10 +653,10 @@ class Communicator:
 
     @overload
     def gather(
-        self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[Blocking]
+        self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[_Blocking]
     ) -> None: ...
     @overload
-    def gather(self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[Async]) -> Work: ...
+    def gather(self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[_Async]) -> Work: ...
     def gather(
         self,
         tensor: Buffer,
@@ -707,9 +697,9 @@ class Communicator:
 
     # -- collectives between all ranks, of any dtype ---------------------------------------------
     @overload
-    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[Blocking]) -> None: ...
+    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[_Blocking]) -> None: ...
     @overload
-    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[Async]) -> Work: ...
+    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[_Async]) -> Work: ...
     def all_gather(
         self,
         tensor_list: Sequence[Buffer],
@@ -747,9 +737,9 @@ class Communicator:
         return self._engine.run(call, async_op=async_op)
 
     @overload
-    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[Blocking]) -> None: ...
+    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[_Blocking]) -> None: ...
     @overload
-    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[Async]) -> Work: ...
+    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[_Async]) -> Work: ...
     def all_gather_single(
         self,
         output: Buffer,
@@ -784,10 +774,12 @@ class Communicator:
 
     @overload
     def all_to_all(
-        self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[Blocking]
+        self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[_Blocking]
     ) -> None: ...
     @overload
-    def all_to_all(self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[Async]) -> Work: ...
+    def all_to_all(
+        self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[_Async]
+    ) -> Work: ...
     def all_to_all(
         self,
         output_list: Sequence[Buffer],
@@ -831,7 +823,7 @@ class Communicator:
         input: Buffer,
         output_split_sizes: Sequence[int] | None = ...,
         input_split_sizes: Sequence[int] | None = ...,
-        **how: Unpack[Blocking],
+        **how: Unpack[_Blocking],
     ) -> None: ...
     @overload
     def all_to_all_single(
@@ -840,7 +832,7 @@ class Communicator:
         input: Buffer,
         output_split_sizes: Sequence[int] | None = ...,
         input_split_sizes: Sequence[int] | None = ...,
-        **how: Unpack[Async],
+        **how: Unpack[_Async],
     ) -> Work: ...
     def all_to_all_single(
         self,
@@ -881,9 +873,9 @@ class Communicator:
 
     # -- collectives of tensors whose lengths other ranks need not know --------------------------
     @overload
-    def all_gather_v(self, tensor: Buffer, **how: Unpack[Blocking]) -> list[torch.Tensor]: ...
+    def all_gather_v(self, tensor: Buffer, **how: Unpack[_Blocking]) -> list[torch.Tensor]: ...
     @overload
-    def all_gather_v(self, tensor: Buffer, **how: Unpack[Async]) -> ResultWork[list[torch.Tensor]]: ...
+    def all_gather_v(self, tensor: Buffer, **how: Unpack[_Async]) -> ResultWork[list[torch.Tensor]]: ...
     def all_gather_v(
         self,
         tensor: Buffer,
@@ -914,16 +906,16 @@ class Communicator:
             >>> un.launch(program, nprocs=3, backend="thread")[1]
             [[], [0], [0, 1]]
         """
-        found: list[torch.Tensor] | ResultWork[list[torch.Tensor]] = self._uneven(
-            "all_gather_v", tensor, None, algorithm, async_op, timeout
+        found: list[torch.Tensor] | ResultWork[list[torch.Tensor]] = run_uneven(
+            self._engine, COLLECTIVES["all_gather_v"], tensor, None, algorithm, async_op, timeout
         )
         return found
 
     @overload
-    def gather_v(self, tensor: Buffer, dst: int = ..., **how: Unpack[Blocking]) -> list[torch.Tensor] | None: ...
+    def gather_v(self, tensor: Buffer, dst: int = ..., **how: Unpack[_Blocking]) -> list[torch.Tensor] | None: ...
     @overload
     def gather_v(
-        self, tensor: Buffer, dst: int = ..., **how: Unpack[Async]
+        self, tensor: Buffer, dst: int = ..., **how: Unpack[_Async]
     ) -> ResultWork[list[torch.Tensor] | None]: ...
     def gather_v(
         self,
@@ -956,18 +948,18 @@ class Communicator:
             >>> un.launch(program, nprocs=3, backend="thread")
             [None, [[], [0], [0, 1]], None]
         """
-        found: list[torch.Tensor] | ResultWork[list[torch.Tensor] | None] | None = self._uneven(
-            "gather_v", tensor, dst, algorithm, async_op, timeout
+        found: list[torch.Tensor] | ResultWork[list[torch.Tensor] | None] | None = run_uneven(
+            self._engine, COLLECTIVES["gather_v"], tensor, dst, algorithm, async_op, timeout
         )
         return found
 
     @overload
     def scatter_v(
-        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[Blocking]
+        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[_Blocking]
     ) -> torch.Tensor: ...
     @overload
     def scatter_v(
-        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[Async]
+        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[_Async]
     ) -> ResultWork[torch.Tensor]: ...
     def scatter_v(
         self,
@@ -1000,15 +992,15 @@ class Communicator:
             >>> un.launch(program, nprocs=3, backend="thread")
             [[], [0], [0, 1]]
         """
-        found: torch.Tensor | ResultWork[torch.Tensor] = self._uneven(
-            "scatter_v", tensors, src, algorithm, async_op, timeout
+        found: torch.Tensor | ResultWork[torch.Tensor] = run_uneven(
+            self._engine, COLLECTIVES["scatter_v"], tensors, src, algorithm, async_op, timeout
         )
         return found
 
     @overload
-    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[Blocking]) -> list[torch.Tensor]: ...
+    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[_Blocking]) -> list[torch.Tensor]: ...
     @overload
-    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[Async]) -> ResultWork[list[torch.Tensor]]: ...
+    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[_Async]) -> ResultWork[list[torch.Tensor]]: ...
     def all_to_all_v(
         self,
         tensors: Sequence[Buffer],
@@ -1037,72 +1029,10 @@ class Communicator:
             >>> un.launch(program, nprocs=3, backend="thread")
             [[[], [], []], [[0], [1], [2]], [[0, 0], [1, 1], [2, 2]]]
         """
-        found: list[torch.Tensor] | ResultWork[list[torch.Tensor]] = self._uneven(
-            "all_to_all_v", tensors, None, algorithm, async_op, timeout
+        found: list[torch.Tensor] | ResultWork[list[torch.Tensor]] = run_uneven(
+            self._engine, COLLECTIVES["all_to_all_v"], tensors, None, algorithm, async_op, timeout
         )
         return found
-
-    def _uneven(
-        self,
-        name: str,
-        tensors: Buffer | Sequence[Buffer] | None,
-        root: int | None,
-        algorithm: str | None,
-        async_op: bool,
-        timeout: Timeout | None,
-    ) -> Any:
-        """Exchange shapes, allocate the output, and move the data. A blocking call may take the fast path for both."""
-        engine = self._engine
-        what = COLLECTIVES[name]
-        engine.enter(name)
-        if what.root is not None:
-            check_rank(root, what.root, self.size)
-        if algorithm not in (None, NATIVE, FEWEST_BYTES):
-            find(what.family, algorithm)
-        exchange = ShapeExchange(what, root, self.rank, self.size, engine.transport.devices)
-        exchange.give(tensors, engine.options.device)
-        header = exchange.header, exchange.table, exchange.mine
-        if async_op:
-            first = engine.make(*header, root=root, timeout=timeout)
-            streams = current_streams([exchange.device])
-
-            def second() -> Call:
-                with entered(streams):
-                    exchange.allocate()
-                    call = engine.make(
-                        what,
-                        exchange.output,
-                        exchange.input,
-                        root=root,
-                        algorithm=algorithm,
-                        timeout=timeout,
-                        lengths=exchange.lengths,
-                        after=first,
-                    )
-                    call.follow_streams()
-                    return call
-
-            work = engine.run(first, async_op=True, then=second)
-            assert work is not None
-            return ResultWork(work, lambda: exchange.output)
-        engine.block(*header, root=root, timeout=timeout)
-        try:
-            exchange.allocate()
-        except MismatchError as error:
-            raise engine.report_failure(error, name) from None
-        except (TypeError, ValueError):
-            engine.skip()
-            raise
-        engine.block(
-            what,
-            exchange.output,
-            exchange.input,
-            root=root,
-            algorithm=algorithm,
-            timeout=timeout,
-            lengths=exchange.lengths,
-        )
-        return exchange.output
 
     # -- collectives of Python values ------------------------------------------------------------
     def broadcast_object(self, obj: Any = None, src: int = 0, *, trusted: bool = False) -> Any:
@@ -1123,13 +1053,13 @@ class Communicator:
         """
         self._engine.enter("broadcast_object")
         self._check_rank(src, "src")
-        data = self._encode(obj, trusted) if self.rank == src else b""
+        data = encode(obj, self.rank, trusted) if self.rank == src else b""
         length = self._numbers([len(data)])
         self.broadcast(length, src)
         buffer = self._bytes(data) if self.rank == src else self._blank(int(length.item()))
         self.broadcast(buffer, src)
-        _check(data)
-        return obj if self.rank == src else _decode(buffer, trusted)
+        check_sent(data)
+        return obj if self.rank == src else decode(buffer, trusted)
 
     def all_gather_object(self, obj: Any, *, trusted: bool = False) -> list[Any]:
         """Return every rank's value, in order of rank, on every rank. Collective.
@@ -1146,12 +1076,12 @@ class Communicator:
             ['', 'x', 'xx']
         """
         self._engine.enter("all_gather_object")
-        buffer = self._bytes(self._encode(obj, trusted))
+        buffer = self._bytes(encode(obj, self.rank, trusted))
         lengths = self._numbers([0] * self.size)
         self.all_gather_single(lengths, self._numbers([buffer.numel()]))
         buffers = [self._blank(n) for n in lengths.tolist()]
         self.all_gather(buffers, buffer)
-        return [_decode(b, trusted) for b in buffers]
+        return [decode(b, trusted) for b in buffers]
 
     def gather_object(self, obj: Any, dst: int = 0, *, trusted: bool = False) -> list[Any] | None:
         """Return every rank's value, in order of rank, on rank `dst`; None on the other ranks. Collective.
@@ -1170,15 +1100,15 @@ class Communicator:
         """
         self._engine.enter("gather_object")
         self._check_rank(dst, "dst")
-        data = self._encode(obj, trusted)
+        data = encode(obj, self.rank, trusted)
         buffer, here = self._bytes(data), self.rank == dst
         lengths = [self._blank(8).view(torch.int64) for _ in range(self.size)] if here else None
         self.gather(self._numbers([buffer.numel()]), lengths, dst)
         counts = [int(n.item()) for n in lengths] if lengths is not None else [0] * self.size
         collected = self._blank(sum(counts))
         self.all_to_all_single(collected, buffer, counts, [buffer.numel() if r == dst else 0 for r in range(self.size)])
-        _check(data)
-        return [_decode(part, trusted) for part in collected.split(counts)] if here else None
+        check_sent(data)
+        return [decode(part, trusted) for part in collected.split(counts)] if here else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False) -> Any:
         """Return entry r of rank `src`'s list on rank r; the other ranks pass no list. Collective.
@@ -1200,35 +1130,14 @@ class Communicator:
         """
         self._engine.enter("scatter_object")
         self._check_rank(src, "src")
-        parts = self._entries(objs, trusted) if self.rank == src else []
+        parts = encode_each(objs, self.rank, self.size, trusted) if self.rank == src else []
         length = self._numbers([0])
         self.scatter(length, [self._numbers([len(p)]) for p in parts] or None, src)
         received = self._blank(int(length.item()))
         given = [len(p) for p in parts] or [0] * self.size
         taken = [received.numel() if r == src else 0 for r in range(self.size)]
         self.all_to_all_single(received, self._bytes(b"".join(parts)), taken, given)
-        return _decode(received, trusted)
-
-    def _entries(self, objs: Sequence[Any] | None, trusted: bool) -> list[bytes]:
-        """Return the bytes for each rank; if any value cannot be sent, the reason for all ranks."""
-        try:
-            values = [] if objs is None else list(objs)
-        except TypeError:
-            # An object that is not a list has no value for any rank.
-            values = []
-        parts = [self._encode(value, trusted) for value in values]
-        if len(parts) != self.size:
-            wrong = f"objs on rank {self.rank} must have one value for each of the {self.size} ranks, not {len(parts)}"
-            return [_WRONG + wrong.encode()] * self.size
-        return [next((p for p in parts if p[:1] == _REFUSED), part) for part in parts]
-
-    def _encode(self, obj: Any, trusted: bool) -> bytes:
-        """Return a value's bytes; if it cannot be sent, those of the reason, so that receivers get an error."""
-        try:
-            return _PICKLED + dumps(obj) if trusted else _PLAIN + serialization.encode(obj)
-        except Exception as error:
-            reason = f"rank {self.rank} has a value that cannot be sent: {text_of(error)}"
-            return _REFUSED + reason.encode(errors="replace")
+        return decode(received, trusted)
 
     def _numbers(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -1269,7 +1178,7 @@ class Communicator:
         if self._engine.try_message("send", tensor, dst, tag, timeout):
             return
         resolve_timeout(timeout)
-        self._post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
+        self._messages.post("send", [Send(tensor, dst, tag)]).wait_or_break(timeout)
 
     def recv(self, tensor: Buffer, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
         """Receive a tensor in place, and return the rank that sent it. Otherwise as `send`.
@@ -1297,7 +1206,7 @@ class Communicator:
         if src is not None and self._engine.try_message("recv", tensor, src, tag, timeout):
             return src
         resolve_timeout(timeout)
-        work = self._receive("recv", tensor, src, tag)
+        work = self._messages.receive("recv", tensor, src, tag)
         work.wait_or_break(timeout)
         return work.source_rank()
 
@@ -1318,7 +1227,7 @@ class Communicator:
             >>> un.launch(program, nprocs=2, backend="thread")
             [([7.0, 7.0], -1), ([7.0, 7.0], 0)]
         """
-        return self._post("isend", [Send(tensor, dst, tag)])
+        return self._messages.post("isend", [Send(tensor, dst, tag)])
 
     def irecv(self, tensor: Buffer, src: int | None = None, tag: int = 0) -> Work:
         """Start a receive. The tensor holds the message when the work's `wait` has returned.
@@ -1331,7 +1240,7 @@ class Communicator:
 
         Returns: The work in flight.
         """
-        return self._receive("irecv", tensor, src, tag)
+        return self._messages.receive("irecv", tensor, src, tag)
 
     def sendrecv(
         self,
@@ -1362,9 +1271,9 @@ class Communicator:
         resolve_timeout(timeout)
         written = self._check_tensor(recv_tensor, "recv_tensor", written=True)
         check_apart([("recv_tensor", written)], [("send_tensor", self._check_tensor(send_tensor, "send_tensor"))])
-        self._post("sendrecv", [Recv(recv_tensor, src, recvtag), Send(send_tensor, dst, sendtag)]).wait_or_break(
-            timeout
-        )
+        self._messages.post(
+            "sendrecv", [Recv(recv_tensor, src, recvtag), Send(send_tensor, dst, sendtag)]
+        ).wait_or_break(timeout)
 
     def batch_isend_irecv(self, messages: Sequence[Message]) -> list[Work]:
         """Start many messages in one call.
@@ -1395,72 +1304,7 @@ class Communicator:
                     f"batch_isend_irecv takes unisono.Send and unisono.Recv, not {type(message).__name__}. "
                     "Pass a list such as [unisono.Send(tensor, dst), unisono.Recv(other, src)]"
                 )
-        return [self._post("batch_isend_irecv", messages)] if messages else []
-
-    def _post(self, operation: str, messages: Sequence[Message]) -> PointToPointWork:
-        self._engine.enter(operation)
-        staging, flat = self._engine.staging(), list[Message]()
-        for message in messages:
-            receives = isinstance(message, Recv)
-            name = "src" if receives else "dst"
-            self._check_rank(message.peer, name)
-            self._check_tag(message.tag)
-            tensor = self._check_tensor(message.tensor, "the tensor", written=receives)
-            buffer = staging.target(tensor) if receives else staging.source(tensor)
-            if receives and isinstance(message.tensor, list):
-                staging.write_back(message.tensor, tensor)
-            flat.append(type(message)(buffer, message.peer, message.tag))
-        record = self._note(operation, flat)
-        awaited, work = self._start(flat, staging)
-        return PointToPointWork(self._engine, record, awaited, work, staging)
-
-    def _receive(self, operation: str, tensor: Buffer, src: int | None, tag: int) -> PointToPointWork:
-        if src is not None:
-            return self._post(operation, [Recv(tensor, src, tag)])
-        self._engine.enter(operation)
-        self._check_source(None, tag)
-        found = self._check_tensor(tensor, "the tensor", written=True)
-        staging = self._engine.staging()
-        buffer = staging.target(found)
-        if isinstance(tensor, list):
-            staging.write_back(tensor, found)
-        record = self._note(operation, [Recv(buffer, -1, tag)])
-        work = self._any_source.join(tag, None, lambda peer: self._start([Recv(buffer, peer, tag)], staging)[1])
-        return PointToPointWork(self._engine, record, (), work, staging)
-
-    @cached_property
-    def _any_source(self) -> AnySource:
-        return AnySource(self._engine)
-
-    def _note(self, operation: str, messages: Sequence[Message]) -> tuple[str, None, str, Place]:
-        """Keep a batch for reports; return what `Activity.enter` takes."""
-        record = operation, None, _detail(messages), callers_place()
-        self._engine.activity.note(*record)
-        return record
-
-    def _start(self, messages: Sequence[Message], staging: Staging) -> tuple[tuple[PendingMessage, ...], Work]:
-        activity = self._engine.activity
-        awaited = tuple(activity.post("recv" if isinstance(m, Recv) else "send", m.peer, m.tag) for m in messages)
-        with torch.no_grad(), staging.order.entered():
-            staging.begin()
-            return awaited, traced(self._engine.transport, awaited).post(messages)
-
-    def _check_source(self, src: int | None, tag: int) -> None:
-        self._check_tag(tag)
-        if not self._engine.transport.any_source:
-            raise ValueError(
-                "this backend cannot receive from any source: pass the sender's rank, as in recv(tensor, src=...)"
-            )
-        if src is not None:
-            self._check_rank(src, "src")
-
-    def _check_tag(self, tag: int) -> None:
-        if not isinstance(tag, int) or isinstance(tag, bool):
-            raise TypeError(f"tag must be an int, not {type(tag).__name__}")
-        if not 0 <= tag <= MAX_TAG:
-            raise ValueError(f"tag={tag} is out of range; tags are 0 to {MAX_TAG}")
-        if tag and not self._engine.transport.tags:
-            raise ValueError(f"this backend has no tags: messages match in order. Use tag=0, not {tag}")
+        return [self._messages.post("batch_isend_irecv", messages)] if messages else []
 
     def probe(self, src: int | None = None, tag: int = 0, *, timeout: Timeout | None = None) -> int:
         """Wait for a message without a posted receive, and return the rank that sent it.
@@ -1490,7 +1334,7 @@ class Communicator:
             [None, None, None]
         """
         limit = resolve_timeout(timeout, self._engine.options.timeout_s)
-        work = self._probed("probe", src, tag)
+        work = self._messages.probe("probe", src, tag)
         try:
             work.wait(limit)
         finally:
@@ -1503,18 +1347,12 @@ class Communicator:
         Args:
             src, tag: As for `probe`.
         """
-        work = self._probed("iprobe", src, tag)
+        work = self._messages.probe("iprobe", src, tag)
         if not work.is_completed():
             work.cancel()
             return None
         work.wait(0.0)
         return work.source_rank()
-
-    def _probed(self, operation: str, src: int | None, tag: int) -> PointToPointWork:
-        self._engine.enter(operation)
-        self._check_source(src, tag)
-        record = operation, None, f"tag {tag}", callers_place()
-        return PointToPointWork(self._engine, record, (), self._any_source.join(tag, src, _done), Staging())
 
     def mailbox(self, metadata: Any = None) -> tuple[Mailbox, list[Any]]:
         """Return a mailbox, and the metadata that each rank passed. Collective.
@@ -1809,23 +1647,7 @@ class Communicator:
         if not seconds > 0:
             raise ValueError(f"seconds must be a positive number, not {seconds}")
         self._engine.enter("tune")
-        tuner = self._engine.tuner
-        if self.size == 1:
-            return tuner.machine().table
-        if len(set(tuner.hosts)) == 1:
-            inside = between = fitted(self, seconds, cores())
-        else:
-            first = tuner.hosts.index(tuner.hosts[self.rank])
-            with self.split(first) as host:
-                inside = fitted(host, seconds / 2, cores())
-            leaders, between = self.split(0 if first == self.rank else None), None
-            if leaders is not None:
-                with leaders:
-                    between = fitted(leaders, seconds / 2, 0)
-        if between is None:
-            return tuner.adopt(None)
-        near = inside or between
-        return tuner.adopt(CostTable(near.link, between.link, near.gamma, near.overhead, cores=cores()))
+        return measured_table(self, self._engine.tuner, self._engine.options.device, seconds)
 
     def plan(
         self,
@@ -2064,38 +1886,6 @@ class Communicator:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Communicator belongs to one process; create a Communicator in each rank with init or launch")
-
-
-def _detail(messages: Sequence[Message]) -> str:
-    """Return a short description of the messages."""
-    first, more = messages[0], len(messages) - 1
-    peer = f"rank {first.peer}" if first.peer >= 0 else "any rank"
-    way = f"{'from' if isinstance(first, Recv) else 'to'} {peer}"
-    tag = f", tag {first.tag}" if first.tag else ""
-    return f"{way}{tag}, {format_bytes(first.tensor.nbytes)}{f', and {more} more' if more else ''}"
-
-
-def _done(_peer: int) -> Work:
-    """Return a completed work: a probed message needs no further action."""
-    done = Completion(0.0)
-    done.complete()
-    return done
-
-
-def _check(data: bytes) -> None:
-    if data[:1] in _REASONS:
-        raise _REASONS[data[:1]](data[1:].decode(errors="replace"))
-
-
-def _decode(buffer: torch.Tensor, trusted: bool) -> Any:
-    here = buffer.cpu()
-    data = bytes(view_of(here)) if here.numel() else b""
-    if data[:1] == _PLAIN:
-        return serialization.decode(data[1:])
-    _check(data)
-    if data[:1] != _PICKLED or not trusted:
-        raise ValueError("a rank sent a pickled value; pass trusted=True on every rank if you trust them all")
-    return pickle.loads(data[1:])
 
 
 def _left(deadline: float) -> float:

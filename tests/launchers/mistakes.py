@@ -97,13 +97,13 @@ def mistake(*sentences: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     return add
 
 
-@mistake("rank 1 has left", "for rank 1. Is it alive, or did it skip a call?")
+@mistake("rank 1 has left", "for rank 1, which has not arrived. Is it alive, or did it skip a call?")
 def rank_0_only(comm: un.Communicator) -> None:
     if comm.rank == 0:
         comm.all_reduce(torch.ones(2))  # here
 
 
-@mistake("rank 1 has left", "for rank 1. Is it alive, or did it skip a call?")
+@mistake("rank 1 has left", "for rank 1, which has not arrived. Is it alive, or did it skip a call?")
 def unequal_batch_counts(comm: un.Communicator) -> None:
     model = torch.nn.Linear(2, 1)
     _averager = un.GradientAverager(model, comm)

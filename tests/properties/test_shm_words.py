@@ -11,7 +11,7 @@ from native_core import without_core
 import unisono as un
 from unisono.host.native import native
 from unisono.testing import pool
-from unisono.transports.shm.words import words_of
+from unisono.transports.shm.segment import words_of
 
 SIZES = [1, 7, 8, 100, 1000, 20_000, 70_000]
 """Elements of 8 bytes: parts of a cache line, of the ring (128 KiB), and several rings full."""

@@ -12,8 +12,8 @@ import torch
 
 import unisono as un
 from unisono.core.call import Call
-from unisono.core.transport import PointToPoint, Transport
-from unisono.core.types import Work
+from unisono.core.transport import Transport
+from unisono.core.types import PointToPoint, Work
 from unisono.core.work import ChainedWork
 from unisono.errors import CommError, CorruptedError, MismatchError
 from unisono.testing import run_ranks

@@ -12,7 +12,7 @@ from meta_tensors import Hollow
 import unisono as un
 from unisono.collectives.algorithms import ALGORITHMS
 from unisono.collectives.algorithms.step import Move
-from unisono.collectives.chunk_layout import Flat, PartialSums, Pieces, even_edges
+from unisono.collectives.executor import Flat, PartialSums, Pieces, even_edges
 from unisono.core.staging import Staging
 from unisono.core.tensors import check_apart, check_reducible, check_tensor, parse_op
 from unisono.core.types import Message, ReduceOp, Work
@@ -33,7 +33,7 @@ def test_even_edges_cover_and_balance() -> None:
 
 def test_regions_cover_a_run_in_segments() -> None:
     t = torch.arange(10.0)
-    regions = Flat.even(t, 5).regions(1, 4, segment_bytes=16)
+    regions = Flat(t, even_edges(t.numel(), 5)).regions(1, 4, segment_bytes=16)
     assert [(r.start, r.stop) for r in regions] == [(2, 6), (6, 8)]
     assert torch.cat([r.tensor for r in regions]).tolist() == [2, 3, 4, 5, 6, 7]
 
@@ -217,7 +217,7 @@ def test_at_most_eight_batches_are_in_flight() -> None:
         yield from ALGORITHMS["all_reduce"]["ring"].steps(0, 2)
 
     buffer = torch.zeros(1000)
-    execute(Counting(), steps(), Flat.even(buffer, 2), lambda a, b, out: None, segment_bytes=40)
+    execute(Counting(), steps(), Flat(buffer, even_edges(buffer.numel(), 2)), lambda a, b, out: None, segment_bytes=40)
     assert (flying, most) == (0, IN_FLIGHT)
 
 

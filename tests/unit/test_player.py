@@ -12,12 +12,12 @@ import pytest
 
 import unisono as un
 from unisono.collectives.algorithms import Move, Step
-from unisono.collectives.player import from_algorithm, page
-from unisono.collectives.player.from_algorithm import replay_algorithm
-from unisono.collectives.player.from_trace import replay_trace
-from unisono.collectives.player.page import render
-from unisono.collectives.player.replay import Change, Replay
-from unisono.collectives.simulator import Message
+from unisono.lab.player import from_algorithm, page
+from unisono.lab.player.from_algorithm import replay_algorithm
+from unisono.lab.player.from_trace import replay_trace
+from unisono.lab.player.page import render
+from unisono.lab.player.replay import Change, Replay
+from unisono.lab.simulator import Message
 from unisono.tools.cli import main
 
 ALGORITHMS = un.algorithms.ALGORITHMS

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import unisono as un
-from unisono.collectives.player.page import write
-from unisono.collectives.player.replay import Replay
-from unisono.collectives.simulator import Message
+from unisono.lab.player.page import write
+from unisono.lab.player.replay import Replay
+from unisono.lab.simulator import Message
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on PATH")]

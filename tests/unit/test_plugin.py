@@ -248,7 +248,7 @@ def test_hanging_test_ends_and_names_the_rank(inner: pytest.Pytester, backend: s
         [
             "*did not end within 0.5 s on rank 1. Rank 1 was at:*",
             "*in test_loop*",
-            "*barrier #1*waited 1.0 s*rank 1. Is it alive*",
+            "*barrier #1*waited 1.0 s*rank 1, which has not arrived*",
             "*Timeout (>1.0s)*",
             "*in test_plugin_for_timeouts*",
         ]

@@ -7,7 +7,7 @@ from itertools import chain, cycle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.transports.shm.byte_ring import Ring, nbytes_of, rings_of
+from unisono.transports.shm.p2p_ring import Ring, nbytes_of, rings_of
 
 RING_BYTES = 1024
 LINE_BYTES = 64

@@ -81,12 +81,14 @@ def _in_place(
     if reduced is not None and not receives:
         # Intermediate data must not change the tensor of a rank that receives no result.
         flat = _copied([tensor], staging)
-    elif reduced is not None or not contributes:
-        flat = staging.target(tensor, read=contributes)
     else:
-        flat = staging.source(tensor)
+        flat = staging.flat(tensor, read=contributes, write=writes)
     outputs = (flat,) if receives else ()
-    average = _prepare_reduction(reduced, tensor.dtype, flat, outputs, size, staging)
+    if reduced is not None:
+        check_reducible(reduced, tensor.dtype)
+    average = reduced is ReduceOp.AVG
+    if average:
+        _divide(flat, outputs, size, staging)
     if writes and isinstance(output, list):
         staging.write_back(output, tensor)
     call = Call(
@@ -120,17 +122,20 @@ def _apart(
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
     if reduced is not None:
-        outputs = (staging.target(written.tensors[0]),)
+        outputs = (staging.flat(written.tensors[0], read=False, write=True),)
         if (reduced is ReduceOp.AVG and like.dtype in HALVES) or _share_storage(read, written):
             packed = _copied(read.tensors, staging)
             inputs = packed.split(read.counts)
         else:
-            inputs, packed = _flat(read, [staging.source(t) for t in read.tensors])
+            inputs, packed = _flat(read, [staging.flat(t, read=True, write=False) for t in read.tensors])
     else:
-        inputs, _ = _flat(read, [staging.source(t) for t in read.tensors])
-        outputs, packed = _flat(written, [staging.target(t) for t in written.tensors])
-    summed = packed if packed is not None else inputs[0] if inputs else None
-    average = _prepare_reduction(reduced, like.dtype, summed, outputs, size, staging)
+        inputs, _ = _flat(read, [staging.flat(t, read=True, write=False) for t in read.tensors])
+        outputs, packed = _flat(written, [staging.flat(t, read=False, write=True) for t in written.tensors])
+    average = reduced is ReduceOp.AVG
+    if reduced is not None:
+        check_reducible(reduced, like.dtype)
+        if average:
+            _divide(packed if packed is not None else inputs[0], outputs, size, staging)
     if written.tensors and what.writes(checks.rank, checks.root):
         _write_back(what, output, written, staging)
     call = Call(
@@ -157,26 +162,12 @@ def _write_back(what: Collective, output: Any, written: _Side, staging: Staging)
             staging.write_back(buffer, tensor)
 
 
-def _prepare_reduction(
-    op: ReduceOp | None,
-    dtype: torch.dtype,
-    summed: torch.Tensor | None,
-    outputs: Sequence[torch.Tensor],
-    size: int,
-    staging: Staging,
-) -> bool:
-    """Return whether an average becomes a sum: half-precision inputs are divided before, to avoid overflow."""
-    if op is None:
-        return False
-    check_reducible(op, dtype)
-    if op is not ReduceOp.AVG:
-        return False
-    if dtype in HALVES:
-        assert summed is not None
+def _divide(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, staging: Staging) -> None:
+    """Make an average of a sum: half-precision inputs are divided before, to avoid overflow."""
+    if summed.dtype in HALVES:
         staging.before.append(partial(divide, summed, size))
     elif outputs:
         staging.after.insert(0, partial(divide, outputs[0], size))
-    return True
 
 
 def _copied(tensors: Sequence[torch.Tensor], staging: Staging) -> torch.Tensor:

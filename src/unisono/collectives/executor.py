@@ -3,26 +3,175 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
 from unisono.collectives.algorithms import Algorithm
 from unisono.collectives.algorithms.semantics import balanced
-from unisono.collectives.algorithms.step import Step
-from unisono.collectives.chunk_layout import Flat, Layout, PartialSums, Pieces, Region
+from unisono.collectives.algorithms.step import Move, Step
 from unisono.core.call import Call
-from unisono.core.collective import FAMILIES
-from unisono.core.tensors import combine
-from unisono.core.transport import PointToPoint
-from unisono.core.types import COLLECTIVE_TAG, Message, Recv, ReduceOp, Send, Work
+from unisono.core.collective import FAMILIES, Collective
+from unisono.core.tensors import combine, numels
+from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, ReduceOp, Send, Work
 from unisono.errors import CommError
 
-__all__ = ["IN_FLIGHT", "ScratchPool", "execute", "execute_call"]
+__all__ = [
+    "IN_FLIGHT",
+    "PACKED_BYTES",
+    "Flat",
+    "Layout",
+    "PartialSums",
+    "Pieces",
+    "Region",
+    "Schedule",
+    "ScratchPool",
+    "even_edges",
+    "execute",
+]
+
+PACKED_BYTES = 64 << 10
+"""Largest message that is packed of several regions: a longer one is not worth the copy."""
+
+
+class Region(NamedTuple):
+    """A part of memory that one message fills: elements `start` to `stop` of the buffer `key`.
+
+    `own` is this rank's contribution to a sum that is stored in `tensor`, if it is in other memory.
+    """
+
+    key: int
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    own: torch.Tensor | None = None
+
+
+def even_edges(numel: int, parts: int) -> list[int]:
+    """Return the start of each of `parts` almost equal chunks, and the end; the first chunks are the longer ones.
+
+    Example:
+        >>> even_edges(10, 4)
+        [0, 3, 6, 8, 10]
+    """
+    quotient, rest = divmod(numel, parts)
+    return [i * quotient + min(i, rest) for i in range(parts + 1)]
+
+
+class Layout(ABC):
+    """A buffer of chunks. Both ends of a message cut it alike, whatever their memory looks like."""
+
+    @abstractmethod
+    def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
+        """The non-empty regions, of at most `segment_bytes`, of chunks `start` to `stop`."""
+
+    def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
+        """The same regions, as memory that received data is stored in."""
+        return self.regions(start, stop, segment_bytes)
+
+    def messages(self, move: Move, segment_bytes: int, *, receive: bool = False) -> list[list[Region]]:
+        """The regions of each message that a move travels in: one, or several that are packed."""
+        found: list[list[Region]] = []
+        packed, most = 0, min(segment_bytes, PACKED_BYTES)
+        cut = self.targets if receive else self.regions
+        for start, stop in ((move.start, move.stop), *move.further):
+            for region in cut(start, stop, segment_bytes):
+                packed += region.tensor.nbytes
+                if found and packed <= most:
+                    found[-1].append(region)
+                else:
+                    found.append([region])
+                    packed = region.tensor.nbytes
+        return found
+
+
+class Flat(Layout):
+    """Chunks that are slices of one tensor: a run of them is one stretch.
+
+    Args:
+        tensor: One-dimensional and contiguous.
+        edges: Where each chunk begins, and the end.
+        key: Of the regions: the number of the tensor, where there are several.
+    """
+
+    def __init__(self, tensor: torch.Tensor, edges: Sequence[int], key: int = 0) -> None:
+        self._tensor, self._edges, self._key = tensor, edges, key
+
+    def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
+        tensor, low, end, found = self._tensor, self._edges[start], self._edges[stop], []
+        step = max(1, segment_bytes // tensor.element_size())
+        while low < end:
+            high = min(low + step, end)
+            found.append(Region(self._key, low, high, tensor[low:high]))
+            low = high
+        return found
+
+    targets = regions
+
+
+class Pieces(Layout):
+    """Chunks that are tensors of their own: each travels by itself.
+
+    Args:
+        tensors: By chunk; one-dimensional and contiguous. A chunk that is missing is made, of
+            `like`'s dtype, when it is first touched (what a rank only passes on).
+        like: One of the call's tensors.
+        lengths: Elements of each chunk; of `like` if empty.
+    """
+
+    def __init__(
+        self, tensors: dict[int, torch.Tensor], like: torch.Tensor | None = None, lengths: Sequence[int] = ()
+    ) -> None:
+        self._tensors, self._like, self._lengths = tensors, like, lengths
+
+    def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
+        found = []
+        for chunk in range(start, stop):
+            if chunk not in self._tensors:
+                assert self._like is not None
+                numel = self._lengths[chunk] if self._lengths else self._like.numel()
+                self._tensors[chunk] = self._like.new_empty(numel)
+            tensor = self._tensors[chunk]
+            found += Flat(tensor, (0, tensor.numel()), chunk).regions(0, 1, segment_bytes)
+        return found
+
+
+class PartialSums(Pieces):
+    """Chunks of a reduce_scatter: inputs, which are only read, until something is reduced into them.
+
+    Args:
+        inputs: By chunk; one-dimensional and contiguous.
+        rank: The chunk whose sum is this rank's result.
+        output: Memory of the result.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], rank: int, output: torch.Tensor) -> None:
+        super().__init__({rank: output}, output, numels(inputs))
+        self._inputs, self._received = inputs, set[int]()
+
+    def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
+        found = []
+        for chunk in range(start, stop):
+            if chunk in self._received:
+                found += super().regions(chunk, chunk + 1, segment_bytes)
+            else:
+                tensor = self._inputs[chunk]
+                found += Flat(tensor, (0, tensor.numel()), chunk).regions(0, 1, segment_bytes)
+        return found
+
+    def targets(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
+        # Of several contributions in one step, the first region has this rank's own.
+        own = self.regions(start, stop, segment_bytes)
+        self._received.update(range(start, stop))
+        stored = self.regions(start, stop, segment_bytes)
+        return [target._replace(own=mine.tensor) for target, mine in zip(stored, own, strict=True)]
+
 
 IN_FLIGHT = 8
 """Maximum number of batches of messages in flight. Bounds the memory that arriving contributions need."""
@@ -30,41 +179,41 @@ IN_FLIGHT = 8
 _Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def execute_call(
-    algorithm: Algorithm, segment_bytes: int, scratch: ScratchPool, transport: PointToPoint, call: Call, deadline: float
-) -> None:
-    """Return when this rank's part of a call is done.
+class Schedule:
+    """An algorithm's steps on one rank, which carry out calls. They are integers, and the same for every call.
 
     Args:
-        algorithm: One of the call's collective.
+        algorithm: An algorithm of the calls' collective.
+        rank, size: This rank, and the number of ranks.
+        root: Root of the calls.
         segment_bytes: Largest message.
         scratch: Memory kept from earlier calls.
-        transport: Carries the messages.
-        call: A reduction in place writes to its tensors.
-        deadline: On the clock of `time.monotonic`.
     """
-    rank, size, root = transport.rank, transport.size, call.root or 0
-    _copy_own_part(call, rank)
-    execute(
-        transport,
-        algorithm.steps((rank - root) % size, size),
-        _layout_of(call, algorithm.chunks(size), rank, size),
-        partial(combine, call.op or ReduceOp.SUM),
-        segment_bytes=segment_bytes,
-        timeout=deadline - time.monotonic(),
-        root=root,
-        spare=scratch,
-    )
+
+    def __init__(
+        self, algorithm: Algorithm, rank: int, size: int, root: int, segment_bytes: int, scratch: ScratchPool
+    ) -> None:
+        self._chunks, self._rank, self._size, self._root = algorithm.chunks(size), rank, size, root
+        self._steps = tuple(algorithm.steps((rank - root) % size, size))
+        self._segment_bytes, self._scratch = segment_bytes, scratch
+
+    def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
+        """Return when this rank's part of a call is done. A reduction in place writes to its tensors."""
+        family = FAMILIES[call.name]
+        if not family.in_place:
+            _copy_own_part(family, call, self._rank)
+        layout = _layout_of(family, call, self._chunks, self._rank, self._size)
+        combines = partial(combine, call.op or ReduceOp.SUM)
+        run = _Run(transport, self._rank, self._size, self._root, combines, deadline, self._scratch)
+        run.carry_out(self._steps, layout, self._segment_bytes)
 
 
-def _layout_of(call: Call, chunks: int, rank: int, size: int) -> Layout:
+def _layout_of(family: Collective, call: Call, chunks: int, rank: int, size: int) -> Layout:
     """Return the layout of an algorithm's chunks in the tensors of a call."""
-    family = FAMILIES[call.name]
     root = call.root or 0
-    if not family.moves:
-        return Flat.even(torch.ones(1, dtype=torch.uint8, device="cpu"), chunks)
     if family.in_place:
-        return Flat.even((call.inputs or call.outputs)[0], chunks)
+        tensor = (call.inputs or call.outputs)[0] if family.moves else torch.ones(1, dtype=torch.uint8, device="cpu")
+        return Flat(tensor, even_edges(tensor.numel(), chunks))
     if family.reduces:
         return PartialSums(call.inputs, rank, call.outputs[0])
     if family.pairwise:
@@ -74,10 +223,9 @@ def _layout_of(call: Call, chunks: int, rank: int, size: int) -> Layout:
     return Pieces(here, one[0], call.lengths[root:] + call.lengths[:root])
 
 
-def _copy_own_part(call: Call, rank: int) -> None:
+def _copy_own_part(family: Collective, call: Call, rank: int) -> None:
     """Copy a rank's part for itself; algorithms assume that this is done."""
-    family = FAMILIES[call.name]
-    if family.in_place or not (call.inputs and call.outputs) or (family.reduces and len(call.inputs) > 1):
+    if not (call.inputs and call.outputs) or (family.reduces and len(call.inputs) > 1):
         return
     source = call.inputs[rank if family.scatters else 0]
     target = call.outputs[rank if family.gathers else 0]
@@ -87,7 +235,7 @@ def _copy_own_part(call: Call, rank: int) -> None:
 
 def execute(
     transport: PointToPoint,
-    steps: Iterator[Step],
+    steps: Iterable[Step],
     layout: Layout,
     combine: _Combine | None = None,
     *,
@@ -116,13 +264,9 @@ def execute(
         CommTimeoutError: Not done in time; names the step and the missing ranks.
         CommError: Any error of the transport.
     """
-    run = _Run(transport, combine, time.monotonic() + timeout, spare or ScratchPool())
-    size = transport.size
-    for number, step in enumerate(steps, 1):
-        for sends, recvs in _segments(step, layout, root, size, segment_bytes):
-            run.start(number, sends, recvs, step.reduce)
-    while run.flight:
-        run.settle()
+    deadline, scratch = time.monotonic() + timeout, spare or ScratchPool()
+    run = _Run(transport, transport.rank, transport.size, root, combine, deadline, scratch)
+    run.carry_out(steps, layout, segment_bytes)
 
 
 _Routed = tuple[int, list[Region]]
@@ -131,19 +275,6 @@ _Routed = tuple[int, list[Region]]
 
 _Segment = tuple[list[_Routed], list[_Routed]]
 """Sends and receives of one batch."""
-
-
-def _segments(step: Step, layout: Layout, root: int, size: int, segment_bytes: int) -> list[_Segment]:
-    """Return segment i of all messages of a step, for each i."""
-    found: list[_Segment] = []
-    for side, moves in enumerate((step.send, step.recv)):
-        for move in moves:
-            peer = (move.peer + root) % size
-            for number, regions in enumerate(layout.messages(move, segment_bytes, receive=side == 1)):
-                if number == len(found):
-                    found.append(([], []))
-                found[number][side].append((peer, regions))
-    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +304,9 @@ class ScratchPool:
 
     def take(self, regions: list[Region]) -> torch.Tensor:
         """Uninitialised memory for a message, of its dtype and device."""
-        like, numel = regions[0].tensor, sum(region.stop - region.start for region in regions)
+        like, numel = regions[0].tensor, 0
+        for region in regions:
+            numel += region.stop - region.start
         free = self._free.get((numel, like.dtype, like.device))
         if not free:
             # A call in inference mode must not leave memory behind that only inference mode may write to.
@@ -192,10 +325,38 @@ class ScratchPool:
 
 
 class _Run:
-    def __init__(self, transport: PointToPoint, combine: _Combine | None, deadline: float, spare: ScratchPool) -> None:
+    """One call under way."""
+
+    def __init__(
+        self,
+        transport: PointToPoint,
+        rank: int,
+        size: int,
+        root: int,
+        combine: _Combine | None,
+        deadline: float,
+        spare: ScratchPool,
+    ) -> None:
         self._transport, self._combine, self._deadline = transport, combine, deadline
-        self._rank, self._spare = transport.rank, spare
+        self._rank, self._size, self._root, self._spare = rank, size, root, spare
         self.flight: deque[_Batch] = deque()
+
+    def carry_out(self, steps: Iterable[Step], layout: Layout, segment_bytes: int) -> None:
+        """Return when all steps are done."""
+        for number, step in enumerate(steps, 1):
+            # Segment i of all messages of a step is one batch.
+            segments: list[_Segment] = []
+            for side, moves in enumerate((step.send, step.recv)):
+                for move in moves:
+                    peer = (move.peer + self._root) % self._size
+                    for place, regions in enumerate(layout.messages(move, segment_bytes, receive=side == 1)):
+                        if place == len(segments):
+                            segments.append(([], []))
+                        segments[place][side].append((peer, regions))
+            for sends, recvs in segments:
+                self.start(number, sends, recvs, step.reduce)
+        while self.flight:
+            self.settle()
 
     def start(self, step: int, sends: list[_Routed], recvs: list[_Routed], reduce: bool) -> None:
         """Post one batch, after what it depends on has arrived."""
@@ -230,7 +391,8 @@ class _Run:
         """Wait for the oldest batch and store the received data, if possible while its sends are still in flight."""
         batch = self.flight.popleft()
         try:
-            early = any(beside is not None for beside in batch.landed) and not _overlap(batch.recvs, batch.sends)
+            beside = len(batch.landed) - batch.landed.count(None)
+            early = beside > 0 and not _overlap(batch.recvs, batch.sends)
             if early:
                 batch.work.wait_received(max(0.0, self._deadline - time.monotonic()))
                 self._store(batch)
@@ -273,7 +435,7 @@ class _Run:
             return out
 
         ordered = sorted([(self._rank, own), *contributions], key=itemgetter(0))
-        balanced([tensor for _, tensor in ordered], plus)
+        balanced(list(map(itemgetter(1), ordered)), plus)
 
 
 def _overlap(some: list[_Routed], others: list[_Routed]) -> bool:

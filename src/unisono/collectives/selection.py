@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from unisono.collectives.algorithms import ALGORITHMS, Algorithm, find
-from unisono.collectives.executor import ScratchPool, execute_call
+from unisono.collectives.algorithms import ALGORITHMS, find
+from unisono.collectives.executor import Schedule, ScratchPool
 from unisono.collectives.tuning.cost_table import GAP, CostTable
-from unisono.collectives.tuning.prediction import Choice, Machine, compare, predicted, size_class
+from unisono.collectives.tuning.prediction import Choice, Machine, compare, predicted
 from unisono.core.call import NATIVE, Call, Steps
+from unisono.core.collective import FAMILIES
 from unisono.core.tensors import numels
 from unisono.core.transport import Transport
 from unisono.core.types import ReduceOp
@@ -48,6 +49,7 @@ class Selection:
         self._size, self._deterministic = transport.size, deterministic
         self._scratch = ScratchPool()
         self._kept: dict[tuple[Any, ...], _Chosen] = {}
+        self._schedules: dict[tuple[Any, ...], Schedule] = {}
 
     def choose(self, call: Call, requested: str | None = None) -> _Chosen:
         """Return the name of an algorithm of this collective, with its options, and its steps; or "native", and None.
@@ -64,22 +66,27 @@ class Selection:
             return NATIVE, None
         tensors = call.inputs or call.outputs
         dtype = tensors[0].dtype if tensors else None
-        nbytes = size_class(call.nbytes(self._size))
-        machine = self._machine_of(requested)
-        key = call.name, call.op, dtype, nbytes, requested, native, bool(call.root), machine, _is_uniform(call)
+        # A size class, as by `size_class`: all calls of a class choose alike.
+        bits = max(0, _message_bytes(call, self._size) - 1).bit_length()
+        machine = self._machine_of() if requested == AUTO else None
+        uniform = requested is None or _is_uniform(call)
+        key = call.name, call.op, dtype, bits, requested, native, call.root, machine, uniform
         chosen = self._kept.get(key)
         if chosen is None:
-            needs = self._needs(call, dtype, requested)
-            label = self._choose(call, needs, nbytes, native, requested, machine)
-            chosen = self._kept[key] = label, None if label == NATIVE else self._steps(find(call.name, label))
+            label = self._choose(call, self._needs(call, dtype, requested), 1 << bits, native, requested, machine)
+            chosen = self._kept[key] = label, None if label == NATIVE else self._schedule(call, label)
         return chosen
 
-    def _steps(self, algorithm: Algorithm) -> Steps:
-        return partial(execute_call, algorithm, self._segment_bytes, self._scratch)
+    def _schedule(self, call: Call, label: str) -> Steps:
+        key = call.name, label, call.root
+        if key not in self._schedules:
+            algorithm, transport = find(call.name, label), self._transport
+            self._schedules[key] = Schedule(
+                algorithm, transport.rank, transport.size, call.root or 0, self._segment_bytes, self._scratch
+            )
+        return self._schedules[key]
 
-    def _machine_of(self, requested: str | None) -> Machine | None:
-        if requested != AUTO:
-            return None
+    def _machine_of(self) -> Machine:
         return self._machine() if self._machine else Machine(_builtin(self._transport), self._size)
 
     def _needs(self, call: Call, dtype: torch.dtype | None, requested: str | None) -> Needs:
@@ -131,7 +138,6 @@ def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = No
         options=dict(algorithm.options),
         predicted_s=seconds,
         others=others,
-        excluded={name: bound for name, bound in fastest.excluded.items() if name != algorithm.label},
         why=why,
     )
 
@@ -160,6 +166,20 @@ class Needs(NamedTuple):
     rounded: bool
     balanced: bool
     rotated: bool
+
+
+def _message_bytes(call: Call, size: int) -> int:
+    """Return the bytes of the whole message: the same on every rank, unless pairs of ranks have their own lengths."""
+    family = FAMILIES[call.name]
+    if call.lengths:
+        return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize
+    if family.root is not None and not family.in_place:
+        return size * (call.outputs if family.scatters else call.inputs)[0].nbytes
+    many = call.inputs if family.scatters or not family.gathers else call.outputs
+    total = 0
+    for tensor in many or call.outputs:
+        total += tensor.nbytes
+    return total
 
 
 def _serving(needs: Needs, *, uneven: bool = False) -> list[str]:

@@ -21,7 +21,7 @@ from unisono.collectives.selection import Selection
 from unisono.comm.teardown import Teardown
 from unisono.comm.tuner import Tuner
 from unisono.control.sockets import invalidate_after_fork
-from unisono.core.call import NATIVE, Call, Fingerprint
+from unisono.core.call import Call, Fingerprint
 from unisono.core.collective import Collective
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, error_of, raise_caused, text_of, to_cause
@@ -30,13 +30,13 @@ from unisono.core.group import Group
 from unisono.core.staging import BufferGuard, Staging
 from unisono.core.tensors import numels
 from unisono.core.threads import SerialWorker
-from unisono.core.tracing import SINK, observed_wait, profiler, record_collective, record_message, waits_of
+from unisono.core.tracing import SINK, profiler, record_collective, record_message
 from unisono.core.transport import Options, Status, Tensors, Transport
-from unisono.core.types import Timeout, Work
+from unisono.core.types import ReduceOp, Timeout, Work
 from unisono.core.work import Completion, Deferred, resolve_timeout
 from unisono.diagnostics.hang_report import with_hang_report
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
-from unisono.wrappers.trace import traced
+from unisono.wrappers.trace import observed_wait, traced, waits_of
 
 __all__ = ["ANY_THREAD", "Engine", "FailureRelay"]
 
@@ -177,8 +177,7 @@ class Engine:
         try:
             status = fast.try_collective(what, output, input, op, root, activity.since + limit)
             if status is Status.MISMATCH:
-                call, like = self._from_arguments(what, output, input, op, root)
-                fast.mismatch(_fingerprint(what, call, like, self._calls + 1, NATIVE, callers_place()))
+                fast.mismatch(self.make(what, output, input, op=op, root=root).fingerprint)
             if status is Status.OK:
                 # Transports write past torch's functions.
                 if output is not None and (root is None or what.writes(self.group.rank, root)):
@@ -271,9 +270,20 @@ class Engine:
         """
         if after is None:
             self.enter(what.name)
-            if get_ident() in self._inside:
-                raise self._called_inside(what.name)
-        call, like = self._from_arguments(what, output, input, op, root, splits, lengths)
+        group, transport = self.group, self.transport
+        call, like = make_call(
+            what,
+            output,
+            input,
+            op,
+            root,
+            rank=group.rank,
+            size=group.size,
+            devices=transport.devices,
+            staging=self._staging(transport.host_staged, self._streams),
+            splits=splits,
+            lengths=lengths,
+        )
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         algorithm, steps = self._selection.choose(call, algorithm)
         if after is None:
@@ -318,31 +328,6 @@ class Engine:
             )
             self.run(call)
 
-    def _from_arguments(
-        self,
-        what: Collective,
-        output: Tensors,
-        input: Tensors,
-        op: object,
-        root: int | None,
-        splits: Splits = (None, None),
-        lengths: tuple[int, ...] = (),
-    ) -> tuple[Call, torch.Tensor | None]:
-        group = self.group
-        return make_call(
-            what,
-            output,
-            input,
-            op,
-            root,
-            rank=group.rank,
-            size=group.size,
-            devices=self.transport.devices,
-            staging=self.staging(),
-            splits=splits,
-            lengths=lengths,
-        )
-
     def _called_inside(self, operation: str) -> CommError:
         outer = format_call(*self.activity.now) if self.activity.now else "another collective"
         return self.with_context(
@@ -361,49 +346,42 @@ class Engine:
             async_op: Whether to return without waiting.
             then: Makes a call that follows this one with no other between, from what this one has received.
         """
-        self._note(call)
-        if then is not None:
-            self.skip()
+        fingerprint = call.fingerprint
+        if get_ident() in self._inside:
+            raise self._called_inside(fingerprint.operation)
+        self._calls = fingerprint.call if then is None else fingerprint.call + 1
+        self.activity.note(fingerprint.operation, self._calls, fingerprint, fingerprint.site)
         transport = traced(self.transport)
         with observed_wait(call, self.group, starts=async_op):
-            work = self._start_or_perform(call, transport, async_op, then)
-        return None if work is None else waits_of(work, call.fingerprint.operation, self.group)
-
-    def _note(self, call: Call) -> None:
-        """Count a call, and keep it for reports."""
-        fingerprint = call.fingerprint
-        self._calls = fingerprint.call
-        self.activity.note(fingerprint.operation, fingerprint.call, fingerprint.detail, fingerprint.site)
+            if async_op and call.steps is None and transport.overlaps and not self._pending and then is None:
+                work = self._start(call, transport)
+                return waits_of(work, fingerprint.operation, self.group)
+            with self._lock:
+                queued = async_op or self._pending > 0
+                if queued:
+                    self._pending += 1
+            if not queued:
+                self._perform(call, transport, then)
+                return None
+            call.staging.follow((*call.inputs, *call.outputs))
+            # Add one default timeout: the hang report that names the missing ranks must finish first.
+            done = Completion((1 if then is None else 2) * call.timeout + self.options.timeout_s)
+            self._helper.run(partial(self._progress, call, transport, then, done))
+            if not async_op:
+                done.wait()
+                return None
+        return waits_of(done, fingerprint.operation, self.group)
 
     def skip(self) -> None:
         """Count a call that is not made now, on any rank."""
         self._calls += 1
 
-    def _start_or_perform(
-        self, call: Call, transport: Transport, async_op: bool, then: Callable[[], Call] | None
-    ) -> Work | None:
-        if async_op and call.steps is None and transport.overlaps and not self._pending and then is None:
-            return self._start(call, transport)
-        with self._lock:
-            queued = async_op or self._pending > 0
-            if queued:
-                self._pending += 1
-        if not queued:
-            self._perform(call, transport, then)
-            return None
-        call.follow_streams()
-        # Add one default timeout: the hang report that names the missing ranks must finish first.
-        work = Completion((1 if then is None else 2) * call.timeout + self.options.timeout_s)
-        self._helper.run(partial(self._progress, call, transport, then, work))
-        if async_op:
-            return work
-        work.wait()
-        return None
-
     def _perform(self, call: Call, transport: Transport, then: Callable[[], Call] | None = None) -> None:
         deadline = time.monotonic() + call.timeout
         with self._carrying_out(call):
-            self._complete(call, self._begin(call, transport, deadline), deadline)
+            work = self._begin(call, transport, deadline)
+            work.wait(max(0.0, deadline - time.monotonic()))
+            call.staging.end()
         if then is not None:
             with self._carrying_out(call, refusals=False):
                 second = then()
@@ -416,22 +394,17 @@ class Engine:
 
         def complete(deadline: float) -> None:
             with self._carrying_out(call):
-                self._complete(call, work, deadline)
+                work.wait(max(0.0, deadline - time.monotonic()))
+                call.staging.end()
 
         # A wait ends immediately, with the first cause, if the group has failed.
         return Deferred(complete, call.timeout, lambda: work.is_completed() or self._broken is not None)
 
     def _begin(self, call: Call, transport: Transport, deadline: float) -> Work:
         """Do everything before the first wait for data."""
-        assert call.staging is not None
         transport.agree(call, deadline)
         call.staging.begin()
         return transport.run(call)
-
-    def _complete(self, call: Call, work: Work, deadline: float) -> None:
-        assert call.staging is not None
-        work.wait(max(0.0, deadline - time.monotonic()))
-        call.staging.end()
 
     @contextmanager
     def _carrying_out(self, call: Call, *, refusals: bool = True) -> Iterator[None]:
@@ -439,12 +412,11 @@ class Engine:
 
         Without `refusals`, errors that refuse a call are left out, because every rank raises them.
         """
-        assert call.staging is not None
         here, fingerprint, activity = get_ident(), call.fingerprint, self.activity
         self._inside.add(here)
-        activity.enter(fingerprint.operation, fingerprint.call, fingerprint.detail, fingerprint.site)
+        activity.enter(fingerprint.operation, fingerprint.call, fingerprint, fingerprint.site)
         try:
-            with torch.no_grad(), call.staging.order.entered():
+            with torch.no_grad(), call.staging.entered():
                 yield
         except BaseException as error:
             refused = not refusals and _refuses(error)
@@ -602,14 +574,22 @@ def _fingerprint(
     origin: tuple[int, str] | None = None,
 ) -> Fingerprint:
     """Return what ranks compare of a call; `like` is a tensor of its dtype, device and shape."""
-    read, written, op = numels(call.inputs), numels(call.outputs), call.requested_op
+    op = ReduceOp.AVG if call.average else call.op
+    read: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+    if not what.in_place:
+        read, written = numels(call.inputs), numels(call.outputs)
+        counts = call.lengths or what.compared_counts(read, written)
+    elif like is not None:
+        counts = (like.numel(),)
     return Fingerprint(
         call=number,
         operation=what.name,
         op=None if op is None else op.value,
         root=call.root,
         dtype=None if like is None else str(like.dtype).removeprefix("torch."),
-        counts=call.lengths or what.compared_counts(read, written),
+        counts=counts,
         device=None if like is None else like.device.type,
         algorithm=algorithm,
         adjoint_of=None if origin is None else origin[0],

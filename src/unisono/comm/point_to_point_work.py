@@ -108,7 +108,7 @@ class PointToPointWork(Work):
         return self._inner.cancel()
 
     def _finish(self) -> None:
-        with self._lock, torch.no_grad(), self._staging.order.entered():
+        with self._lock, torch.no_grad(), self._staging.entered():
             try:
                 self._staging.end()
             except CommError as error:

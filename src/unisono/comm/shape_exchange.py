@@ -1,18 +1,26 @@
-"""Exchange of shapes and dtypes before a collective of tensors that other ranks know nothing of."""
+"""Collectives of tensors whose shapes other ranks do not know: an exchange of these comes first."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from unisono.collectives.arguments import check_list
+from unisono.collectives.algorithms import find
+from unisono.collectives.arguments import check_list, check_rank
+from unisono.collectives.selection import FEWEST_BYTES
+from unisono.comm.engine import Engine
+from unisono.core.call import NATIVE, Call
 from unisono.core.collective import Collective, header_of
-from unisono.core.tensors import check_tensor
+from unisono.core.staging import current_streams, entered
+from unisono.core.tensors import Buffer, check_tensor
 from unisono.core.transport import Tensors
+from unisono.core.types import Timeout
+from unisono.core.work import ResultWork
 from unisono.errors import MismatchError
 
-__all__ = ["ShapeExchange"]
+__all__ = ["ShapeExchange", "run_uneven"]
 
 _MOST_DIMENSIONS = 16
 _NUMBERS = 2 + _MOST_DIMENSIONS
@@ -128,3 +136,65 @@ class ShapeExchange:
 def _fixed(dtype: torch.dtype, shape: torch.Size) -> tuple[torch.dtype, int, torch.Size]:
     """Return what ranks' tensors must have in common."""
     return dtype, len(shape), shape[1:]
+
+
+def run_uneven(
+    engine: Engine,
+    what: Collective,
+    tensors: Buffer | Sequence[Buffer] | None,
+    root: int | None,
+    algorithm: str | None,
+    async_op: bool,
+    timeout: Timeout | None,
+) -> Any:
+    """Exchange shapes, allocate the output, and move the data. A blocking call may take the fast path for both."""
+    engine.enter(what.name)
+    group = engine.group
+    if what.root is not None:
+        check_rank(root, what.root, group.size)
+    if algorithm not in (None, NATIVE, FEWEST_BYTES):
+        find(what.family, algorithm)
+    exchange = ShapeExchange(what, root, group.rank, group.size, engine.transport.devices)
+    exchange.give(tensors, engine.options.device)
+    header = exchange.header, exchange.table, exchange.mine
+    if async_op:
+        first = engine.make(*header, root=root, timeout=timeout)
+        streams = current_streams([exchange.device])
+
+        def second() -> Call:
+            with entered(streams):
+                exchange.allocate()
+                call = engine.make(
+                    what,
+                    exchange.output,
+                    exchange.input,
+                    root=root,
+                    algorithm=algorithm,
+                    timeout=timeout,
+                    lengths=exchange.lengths,
+                    after=first,
+                )
+                call.staging.follow((*call.inputs, *call.outputs))
+                return call
+
+        work = engine.run(first, async_op=True, then=second)
+        assert work is not None
+        return ResultWork(work, lambda: exchange.output)
+    engine.block(*header, root=root, timeout=timeout)
+    try:
+        exchange.allocate()
+    except MismatchError as error:
+        raise engine.report_failure(error, what.name) from None
+    except (TypeError, ValueError):
+        engine.skip()
+        raise
+    engine.block(
+        what,
+        exchange.output,
+        exchange.input,
+        root=root,
+        algorithm=algorithm,
+        timeout=timeout,
+        lengths=exchange.lengths,
+    )
+    return exchange.output

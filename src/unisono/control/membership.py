@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unisono.core.failure import Cause, left_error
+from unisono.core.failure import Cause, left_error, waited_for
 
 __all__ = ["Contribution", "Groups", "Outgoing", "Reply", "failed", "pushed"]
 
@@ -211,7 +211,7 @@ class Groups:
             return []
         missing = [rank for rank in range(group.size) if rank not in exchange]
         kind = "DeadlockError" if deadlock else "CommTimeoutError"
-        return self._fail(group, Cause(kind, missing[0], _waited(topic, waited_s, missing) + report))
+        return self._fail(group, Cause(kind, missing[0], waited_for(missing, waited_s, topic) + report))
 
     def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
         """Fail the group, and return its first cause, which may now be this one."""
@@ -283,14 +283,3 @@ def _results(exchange: dict[int, Contribution]) -> Outgoing:
 
 def _left(rank: int) -> Cause:
     return Cause("PeerLostError", rank, left_error(rank).message)
-
-
-def _waited(topic: str, waited_s: float, missing: list[int]) -> str:
-    first, others = missing[0], missing[1:]
-    begun = "started, and is WORLD_SIZE right?" if topic == "init" else ""
-    if not others:
-        hint = f"Was it {begun}" if begun else "Is it alive, or did it skip a call?"
-        return f"waited {waited_s:.1f} s in {topic} for rank {first}, which has not arrived. {hint}"
-    hint = f"Were they {begun}" if begun else "Are they alive, or did they skip a call?"
-    listed = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
-    return f"waited {waited_s:.1f} s in {topic} for rank {first} (and {listed}), which have not arrived. {hint}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import xxhash
 
-from unisono.core.collective import FAMILIES
 from unisono.core.flight_recorder import Place, site_text
 from unisono.core.types import ReduceOp
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from unisono.core.staging import Staging
-    from unisono.core.transport import PointToPoint
+    from unisono.core.types import PointToPoint
 
 __all__ = ["NATIVE", "Call", "Fingerprint", "Steps", "explain", "hash_of"]
 
@@ -61,8 +60,7 @@ class Fingerprint(NamedTuple):
         """All values, from which `Fingerprint(*values)` makes an equal one on another rank."""
         return (*self[:-1], site_text(self.site))
 
-    @property
-    def detail(self) -> str:
+    def __str__(self) -> str:
         """The call's arguments in words."""
         root = None if self.root is None else f"root {self.root}"
         shape = None if self.shape is None else str(self.shape)
@@ -123,7 +121,7 @@ class Call(NamedTuple):
     lengths: tuple[int, ...] = ()
     fingerprint: Fingerprint = Fingerprint(0, "")
     steps: Steps | None = None
-    staging: Staging | None = None
+    staging: Staging = cast("Staging", None)
     timeout: float = 300.0
     checked: bool = True
     inference: bool = False
@@ -132,28 +130,6 @@ class Call(NamedTuple):
     def requested_op(self) -> ReduceOp | None:
         """Operation that the caller named."""
         return ReduceOp.AVG if self.average else self.op
-
-    def follow_streams(self) -> None:
-        """Let its work on accelerators follow what this thread has queued there. For another thread to carry it out."""
-        if self.staging is not None:
-            self.staging.order.follow((*self.inputs, *self.outputs))
-
-    def nbytes(self, size: int) -> int:
-        """Return the bytes of the whole message: the same on every rank, unless pairs of ranks have their own lengths.
-
-        Args:
-            size: Number of ranks.
-        """
-        family = FAMILIES[self.name]
-        if self.lengths:
-            return sum(self.lengths) * (self.inputs or self.outputs)[0].itemsize
-        if family.root is not None and not family.in_place:
-            return size * (self.outputs if family.scatters else self.inputs)[0].nbytes
-        many = self.inputs if family.scatters or not family.gathers else self.outputs
-        total = 0
-        for tensor in many or self.outputs:
-            total += tensor.nbytes
-        return total
 
 
 def hash_of(values: tuple[Any, ...]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -10,7 +11,17 @@ from unisono import errors
 from unisono.core.group import Group
 from unisono.errors import CommError, MismatchError, PeerLostError
 
-__all__ = ["Cause", "ended_by", "error_of", "left_error", "raise_caused", "signal_name", "text_of", "to_cause"]
+__all__ = [
+    "Cause",
+    "ended_by",
+    "error_of",
+    "left_error",
+    "raise_caused",
+    "signal_name",
+    "text_of",
+    "to_cause",
+    "waited_for",
+]
 
 _MOST_SAID = 10_000
 
@@ -70,6 +81,24 @@ def left_error(rank: int) -> PeerLostError:
     """
     text = f"rank {rank} has left (it closed the communicator, or its program has ended). Did it make fewer calls?"
     return PeerLostError(text, peer=rank)
+
+
+def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
+    """Return the text of a wait for ranks that have not arrived.
+
+    Example:
+        >>> waited_for([1], 2.0)
+        'waited 2.0 s for rank 1, which has not arrived. Is it alive, or did it skip a call?'
+    """
+    first, others = missing[0], missing[1:]
+    where = f" in {topic}" if topic else ""
+    begun = "started, and is WORLD_SIZE right?" if topic == "init" else ""
+    if not others:
+        hint = f"Was it {begun}" if begun else "Is it alive, or did it skip a call?"
+        return f"waited {waited_s:.1f} s{where} for rank {first}, which has not arrived. {hint}"
+    hint = f"Were they {begun}" if begun else "Are they alive, or did they skip a call?"
+    listed = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    return f"waited {waited_s:.1f} s{where} for rank {first} (and {listed}), which have not arrived. {hint}"
 
 
 def text_of(error: BaseException) -> str:

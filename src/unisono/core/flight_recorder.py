@@ -53,25 +53,25 @@ Tags that are equal modulo 256 are counted together, on every rank: a program ma
 Place = str | tuple[CodeType, int] | None
 """A line of the program: as text, or as the code and the instruction, from which the text is made when needed."""
 
-Record = tuple[str, int | None, str, Place]
+Record = tuple[str, int | None, object, Place]
 
 
-def format_call(name: str, number: int | None, detail: str, place: Place) -> str:
+def format_call(name: str, number: int | None, detail: object, place: Place) -> str:
     """Return a call as text.
 
     Args:
         name: Name of the operation.
         number: Its number among the group's collectives, if it is one.
-        detail: Further details.
+        detail: Further details; their text is made only where it is shown.
         place: The line that made it.
 
     Example:
         >>> format_call("all_reduce", 7, "sum", "train.py:12")
         'all_reduce #7 (sum) at train.py:12'
     """
-    site = site_text(place)
+    site, text = site_text(place), str(detail)
     numbered = "" if number is None else f" #{number}"
-    detailed = f" ({detail})" if detail and name != "barrier" else ""
+    detailed = f" ({text})" if text and name != "barrier" else ""
     return f"{name}{numbered}{detailed}{f' at {site}' if site else ''}"
 
 
@@ -114,7 +114,7 @@ class Activity:
         return list(self._latest)
 
     # -- reports of the engine -----------------------------------------------------------------
-    def note(self, name: str, number: int | None, detail: str, place: Place) -> None:
+    def note(self, name: str, number: int | None, detail: object, place: Place) -> None:
         """Record a call, as of `format_call`."""
         self.keep((name, number, detail, place))
         if number is not None:
@@ -126,7 +126,7 @@ class Activity:
         self,
         name: str,
         number: int | None,
-        detail: str,
+        detail: object,
         place: Place,
         awaited: tuple[PendingMessage, ...] = (),
     ) -> Record:

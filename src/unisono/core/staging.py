@@ -13,7 +13,7 @@ import xxhash
 from torch.autograd.graph import increment_version
 
 from unisono.core.flight_recorder import callers_place, site_text
-from unisono.core.tensors import copy_back, is_inference_locked
+from unisono.core.tensors import copy_back
 from unisono.errors import MismatchError
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "BufferGuard",
     "OneStream",
     "Staging",
-    "StreamOrder",
     "current_streams",
     "digest",
     "entered",
@@ -29,19 +28,26 @@ __all__ = [
 ]
 
 
+ACCELERATORS = frozenset({"cuda", "xpu", torch._C._get_privateuse1_backend_name()}) - {"privateuseone"}
+"""Device types with streams and pinned memory: torch's own, and the one that a plug-in of torch has named."""
+
+_NO_STREAMS = nullcontext()
+
+
 class Staging:
     """Conversion of the tensors of a call to one-dimensional contiguous ones, and of the results back.
 
     Tensors on accelerators that are staged in CPU memory are copied through pinned memory, on streams of the
     communicator: the copies follow what the caller had queued at the call, and are done when the call ends. A call
-    waits for its own copies only, never for the whole device: once for all inputs, and once for all results.
+    waits for its own copies only, never for the whole device: once for all inputs, and once for all results. The
+    caller's stream may hold much later work by the time when another thread carries out the call, so the call has
+    streams of its own, which wait for the moment of the call.
 
     Args:
         away: Device types with tensors that are staged in CPU memory.
-        streams: As `own` of `StreamOrder`.
+        streams: Streams of the communicator, by device; those that are missing are added.
 
     Attributes:
-        order: Order of the call's work on accelerators.
         before: Functions to run before any data moves, when all inputs have been copied.
         after: Functions to run when all data has arrived.
     """
@@ -51,56 +57,21 @@ class Staging:
     ) -> None:
         self._away = away
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.order = StreamOrder({} if streams is None else streams)
+        self._own = {} if streams is None else streams
+        self._events: dict[torch.device, torch.Event] = {}
         self.before: list[Callable[[], object]] = []
         self.after: list[Callable[[], object]] = []
 
-    def source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Flat memory with the tensor's elements: the tensor's own where possible."""
-        return self._flat(tensor, read=True, write=False)
+    # -- tensors -------------------------------------------------------------------------------
+    def flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
+        """Return flat memory with the tensor's elements if `read`, to be copied to the tensor if `write`.
 
-    def target(self, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
-        """Return flat memory to be copied to the tensor; it holds the present elements if `read`."""
-        return self._flat(tensor, read=read, write=True)
-
-    def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Uninitialised flat memory of a tensor's dtype, where the transport can use it."""
-        if like.device.type in self._away:
-            # Pinned memory is what an accelerator copies to and from at full speed, and without the host.
-            pinned = like.device.type in ACCELERATORS
-            return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=pinned)
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
-
-    def write_back(self, buffer: list[Any], tensor: torch.Tensor) -> None:
-        """Return the result to a list of numbers, of which the tensor is a copy. Call after `target`."""
-        self.after.append(lambda: buffer.__setitem__(slice(None), tensor.tolist()))
-
-    def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy a tensor that is only read, before anything moves."""
-        if tensor.device.type in self._away:
-            self.order.follow([tensor])
-        self._copies.append((target, tensor.detach()))
-
-    def begin(self) -> None:
-        """Copy the inputs, and run the functions that come before any data moves."""
-        for target, tensor in self._copies:
-            target.copy_(tensor, non_blocking=True)
-        if self._copies:
-            self.order.synchronize()
-        for action in self.before:
-            action()
-
-    def end(self) -> None:
-        """Run the functions that come when all data has arrived, each once; return when the results are in place."""
-        while self.after:
-            self.after.pop(0)()
-        self.order.synchronize()
-
-    def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
+        It is the tensor's own where possible.
+        """
         tensor = tensor.detach()
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         # One of inference mode can be written to in that mode alone.
-        plain = plain and not (write and is_inference_locked(tensor))
+        plain = plain and not (write and tensor.is_inference() and not torch.is_inference_mode_enabled())
         if plain and tensor.device.type not in self._away:
             # Unlike view(-1), this has stride 1 also where there is only one element: else it has no bytes to view.
             flat = tensor.as_strided((tensor.numel(),), (1,))
@@ -111,16 +82,74 @@ class Staging:
         flat = self.scratch(tensor.numel(), tensor)
         shaped = flat.view(tensor.shape)
         if tensor.device.type in self._away:
-            self.order.follow([tensor])
+            self.follow([tensor])
         if read:
             self.copy_before(shaped, tensor)
         if write:
-            self.after.append(lambda: copy_back(tensor, shaped))
+            self.after.append(partial(copy_back, tensor, shaped))
         return flat
 
+    def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Uninitialised flat memory of a tensor's dtype, where the transport can use it."""
+        if like.device.type in self._away:
+            # Pinned memory is what an accelerator copies to and from at full speed, and without the host.
+            pinned = like.device.type in ACCELERATORS
+            return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=pinned)
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
 
-ACCELERATORS = frozenset({"cuda", "xpu", torch._C._get_privateuse1_backend_name()}) - {"privateuseone"}
-"""Device types with streams and pinned memory: torch's own, and the one that a plug-in of torch has named."""
+    def write_back(self, buffer: list[Any], tensor: torch.Tensor) -> None:
+        """Return the result to a list of numbers, of which the tensor is a copy. Call after `flat`."""
+        self.after.append(lambda: buffer.__setitem__(slice(None), tensor.tolist()))
+
+    def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy a tensor that is only read, before anything moves."""
+        if tensor.device.type in self._away:
+            self.follow([tensor])
+        self._copies.append((target, tensor.detach()))
+
+    # -- the call ------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Copy the inputs, and run the functions that come before any data moves."""
+        for target, tensor in self._copies:
+            target.copy_(tensor, non_blocking=True)
+        if self._copies:
+            self._synchronize()
+        for action in self.before:
+            action()
+
+    def end(self) -> None:
+        """Run the functions that come when all data has arrived, each once; return when the results are in place."""
+        while self.after:
+            self.after.pop(0)()
+        if self._events:
+            self._synchronize()
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the call's work on these tensors wait for what is queued now on the current streams of their devices."""
+        for tensor in tensors:
+            device = tensor.device
+            if device.type in ACCELERATORS and device not in self._events:
+                self._events[device] = torch.accelerator.current_stream(device).record_event()
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Make the call's streams current."""
+        return self._entered() if self._events else _NO_STREAMS
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        streams = self._streams()
+        for stream, event in zip(streams, self._events.values(), strict=True):
+            stream.wait_event(event)
+        with entered(streams):
+            yield
+
+    def _synchronize(self) -> None:
+        """Wait until the call's work on accelerators is done."""
+        for stream in self._streams():
+            stream.synchronize()
+
+    def _streams(self) -> list[torch.Stream]:
+        return [self._own.get(d) or self._own.setdefault(d, torch.Stream(device=d)) for d in self._events]
 
 
 def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
@@ -183,48 +212,6 @@ class OneStream:
             )
 
 
-class StreamOrder:
-    """Order of a call's work on accelerators: after what the caller had queued, and done when the call ends.
-
-    The caller's stream may hold much later work by the time when another thread executes the call. So the call has
-    streams of its own, which wait for the moment of the call.
-
-    Args:
-        own: Streams of the communicator, by device; those that are missing are added.
-    """
-
-    def __init__(self, own: dict[torch.device, torch.Stream]) -> None:
-        self._own = own
-        self._events: dict[torch.device, torch.Event] = {}
-
-    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the call's work on these tensors wait for what is queued now on the current streams of their devices."""
-        for tensor in tensors:
-            device = tensor.device
-            if device.type in ACCELERATORS and device not in self._events:
-                self._events[device] = torch.accelerator.current_stream(device).record_event()
-
-    def entered(self) -> AbstractContextManager[None]:
-        """Make the call's streams current."""
-        return self._entered() if self._events else nullcontext()
-
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        streams = self._streams()
-        for stream, event in zip(streams, self._events.values(), strict=True):
-            stream.wait_event(event)
-        with entered(streams):
-            yield
-
-    def synchronize(self) -> None:
-        """Wait until the call's work on accelerators is done."""
-        for stream in self._streams():
-            stream.synchronize()
-
-    def _streams(self) -> list[torch.Stream]:
-        return [self._own.get(d) or self._own.setdefault(d, torch.Stream(device=d)) for d in self._events]
-
-
 def digest(tensor: torch.Tensor) -> int:
     """Return a hash (XXH3, 64 bits) of a tensor's elements in order; a GPU tensor is copied to the CPU first."""
     here = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
@@ -246,22 +233,22 @@ class BufferGuard(Staging):
         super().__init__(away, streams)
         self._place = callers_place()
 
-    def _flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
+    def flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
         tensor = tensor.detach()
         flat = self.scratch(tensor.numel(), tensor)
         shaped, before = flat.view(tensor.shape), digest(tensor)
-        self.order.follow([tensor])
+        self.follow([tensor])
         if read:
             shaped.copy_(tensor)
-        self.after.append(lambda: self._compare(tensor, before))
+        self.after.append(partial(self._compare, tensor, before))
         if write:
-            self.after.append(lambda: copy_back(tensor, shaped))
+            self.after.append(partial(copy_back, tensor, shaped))
         return flat
 
     def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
         super().copy_before(target, tensor)
         before = digest(tensor)
-        self.after.append(lambda: self._compare(tensor, before))
+        self.after.append(partial(self._compare, tensor, before))
 
     def _compare(self, tensor: torch.Tensor, before: int) -> None:
         if digest(tensor) != before:

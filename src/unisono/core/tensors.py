@@ -110,7 +110,7 @@ def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written:
             "keep it by the function of the same name in un.autograd, such as un.autograd.all_reduce(tensor, comm), "
             "or pass tensor.detach(), or call inside torch.no_grad()"
         )
-    if written and not is_non_overlapping(tensor):
+    if written and not (tensor.is_contiguous() or is_non_overlapping(tensor)):
         raise ValueError(
             f"{name} has elements that share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}), "
             "as after expand(); pass tensor.contiguous() or a separate tensor"
@@ -454,17 +454,12 @@ def parse_op(op: str | ReduceOp | object) -> ReduceOp:
 
 def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
     """Raise `ValueError` if torch cannot reduce this dtype by this operation."""
+    if (op, dtype) in _known:
+        return
     if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(
             f"avg of {dtype} would lose the fraction: use op='sum' and divide yourself, or convert to a float dtype"
         )
-    if not _reducible(op, dtype):
-        raise ValueError(f"torch does not support {op.value} on {dtype}; convert the tensor first")
-
-
-def _reducible(op: ReduceOp, dtype: torch.dtype) -> bool:
-    if (op, dtype) in _known:
-        return True
     try:
         # A mode set by the user must not decide for the whole process; nor must a failure, for any reason.
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -473,6 +468,5 @@ def _reducible(op: ReduceOp, dtype: torch.dtype) -> bool:
             if op is ReduceOp.AVG:
                 divide(one, 3)
     except (RuntimeError, TypeError):
-        return False
+        raise ValueError(f"torch does not support {op.value} on {dtype}; convert the tensor first") from None
     _known.add((op, dtype))
-    return True

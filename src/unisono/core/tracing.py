@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from unisono.core.call import NATIVE, Call
+from unisono.core.call import NATIVE
 from unisono.core.collective import Collective
 from unisono.core.flight_recorder import Activity, PendingMessage, site_text
 from unisono.core.group import Group
@@ -24,14 +24,12 @@ __all__ = [
     "Event",
     "ObservedWork",
     "Sink",
-    "observed_wait",
     "profiler",
     "record_collective",
     "record_message",
     "recording",
     "sink_here",
     "span",
-    "waits_of",
 ]
 
 
@@ -107,36 +105,6 @@ def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **
         if sink is not None:
             end, rank = time.perf_counter(), group.rank
             sink(Event(kind, name, group.name, rank, start, end, nbytes, detail, group.members[rank]))
-
-
-_UNOBSERVED = nullcontext()
-
-
-def observed_wait(call: Call, group: Group, *, starts: bool = False) -> AbstractContextManager[None]:
-    """Return a context in which the program waits for a collective; nothing is recorded unless someone observes.
-
-    Args:
-        call: The call.
-        group: Its ranks.
-        starts: Whether it only starts the call.
-    """
-    if SINK.get() is None and not profiler._is_profiler_enabled:
-        return _UNOBSERVED
-    fingerprint = call.fingerprint
-    size = "" if fingerprint.shape is None else f"{fingerprint.dtype}{list(fingerprint.shape)}"
-    nbytes = max((tensor.nbytes for tensor in (*call.inputs, *call.outputs)), default=0)
-    return span("wait", fingerprint.operation, group, nbytes, size, starts=starts)
-
-
-def waits_of(work: Work, name: str, group: Group) -> Work:
-    """Return a work whose waits are recorded, if someone observes now.
-
-    Args:
-        work: The work.
-        name: Name of its operation.
-        group: Group of the call.
-    """
-    return work if SINK.get() is None and not profiler._is_profiler_enabled else ObservedWork(work, name, group)
 
 
 class ObservedWork(ChainedWork):

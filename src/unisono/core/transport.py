@@ -1,4 +1,4 @@
-"""Transport interface: the calls that an algorithm may use, and that a transport must implement."""
+"""Transport interface: the calls that a transport must implement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol,
 
 from unisono.core.call import Call, Fingerprint
 from unisono.core.group import Group
-from unisono.core.types import Message, Work
+from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import Deferred
 from unisono.errors import ClosedError, CommError, PeerLostError, UnavailableError
 
@@ -30,29 +30,10 @@ __all__ = [
     "FastPath",
     "Mailbox",
     "Options",
-    "PointToPoint",
     "Status",
     "Tensors",
     "Transport",
 ]
-
-
-class PointToPoint(Protocol):
-    """Interface that a schedule needs.
-
-    Messages of one tag from one rank to another arrive in the order they were posted. Nothing else
-    is promised: a send may wait until it is received.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def post(self, batch: Sequence[Message]) -> Work:
-        """Start all of these messages in one call. No message of the batch waits for another."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

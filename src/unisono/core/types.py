@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COLLECTIVE_TAG", "MAX_TAG", "Message", "Recv", "ReduceOp", "Send", "Timeout", "Work"]
+__all__ = ["COLLECTIVE_TAG", "MAX_TAG", "Message", "PointToPoint", "Recv", "ReduceOp", "Send", "Timeout", "Work"]
 
 COLLECTIVE_TAG = -1
 """The channel of collectives. Users' tags start at 0, so the two never match each other."""
@@ -139,3 +140,21 @@ class Work(ABC):
         Returns: Whether it was still possible.
         """
         return False
+
+
+class PointToPoint(Protocol):
+    """Interface that a schedule needs.
+
+    Messages of one tag from one rank to another arrive in the order they were posted. Nothing else
+    is promised: a send may wait until it is received.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def post(self, batch: Sequence[Message]) -> Work:
+        """Start all of these messages in one call. No message of the batch waits for another."""
+        ...

@@ -11,7 +11,7 @@ from datetime import timedelta
 from numbers import Real
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from unisono.core.failure import raise_caused
+from unisono.core.failure import raise_caused, waited_for
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Message, Recv, Timeout, Work
 from unisono.errors import CommTimeoutError, MismatchError
@@ -185,11 +185,9 @@ def timeout_error(messages: Sequence[Message], waited_s: float) -> CommTimeoutEr
 
 def missing_ranks_error(waited_s: float, ranks: Sequence[int]) -> CommTimeoutError:
     """Return the error of a wait for ranks that has timed out."""
-    return CommTimeoutError(
-        f"waited {waited_s:.1f} s for rank {', '.join(map(str, ranks))}. Is it alive, or did it skip a call?",
-        peer=ranks[0] if ranks else None,
-        waited_s=waited_s,
-    )
+    if not ranks:
+        return timeout_error((), waited_s)
+    return CommTimeoutError(waited_for(ranks, waited_s), peer=ranks[0], waited_s=waited_s)
 
 
 def describe(messages: Sequence[Message]) -> str:

@@ -22,10 +22,9 @@ from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import Weights
-from unisono.utils.backward_pass import BackwardPass, SavedGradients, current_pass
+from unisono.utils.backward_pass import BackwardPass, SavedGradients, adds_to_leaves, current_pass, watch_outputs
 from unisono.utils.bucket_plan import agree_on_parameters, bucket_sizes, in_bytes, named_parameters
 from unisono.utils.flatten import broadcast_all, share
-from unisono.utils.graph import adds_to_leaves, watch_outputs
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec

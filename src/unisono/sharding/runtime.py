@@ -17,8 +17,7 @@ from unisono.errors import MismatchError
 from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
 from unisono.sharding.unit import Call, Unit, recut_units
-from unisono.utils.backward_pass import BackwardPass, current_pass
-from unisono.utils.graph import watch_outputs
+from unisono.utils.backward_pass import BackwardPass, current_pass, watch_outputs
 
 __all__ = ["Runtime"]
 

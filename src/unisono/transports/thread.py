@@ -47,7 +47,8 @@ class MessageQueue:
         if queue and type(queue[0][0]) is not type(message):
             found = queue.popleft()
             if not queue:
-                self.remove(key)
+                del self.waiting[key]
+                self._forget(key)
             return found
         if not queue:
             self._keys[key[0], key[1]][key] = self._keys[key[0], key[2]][key] = None
@@ -60,12 +61,15 @@ class MessageQueue:
 
     def remove(self, key: _Key) -> list[CountdownWork]:
         """Remove the waiting messages of a key, and return their works. Call with the lock held."""
+        self._forget(key)
+        return [batch for _, batch in self.waiting.pop(key)]
+
+    def _forget(self, key: _Key) -> None:
         for rank in {key[1], key[2]}:
             keys = self._keys[key[0], rank]
             del keys[key]
             if not keys:
                 del self._keys[key[0], rank]
-        return [batch for _, batch in self.waiting.pop(key)]
 
     def leave(self, group: str, rank: int, size: int) -> None:
         """Record that a rank closes its part of a group; the last rank removes the group. Call with the lock held."""
@@ -141,6 +145,7 @@ class ThreadTransport(Transport):
     host_staged = ACCELERATORS
     latency_s = 20e-6
     second_per_byte = 1e-10
+    _work: type[CountdownWork] = CountdownWork
 
     def __init__(self, group: Group, queue: MessageQueue, timeout_s: float) -> None:
         self.group, self._queue, self._timeout_s = group, queue, timeout_s
@@ -150,25 +155,27 @@ class ThreadTransport(Transport):
         return cls(group, control.share("thread/mail", MessageQueue), options.timeout_s)
 
     def post(self, batch: Sequence[Message]) -> Work:
-        work, matched = self._work(batch), []
-        with self._queue.lock:
-            broken = self._queue.broken.get(self.group.name, {}).get(self.rank)
+        work, matched = self._work(self._timeout_s, batch), []
+        queue, group, rank = self._queue, self.group.name, self.group.rank
+        with queue.lock:
+            broken = queue.broken.get(group, {}).get(rank)
             if broken is not None:
                 work.complete(broken)
                 return work
+            left = queue.left.get(group, ())
             for message in batch:
-                ends = (self.rank, message.peer) if isinstance(message, Send) else (message.peer, self.rank)
-                other = self._queue.offer((self.group.name, *ends, message.tag), message, work)
+                ends = (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
+                other = queue.offer((group, *ends, message.tag), message, work)
                 if other is not None:
                     matched.append((message, *other))
-                elif self._queue.has_left(self.group.name, message.peer):
+                elif message.peer in left:
                     work.complete(left_error(message.peer))
         # Copies are made outside the lock, so that pairs of ranks do not wait for each other.
         for mine, theirs, their_work in matched:
             if isinstance(mine, Send):
-                self._deliver(InFlightMessage(self.rank, mine, work, mine.peer, theirs, their_work))
+                self._deliver(InFlightMessage(rank, mine, work, mine.peer, theirs, their_work))
             else:
-                self._deliver(InFlightMessage(mine.peer, theirs, their_work, self.rank, mine, work))
+                self._deliver(InFlightMessage(mine.peer, theirs, their_work, rank, mine, work))
         return work
 
     def iprobe(self, peer: int, tag: int) -> bool:
@@ -214,9 +221,6 @@ class ThreadTransport(Transport):
             missing = [rank for rank in range(self.size) if rank not in meeting]
             if missing:
                 raise missing_ranks_error(time.monotonic() - started, missing) from None
-
-    def _work(self, batch: Sequence[Message]) -> CountdownWork:
-        return CountdownWork(self._timeout_s, batch)
 
     def _deliver(self, message: InFlightMessage) -> None:
         """Deliver a matched message."""

@@ -10,8 +10,8 @@ import torch
 
 from unisono.core.call import Call
 from unisono.core.group import Group
-from unisono.core.transport import PointToPoint, Transport
-from unisono.core.types import Message, Work
+from unisono.core.transport import Transport
+from unisono.core.types import Message, PointToPoint, Work
 
 __all__ = ["Wrapper"]
 

@@ -11,8 +11,8 @@ from unisono.core.call import Call, Fingerprint, explain
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.control import ControlPlane
 from unisono.core.staging import digest
-from unisono.core.transport import Options, PointToPoint, Transport
-from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Work
+from unisono.core.transport import Options, Transport
+from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Work
 from unisono.core.work import ChainedWork
 from unisono.errors import CorruptedError, MismatchError
 from unisono.wrappers.base import Wrapper

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from unisono.core.call import Call, Fingerprint
 from unisono.core.flight_recorder import PendingMessage, site_text
-from unisono.core.tracing import SINK, Event, Sink
-from unisono.core.transport import PointToPoint, Transport
-from unisono.core.types import Message, Send, Work
+from unisono.core.group import Group
+from unisono.core.tracing import SINK, Event, ObservedWork, Sink, profiler, span
+from unisono.core.transport import Transport
+from unisono.core.types import Message, PointToPoint, Send, Work
 from unisono.core.work import ChainedWork
 from unisono.wrappers.base import Wrapper
 
-__all__ = ["Traced", "traced"]
+__all__ = ["Traced", "observed_wait", "traced", "waits_of"]
 
 
 class Traced(Wrapper):
@@ -102,3 +104,33 @@ def traced(transport: Transport, posted: Sequence[PendingMessage] = ()) -> Trans
     """Return the transport for one call, traced if a recording is open in this context."""
     sink = SINK.get()
     return transport if sink is None else Traced(transport, sink, time.perf_counter(), posted)
+
+
+_UNOBSERVED = nullcontext()
+
+
+def observed_wait(call: Call, group: Group, *, starts: bool = False) -> AbstractContextManager[None]:
+    """Return a context in which the program waits for a collective; nothing is recorded unless someone observes.
+
+    Args:
+        call: The call.
+        group: Its ranks.
+        starts: Whether it only starts the call.
+    """
+    if SINK.get() is None and not profiler._is_profiler_enabled:
+        return _UNOBSERVED
+    fingerprint = call.fingerprint
+    size = "" if fingerprint.shape is None else f"{fingerprint.dtype}{list(fingerprint.shape)}"
+    nbytes = max((tensor.nbytes for tensor in (*call.inputs, *call.outputs)), default=0)
+    return span("wait", fingerprint.operation, group, nbytes, size, starts=starts)
+
+
+def waits_of(work: Work, name: str, group: Group) -> Work:
+    """Return a work whose waits are recorded, if someone observes now.
+
+    Args:
+        work: The work.
+        name: Name of its operation.
+        group: Group of the call.
+    """
+    return work if SINK.get() is None and not profiler._is_profiler_enabled else ObservedWork(work, name, group)

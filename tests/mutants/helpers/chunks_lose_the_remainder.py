@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.collectives import chunk_layout
+from unisono.collectives import executor
 
 CHECK = "all_reduce_equals_reference"
 ERROR = "call='all_reduce'(.|\n)*element"
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        chunk_layout, "even_edges", lambda count, parts: [i * (count // parts) for i in range(parts + 1)]
-    )
+    monkeypatch.setattr(executor, "even_edges", lambda count, parts: [i * (count // parts) for i in range(parts + 1)])

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.collectives import chunk_layout
+from unisono.collectives import executor
 
 CHECK = "all_reduce_equals_reference"
 ERROR = "call='all_reduce'(.|\n)*element"
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = chunk_layout.Flat.regions
+    cut = executor.Flat.regions
 
-    def regions(self: chunk_layout.Flat, start: int, stop: int, segment_bytes: int) -> list[chunk_layout.Region]:
+    def regions(self: executor.Flat, start: int, stop: int, segment_bytes: int) -> list[executor.Region]:
         total = self._tensor.numel()
         edges = self._edges
         self._edges = [*edges[:stop], min(total, edges[stop] + 1), *edges[stop + 1 :]]
@@ -22,4 +22,4 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             self._edges = edges
 
-    monkeypatch.setattr(chunk_layout.Flat, "regions", regions)
+    monkeypatch.setattr(executor.Flat, "regions", regions)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from unisono.core.call import Call
-from unisono.core.transport import PointToPoint, Transport
-from unisono.core.types import COLLECTIVE_TAG, Recv, ReduceOp, Send, Work
+from unisono.core.transport import Transport
+from unisono.core.types import COLLECTIVE_TAG, PointToPoint, Recv, ReduceOp, Send, Work
 from unisono.core.work import Completion
 from unisono.wrappers.base import Wrapper
 

@@ -78,7 +78,7 @@ def balanced(parts: Sequence[T], plus: Callable[[T, T], T]) -> T:
         >>> balanced("abcde", lambda low, high: f"({low}+{high})")
         '(((a+b)+c)+(d+e))'
     """
-    if len(parts) == 1:
-        return parts[0]
+    if len(parts) < 3:
+        return parts[0] if len(parts) == 1 else plus(*parts)
     half = (len(parts) + 1) // 2
     return plus(balanced(parts[:half], plus), balanced(parts[half:], plus))

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from unisono.collectives.algorithms import ALGORITHMS
-from unisono.collectives.simulator import Level, Network
 
 __all__ = ["GAP", "CostTable", "Link", "parse_overrides"]
 
@@ -79,25 +78,6 @@ class CostTable:
     def hash(self) -> str:
         """Hash of the constants, without the overrides."""
         return hashlib.sha256(json.dumps(self._constants(), sort_keys=True).encode()).hexdigest()[:12]
-
-    def network(self, size: int, per_host: int) -> Network:
-        """Return the network of a group of ranks.
-
-        Args:
-            size: Number of ranks.
-            per_host: Ranks of each host, if all hosts have equally many consecutive ranks; 0 otherwise.
-
-        Example:
-            >>> CostTable(Link(1e-6, 1e-10), Link(10e-6, 1e-9)).network(8, per_host=4).levels[0].ranks
-            4
-        """
-        outer = self.inside if per_host >= size else self.between
-        network = Network(alpha=outer.alpha, bandwidth=_bandwidth(outer), gamma=self.gamma)
-        if not 1 < per_host < size:
-            return network
-        # The ranks of a host share its link.
-        host = Level("host", per_host, self.inside.alpha, _bandwidth(self.inside), _bandwidth(self.between))
-        return replace(network, levels=(host,))
 
     def with_overrides(self, overrides: Mapping[str, str]) -> CostTable:
         """Return this table with further overrides, which replace its own.
@@ -174,7 +154,3 @@ def _checked(overrides: Mapping[str, str]) -> dict[str, str]:
             )
         _ = ALGORITHMS[collective][algorithm.partition(":")[0]]
     return dict(overrides)
-
-
-def _bandwidth(link: Link) -> float:
-    return 1 / max(link.beta, 1e-15)

@@ -1,32 +1,19 @@
-"""Prediction of the time of each algorithm that could serve a call, by simulation of its own file."""
+"""Prediction of the time of each algorithm that could serve a call: arithmetic on its declared cost and its steps."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
-from unisono.collectives.algorithms import Algorithm, find
-from unisono.collectives.simulator import simulate
-from unisono.collectives.simulator.rotation import Rotation
-from unisono.collectives.simulator.simulation import Call, byte_offsets
+from unisono.collectives.algorithms import Algorithm, Step, elements, find
 from unisono.collectives.tuning.cost_table import CostTable
 from unisono.core.notebook import html_table
 
 __all__ = ["Choice", "Machine", "compare", "predicted", "size_class"]
 
 _SEGMENTS = (1, 2, 4, 8, 16, 32)
-_TIE = 1 - 1e-6
-"""Factor by which a prediction must be less than the best one: engines of the simulator agree within 1e-9."""
-
-
-_SLACK = 0.75
-"""Part of an estimate by declared cost that no simulation falls below: latencies of ranks that wait in turn overlap."""
-_MESSAGES = 1 << 18
-"""Messages of all ranks that are simulated one by one, at most: about half a second."""
-_IN_ROUNDS = 1 << 22
-"""Messages that are simulated in rounds, at most: about half a second, too, if a rank sends several in a round."""
 
 
 class Machine(NamedTuple):
@@ -53,8 +40,6 @@ class Choice:
         options: The options by name.
         predicted_s: Predicted seconds.
         others: Predicted seconds of other algorithms, by name.
-        excluded: Estimates, by declared cost, of algorithms that were not simulated because they are slower, or have
-            too many messages.
         why: Reason, in a sentence.
     """
 
@@ -65,14 +50,12 @@ class Choice:
     options: Mapping[str, Any]
     predicted_s: float
     others: Mapping[str, float] = field(default_factory=dict)
-    excluded: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
 
     def rows(self) -> dict[str, str]:
         """Return the predicted time of each algorithm as text, the chosen one first."""
-        others = [(seconds, name, "") for name, seconds in self.others.items()]
-        others += [(seconds, name, "about ") for name, seconds in self.excluded.items()]
-        named = {name: f"{less}{seconds * 1e6:.1f} us" for seconds, name, less in sorted(others)}
+        others = sorted((seconds, name) for name, seconds in self.others.items())
+        named = {name: f"{seconds * 1e6:.1f} us" for seconds, name in others}
         return {self.algorithm: f"{self.predicted_s * 1e6:.1f} us", **named}
 
     def __repr__(self) -> str:
@@ -96,12 +79,27 @@ def size_class(nbytes: int) -> int:
     return 1 << max(0, nbytes - 1).bit_length()
 
 
+class _Traffic(NamedTuple):
+    """What one rank does in a step, in messages and bytes."""
+
+    peers: int = 0
+    messages: int = 0
+    sent: int = 0
+    received: int = 0
+    sent_away: int = 0
+    received_away: int = 0
+    reduced: int = 0
+
+
 def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) -> float:
     """Return the predicted seconds of a collective.
 
-    The network is simulated; a rank's processor also spends the overhead on each of its messages. Ranks that share
-    fewer cores take at least all their work divided by the cores (Brent, 1974): inside a host, latency is the work of
-    waking a rank that waits, and copies are work, too.
+    Its rounds take latencies; a step's bytes move at the speed of the link, which the ranks of a host share between
+    hosts; what has arrived is reduced while further messages of the round arrive; and each message takes the overhead.
+    The steps are those of rank 0, or, on several hosts, of the ranks of the first host. An algorithm whose last rank
+    waits for more than these moves a message in each of its rounds. Ranks that share fewer cores take at least all
+    their work divided by the cores (Brent, 1974): inside a host, latency is the work of waking a rank that waits, and
+    copies are work, too.
 
     Args:
         algorithm: The algorithm.
@@ -109,79 +107,83 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
         nbytes: Bytes of the message.
         machine: Constants and hosts.
     """
-    table = machine.table
-    network = table.network(size, machine.per_host)
-    simulated = simulate(algorithm.collective, algorithm, size, nbytes, network=network).makespan
-    seconds = simulated + algorithm.cost(size, nbytes).messages * table.overhead
-    if not 0 < table.cores < machine.per_host:
+    table, per_host = machine.table, machine.per_host
+    several = 1 < per_host < size
+    ranks = per_host if several else 1
+    near = table.inside if per_host >= size or several else table.between
+    offsets = _offsets(algorithm, size, nbytes)
+    moving = crossing = reduced = 0.0
+    steps, least = 0, nbytes
+    for number in zip_longest(*(_traffic(algorithm, rank, size, offsets, per_host) for rank in range(ranks))):
+        done = [traffic or _Traffic() for traffic in number]
+        inside = max(max(one.sent - one.sent_away, one.received - one.received_away) for one in done)
+        away = max(sum(one.sent_away for one in done), sum(one.received_away for one in done))
+        if inside or away:
+            steps += 1
+            crossing += away > 0
+            least = min(least, inside or away)
+        moving += max(inside * near.beta, away * table.between.beta)
+        reduced += max(one.reduced for one in done)
+    cost = algorithm.cost(size, nbytes)
+    far = cost.rounds * crossing / max(1, steps)
+    seconds = far * table.between.alpha + (cost.rounds - far) * near.alpha
+    moving = max(moving, cost.rounds * least * near.beta)
+    reducing = reduced * table.gamma
+    # All but the first of a round's messages arrive while others are reduced.
+    beside = min(moving, reducing) * cost.rounds / max(1, cost.rounds, cost.messages)
+    seconds += max(moving, reducing) + beside + cost.messages * table.overhead
+    if not 0 < table.cores < per_host:
         return seconds
-    work, (alpha, beta) = _work(algorithm, size, nbytes, machine.per_host), table.inside
-    spent = work.waits * alpha + work.messages * table.overhead + work.sent * beta + work.reduced * table.gamma
+    work = [traffic for rank in range(per_host) for traffic in _traffic(algorithm, rank, size, offsets, 0)]
+    spent = sum(one.peers for one in work) * table.inside.alpha + sum(one.messages for one in work) * table.overhead
+    spent += sum(one.sent for one in work) * table.inside.beta + sum(one.reduced for one in work) * table.gamma
     return max(seconds, spent / table.cores)
 
 
-class _Work(NamedTuple):
-    """Peers that a rank waits for, messages, and bytes, of all ranks of a host and all steps."""
-
-    waits: int
-    messages: int
-    sent: int
-    reduced: int
-
-
-def _work(algorithm: Algorithm, size: int, nbytes: int, per_host: int) -> _Work:
-    """Return the work of the first host's ranks; messages of no bytes are not sent."""
-    offsets = byte_offsets(Call(algorithm, nbytes), size, 1)
-    waits = messages = sent = reduced = 0
-    for step in (step for rank in range(per_host) for step in algorithm.steps(rank, size)):
-        sends, receives = (
-            [sum(offsets[stop] - offsets[start] for start, stop in move.runs) for move in moves]
-            for moves in (step.send, step.recv)
-        )
-        waits += len({move.peer for move, received in zip(step.recv, receives, strict=True) if received})
-        messages += sum(map(bool, sends))
-        sent += sum(sends)
-        reduced += step.reduce * sum(receives)
-    return _Work(waits, messages, sent, reduced)
+def _offsets(algorithm: Algorithm, size: int, nbytes: int) -> list[int]:
+    """Return for each chunk the bytes of all chunks before it, and after these the bytes of all chunks."""
+    chunks = algorithm.chunks(size)
+    parts = size if algorithm.collective == "all_to_all" else chunks
+    lengths = [elements(nbytes, parts, part, part + 1) for part in range(parts)]
+    return [0, *accumulate(lengths[chunk % parts] for chunk in range(chunks))]
 
 
-def _estimate(algorithm: Algorithm, size: int, nbytes: int, table: CostTable) -> float:
-    """Return about the least seconds that can be predicted, from the declared cost."""
-    cost, links = algorithm.cost(size, nbytes), (table.inside, table.between)
-    alpha, beta = min(link.alpha for link in links), min(link.beta for link in links)
-    return max(cost.rounds * alpha, bool(cost.rounds) * alpha + cost.sent * beta) + cost.messages * table.overhead
+def _traffic(algorithm: Algorithm, rank: int, size: int, offsets: Sequence[int], per_host: int) -> Iterator[_Traffic]:
+    """Yield what a rank does in each step; messages of no bytes are not sent. Without hosts, all ranks are near."""
+    host = rank // per_host if per_host else 0
+
+    def side(step: Step, receives: bool) -> tuple[int, int, int, int]:
+        peers, messages, total, away = set[int](), 0, 0, 0
+        for move in step.recv if receives else step.send:
+            length = sum(offsets[stop] - offsets[start] for start, stop in move.runs)
+            if length:
+                peers.add(move.peer)
+                messages += 1
+                total += length
+                away += length if per_host and move.peer // per_host != host else 0
+        return len(peers), messages, total, away
+
+    for step in algorithm.steps(rank, size):
+        _, messages, sent, sent_away = side(step, receives=False)
+        peers, _, received, received_away = side(step, receives=True)
+        yield _Traffic(peers, messages, sent, received, sent_away, received_away, received if step.reduce else 0)
 
 
-def _families(algorithm: Algorithm, size: int, per_host: int) -> list[list[Algorithm]]:
-    """Return an algorithm with each of the options to choose from; a family differs in the number of segments."""
+def _variants(algorithm: Algorithm, size: int, per_host: int) -> list[Algorithm]:
+    """Return an algorithm with each of the options to choose from."""
     if algorithm.options:
-        return [[algorithm]]
+        return [algorithm]
     known = getattr(algorithm.file, "OPTIONS", {})
     if "segments" in known:
-        return [[algorithm.with_options(segments=segments) for segments in _SEGMENTS]]
+        return [algorithm.with_options(segments=segments) for segments in _SEGMENTS]
     hosts = {"levels": (per_host, size // max(1, per_host)), "group": per_host} if 1 < per_host < size else {}
-    return [[algorithm], *([algorithm.with_options(**{name: hosts[name]})] for name in known if name in hosts)]
-
-
-def _long(algorithm: Algorithm, size: int, nbytes: int, hosts: bool) -> bool:
-    """Return whether an algorithm has too many messages to simulate, and no rounds in which all ranks do alike."""
-    messages = algorithm.cost(size, nbytes).messages * size
-    if not _MESSAGES < messages <= _IN_ROUNDS:
-        return messages > _IN_ROUNDS
-    rank: Any = Rotation(size)
-    try:
-        return any(hosts and len(step.send) > 1 for step in algorithm.steps(rank, size))
-    except TypeError:
-        return True
+    return [algorithm, *(algorithm.with_options(**{name: hosts[name]}) for name in known if name in hosts)]
 
 
 def compare(
     collective: str, names: Sequence[str], size: int, nbytes: int, machine: Machine, *, why: str = ""
 ) -> Choice:
-    """Return the choice of the fastest of some algorithms.
-
-    Those with the least estimate by declared cost are simulated first; an algorithm whose estimate exceeds the best
-    time clearly is not simulated. The number of segments is doubled as long as that helps.
+    """Return the choice of the fastest of some algorithms; of equally fast ones, that of fewer messages.
 
     Args:
         collective: The collective.
@@ -196,24 +198,12 @@ def compare(
         >>> compare("all_reduce", ["ring", "recursive_doubling"], 64, 1024, machine).algorithm
         'recursive_doubling'
     """
-    found, excluded = dict[str, float](), dict[str, float]()
-    best, chosen = math.inf, find(collective, names[0])
-    families = [family for name in names for family in _families(find(collective, name), size, machine.per_host)]
-    bounded = [[(_estimate(one, size, nbytes, machine.table), one) for one in family] for family in families]
-    for family in sorted(bounded, key=lambda family: (min(bound for bound, _ in family), family[0][1].name)):
-        latest = math.inf
-        for bound, algorithm in family:
-            if bound * _SLACK >= best or _long(algorithm, size, nbytes, 1 < machine.per_host < size):
-                if latest == math.inf:
-                    excluded[algorithm.label] = bound
-                break
-            seconds = found[algorithm.label] = predicted(algorithm, size, nbytes, machine)
-            if seconds < best * _TIE:
-                best, chosen = seconds, algorithm
-            if seconds >= latest:
-                break
-            latest = seconds
-    seconds = found.pop(chosen.label)
+    found = [one for name in names for one in _variants(find(collective, name), size, machine.per_host)]
+    seconds = {one.label: predicted(one, size, nbytes, machine) for one in found}
+    # Sums of the same numbers in another order differ in their last bits.
+    fewest = {one.label: one.cost(size, nbytes).messages for one in found}
+    chosen = min(found, key=lambda one: (float(f"{seconds[one.label]:.6g}"), fewest[one.label], one.label))
+    least = seconds.pop(chosen.label)
     table = f"{'measured' if machine.table.measured else 'built-in'} constants {machine.table.hash}"
     why = why or f"the fastest of {len(names)} algorithms for {nbytes} bytes on {size} ranks by {table}"
-    return Choice(collective, size, nbytes, chosen.label, dict(chosen.options), seconds, found, excluded, why)
+    return Choice(collective, size, nbytes, chosen.label, dict(chosen.options), least, seconds, why)

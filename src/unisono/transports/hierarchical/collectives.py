@@ -17,7 +17,7 @@ from typing import Self
 
 import torch
 
-from unisono.collectives.chunk_layout import even_edges
+from unisono.collectives.executor import even_edges
 from unisono.core.call import Call
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Transport

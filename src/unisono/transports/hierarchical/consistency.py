@@ -14,8 +14,7 @@ from unisono.core.call import Call, Fingerprint, explain
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.tensors import combine_all
-from unisono.core.transport import PointToPoint
-from unisono.core.types import ReduceOp
+from unisono.core.types import PointToPoint, ReduceOp
 from unisono.errors import CommError, CommTimeoutError, MismatchError
 from unisono.transports.hierarchical.host_links import HostLinks, Packet
 from unisono.transports.hierarchical.subset import SubsetCollectives

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from unisono.core.call import Call
-from unisono.core.transport import PointToPoint, Transport
-from unisono.core.types import Message, Work
+from unisono.core.transport import Transport
+from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import ChainedWork, WorkGroup
 from unisono.errors import CommError
 from unisono.wrappers.base import Wrapper

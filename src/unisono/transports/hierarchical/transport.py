@@ -13,8 +13,8 @@ import torch
 from unisono.core.call import Call
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.transport import Mailbox, Options, PointToPoint, Transport
-from unisono.core.types import Message, Work
+from unisono.core.transport import Mailbox, Options, Transport
+from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import Deferred
 from unisono.errors import ClosedError, CommTimeoutError, UnavailableError
 from unisono.transports.hierarchical.collectives import HierarchicalCollectives

@@ -12,8 +12,8 @@ from unisono.core.call import Call, Fingerprint, explain, hash_of
 from unisono.core.failure import Cause, error_of, left_error
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
-from unisono.core.transport import Options, PointToPoint, Transport
-from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Send, Work
+from unisono.core.transport import Options, Transport
+from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Send, Work
 from unisono.core.work import Completion, Deferred
 from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import ClosedError, CommError, MismatchError, PeerLostError, UnavailableError

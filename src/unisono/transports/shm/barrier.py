@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 from unisono.core.failure import left_error
 from unisono.core.work import missing_ranks_error
-from unisono.transports.shm.futex import futex_wait, futex_wake
-from unisono.transports.shm.words import Words
+from unisono.transports.shm.segment import Words, futex_wait, futex_wake
 
 __all__ = ["SharedBarrier"]
 

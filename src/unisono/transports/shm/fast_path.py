@@ -128,12 +128,9 @@ class ShmFastPath:
         return self._ended(status)
 
     # -- calls of the general path -------------------------------------------------------------------
-    def supports(self, call: Call) -> bool:
-        """Return whether there is a kernel for a call."""
-        if call.lengths:
-            return False
-        tensors = call.inputs or call.outputs
-        return not (FAMILIES[call.name].reduces and tensors) or self.core.has_kernel(*_codes(call))
+    def has_kernel(self, call: Call) -> bool:
+        """Return whether there is a kernel for a reduction, or nothing to reduce."""
+        return not call.inputs or bool(self.core.has_kernel(*_codes(call)))
 
     def carry(self, call: Call, deadline: float) -> Status:
         """Carry out a call as a transport receives it."""
@@ -211,5 +208,5 @@ def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
 
 def _codes(call: Call) -> tuple[int, int]:
     """Return the numbers of a call's operation and dtype; 0 if it has none."""
-    tensors, op = call.inputs or call.outputs, call.requested_op
+    tensors, op = call.inputs or call.outputs, ReduceOp.AVG if call.average else call.op
     return 0 if op is None else OP_CODES[op], DTYPE_CODES[tensors[0].dtype] if tensors else 0

@@ -17,10 +17,8 @@ from unisono.core.group import Group
 from unisono.core.tensors import view_of
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommTimeoutError, PeerLostError
-from unisono.transports.shm.byte_ring import Ring, nbytes_of, rings_of
-from unisono.transports.shm.futex import futex_wait, futex_wake
-from unisono.transports.shm.segment import PAGE_BYTES, map_shared
-from unisono.transports.shm.words import words_of
+from unisono.transports.shm.p2p_ring import Ring, nbytes_of, rings_of
+from unisono.transports.shm.segment import PAGE_BYTES, futex_wait, futex_wake, map_shared, words_of
 
 __all__ = ["ShmMailbox"]
 

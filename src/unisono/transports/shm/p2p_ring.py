@@ -13,15 +13,177 @@ import torch
 from torch.autograd.graph import increment_version
 
 from unisono.core.tensors import view_of
-from unisono.core.types import Message, Recv, Send
-from unisono.core.work import CountdownWork, elements, missing_ranks_error, size_error
-from unisono.errors import CommError
+from unisono.core.threads import DaemonThreadPool
+from unisono.core.types import Message, Recv, Send, Timeout
+from unisono.core.work import CountdownWork, elements, missing_ranks_error, resolve_timeout, size_error, timeout_error
+from unisono.errors import CommError, CommTimeoutError
 from unisono.transports.shm.barrier import SharedBarrier
-from unisono.transports.shm.byte_ring import Ring, nbytes_of, rings_of
 from unisono.transports.shm.codes import DTYPE_CODES, DTYPES
-from unisono.transports.shm.ring_work import RingWork
+from unisono.transports.shm.segment import words_of
 
-__all__ = ["MessageRings"]
+__all__ = ["MessageRings", "Ring", "RingWork", "nbytes_of", "rings_of"]
+
+_LINE_BYTES = 64
+_CONTROL_BYTES = 2 * _LINE_BYTES
+_WRITTEN, _READ = 0, _LINE_BYTES // 8
+
+
+class Ring:
+    """One end of a single-producer single-consumer ring; src/native/shm/p2p_ring.hpp has the same protocol.
+
+    Two lines of control hold the counts of bytes written and read since the beginning; each count has one writer,
+    and the words order them after the copies that they count.
+    Bytes travel in parts, and the last bytes of a part are counted together with padding to the end of their line:
+    so each part begins at a line, and both counts are whole lines at any time. Long parts move by quarters of the
+    ring, so that both ends copy at the same time.
+
+    Args:
+        control: The two lines of control.
+        data: The bytes of the ring, a multiple of four lines.
+    """
+
+    __slots__ = ("_counts", "_data", "_held")
+
+    def __init__(self, control: memoryview, data: memoryview) -> None:
+        self._counts, self._data, self._held = words_of(control), data, 0
+
+    @property
+    def available(self) -> int:
+        """Bytes that can be read now, with padding."""
+        return self._counts[_WRITTEN] - self._counts[_READ]
+
+    @property
+    def room(self) -> int:
+        """Bytes that can be written now."""
+        return len(self._data) - self.available - self._held
+
+    def write(self, content: bytes | memoryview, more: bool = False) -> int:
+        """Copy as much of a part as there is room for; return how many bytes that was.
+
+        Args:
+            content: The rest of the part.
+            more: Whether the next call publishes these bytes together with its own, as `MSG_MORE` of sockets.
+        """
+        counts, data = self._counts, self._data
+        size, written = len(data), counts[_WRITTEN] + self._held
+        step = min(len(content), size - written + counts[_READ], size // 4)
+        offset = written % size
+        first = min(step, size - offset)
+        data[offset : offset + first] = content[:first]
+        if first < step:
+            data[: step - first] = content[first:step]
+        written += step
+        if step == len(content):
+            written += -written % _LINE_BYTES
+        if more:
+            self._held = written - counts[_WRITTEN]
+        else:
+            counts[_WRITTEN], self._held = written, 0
+        return step
+
+    def peek(self) -> memoryview:
+        """Return what is available in one piece, whole lines; it stays in the ring."""
+        counts = self._counts
+        offset = counts[_READ] % len(self._data)
+        return self._data[offset : offset + counts[_WRITTEN] - counts[_READ]]
+
+    def skip(self, nbytes: int) -> None:
+        """Remove a part of this many bytes from the ring."""
+        read = self._counts[_READ] + nbytes
+        self._counts[_READ] = read + -read % _LINE_BYTES
+
+    def read(self, into: memoryview) -> int:
+        """Copy as much of a part as there is into memory for the rest of it; return how many bytes that was."""
+        counts, data = self._counts, self._data
+        size, read = len(data), counts[_READ]
+        step = min(len(into), counts[_WRITTEN] - read, size // 4)
+        offset = read % size
+        first = min(step, size - offset)
+        into[:first] = data[offset : offset + first]
+        if first < step:
+            into[first:step] = data[: step - first]
+        read += step
+        counts[_READ] = read + (-read % _LINE_BYTES if step == len(into) else 0)
+        return step
+
+
+def nbytes_of(size: int, ring_bytes: int) -> int:
+    """Memory of the rings of all ordered pairs of `size` ranks."""
+    return size * size * (_CONTROL_BYTES + ring_bytes)
+
+
+def rings_of(rank: int, size: int, memory: memoryview, ring_bytes: int) -> tuple[list[Ring], list[Ring]]:
+    """Rings to each rank and from each rank, in memory that holds all control lines, then all data."""
+    begin = size * size * _CONTROL_BYTES
+
+    def ring(source: int, target: int) -> Ring:
+        pair = source * size + target
+        control, data = pair * _CONTROL_BYTES, begin + pair * ring_bytes
+        return Ring(memory[control : control + _CONTROL_BYTES], memory[data : data + ring_bytes])
+
+    return [ring(rank, peer) for peer in range(size)], [ring(peer, rank) for peer in range(size)]
+
+
+_NO_TIMEOUT_S = 1e9
+
+_Done = Callable[[], bool]
+_Missing = Callable[[], Sequence[int]]
+_Move = Callable[[float, _Done, _Missing], None]
+_Check = Callable[[_Done, _Missing], None]
+
+_threads = DaemonThreadPool("unisono shared memory")
+
+
+class RingWork(CountdownWork):
+    """A batch of messages in rings. The thread that waits for them or polls them moves them.
+
+    Args:
+        timeout_s: Default timeout in seconds.
+        messages: The batch.
+        move: Waits until messages have moved, or the work is done: `MessageRings.wait`.
+        check: Moves messages without waiting: `MessageRings.check`.
+    """
+
+    def __init__(self, timeout_s: float, messages: Sequence[Message], move: _Move, check: _Check) -> None:
+        self._move, self._check, self._is_waited_for = move, check, False
+        super().__init__(timeout_s, messages)
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        if not self._done.is_set():
+            started, limit = time.monotonic(), resolve_timeout(timeout, self.timeout_s)
+            try:
+                while not self._done.is_set():
+                    self._move(started + limit, self._done.is_set, self._awaited)
+            except CommTimeoutError:
+                raise timeout_error(self._messages, time.monotonic() - started) from None
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        if not self._done.is_set():
+            try:
+                self._check(self._done.is_set, self._awaited)
+            except CommError as error:
+                self.complete(error)
+        return self._done.is_set()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        with self._lock:
+            first, self._is_waited_for = not self._is_waited_for, True
+        if first and not self._done.is_set():
+            _threads.run(self._complete_in_background)
+        return super().get_future()
+
+    def _complete_in_background(self) -> None:
+        try:
+            self.wait(_NO_TIMEOUT_S)
+        except CommError as error:
+            # There is no caller to raise it in; the future reports it.
+            self.complete(error)
+
+    def _awaited(self) -> list[int]:
+        return [message.peer for message in self._messages]
+
 
 ItemT = TypeVar("ItemT")
 

@@ -16,8 +16,8 @@ from unisono.core.call import Call, Fingerprint, explain, hash_of
 from unisono.core.collective import FAMILIES
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
-from unisono.core.transport import Mailbox, Options, PointToPoint, Status, Transport
-from unisono.core.types import Message, Work
+from unisono.core.transport import Mailbox, Options, Status, Transport
+from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import Deferred
 from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
 from unisono.host.cpu_count import cores
@@ -27,9 +27,8 @@ from unisono.transports.shm.barrier import SharedBarrier
 from unisono.transports.shm.fast_path import ShmFastPath
 from unisono.transports.shm.mailbox import ShmMailbox
 from unisono.transports.shm.p2p_ring import MessageRings
-from unisono.transports.shm.segment import PAGE_BYTES, map_shared, neighbours
+from unisono.transports.shm.segment import PAGE_BYTES, map_shared, neighbours, words_of
 from unisono.transports.shm.symmetric_memory import SymmetricMemory
-from unisono.transports.shm.words import words_of
 
 if TYPE_CHECKING:
     from unisono.core.control import ControlPlane
@@ -54,7 +53,8 @@ class ShmTransport(Transport):
     connected, had a core beside those of torch's threads.
     """
 
-    any_source = True
+    native = frozenset(FAMILIES)
+    any_source = checks = True
     devices = ACCELERATORS | {"cpu"}
     host_staged = ACCELERATORS
     latency_s = 10e-6
@@ -90,9 +90,9 @@ class ShmTransport(Transport):
             self._native = ShmFastPath(module, self._barrier, *where, _STAGE_BYTES, size > cores(), queues, differ)
             self.fast_path, self._rings = self._native, self._native.rings
             self._symmetric = SymmetricMemory(group, control, options.timeout_s, self._native.core)
-            self.native, self.checks = frozenset(FAMILIES), True
         else:
             self._rings = MessageRings(self._barrier, queues, None)
+            self.native, self.checks = frozenset(), False
             # The same bits as with the core.
             self.balanced = True
         self._memory = memory
@@ -135,7 +135,9 @@ class ShmTransport(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def supports(self, call: Call) -> bool:
-        return self._native is not None and self._native.supports(call)
+        if self._native is None or call.lengths:
+            return False
+        return call.op is None or self._native.has_kernel(call)
 
     def agree(self, call: Call, deadline: float) -> None:
         """Compare calls by messages, and backward calls, in a separate round. Native ones compare in their first."""

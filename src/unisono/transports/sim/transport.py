@@ -46,6 +46,17 @@ class _NetworkQueue(MessageQueue):
         return self._arrived_at[wire]
 
 
+class _SimWork(CountdownWork):
+    """Work that describes what it waits for; a waiting rank lets others run."""
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        task = here()
+        if task is not None:
+            task.scheduler.pause()
+        with waiting(lambda: describe(self._messages)):
+            super().wait(timeout)
+
+
 class SimTransport(ThreadTransport):
     """Ranks of one process that take turns. For `un.simulate`, or `un.launch(fn, nprocs, "sim")`.
 
@@ -57,6 +68,7 @@ class SimTransport(ThreadTransport):
     simulated = True
     # The control plane compares calls, in virtual time.
     checks = False
+    _work = _SimWork
     devices, host_staged = frozenset({"cpu"}), frozenset[str]()
 
     _queue: _NetworkQueue
@@ -87,9 +99,6 @@ class SimTransport(ThreadTransport):
             scheduler.note(f"{self.group.name}: {format_bytes(message.tensor.nbytes)} {way} (tag {message.tag})")
         scheduler.pause()
         return super().post(batch)
-
-    def _work(self, batch: Sequence[Message]) -> CountdownWork:
-        return _SimWork(self._timeout_s, batch)
 
     def _deliver(self, message: InFlightMessage) -> None:
         """Send a matched message."""
@@ -140,17 +149,6 @@ class SimTransport(ThreadTransport):
             if other is not task:
                 task.scheduler.throw(other, error if other.main else EndedError())
         raise error if task.main else EndedError
-
-
-class _SimWork(CountdownWork):
-    """Work that describes what it waits for; a waiting rank lets others run."""
-
-    def wait(self, timeout: Timeout | None = None) -> None:
-        task = here()
-        if task is not None:
-            task.scheduler.pause()
-        with waiting(lambda: describe(self._messages)):
-            super().wait(timeout)
 
 
 def _scheduler() -> TaskScheduler:

@@ -19,8 +19,8 @@ from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
 from unisono.core.threads import DaemonThreadPool
-from unisono.core.transport import Capabilities, Mailbox, Options, PointToPoint, Transport
-from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Send, Timeout, Work
+from unisono.core.transport import Capabilities, Mailbox, Options, Transport
+from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Send, Timeout, Work
 from unisono.core.work import Completion, WorkGroup, resolve_timeout
 from unisono.errors import ClosedError, CommError, CommTimeoutError
 from unisono.transports.thread import MessageQueue, ThreadTransport

@@ -13,10 +13,10 @@ import json
 from pathlib import Path
 
 from unisono.collectives.algorithms import ALGORITHMS, find
-from unisono.collectives.player.from_algorithm import replay_algorithm
-from unisono.collectives.player.from_trace import replay_trace
-from unisono.collectives.player.page import write
-from unisono.collectives.player.replay import Replay
+from unisono.lab.player.from_algorithm import replay_algorithm
+from unisono.lab.player.from_trace import replay_trace
+from unisono.lab.player.page import write
+from unisono.lab.player.replay import Replay
 from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]

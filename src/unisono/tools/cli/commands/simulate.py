@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from unisono.collectives.algorithms import ALGORITHMS, COLLECTIVES, find
-from unisono.collectives.simulator import (
+from unisono.lab.simulator import (
     Level,
     Network,
     ScalingPoint,

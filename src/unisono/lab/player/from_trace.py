@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.collectives.player.replay import Replay
-from unisono.collectives.simulator import Message
+from unisono.lab.player.replay import Replay
+from unisono.lab.simulator import Message
 
 __all__ = ["replay_trace"]
 

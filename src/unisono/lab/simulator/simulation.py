@@ -11,10 +11,10 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from unisono.collectives.algorithms import Algorithm, AlgorithmFile, Move, Step, elements, find
-from unisono.collectives.simulator.event_queue import EventQueue, Message
-from unisono.collectives.simulator.network import Network
-from unisono.collectives.simulator.rotation import Rotation
-from unisono.collectives.simulator.worklist import Worklist
+from unisono.lab.simulator.event_queue import EventQueue, Message
+from unisono.lab.simulator.network import Network
+from unisono.lab.simulator.rotation import Rotation
+from unisono.lab.simulator.worklist import Worklist
 
 __all__ = ["Call", "Simulation", "algorithm_of", "byte_offsets", "run_calls", "simulate"]
 
@@ -183,7 +183,7 @@ def byte_offsets(call: Call, size: int, itemsize: int) -> list[int]:
 
 
 def _in_rounds(calls: Iterable[Call], size: int, network: Network, times: Sequence[float], itemsize: int) -> Simulation:
-    from unisono.collectives.simulator.rounds import Rounds
+    from unisono.lab.simulator.rounds import Rounds
 
     messages = 0
     # It stands for an integer.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from unisono.collectives.algorithms.step import Move, Step
-from unisono.collectives.simulator.jitter import exponential
-from unisono.collectives.simulator.network import Network, Path
+from unisono.lab.simulator.jitter import exponential
+from unisono.lab.simulator.network import Network, Path
 
 __all__ = ["EventQueue", "Message"]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unisono.collectives.algorithms import Algorithm, AlgorithmFile
-from unisono.collectives.simulator.network import Network
-from unisono.collectives.simulator.simulation import Call, algorithm_of, run_calls, simulate
 from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
+from unisono.lab.simulator.network import Network
+from unisono.lab.simulator.simulation import Call, algorithm_of, run_calls, simulate
 
 __all__ = ["Overlap", "ScalingPoint", "plot_scaling", "scaling", "simulate_backward"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unisono.collectives.simulator import Message
+from unisono.lab.simulator import Message
 
 __all__ = ["MOST_CHUNKS", "MOST_MESSAGES", "MOST_RANKS", "Change", "Replay"]
 

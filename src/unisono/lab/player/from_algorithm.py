@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from unisono.collectives.algorithms import Algorithm, Move, Step, elements, find
 from unisono.collectives.algorithms.semantics import goal, start
-from unisono.collectives.player.page import write
-from unisono.collectives.player.replay import Change, Replay
-from unisono.collectives.simulator import Message, Network, simulate
 from unisono.collectives.verify.prover import verify
+from unisono.lab.player.page import write
+from unisono.lab.player.replay import Change, Replay
+from unisono.lab.simulator import Message, Network, simulate
 
 __all__ = ["Times", "play", "replay_algorithm"]
 

@@ -10,8 +10,8 @@ from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 
-from unisono.collectives.player.replay import Change, Replay
-from unisono.collectives.simulator import Message
+from unisono.lab.player.replay import Change, Replay
+from unisono.lab.simulator import Message
 
 __all__ = ["render", "write"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from unisono.collectives.algorithms import Algorithm, AlgorithmFile, Step
-from unisono.collectives.simulator.simulation import Call, Simulation, algorithm_of, byte_offsets
+from unisono.lab.simulator.simulation import Call, Simulation, algorithm_of, byte_offsets
 
 __all__ = ["chrome_trace", "goal"]
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.collectives.algorithms.step import Move, Step
-from unisono.collectives.simulator.jitter import exponentials
-from unisono.collectives.simulator.network import Network
-from unisono.collectives.simulator.rotation import Rotation
+from unisono.lab.simulator.jitter import exponentials
+from unisono.lab.simulator.network import Network
+from unisono.lab.simulator.rotation import Rotation
 
 __all__ = ["Rounds"]
 

@@ -1,0 +1,61 @@
+"""Python values as bytes: without pickle, unless the caller trusts its peers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono import serialization
+from unisono.core.failure import text_of
+from unisono.core.tensors import view_of
+from unisono.serialization.functions import dumps
+
+__all__ = ["check_sent", "decode", "encode", "encode_each"]
+
+_PLAIN, _PICKLED, _REFUSED, _WRONG = b"\0", b"\1", b"\2", b"\3"
+_REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueError}
+"""Exceptions to raise where an error arrives instead of a value."""
+
+
+def encode_each(objs: Sequence[Any] | None, rank: int, size: int, trusted: bool) -> list[bytes]:
+    """Return the bytes for each rank; if any value cannot be sent, the reason for all ranks."""
+    try:
+        values = [] if objs is None else list(objs)
+    except TypeError:
+        # An object that is not a list has no value for any rank.
+        values = []
+    parts = [encode(value, rank, trusted) for value in values]
+    if len(parts) != size:
+        wrong = f"objs on rank {rank} must have one value for each of the {size} ranks, not {len(parts)}"
+        return [_WRONG + wrong.encode()] * size
+    return [next((p for p in parts if p[:1] == _REFUSED), part) for part in parts]
+
+
+def encode(obj: Any, rank: int, trusted: bool) -> bytes:
+    """Return a value's bytes; if it cannot be sent, those of the reason, so that receivers get an error."""
+    try:
+        return _PICKLED + dumps(obj) if trusted else _PLAIN + serialization.encode(obj)
+    except Exception as error:
+        reason = f"rank {rank} has a value that cannot be sent: {text_of(error)}"
+        return _REFUSED + reason.encode(errors="replace")
+
+
+def check_sent(data: bytes) -> None:
+    """Raise the error of a value that cannot be sent, from the bytes that `encode` made."""
+    if data[:1] in _REASONS:
+        raise _REASONS[data[:1]](data[1:].decode(errors="replace"))
+
+
+def decode(buffer: torch.Tensor, trusted: bool) -> Any:
+    """Return the value of received bytes; raise `ValueError` for a pickled one that is not trusted."""
+    here = buffer.cpu()
+    data = bytes(view_of(here)) if here.numel() else b""
+    if data[:1] == _PLAIN:
+        return serialization.decode(data[1:])
+    check_sent(data)
+    if data[:1] != _PICKLED or not trusted:
+        raise ValueError("a rank sent a pickled value; pass trusted=True on every rank if you trust them all")
+    return pickle.loads(data[1:])

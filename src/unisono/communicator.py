@@ -20,12 +20,12 @@ from unisono.collectives.tuning.cost_table import CostTable
 from unisono.collectives.tuning.prediction import Choice, size_class
 from unisono.comm.engine import ANY_THREAD, Engine, FailureRelay
 from unisono.comm.mailbox import open_mailbox
-from unisono.comm.measurement import measured_table
 from unisono.comm.messages import Messages
 from unisono.comm.objects import check_sent, decode, encode, encode_each
 from unisono.comm.persistent import starter
 from unisono.comm.shape_exchange import run_uneven
 from unisono.comm.teardown import CLOSE_S
+from unisono.comm.tuner import measured_table
 from unisono.core.collective import COLLECTIVES, family_of
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, raise_caused, to_cause

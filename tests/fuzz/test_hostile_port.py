@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.control.auth_channel import HELLO_BYTES, Hello
+from unisono.control.sockets import HELLO_BYTES, Hello
 from unisono.testing import pool
 
 _SOON_S = 10.0

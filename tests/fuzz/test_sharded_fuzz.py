@@ -15,7 +15,7 @@ import torch
 from sharded_fuzzing import failures
 
 from unisono.sharding import model, optimizer, optimizer_states, shard_optimizer
-from unisono.sharding.flat_gradient import FlatGradient
+from unisono.sharding.flat_parameters import FlatGradient
 from unisono.sharding.gradient_sharder import GradientSharder
 from unisono.sharding.optimizer import ShardedOptimizer
 from unisono.sharding.shard_optimizer import ShardOptimizer

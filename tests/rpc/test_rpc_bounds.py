@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.rpc.pending_calls import FlowControl
-from unisono.rpc.thread_pool import Workers
+from unisono.rpc.receiver import FlowControl, Workers
 from unisono.testing import pool
 
 rpc = un.rpc
@@ -49,7 +48,7 @@ def test_caller_continues_when_the_window_has_room() -> None:
 
 def test_worker_limit_excludes_waiting_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     # No call is admitted because of missing progress: a slow machine may make none for a while, too.
-    monkeypatch.setattr("unisono.rpc.thread_pool._STUCK_S", LIMIT_S)
+    monkeypatch.setattr("unisono.rpc.receiver._STUCK_S", LIMIT_S)
     workers = Workers("test", 2, lambda: None)
     lock, go, done = threading.Lock(), threading.Event(), threading.Semaphore(0)
     running, most = 0, 0

@@ -12,7 +12,7 @@ import torch
 from rpc_functions import BACKENDS, add, echo, hold, release
 
 import unisono as un
-from unisono.comm.point_to_point_mailbox import PointToPointMailbox
+from unisono.comm.mailbox import PointToPointMailbox
 from unisono.errors import CommTimeoutError
 from unisono.testing import run_ranks
 

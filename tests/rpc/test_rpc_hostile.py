@@ -17,9 +17,9 @@ from waiting import wait_until
 
 import unisono as un
 from unisono import serialization
-from unisono.control.auth_channel import Channel, Hello
 from unisono.control.local import LocalHub
 from unisono.control.mesh import Link
+from unisono.control.sockets import Channel, Hello
 from unisono.core.group import Group
 from unisono.core.transport import Envelope
 from unisono.errors import CommError, PeerLostError

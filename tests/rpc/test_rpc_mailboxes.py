@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.comm.point_to_point_mailbox import PointToPointMailbox
-from unisono.control.auth_channel import Hello
+from unisono.comm.mailbox import PointToPointMailbox
+from unisono.control.sockets import Hello
 from unisono.core.transport import Envelope, Mailbox, Transport
 from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.testing import pool, run_ranks

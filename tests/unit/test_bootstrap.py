@@ -17,8 +17,8 @@ from waiting import run_concurrently
 
 from unisono.bootstrap import Rendezvous, find
 from unisono.control.client import SocketControl
-from unisono.control.secret import find_secret
 from unisono.control.server import Server
+from unisono.control.sockets import find_secret
 from unisono.core.group import Group
 from unisono.errors import PeerLostError
 

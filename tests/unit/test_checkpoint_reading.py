@@ -84,7 +84,7 @@ class Reads:
 def test_data_read_by_one_rank_is_shared_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
     monkeypatch.setattr("unisono.checkpoint.loader._SMALL", small)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
-    monkeypatch.setattr("unisono.checkpoint.tensor_loader._STRETCH", 2)
+    monkeypatch.setattr("unisono.checkpoint.loader._STRETCH", 2)
     saved = {f"t{number}": torch.randn(2048) for number in range(64)}
     un.checkpoint.save(tmp_path, saved)
     reads = Reads(monkeypatch)
@@ -173,7 +173,7 @@ def test_rank_failing_during_a_read_does_not_block_others(
     monkeypatch.setattr(LocalStorage, "kept", kept)
     monkeypatch.setattr("unisono.checkpoint.loader._SMALL", 0)
     monkeypatch.setattr("unisono.checkpoint.reader.BLOCK", 1 << 14)
-    monkeypatch.setattr("unisono.checkpoint.tensor_loader._STRETCH", 1)
+    monkeypatch.setattr("unisono.checkpoint.loader._STRETCH", 1)
     un.checkpoint.save(tmp_path, {f"t{number}": torch.zeros(2048) for number in range(9)})
 
     def program(comm: un.Communicator) -> int:

@@ -20,8 +20,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import unisono as un
-from unisono.checkpoint.dtypes import as_bytes
-from unisono.checkpoint.tree import Packer, unpack
+from unisono.checkpoint.tree import Packer, as_bytes, unpack
 from unisono.testing import run_ranks
 
 DTYPES = sorted({d for n in dir(torch) if isinstance(d := getattr(torch, n), torch.dtype)}, key=str)

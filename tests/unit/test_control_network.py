@@ -15,10 +15,10 @@ import pytest
 
 from unisono import serialization
 from unisono.control import handshake
-from unisono.control.auth_channel import HELLO_BYTES, Hello
 from unisono.control.client import SocketControl
 from unisono.control.client_connection import connect
 from unisono.control.server import Server
+from unisono.control.sockets import HELLO_BYTES, Hello
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
 

@@ -11,7 +11,7 @@ from meta_tensors import Hollow
 
 import unisono as un
 from unisono.collectives.algorithms import ALGORITHMS
-from unisono.collectives.algorithms.step import Move
+from unisono.collectives.algorithms.algorithm import Move
 from unisono.collectives.executor import Flat, PartialSums, Pieces, even_edges
 from unisono.core.staging import Staging
 from unisono.core.tensors import check_apart, check_reducible, check_tensor, parse_op

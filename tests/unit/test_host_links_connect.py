@@ -15,8 +15,8 @@ from waiting import wait_until
 from unisono import serialization
 from unisono.control import LocalHub
 from unisono.control import handshake as module
-from unisono.control.auth_channel import HELLO_BYTES, PROOF_BYTES, Channel, Hello
 from unisono.control.handshake import Acceptor
+from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, Channel, Hello
 from unisono.core.group import Group
 from unisono.errors import CommError
 from unisono.transports.hierarchical.host_links import HostLinks, meet

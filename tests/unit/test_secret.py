@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.control.secret import find_secret
+from unisono.control.sockets import find_secret
 from unisono.errors import CommError
 
 

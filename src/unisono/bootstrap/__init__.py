@@ -45,7 +45,7 @@ def find(
         rank: This process's number; needed with tcp:// and file://.
         world_size: How many ranks there are; needed with tcp:// and file://.
         timeout_s: Seconds within which all ranks come, or all that have come get an error.
-        secret: What all ranks know; see `unisono.control.secret.find_secret`.
+        secret: What all ranks know; see `unisono.control.sockets.find_secret`.
 
     Raises:
         ValueError: The arguments or the environment make no sense; or the variables are those of a rank that has

@@ -16,7 +16,7 @@ from unisono.bootstrap.rendezvous import Claim, MovedError, confirm, meet
 from unisono.bootstrap.result import Rendezvous, Request
 from unisono.bootstrap.server_lease import Lease, acquire
 from unisono.control.client import SocketControl
-from unisono.control.secret import refuse_if_shared
+from unisono.control.sockets import refuse_if_shared
 from unisono.errors import ClosedError, CommError, CommTimeoutError
 
 __all__ = ["address_in", "find"]

@@ -17,7 +17,7 @@ from unisono.bootstrap.mpi_abort import job_end
 from unisono.bootstrap.rendezvous import Claim, meet
 from unisono.bootstrap.result import Rendezvous, Request
 from unisono.bootstrap.server_lease import acquire
-from unisono.control.secret import secret_bytes
+from unisono.control.sockets import secret_bytes
 from unisono.errors import CommTimeoutError
 from unisono.host.mpi_library import check_world, launched, library, name_of, poll_until
 from unisono.host.network import address_for_others, address_outward, host_identity

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from unisono.bootstrap.rendezvous import Claim, claim_rank, meet
 from unisono.bootstrap.result import Rendezvous, Request
 from unisono.bootstrap.server_lease import acquire
-from unisono.control.secret import find_secret
+from unisono.control.sockets import find_secret
 from unisono.errors import CommError
 
 __all__ = ["address_of", "find", "find_at", "plain_host"]

@@ -22,8 +22,7 @@ from unisono.bootstrap.server_lease import LINGER_S, acquire, hosts_at
 from unisono.bootstrap.tcp import plain_host
 from unisono.control.client import SocketControl
 from unisono.control.client_connection import reach
-from unisono.control.secret import find_secret
-from unisono.control.sockets import listen
+from unisono.control.sockets import find_secret, listen
 from unisono.core.group import Group
 from unisono.core.threads import DaemonThreadPool
 from unisono.errors import CommError, CommTimeoutError, MismatchError

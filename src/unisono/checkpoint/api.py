@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from unisono.checkpoint.background import SaveHandle, begin, finish_earlier
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, StateError
-from unisono.checkpoint.loader import load_state
-from unisono.checkpoint.map_location import MapLocation
-from unisono.checkpoint.saver import Progress, commit
-from unisono.checkpoint.snapshot import Snapshot, prepare
+from unisono.checkpoint.loader import LoadOptions, MapLocation, load_state
+from unisono.checkpoint.saver import Progress, Snapshot, commit, prepare
 from unisono.checkpoint.storage import Storage, storage_at
-from unisono.checkpoint.tensor_loader import LoadOptions
 from unisono.checkpoint.verification import last_good
 from unisono.core.types import Timeout
 

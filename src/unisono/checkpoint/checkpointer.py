@@ -13,8 +13,8 @@ from unisono.checkpoint.api import Path, load, start, write
 from unisono.checkpoint.background import SaveHandle
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, CorruptError, NoCheckpointError
+from unisono.checkpoint.loader import MapLocation
 from unisono.checkpoint.manifest import FILE, MANIFEST
-from unisono.checkpoint.map_location import MapLocation
 from unisono.checkpoint.save_lock import is_locked
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.verification import complete

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.archive import Archive
-from unisono.checkpoint.dtypes import as_bytes
 from unisono.checkpoint.errors import FormatError, NoCheckpointError
 from unisono.checkpoint.formats import FORMATS
+from unisono.checkpoint.tree import as_bytes
 from unisono.checkpoint.tree_utils import leaves
 
 __all__ = ["convert", "differences", "read_any"]

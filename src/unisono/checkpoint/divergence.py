@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.checkpoint.collective import CollectiveScope, odd_ranks
-from unisono.checkpoint.snapshot import Snapshot, outline
+from unisono.checkpoint.saver import Snapshot, outline
 from unisono.checkpoint.state import Captured, capture
 from unisono.errors import MismatchError
 

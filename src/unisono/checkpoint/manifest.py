@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.checksum import ALGORITHM, BLOCK, digest
-from unisono.checkpoint.dtypes import dtype_of
 from unisono.checkpoint.errors import CorruptError, FormatError, listed
-from unisono.checkpoint.memory_limits import check_cost, check_trees, cost_of
-from unisono.checkpoint.tree import Node
+from unisono.checkpoint.tree import Node, check_cost, check_trees, cost_of, dtype_of
 
 __all__ = ["FILE", "MANIFEST", "VERSION", "FileEntry", "Manifest", "Piece", "TensorEntry"]
 

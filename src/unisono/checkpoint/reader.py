@@ -11,8 +11,8 @@ from typing import Self
 from unisono.checkpoint.checksum import BLOCK, CHUNK, blocks, hasher
 from unisono.checkpoint.errors import CorruptError, NoCheckpointError, listed
 from unisono.checkpoint.manifest import FILE, MANIFEST, Manifest
-from unisono.checkpoint.memory_limits import GRANTED, cost_of
 from unisono.checkpoint.storage import Source, Storage
+from unisono.checkpoint.tree import GRANTED, cost_of
 from unisono.checkpoint.writer import ByteCallback
 
 __all__ = ["Block", "ByteRanges", "Files", "ReadWindow", "assign", "names_in_headers", "read_manifest", "windows_of"]

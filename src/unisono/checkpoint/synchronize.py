@@ -10,12 +10,11 @@ import torch
 
 from unisono.checkpoint.checksum import BLOCK
 from unisono.checkpoint.collective import CollectiveScope
-from unisono.checkpoint.dtypes import as_bytes, dtype_of, name_of
+from unisono.checkpoint.loader import Destination
 from unisono.checkpoint.manifest import TensorEntry
-from unisono.checkpoint.map_location import Destination
 from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.state import capture
-from unisono.checkpoint.tree import Node, names_in, tag_of
+from unisono.checkpoint.tree import Node, as_bytes, dtype_of, name_of, names_in, tag_of
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator

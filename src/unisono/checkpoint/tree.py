@@ -6,29 +6,43 @@ A dict with one key that begins with `$` is a value that JSON has no word for.
 from __future__ import annotations
 
 import base64
+import ctypes
 import math
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, Flag
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from unisono.checkpoint.dtypes import as_bytes, check_savable, dtype_of, memory_of, name_of
+from unisono.checkpoint.errors import FormatError
 from unisono.checkpoint.tensor_shard import TensorShard
+from unisono.serialization.tensors import has_no_storage
 
 __all__ = [
     "DICTS",
+    "GRANTED",
+    "HELD",
     "MAX_DEPTH",
+    "OF_MANIFEST",
     "Node",
     "Packer",
+    "as_bytes",
+    "check_cost",
+    "check_savable",
+    "check_trees",
+    "cost_of",
+    "dtype_of",
     "join",
+    "memory_of",
     "memory_of_tensor",
+    "name_of",
     "named_tuple",
     "names_in",
+    "safetensors_form",
     "tag_of",
     "unpack",
 ]
@@ -352,3 +366,164 @@ _READ: dict[str, Callable[[Any, _Inner, _Named], Any]] = {
     "$array": lambda body, inner, tensor: _array(body, tensor),
     "$scalar": lambda body, inner, tensor: _array(body, tensor).reshape(())[()],
 }
+
+
+_SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+# Not every reader of safetensors knows complex numbers: they are pairs there, and the manifest says so.
+_PAIRS = {"bcomplex32": "BF16", "complex32": "F16", "complex64": "F32", "complex128": "F64"}
+# Each element is stored as one byte, whatever it means.
+_OPAQUE = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
+
+_KNOWN: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in (*_SAFETENSORS, *_PAIRS, *_OPAQUE) if hasattr(torch, name)
+}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Name of a dtype in the manifest, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: object) -> torch.dtype:
+    """The dtype of that name; `ValueError` if this torch has none such."""
+    if not isinstance(name, str) or name not in _KNOWN:
+        raise ValueError(f"no dtype {name!r} in torch {torch.__version__}")
+    return _KNOWN[name]
+
+
+def check_savable(tensor: torch.Tensor, name: str) -> None:
+    """`TypeError` that names the tensor unless its elements are plain bytes in memory."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise TypeError(f"{name!r} has no shape yet: run the model once before saving it")
+    if has_no_storage(tensor):
+        raise TypeError(
+            f"{name!r} is a {type(tensor).__name__}, whose elements are not in its own memory; save plain tensors "
+            "instead, such as a DTensor's full_tensor()"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or name_of(tensor.dtype) not in _KNOWN:
+        kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
+        raise TypeError(f"{name!r} is a tensor of {kind}, which cannot be saved; save dense tensors instead")
+    if tensor.device.type == "meta":
+        raise TypeError(f"{name!r} is on the meta device: it has a shape, but no elements to save")
+
+
+def safetensors_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
+    """The dtype and shape of such a tensor in a safetensors file.
+
+    Example:
+        >>> safetensors_form(torch.complex64, (3,))
+        ('F32', [3, 2])
+    """
+    name = name_of(dtype)
+    if name in _PAIRS:
+        return _PAIRS[name], [*shape, 2]
+    return _SAFETENSORS.get(name, "U8"), list(shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a CPU tensor in order, as n uint8 values: a view if it is contiguous, else a copy."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not dense.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    # Unlike view(-1), this has stride 1 also where there is only one element.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def memory_of(flat: torch.Tensor) -> memoryview:
+    """The memory of contiguous uint8 values on the CPU, without a copy. The tensor must outlive it."""
+    if not flat.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
+
+
+GRANTED = 16 << 20
+"""Bytes that any checkpoint may take beyond twice its files: Python's values are much longer than their JSON."""
+OF_MANIFEST = 24
+"""Bytes for each byte of a manifest: what the entries of the smallest tensors take, by the costs below."""
+HELD = 4 << 20
+"""Bytes a rank up to which tensors are held in memory until all are known to be intact."""
+
+# Largest cost of a JSON delimiter, in bytes of the parsed values and of those built from them; measured.
+_MARKS = {b",": 66, b"[": 118, b"{": 207, b'"': 48}
+# A number in a list: its slot and the object.
+_NUMBER = 40
+_COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
+
+
+def cost_of(text: bytes | bytearray) -> int:
+    """Bytes of memory that values may take beyond `OF_MANIFEST` times the text that they are parsed from."""
+    return max(0, sum(text.count(mark) * cost for mark, cost in _MARKS.items()) - OF_MANIFEST * len(text))
+
+
+def check_cost(cost: int, nbytes: int) -> None:
+    """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
+
+    Tensors that are held exist twice: twice the files already. Larger ones have a single copy, which leaves the memory
+    of a second one.
+    """
+    if cost > GRANTED + max(0, nbytes - HELD):
+        raise FormatError(
+            f"its values take about {cost >> 20} MiB of memory, too much for {nbytes} bytes of files; "
+            "keep long lists and dicts as tensors"
+        )
+
+
+def check_trees(
+    state: Node, per_rank: Iterable[Iterable[Node]], sizes: Mapping[str, tuple[int, int]], text: int, nbytes: int
+) -> None:
+    """Raise `FormatError` or `ValueError` if values of these trees repeat without bound, or take too much memory.
+
+    Args:
+        state, per_rank: As in a manifest.
+        sizes: For each tensor, its numbers of elements and bytes.
+        text: Memory cost of the trees themselves.
+        nbytes: Bytes of all files.
+    """
+    referred: set[Any] = set()
+    cost = text
+    trees = [tree for trees in per_rank for tree in trees]
+    for top in (state, trees):
+        for tag, body in _tagged(top):
+            if tag == "$numbers":
+                cost += sizes[body][0] * _NUMBER
+            elif tag in _COPIED and not isinstance(body, str):
+                cost += 2 * sizes[body["$tensor"] if isinstance(body, dict) else body[2]][1]
+            elif tag == "$rank":
+                if top is trees or type(body[0]) is not int or body[0] < 0 or body[0] in referred:
+                    raise ValueError("a value of one rank appears in two places")
+                referred.add(body[0])
+    check_cost(cost, nbytes)
+
+
+def _tagged(tree: Node) -> Iterator[tuple[str, Any]]:
+    """Every value with a tag; level by level, because a hostile tree may be deep."""
+    level = [tree]
+    for _ in range(4 * MAX_DEPTH):
+        for node in level:
+            tag = tag_of(node)
+            if tag is not None:
+                yield tag, node[tag]
+        level = [item for node in level if isinstance(node, (dict, list)) for item in _items(node)]
+        if not level:
+            return
+    raise FormatError(f"its state nests deeper than {4 * MAX_DEPTH}")
+
+
+def _items(node: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    return iter(node.values()) if isinstance(node, dict) else iter(node)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.checksum import CHUNK, blocks, digest, hasher
-from unisono.checkpoint.dtypes import memory_of, safetensors_form
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import FileEntry, Piece
 from unisono.checkpoint.storage import Sink
+from unisono.checkpoint.tree import memory_of, safetensors_form
 
 __all__ = ["ByteCallback", "Shard", "write_file"]
 

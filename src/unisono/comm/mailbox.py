@@ -2,19 +2,224 @@
 
 from __future__ import annotations
 
+import queue
+import struct
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from unisono.comm.engine import Engine
-from unisono.comm.point_to_point_mailbox import PointToPointMailbox
 from unisono.core.failure import Cause, error_of, to_cause
 from unisono.core.group import Group
-from unisono.core.transport import Mailbox
+from unisono.core.tensors import view_of
+from unisono.core.transport import Envelope, Mailbox
+from unisono.core.types import Message, Recv, Send, Work
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.wrappers.consistency import Checked
 
-__all__ = ["open_mailbox"]
+if TYPE_CHECKING:
+    from unisono.core.transport import Transport
+
+__all__ = ["PointToPointMailbox", "open_mailbox"]
+
+_ENVELOPE_BYTES = 2048
+_FIXED = struct.Struct("<II")
+_LOOK_EVERY_S = 0.05
+
+
+class _Incoming:
+    """Incoming stream of one rank: an envelope, then the bodies that did not fit into it, then the next envelope."""
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
+        self.rest: list[torch.Tensor] | None = None
+        self.head = b""
+        self.long_head: torch.Tensor | None = None
+        self.bodies: list[torch.Tensor] = []
+        self.work: Work | None = None
+
+    def wanted(self) -> list[Message]:
+        """The receives to post next."""
+        return [Recv(tensor, self.peer) for tensor in (self.rest or [self.envelope])]
+
+    def arrived(self) -> Envelope | None:
+        """Handle the arrival of the posted receives. Return the message if it is complete."""
+        if self.rest is None:
+            self._open()
+            if self.rest:
+                return None
+        elif self.long_head is not None:
+            self.head = _bytes(self.long_head)
+        mail = Envelope(self.peer, self.head, self.bodies)
+        self.rest, self.long_head, self.bodies = None, None, []
+        return mail
+
+    def _open(self) -> None:
+        content = _bytes(self.envelope)
+        length, count = _FIXED.unpack_from(content)
+        sizes = struct.Struct(f"<{count}Q")
+        start = _FIXED.size
+        if count > _most_inline():
+            raise CommError(f"received a message with {count} bodies, which no rank sends", peer=self.peer)
+        lengths = sizes.unpack_from(content, start)
+        start += sizes.size
+        self.bodies = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths]
+        self.rest = [body for body in self.bodies if body.numel()]
+        if start + length <= _ENVELOPE_BYTES:
+            self.head = content[start : start + length]
+        else:
+            self.long_head = torch.empty(length, dtype=torch.uint8, device="cpu")
+            self.rest.insert(0, self.long_head)
+
+
+class PointToPointMailbox(Mailbox):
+    """Mailbox over one stream of messages with tag 0 per ordered pair of ranks: 2 KiB envelopes, longer parts apart.
+
+    Needs only `post` of a transport and the futures of its works, and so keeps what wrappers do to
+    messages. Cost: that of the transport's messages, and two switches between threads.
+
+    Args:
+        transport: Transport of a separate group, for this mailbox only. Closed with the mailbox.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport.group)
+        self._transport = transport
+        self._bell: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._rung: list[int] = []
+        self._locks = [threading.Lock() for _ in range(transport.size)]
+        self._incoming = {peer: _Incoming(peer) for peer in range(transport.size) if peer != transport.rank}
+        # Some transports connect two ranks on their first message, one pair after another: use one order on all ranks.
+        for peer in _partners(transport.rank, transport.size):
+            hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
+            transport.post([Recv(hello[0], peer), Send(hello[1], peer)]).wait()
+        for incoming in self._incoming.values():
+            self._post(incoming)
+
+    def _post(self, incoming: _Incoming) -> None:
+        incoming.work = self._transport.post(incoming.wanted())
+        peer = incoming.peer
+        incoming.work.get_future().add_done_callback(lambda _: self._bell.put(peer))
+
+    def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
+        fixed = _FIXED.pack(len(head), len(bodies)) + struct.pack(f"<{len(bodies)}Q", *(b.numel() for b in bodies))
+        if len(bodies) > _most_inline():
+            raise ValueError(f"a message has at most {_most_inline()} bodies, not {len(bodies)}")
+        inline = len(fixed) + len(head) <= _ENVELOPE_BYTES
+        content = fixed + head if inline else fixed
+        envelope = _tensor(content.ljust(_ENVELOPE_BYTES, b"\0"))
+        batch: list[Message] = [Send(envelope, peer)]
+        if not inline:
+            batch.append(Send(_tensor(head), peer))
+        batch += [Send(body, peer) for body in bodies if body.numel()]
+        self.check(peer)
+        # Messages of one pair arrive in the order posted, so the batch is posted as one.
+        with self._locks[peer]:
+            work = self._transport.post(batch)
+        try:
+            self._see_through(work, peer, timeout)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
+            # The message may or may not arrive. A timeout is different: posted messages stay in flight.
+            self.abort_message(peer, error)
+            raise
+
+    def _see_through(self, work: Work, peer: int, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        patience = min(timeout, _LOOK_EVERY_S)
+        while True:
+            try:
+                return work.wait(patience)
+            except CommTimeoutError:
+                self.on_stall()
+                self.check(peer)
+                patience = min(deadline - time.monotonic(), _LOOK_EVERY_S)
+                if patience <= 0:
+                    raise
+            except CommError as error:
+                # The other end has closed, or is about to be reported as lost.
+                self.mark_lost(peer, error)
+                raise PeerLostError(f"rank {peer} has left: {error.message}", peer=peer) from error
+
+    def poll(self) -> list[Envelope]:
+        while True:
+            try:
+                self._rung.append(self._bell.get_nowait())
+            except queue.Empty:
+                break
+        mails: list[Envelope] = []
+        while self._rung:
+            peer = self._rung.pop(0)
+            if peer >= 0:
+                self._advance(self._incoming[peer], mails)
+        return mails
+
+    def _advance(self, incoming: _Incoming, mails: list[Envelope]) -> None:
+        if self.closed or incoming.peer in self.lost or incoming.work is None:
+            return
+        error = incoming.work.exception()
+        if error is not None:
+            incoming.work = None
+            self.mark_lost(incoming.peer, error)
+            return
+        try:
+            mail = incoming.arrived()
+            self._post(incoming)
+        except (CommError, TypeError, RuntimeError, MemoryError, struct.error) as failure:
+            self.mark_lost(incoming.peer, failure)
+            return
+        if mail is not None:
+            mails.append(mail)
+
+    def wait(self, timeout: float) -> None:
+        if not self._rung:
+            try:
+                self._rung.append(self._bell.get(timeout=max(timeout, 0.0)))
+            except queue.Empty:
+                return
+
+    def wake(self) -> None:
+        # A SimpleQueue may be used in a finalizer.
+        self._bell.put(-1)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._transport.close()
+        super().close()
+
+
+def _partners(rank: int, size: int) -> list[int]:
+    """Return the other ranks in an order in which all ranks can meet in pairs, as in a round-robin tournament."""
+    even = size + size % 2
+    found = []
+    for day in range(even - 1):
+        if rank == even - 1:
+            partner = next(other for other in range(even - 1) if 2 * other % (even - 1) == day)
+        else:
+            partner = (day - rank) % (even - 1)
+            partner = even - 1 if partner == rank else partner
+        if partner < size:
+            found.append(partner)
+    return found
+
+
+def _most_inline() -> int:
+    """Largest number of bodies of a message: their lengths are stored in the envelope."""
+    return (_ENVELOPE_BYTES - _FIXED.size) // 8
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(view_of(tensor)) if tensor.numel() else b""
 
 
 def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, list[Any]]:

@@ -2,22 +2,295 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
 from unisono.collectives.arguments import check_rank
-from unisono.comm.any_source import AnySource
 from unisono.comm.engine import Engine
-from unisono.comm.point_to_point_work import PointToPointWork
+from unisono.core.failure import raise_caused
 from unisono.core.flight_recorder import PendingMessage, Place, callers_place
 from unisono.core.staging import Staging
 from unisono.core.tensors import Buffer, check_tensor
-from unisono.core.types import MAX_TAG, Message, Recv, Work
-from unisono.core.work import Completion, format_bytes
+from unisono.core.threads import DaemonThreadPool
+from unisono.core.tracing import profiler, sink_here, span
+from unisono.core.types import MAX_TAG, Message, Recv, Timeout, Work
+from unisono.core.work import Completion, format_bytes, resolve_timeout
+from unisono.diagnostics.hang_report import with_hang_report
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.wrappers.trace import traced
 
-__all__ = ["Messages"]
+__all__ = ["AnySource", "Matching", "Messages", "PointToPointWork"]
+
+_FOREVER_S = 1e9
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 20e-6, 0.01
+_TAGS = 256
+_NAMED = 8
+
+
+class AnySource:
+    """Queue of one communicator's any-source receives, which probes the transport for ranks that have sent.
+
+    Receives of one tag are served in the order of calls. Of several ranks that have sent, the rank that follows the
+    last match of this tag is chosen, so that no rank starves the others.
+
+    Attributes:
+        crew: Completes the receives with a requested future.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        # An item that is served may call back, and that may call the communicator.
+        self._engine, self._lock = engine, threading.RLock()
+        self.crew = DaemonThreadPool(f"unisono receives {engine.group.name}")
+        self._lines: dict[int, deque[Matching]] = {}
+        self._found: dict[int, int] = {}
+
+    def join(self, tag: int, src: int | None, begin: Callable[[int], Work]) -> Matching:
+        """Return a work that calls `begin` with the sender of the first unmatched message, and then wraps its result.
+
+        Args:
+            tag: Tag of the message.
+            src: The sender's rank; any rank if None.
+            begin: Called while the queue is locked.
+        """
+        peers = [src] if src is not None else list(range(self._engine.group.size))
+        work = Matching(self, tag, peers, begin, self._engine.options.timeout_s)
+        with self._lock:
+            self._lines.setdefault(tag, deque()).append(work)
+        return work
+
+    def leave(self, work: Matching) -> bool:
+        """Remove a work from the queue; return whether it was there."""
+        with self._lock:
+            line = self._lines.get(work.tag, deque())
+            found = work in line
+            if found:
+                line.remove(work)
+            if not line:
+                self._lines.pop(work.tag, None)
+            return found
+
+    def serve(self, tag: int) -> None:
+        """Start the receives that have a sender now; fail all of the tag if no message can arrive any more."""
+        with self._lock:
+            line = self._lines.get(tag, deque())
+            try:
+                while line and (peer := self._sender(tag, line[0].peers)) is not None:
+                    line[0].begin(peer)
+                    line.popleft()
+            except CommError as error:
+                while line:
+                    line.popleft().fail(error)
+            if not line:
+                self._lines.pop(tag, None)
+
+    def _sender(self, tag: int, peers: list[int]) -> int | None:
+        engine, lost = self._engine, list[PeerLostError]()
+        engine.check("recv")
+        # Tags that are equal modulo 256 share a place: a program may use each tag once.
+        last = self._found.get(tag % _TAGS, -1)
+        for peer in [peer for peer in peers if peer > last] + [peer for peer in peers if peer <= last]:
+            try:
+                if engine.transport.iprobe(peer, tag):
+                    if len(peers) > 1:
+                        self._found[tag % _TAGS] = peer
+                    return peer
+            except PeerLostError as error:
+                lost.append(error)
+        if lost and len(lost) == len(self.without_oneself(peers)):
+            raise lost[0]
+        return None
+
+    def without_oneself(self, peers: list[int]) -> list[int]:
+        """Return these ranks but this one."""
+        return [peer for peer in peers if peer != self._engine.group.rank]
+
+
+class Matching(Work):
+    """Queued any-source receive; a wait, or a test, serves the queue."""
+
+    def __init__(
+        self, line: AnySource, tag: int, peers: list[int], begin: Callable[[int], Work], timeout_s: float
+    ) -> None:
+        self.tag, self.peers = tag, peers
+        self._line, self._begin, self._timeout_s = line, begin, timeout_s
+        self._source = -1
+        self._begun: Work | None = None
+
+    def begin(self, peer: int) -> None:
+        """Start the receive of a message from this rank."""
+        self._source, self._begun = peer, self._begin(peer)
+
+    def fail(self, error: CommError) -> None:
+        """Complete with an error: no message will arrive."""
+        failed = Completion(0.0)
+        failed.complete(error)
+        self._begun = failed
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        started, limit = time.monotonic(), resolve_timeout(timeout, self._timeout_s)
+        while (begun := self._served()) is None:
+            waited = time.monotonic() - started
+            if waited >= limit:
+                raise self._late(waited)
+            time.sleep(min(limit - waited, max(_SHORTEST_NAP_S, min(waited / 8, _LONGEST_NAP_S))))
+        begun.wait(max(0.0, started + limit - time.monotonic()))
+
+    def _served(self) -> Work | None:
+        if self._begun is None:
+            self._line.serve(self.tag)
+        return self._begun
+
+    def _late(self, waited_s: float) -> CommTimeoutError:
+        # A rank that waits cannot send to itself.
+        peers = self._line.without_oneself(self.peers) or self.peers
+        more = f" and {len(peers) - _NAMED} more" if len(peers) > _NAMED else ""
+        ranks = f"{'ranks' if len(peers) > 1 else 'rank'} {', '.join(map(str, peers[:_NAMED]))}{more}"
+        return CommTimeoutError(
+            f"waited {waited_s:.1f} s for a message with tag {self.tag} from {ranks}, and none arrived. Is the sender "
+            "alive, or did it skip a call?",
+            peer=peers[0] if len(peers) == 1 else None,
+            waited_s=waited_s,
+        )
+
+    def source_rank(self) -> int:
+        return self._source
+
+    def is_completed(self) -> bool:
+        begun = self._served()
+        return begun is not None and begun.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return None if self._begun is None else self._begun.exception()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        told = Completion(_FOREVER_S)
+
+        def see_through() -> None:
+            try:
+                self.wait(_FOREVER_S)
+            except Exception as error:
+                told.complete(error)
+            else:
+                told.complete()
+
+        self._line.crew.run(see_through)
+        return told.get_future()
+
+    def cancel(self) -> bool:
+        return self._line.leave(self)
+
+
+class PointToPointWork(Work):
+    """A transport's work, with errors that name their call, and the remaining actions at the end."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        record: tuple[str, None, str, Place],
+        awaited: tuple[PendingMessage, ...],
+        inner: Work,
+        staging: Staging,
+    ) -> None:
+        self._engine, self._record, self._awaited, self._inner, self._staging = engine, record, awaited, inner, staging
+        # Messages are counted by themselves: each rank has its own number of them.
+        self._operation, self._number = record[0], engine.activity.messages
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        if timeout is None:
+            return self.wait_or_break(None)
+        limit = resolve_timeout(timeout)
+        with self._seen():
+            try:
+                self._inner.wait(limit)
+            except CommTimeoutError as error:
+                # The message may still arrive: a wait with an explicit timeout does not break the communicator.
+                raise self._located(with_hang_report(error, self._engine.control, self._engine.group)) from None
+            except CommError as error:
+                raise_caused(self._failed(error), error)
+        self._finish()
+
+    def wait_or_break(self, timeout: Timeout | None) -> None:
+        """Wait; any failure, a timeout too, breaks the communicator."""
+        with self._seen():
+            try:
+                self._inner.wait(resolve_timeout(timeout, self._engine.options.timeout_s))
+            except BaseException as error:
+                raise_caused(self._failed(error), error)
+        self._finish()
+
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        """Show to other ranks the messages that this rank waits for."""
+        activity = self._engine.activity
+        activity.enter(*self._record, self._awaited)
+        observed = sink_here() is not None or profiler._is_profiler_enabled
+        try:
+            with span("wait", self._operation, self._engine.group) if observed else nullcontext():
+                yield
+        finally:
+            activity.leave()
+
+    def is_completed(self) -> bool:
+        if not self._inner.is_completed():
+            return False
+        if self._inner.exception() is None:
+            # The next wait reports the error.
+            with suppress(CommError):
+                self._finish()
+        return True
+
+    def exception(self) -> BaseException | None:
+        error = self._inner.exception()
+        return self._failed(error) if error is not None else self._error
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+
+        def settle(inner: torch.futures.Future[None]) -> None:
+            try:
+                inner.value()
+                self._finish()
+            except Exception as error:
+                future.set_exception(self._failed(error))  # type: ignore[arg-type]
+            else:
+                future.set_result(None)
+
+        self._inner.get_future().add_done_callback(settle)
+        return future
+
+    def source_rank(self) -> int:
+        return next((peer for kind, peer, *_ in self._awaited if kind == "recv"), self._inner.source_rank())
+
+    def cancel(self) -> bool:
+        return self._inner.cancel()
+
+    def _finish(self) -> None:
+        with self._lock, torch.no_grad(), self._staging.entered():
+            try:
+                self._staging.end()
+            except CommError as error:
+                # Every later wait must report how this one ended.
+                self._staging.after.clear()
+                self._error = self._failed(error)
+        if self._error is not None:
+            raise self._error
+
+    def _failed(self, error: BaseException) -> BaseException:
+        return self._engine.report_failure(error, self._operation, self._number)
+
+    def _located(self, error: BaseException) -> BaseException:
+        assert isinstance(error, CommError)
+        group = self._engine.group
+        return error.locate(
+            rank=group.rank, size=group.size, group=group.name, operation=self._operation, call=self._number
+        )
 
 
 class Messages:

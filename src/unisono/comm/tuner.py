@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
+import platform
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from unisono.collectives.tuning.cost_table import CostTable
+import torch
+
+from unisono.collectives.algorithms import serving
+from unisono.collectives.tuning.cost_table import CostTable, parse_overrides
+from unisono.collectives.tuning.fit import Cell, Fit, fit
 from unisono.collectives.tuning.prediction import Machine
-from unisono.comm.table_file import TableFile
 from unisono.core.control import ControlPlane
 from unisono.core.tracing import SINK, Event, Sink
 from unisono.core.transport import Options, Transport
+from unisono.host.cpu_count import cores
 
-__all__ = ["Tuner"]
+__all__ = ["TableFile", "Tuner", "measured_table"]
 
 _log = logging.getLogger("unisono")
 
@@ -92,3 +106,159 @@ class Tuner:
             file.store(measured)
         builtin = CostTable.builtin(self._transport.latency_s, self._transport.second_per_byte)
         return (measured or stored or builtin).with_overrides(file.overrides())
+
+
+_FILE, _OVERRIDES = "UNISONO_TUNE_FILE", "UNISONO_ALGORITHM"
+_log = logging.getLogger("unisono")
+
+
+class TableFile:
+    """File of the cost table of one backend and pattern of hosts.
+
+    Args:
+        backend: Name of the backend.
+        ranks: Number of ranks of each host.
+    """
+
+    def __init__(self, backend: str, ranks: Sequence[int]) -> None:
+        self._pattern = {"backend": backend, "ranks": list(ranks), "cpu": _cpu_model()}
+        chosen = os.environ.get(_FILE)
+        self._shared = bool(chosen)
+        name = hashlib.sha256(json.dumps(self._pattern).encode()).hexdigest()[:16]
+        self.path = Path(chosen) if chosen else _cache_folder() / "tune" / f"{backend.replace(os.sep, '_')}-{name}.json"
+
+    def load(self) -> CostTable | None:
+        """Return the table; None if there is no file, or, with a line in the log, if it is damaged or foreign."""
+        try:
+            text = self.path.read_text(encoding="utf-8")
+            table = CostTable.from_json(text)
+            if not self._shared and json.loads(text).get("pattern") != self._pattern:
+                raise ValueError("it belongs to other hosts")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            _log.warning("cost table %s is ignored: %s", self.path, error)
+            return None
+        return table
+
+    def store(self, table: CostTable) -> None:
+        """Replace the file, or write a line to the log if that is not possible."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Created with mode 0600.
+            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(table.to_json(pattern=self._pattern) + "\n")
+                Path(temporary).replace(self.path)
+            except BaseException:
+                with suppress(OSError):
+                    Path(temporary).unlink()
+                raise
+        except OSError as error:
+            _log.warning("cost table %s is not stored: %s", self.path, error)
+
+    @staticmethod
+    def overrides() -> dict[str, str]:
+        """Return the overrides of the environment.
+
+        Raises:
+            ValueError: They are malformed.
+        """
+        try:
+            return parse_overrides(os.environ.get(_OVERRIDES, ""))
+        except ValueError as error:
+            raise ValueError(f"{_OVERRIDES}: {error}") from None
+
+
+def _cache_folder() -> Path:
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (given if given.is_absolute() else Path.home() / ".cache") / "unisono"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"unisono-{os.getuid()}"
+
+
+@cache
+def _cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+_SIZES = (64, 64 << 10, 512 << 10, 4 << 10)
+"""The first two are always measured: one size cannot separate bytes from latency."""
+_ALGORITHMS = ("recursive_doubling", "ring", "two_shot", "one_shot", "chunked_ring:segments=8")
+_CALLS = 4
+"""Calls per sample: a call overlaps with the next one, as in a program."""
+
+
+def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> CostTable:
+    """Return the table that all ranks of a communicator use from now on. Collective.
+
+    Args:
+        comm: The communicator.
+        tuner: Its table of costs.
+        device: Device of the tensors.
+        seconds: Time for all of it, at most about this.
+    """
+    if comm.size == 1:
+        return tuner.machine().table
+    if len(set(tuner.hosts)) == 1:
+        inside = between = _fitted(comm, device, seconds, cores())
+    else:
+        first = tuner.hosts.index(tuner.hosts[comm.rank])
+        with comm.split(first) as host:
+            inside = _fitted(host, device, seconds / 2, cores())
+        leaders, between = comm.split(0 if first == comm.rank else None), None
+        if leaders is not None:
+            with leaders:
+                between = _fitted(leaders, device, seconds / 2, 0)
+    if between is None:
+        return tuner.adopt(None)
+    near = inside or between
+    return tuner.adopt(CostTable(near.link, between.link, near.gamma, near.overhead, cores=cores()))
+
+
+def _fitted(comm: Any, device: str, seconds: float, cores: int) -> Fit | None:
+    """Return the constants that fit the calls of a communicator; None except on rank 0, and if there is no other.
+
+    Its ranks share the cores; 0 if each is on a host of its own.
+    """
+    cells = _measured(comm, device, seconds) if comm.size > 1 else []
+    return fit(cells, cores) if cells and comm.rank == 0 else None
+
+
+def _measured(comm: Any, device: str, seconds: float) -> list[Cell]:
+    end = time.monotonic() + 0.9 * seconds
+    cells = list[Cell]()
+    known = serving("all_reduce", comm.size)
+    names = [name for name in _ALGORITHMS if name.partition(":")[0] in known]
+    for place, nbytes in enumerate(_SIZES):
+        tensor = torch.zeros(nbytes // 4, device=device)
+        calls: dict[tuple[str, str], Callable[[], object]] = {
+            ("all_reduce", name): partial(comm.all_reduce, tensor, algorithm=name) for name in names
+        }
+        calls["broadcast", "binomial"] = partial(comm.broadcast, tensor, 0, algorithm="binomial")
+        begin = time.monotonic()
+        for call in calls.values():
+            call()
+        now = time.monotonic()
+        # Rank 0 decides for all how many samples there is time for.
+        share = (end - now) / (len(_SIZES) - place)
+        rounds = torch.tensor([max(0, min(20, int(share / (_CALLS * (now - begin)))))], device=device)
+        comm.broadcast(rounds, 0)
+        if not int(rounds) and place > 1:
+            break
+        samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+        for _ in range(max(1, int(rounds))):
+            for key, call in calls.items():
+                comm.barrier()
+                begin = time.monotonic()
+                for _ in range(_CALLS):
+                    call()
+                samples[key].append((time.monotonic() - begin) / _CALLS)
+        cells += [Cell(*key, comm.size, nbytes, median(taken)) for key, taken in samples.items()]
+    return cells

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from unisono import serialization
-from unisono.control.membership import Reply
 from unisono.control.reply_schema import Callback, Membership, PendingRequest
+from unisono.control.state import Reply
 from unisono.core.control import ControlPlane, NewMembership
 from unisono.core.failure import Cause, error_of, text_of
 from unisono.core.flight_recorder import Activity, ActivityRegistry

@@ -11,9 +11,8 @@ from typing import TypeVar
 
 from unisono import serialization
 from unisono.control import handshake
-from unisono.control.auth_channel import Channel
 from unisono.control.inspect_socket import InspectSocket
-from unisono.control.sockets import check_platform
+from unisono.control.sockets import Channel, check_platform
 from unisono.errors import CommError, CommTimeoutError
 
 __all__ = ["ClientConnection", "connect", "reach"]

@@ -10,8 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from unisono.control.auth_channel import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, Channel, Hello
-from unisono.control.sockets import tune
+from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, Channel, Hello, tune
 
 __all__ = ["Acceptor", "AuthenticationError", "Handshake", "connect"]
 
@@ -36,7 +35,7 @@ class AuthenticationError(Exception):
 
 
 class Handshake:
-    """One side of the authentication of a connection; see `unisono.control.auth_channel` for the wire format.
+    """One side of the authentication of a connection; see `unisono.control.sockets` for the wire format.
 
     It reads no bytes beyond the handshake.
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from unisono.control.client_base import ControlClient
-from unisono.control.membership import Outgoing
-from unisono.control.state import ControlState
+from unisono.control.state import ControlState, Outgoing
 from unisono.core.failure import Cause
 
 __all__ = ["LocalControl", "LocalHub"]

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono import serialization
-from unisono.control.auth_channel import Channel
 from unisono.control.handshake import Acceptor, AuthenticationError, connect
-from unisono.control.sockets import listen
+from unisono.control.sockets import Channel, listen
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from unisono import serialization
-from unisono.control.membership import Reply
+from unisono.control.state import Reply
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 

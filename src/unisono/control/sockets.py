@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import os
+import secrets
 import select
 import socket
+import stat
+import struct
+import tempfile
 import weakref
+from hashlib import blake2b
+from pathlib import Path
 from typing import Protocol
 
 from unisono.errors import CommError, UnavailableError
 
-__all__ = ["ForkUnsafeResource", "check_platform", "invalidate_after_fork", "listen", "recv_exactly", "tune"]
+__all__ = [
+    "HELLO_BYTES",
+    "MAX_FRAME_BYTES",
+    "PROOF_BYTES",
+    "RANK_BYTES",
+    "Channel",
+    "ForkUnsafeResource",
+    "Hello",
+    "InvalidFrameError",
+    "check_platform",
+    "find_secret",
+    "invalidate_after_fork",
+    "listen",
+    "recv_exactly",
+    "refuse_if_shared",
+    "secret_bytes",
+    "tune",
+]
 
 # Seconds after which a host that vanishes without a message is noticed, approximately.
 _SILENCE_S = 20
@@ -112,3 +136,221 @@ def recv_exactly(peer: socket.socket, count: int) -> bytes:
             raise ConnectionError("the connection was closed immediately")
         data += more
     return data
+
+
+MAX_FRAME_BYTES = 64 << 20
+PROOF_BYTES = 32
+
+_WORD = b"unisono2"
+_NONCE_BYTES = 32
+HELLO_BYTES = len(_WORD) + _NONCE_BYTES
+
+_RANK = struct.Struct("<q")
+_NO_RANK = -1
+_NO_PROOF = bytes(PROOF_BYTES)
+RANK_BYTES = _RANK.size
+
+_HEAD = struct.Struct("<I16s")
+_NUMBER = struct.Struct("<Q")
+
+
+class InvalidFrameError(ValueError):
+    """Bytes that the peer did not encode, or not at this position in the stream."""
+
+
+class Channel:
+    """Encoder of outgoing and verifier of incoming frames, in order."""
+
+    def __init__(self, send_key: bytes, receive_key: bytes) -> None:
+        self._send_key, self._receive_key = send_key, receive_key
+        self._encoded = self._decoded = 0
+        self._arrived = bytearray()
+
+    def encode(self, content: bytes) -> bytes:
+        """Return the frame to send next."""
+        if len(content) > MAX_FRAME_BYTES:
+            raise ValueError(
+                f"{len(content)} bytes are too many for one message; at most {MAX_FRAME_BYTES} are allowed"
+            )
+        mac = _mac(self._send_key, self._encoded, content)
+        self._encoded += 1
+        return _HEAD.pack(len(content), mac) + content
+
+    def decode(self, data: bytes) -> list[bytes]:
+        """Return the contents of the frames that these bytes complete."""
+        self._arrived += data
+        contents = []
+        while len(self._arrived) >= _HEAD.size:
+            length, mac = _HEAD.unpack_from(self._arrived)
+            if length > MAX_FRAME_BYTES:
+                raise InvalidFrameError("a frame is too long")
+            end = _HEAD.size + length
+            if len(self._arrived) < end:
+                break
+            content = bytes(memoryview(self._arrived)[_HEAD.size : end])
+            if not hmac.compare_digest(mac, _mac(self._receive_key, self._decoded, content)):
+                raise InvalidFrameError("a frame is not authentic")
+            self._decoded += 1
+            del self._arrived[:end]
+            contents.append(content)
+        return contents
+
+
+def _mac(key: bytes, number: int, content: bytes) -> bytes:
+    mac = blake2b(_NUMBER.pack(number), key=key, digest_size=16)
+    mac.update(content)
+    return mac.digest()
+
+
+class Hello:
+    """One side's part in the proof that both know the secret.
+
+    Args:
+        secret: The secret that both sides should know.
+        client: Whether this side connects.
+        rank: Rank of the client, if it has one.
+
+    Attributes:
+        hello: The bytes to send first.
+        rank: The client's rank, proved or only claimed; see `accepts`.
+    """
+
+    def __init__(self, secret: bytes, *, client: bool, rank: int | None = None) -> None:
+        self._secret, self._client, self.rank = secret, client, rank
+        self._nonce, self._theirs = os.urandom(_NONCE_BYTES), b""
+        self.hello = _WORD + self._nonce
+
+    def meet(self, hello: bytes) -> bool:
+        """Record the peer's hello. Return False if it belongs to another protocol."""
+        self._theirs = hello[len(_WORD) :]
+        return len(hello) == HELLO_BYTES and hello.startswith(_WORD)
+
+    def proof(self) -> bytes:
+        """Return the bytes that prove to the peer that this side knows the secret."""
+        if not self._client:
+            return self._derive(b"server")
+        return self._derive(b"client", self._rank_bytes()) + self._rank_bytes()
+
+    def claim(self) -> bytes:
+        """Return the bytes with this client's rank, sent if the server has another secret. They prove nothing."""
+        return _NO_PROOF + self._rank_bytes()
+
+    def accepts(self, proof: bytes) -> bool:
+        """Return whether the peer knows the secret."""
+        if self._client:
+            return hmac.compare_digest(proof, self._derive(b"server"))
+        proof, rank = proof[:PROOF_BYTES], proof[PROOF_BYTES:]
+        accepted = hmac.compare_digest(proof, self._derive(b"client", rank))
+        (number,) = _RANK.unpack(rank)
+        if number >= 0 and (accepted or proof == _NO_PROOF):
+            self.rank = number
+        return accepted
+
+    def channel(self) -> Channel:
+        """Make the channel for everything that follows."""
+        keys = self._derive(b"client's frames"), self._derive(b"server's frames")
+        return Channel(*keys) if self._client else Channel(*reversed(keys))
+
+    def _rank_bytes(self) -> bytes:
+        return _RANK.pack(_NO_RANK if self.rank is None else self.rank)
+
+    def _derive(self, purpose: bytes, more: bytes = b"") -> bytes:
+        nonces = (self._nonce, self._theirs) if self._client else (self._theirs, self._nonce)
+        return hmac.digest(self._secret, b"unisono " + purpose + b"\0" + b"".join(nonces) + more, "sha256")
+
+
+_VARIABLE = "UNISONO_SECRET"
+
+
+def find_secret(given: str | bytes | None = None) -> bytes:
+    """Return the given secret, else that of $UNISONO_SECRET, else that of this user on this host.
+
+    The last is random, created at the first call, and kept in a file that only this user can read:
+    `~/.config/unisono/secret` (or under $XDG_CONFIG_HOME), or under the directory for temporary
+    files where there is no home to write to.
+
+    Raises:
+        ValueError, TypeError: The secret that was given is empty, or neither text nor bytes.
+        CommError: The file could be read by others, or belongs to another user.
+
+    Example:
+        >>> find_secret("open sesame")
+        b'open sesame'
+    """
+    chosen = os.environ.get(_VARIABLE) if given is None else given
+    return _of_this_user() if chosen is None else secret_bytes(chosen)
+
+
+def secret_bytes(given: str | bytes) -> bytes:
+    """Return a secret chosen by the caller or the environment, as bytes. Raises as `find_secret` does."""
+    # Made of a number, bytes would be that many zeros.
+    if not isinstance(given, str | bytes | bytearray | memoryview):
+        raise TypeError(f"the secret must be text or bytes, not {type(given).__name__}")
+    # An environment may hold any bytes.
+    secret = given.encode(errors="surrogateescape") if isinstance(given, str) else bytes(given)
+    if not secret:
+        raise ValueError(f"the secret is empty; pass some random text (or leave {_VARIABLE} unset on a single host)")
+    return secret
+
+
+def _of_this_user() -> bytes:
+    last: OSError | RuntimeError | None = None
+    for directory in (_config_directory, _temporary_directory):
+        try:
+            return _read_or_create(directory())
+        except CommError:
+            raise
+        # No home, no right to write there, or a file system that is full, read-only or without hard links.
+        except (OSError, RuntimeError) as error:
+            last = error
+    raise CommError(
+        f"no folder can hold the secret ({last}); set {_VARIABLE} to the same random text for every rank"
+    ) from last
+
+
+def _config_directory() -> Path:
+    configuration = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(configuration) if configuration else Path.home() / ".config") / "unisono"
+
+
+def _temporary_directory() -> Path:
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    return Path(tempfile.gettempdir()) / f"unisono-{user}"
+
+
+def _read_or_create(directory: Path) -> bytes:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    refuse_if_shared(directory, os.stat(directory, follow_symlinks=False), stat.S_IWGRP | stat.S_IWOTH)
+    path = directory / "secret"
+    if not path.exists():
+        _create(path)
+    with path.open("rb") as file:
+        refuse_if_shared(path, os.fstat(file.fileno()), stat.S_IRWXG | stat.S_IRWXO)
+        secret = file.read()
+    if not secret:
+        raise CommError(f"{path} is empty; remove it, and unisono creates a new secret")
+    return secret
+
+
+def _create(path: Path) -> None:
+    """Create the file. It is written whole under another name first, so that no process ever reads a part of it."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".secret")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        os.link(name, path)
+    except FileExistsError:
+        # Another process was faster; its secret is as good.
+        return
+    finally:
+        Path(name).unlink()
+
+
+def refuse_if_shared(path: Path, status: os.stat_result, forbidden: int) -> None:
+    """Raise CommError if another user owns it, or has a right to it that is `forbidden` (bits of its mode)."""
+    if not hasattr(os, "geteuid"):
+        return
+    if status.st_uid != os.geteuid():
+        raise CommError(f"{path} belongs to another user (number {status.st_uid}); remove it or choose another folder")
+    if status.st_mode & forbidden:
+        raise CommError(f"{path} is open to other users; run `chmod go-rwx {path}`, or remove it")

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from unisono.control.kv_store import KeyValueStore
-from unisono.control.membership import Groups, Outgoing, failed
-from unisono.control.rebuild import Rebuilds
-from unisono.control.request_schema import check_form
-from unisono.control.status_query import StatusQueries
-from unisono.core.failure import Cause
+from unisono.core.failure import Cause, left_error, waited_for
 
-__all__ = ["ControlState"]
+__all__ = [
+    "Contribution",
+    "ControlState",
+    "Groups",
+    "KeyValueStore",
+    "Outgoing",
+    "Rebuilds",
+    "Reply",
+    "StatusQueries",
+    "check_form",
+    "failed",
+    "pushed",
+]
 
 _MOST_REFUSED = 16
 
@@ -259,3 +272,550 @@ class ControlState:
 def _prefixes(name: str) -> tuple[str, ...]:
     """Return the prefixes of a group's keys; those of torch's own groups start with "torch/"."""
     return f"{name}/", f"torch/{name}/"
+
+
+Reply = tuple[int, str, object]
+"""Number of the request (0: unsolicited), "ok" or "failed", and the value or the cause's three fields."""
+
+Outgoing = list[tuple[int, Reply]]
+"""Replies with their receiving clients, in sending order."""
+
+
+def failed(request: int, cause: Cause) -> Reply:
+    """Return the reply to a request that cannot be done."""
+    return request, "failed", (cause.kind, cause.rank, cause.message)
+
+
+def pushed(name: str, cause: Cause) -> Reply:
+    """Return the message that notifies a member of its group's failure."""
+    return 0, "failed", (name, cause.kind, cause.rank, cause.message)
+
+
+class Contribution(NamedTuple):
+    """One rank's value in an exchange, and the request to answer with the others' values.
+
+    Attributes:
+        agree: Whether None suffices as the answer if all contributed the same bytes.
+    """
+
+    client: int
+    request: int
+    content: bytes
+    agree: bool
+
+
+@dataclass(slots=True)
+class _Group:
+    name: str
+    size: int
+    members: tuple[int, ...] = ()
+    present: dict[int, int] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    exchanges: dict[str, dict[int, Contribution]] = field(default_factory=dict)
+    cause: Cause | None = None
+
+    @property
+    def known(self) -> set[int]:
+        """Every rank that has ever joined."""
+        return self.present.keys() | self.left
+
+    @property
+    def complete(self) -> bool:
+        return len(self.present) + len(self.left) == self.size
+
+    def fail(self, cause: Cause) -> Outgoing:
+        """Keep the first cause, notify every member, and end every exchange with it."""
+        if self.cause is not None:
+            return []
+        self.cause = cause
+        out: Outgoing = [(client, pushed(self.name, cause)) for client in self.present.values()]
+        for exchange in self.exchanges.values():
+            out += [(entry.client, failed(entry.request, cause)) for entry in exchange.values()]
+        self.exchanges.clear()
+        return out
+
+
+class Groups:
+    """Groups by name, each kept while a rank is in it or may still join.
+
+    All answers are pure values: replies with their receiving clients.
+
+    Args:
+        on_failure: Called with the name and the cause of a group that has failed; returns further replies.
+        on_end: Called with the name of a group that all ranks have left; returns further replies.
+    """
+
+    def __init__(
+        self,
+        on_failure: Callable[[str, Cause], Outgoing] = lambda name, cause: [],
+        on_end: Callable[[str], Outgoing] = lambda name: [],
+    ) -> None:
+        self._on_failure, self._on_end = on_failure, on_end
+        self._groups: dict[str, _Group] = {}
+        self._ranks: dict[int, dict[str, int]] = {}
+        self._gathering: set[str] = set()
+
+    def join(
+        self,
+        client: int,
+        request: int,
+        name: str,
+        rank: int,
+        size: int,
+        members: Sequence[int] = (),
+        answer: str | None = None,
+    ) -> Outgoing:
+        """Add a rank to a group. Idempotent per client. A conflicting join fails a group that is still forming."""
+        group = self._groups.setdefault(name, _Group(name, size))
+        group.members = group.members or tuple(members)
+        contradiction = self._contradiction(group, client, rank, size)
+        if contradiction is not None:
+            cause = Cause("MismatchError", rank, contradiction)
+            return [*([] if group.complete else self._fail(group, cause)), (client, failed(request, cause))]
+        group.present[rank] = client
+        self._ranks.setdefault(client, {})[name] = rank
+        out: Outgoing = [(client, (request, "ok", answer))]
+        if group.cause is not None:
+            out.append((client, pushed(name, group.cause)))
+        (self._gathering.discard if group.complete else self._gathering.add)(name)
+        return out + self._missed(name.rpartition("/")[0])
+
+    def _missed(self, name: str) -> Outgoing:
+        """Fail the forming parts of a group that wait for a rank that has left the group."""
+        parent = self._groups.get(name)
+        parts = [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]
+        out: Outgoing = []
+        left = {parent.members[rank] for rank in parent.left} if parent is not None and parts and parent.members else ()
+        for part in parts:
+            missing = [r for r, number in enumerate(part.members) if number in left and r not in part.known]
+            if missing:
+                message = f"rank {missing[0]} was lost before it joined {part.name}"
+                out += self._fail(part, Cause("PeerLostError", missing[0], message))
+        return out
+
+    def _contradiction(self, group: _Group, client: int, rank: int, size: int) -> str | None:
+        if size != group.size:
+            return (
+                f"rank {rank} declares {size} ranks for {group.name}, other ranks {group.size}; start all of them "
+                "with the same number"
+            )
+        if not 0 <= rank < size:
+            return f"rank {rank} is out of range for {size} ranks"
+        if rank in group.left:
+            return f"rank {rank} of {group.name} has left or was lost before; a new group needs a new name"
+        if group.present.get(rank, client) != client:
+            return f"two processes claim to be rank {rank} of {group.name}; give each one its own rank"
+        return None
+
+    def leave(self, client: int, name: str) -> Outgoing:
+        """Leave a group cleanly: only ranks that wait for this one are notified, now or later."""
+        rank = self._ranks.get(client, {}).pop(name, None)
+        if rank is None:
+            return []
+        group = self._groups[name]
+        del group.present[rank]
+        group.left.add(rank)
+        out: Outgoing = []
+        for topic, exchange in list(group.exchanges.items()):
+            if rank not in exchange:
+                out += [(entry.client, failed(entry.request, _left(rank))) for entry in exchange.values()]
+                del group.exchanges[topic]
+        return out + self._missed(name) + self._forget_if_over(group)
+
+    def leave_all(self, client: int) -> Outgoing:
+        """Leave every group cleanly."""
+        out: Outgoing = []
+        for name in list(self._ranks.get(client, ())):
+            out += self.leave(client, name)
+        self._ranks.pop(client, None)
+        return out
+
+    def lose(self, client: int) -> Outgoing:
+        """Fail every group of a client that disconnected without leaving, if it has not failed before."""
+        out: Outgoing = []
+        for name, rank in self._ranks.pop(client, {}).items():
+            group = self._groups[name]
+            del group.present[rank]
+            group.left.add(rank)
+            message = f"rank {rank} was lost: its process ended without closing the communicator"
+            out += self._fail(group, Cause("PeerLostError", rank, message))
+            out += self._missed(name) + self._forget_if_over(group)
+        return out
+
+    def exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
+        """Keep a rank's contribution until all ranks have contributed."""
+        rank = self._ranks.get(client, {}).get(name)
+        if rank is None:
+            return [(client, failed(request, Cause("CommError", None, f"this rank has not joined {name}")))]
+        group = self._groups[name]
+        if group.cause is not None:
+            return [(client, failed(request, group.cause))]
+        exchange = group.exchanges.setdefault(topic, {})
+        if rank in exchange:
+            message = f"rank {rank} joined {topic!r} of {name} twice; every exchange needs its own topic"
+            return [(client, failed(request, Cause("CommError", rank, message)))]
+        exchange[rank] = Contribution(client, request, content, agree)
+        missing_for_good = group.left - exchange.keys()
+        if missing_for_good:
+            del group.exchanges[topic]
+            return [(entry.client, failed(entry.request, _left(min(missing_for_good)))) for entry in exchange.values()]
+        if len(exchange) < group.size:
+            return []
+        del group.exchanges[topic]
+        return _results(exchange)
+
+    def withdraw(self, name: str, topic: str, waited_s: float, report: str = "", deadlock: bool = False) -> Outgoing:
+        """Handle a rank's timeout in an exchange: if ranks are still missing, fail the group.
+
+        `report` is what the waiting rank has found out about the others.
+        """
+        group = self._groups.get(name)
+        exchange = group.exchanges.get(topic) if group is not None else None
+        if group is None or exchange is None:
+            return []
+        missing = [rank for rank in range(group.size) if rank not in exchange]
+        kind = "DeadlockError" if deadlock else "CommTimeoutError"
+        return self._fail(group, Cause(kind, missing[0], waited_for(missing, waited_s, topic) + report))
+
+    def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
+        """Fail the group, and return its first cause, which may now be this one."""
+        group = self._groups.get(name)
+        out = [] if group is None else self._fail(group, cause)
+        return (group and group.cause) or cause, out
+
+    def _fail(self, group: _Group, cause: Cause) -> Outgoing:
+        return [] if group.cause is not None else [*group.fail(cause), *self._on_failure(group.name, cause)]
+
+    def cause(self, name: str) -> Cause | None:
+        """Return the first cause of failure, if there is one."""
+        group = self._groups.get(name)
+        return group.cause if group is not None else None
+
+    def complete(self, name: str) -> bool:
+        """Return whether every rank has joined at some time. A group that is over and forgotten was complete."""
+        group = self._groups.get(name)
+        return group is None or group.complete
+
+    def present(self, name: str) -> dict[int, int]:
+        """Return the client of each rank that is in the group now."""
+        group = self._groups.get(name)
+        return {} if group is None else dict(group.present)
+
+    def first_of_all(self) -> dict[int, tuple[str, int]]:
+        """Return, for each client in any group, the group that it joined first, and its rank there."""
+        return {client: next(iter(ranks.items())) for client, ranks in self._ranks.items() if ranks}
+
+    def rank_of(self, client: int, name: str) -> int | None:
+        """Return a client's rank in a group, if it is there now."""
+        return self._ranks.get(client, {}).get(name)
+
+    def names(self, client: int) -> list[str]:
+        """Return the groups that a client is in."""
+        return list(self._ranks.get(client, ()))
+
+    def below(self, name: str) -> list[str]:
+        """Return the parts of a group that still exist."""
+        return [part for part in self._groups if part.startswith(f"{name}/")]
+
+    def expel(self, name: str, rank: int, cause: Cause) -> Outgoing:
+        """Remove a rank from a group and notify it; the others continue without it."""
+        group = self._groups[name]
+        client = group.present.pop(rank)
+        self._ranks[client].pop(name, None)
+        group.left.add(rank)
+        return [(client, pushed(name, cause)), *self._fail(group, cause)]
+
+    def _forget_if_over(self, group: _Group) -> Outgoing:
+        if len(group.left) < group.size:
+            return []
+        del self._groups[group.name]
+        self._gathering.discard(group.name)
+        return self._on_end(group.name)
+
+    def knows(self, name: str) -> bool:
+        """Return whether a rank is in the group, or may still join."""
+        return name in self._groups
+
+
+def _results(exchange: dict[int, Contribution]) -> Outgoing:
+    contents = [exchange[rank].content for rank in range(len(exchange))]
+    same = all(content == contents[0] for content in contents)
+    # Rank 0 last: where its process is the server too, it would take the interpreter from this thread.
+    last_first = (exchange[rank] for rank in reversed(range(len(exchange))))
+    return [(entry.client, (entry.request, "ok", None if entry.agree and same else contents)) for entry in last_first]
+
+
+def _left(rank: int) -> Cause:
+    return Cause("PeerLostError", rank, left_error(rank).message)
+
+
+class KeyValueStore:
+    """Bytes by name, in memory. Never blocks: a request that must wait is kept until its key is set."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[tuple[int, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def set(self, key: str, value: bytes) -> list[tuple[int, int]]:
+        """Set the key, and return the requests (client and request) that have been waiting for it."""
+        self._values[key] = value
+        return self._waiting.pop(key, [])
+
+    def get(self, key: str, client: int, request: int) -> bytes | None:
+        """Return the value, or None; in that case `set` will return this request."""
+        value = self._values.get(key)
+        if value is None:
+            self._waiting.setdefault(key, []).append((client, request))
+        return value
+
+    def forget(self, client: int, request: int | None = None) -> None:
+        """Remove this request from the waiting ones; without a request, all of this client's."""
+        for key, waiting in list(self._waiting.items()):
+            waiting[:] = [
+                (holder, number) for holder, number in waiting if holder != client or request not in (None, number)
+            ]
+            if not waiting:
+                del self._waiting[key]
+
+    def add(self, key: str, amount: int) -> tuple[int, list[tuple[int, int]]]:
+        """Return the counter's new value, and the requests that have been waiting for it to exist."""
+        total = int(self._values.get(key, b"0")) + amount
+        return total, self.set(key, b"%d" % total)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> tuple[bytes, list[tuple[int, int]]]:
+        """Return the value afterwards (`expected` for a key that stays absent), and the requests that waited for it."""
+        present = self._values.get(key)
+        if present == expected or (present is None and not expected):
+            return desired, self.set(key, desired)
+        return (expected if present is None else present), []
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def drop(self, prefixes: tuple[str, ...], excluded: tuple[str, ...] = ()) -> None:
+        """Delete all keys with one of these prefixes, except those with a prefix in `excluded`."""
+        for key in [key for key in self._values if key.startswith(prefixes) and not key.startswith(excluded)]:
+            del self._values[key]
+
+    def delete(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+
+@dataclass(slots=True)
+class _Rebuild:
+    """One attempt of one group, with the requests that wait for the outcome."""
+
+    grow: int
+    members: list[int]
+    terms: bytes
+    calls: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class Rebuilds:
+    """Attempts to rebuild groups, each complete when every rank in the group has requested it and newcomers are there.
+
+    A member receives the new group's name, and its members' numbers in the job: the survivors' in their old order, then
+    the newcomers'. A newcomer receives these, its own rank, and the terms that a member passed.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._open: dict[tuple[str, int], _Rebuild] = {}
+        self._applicants: dict[int, int] = {}
+        self._made: Counter[str] = Counter()
+        self._highest: Counter[str] = Counter()
+
+    def call(
+        self, client: int, request: int, name: str, attempt: int, grow: int, members: list[int], terms: bytes
+    ) -> Outgoing:
+        """Request an attempt, as a member; all pass the same numbers, and the members' numbers in the job."""
+        rank = self._groups.rank_of(client, name)
+        if rank is None:
+            message = f"this rank is no longer a member of {name}: the other ranks continued without it"
+            return [(client, failed(request, Cause("AbortedError", None, message)))]
+        rebuild = self._open.setdefault((name, attempt), _Rebuild(grow, members, terms))
+        if rebuild.grow != grow:
+            message = (
+                f"ranks passed different grow to rebuild: rank {rank} {grow}, others {rebuild.grow}; pass the same"
+            )
+            return self._refuse(name, attempt, (client, request), Cause("MismatchError", rank, message))
+        rebuild.calls[rank] = client, request
+        return self.look(name)
+
+    def request_admission(self, client: int, request: int) -> Outgoing:
+        """Request admission of a newcomer to the group that grows next."""
+        self._applicants[client] = request
+        return [reply for name in {name for name, _ in self._open} for reply in self.look(name)]
+
+    def look(self, name: str) -> Outgoing:
+        """Conclude the attempts that are complete now; called when a rank has arrived or left."""
+        out: Outgoing = []
+        for key in [key for key in self._open if key[0] == name]:
+            rebuild, present = self._open[key], self._groups.present(name)
+            # A rank that has left gets no answer, and waits for none.
+            for rank in rebuild.calls.keys() - present.keys():
+                del rebuild.calls[rank]
+            if not present:
+                del self._open[key]
+            elif present.keys() == rebuild.calls.keys() and len(self._applicants) >= rebuild.grow:
+                del self._open[key]
+                out += self._conclude(name, rebuild)
+        return out
+
+    def exclude_missing(self, client: int, request: int, name: str, attempt: int, waited_s: float) -> Outgoing:
+        """Handle a member's timeout: continue without the missing ranks, or fail if newcomers are missing."""
+        rebuild = self._open.get((name, attempt))
+        if rebuild is None:
+            return []
+        out: Outgoing = []
+        for rank in self._groups.present(name).keys() - rebuild.calls.keys():
+            message = f"rank {rank} did not call rebuild within {waited_s:.1f} s; the other ranks continued without it"
+            out += self._groups.expel(name, rank, Cause("AbortedError", rank, message))
+        out += self.look(name)
+        if (name, attempt) in self._open:
+            some = len(self._applicants)
+            message = f"waited {waited_s:.1f} s in rebuild for {rebuild.grow} new ranks, of which {some} have joined"
+            out += self._refuse(name, attempt, None, Cause("CommTimeoutError", None, message))
+        return out
+
+    def forget(self, client: int, request: int | None = None) -> None:
+        """Remove a newcomer that has left or stopped waiting."""
+        if request in (None, self._applicants.get(client)):
+            self._applicants.pop(client, None)
+
+    def _conclude(self, name: str, rebuild: _Rebuild) -> Outgoing:
+        ranks = sorted(rebuild.calls)
+        base = name.partition("~")[0]
+        self._made[base] += 1
+        made = f"{base}~{self._made[base]}"
+        newcomers = [(client, self._applicants.pop(client)) for client in list(self._applicants)[: rebuild.grow]]
+        self._highest[base] = max(self._highest[base], *rebuild.members)
+        numbers = [self._highest[base] + 1 + index for index in range(len(newcomers))]
+        self._highest[base] += len(newcomers)
+        members = [*(rebuild.members[rank] for rank in ranks), *numbers]
+        calls = [rebuild.calls[rank] for rank in ranks]
+        for index, (client, _) in enumerate([*calls, *newcomers]):
+            # Joined now, so that a rank that dies before it joins by itself is reported as lost, too.
+            self._groups.join(client, 0, made, index, len(members), members)
+        out: Outgoing = [(client, (request, "ok", (made, members))) for client, request in calls]
+        for index, (client, request) in enumerate(newcomers):
+            out.append((client, (request, "ok", (made, members, len(ranks) + index, rebuild.terms))))
+        return out
+
+    def _refuse(self, name: str, attempt: int, also: tuple[int, int] | None, cause: Cause) -> Outgoing:
+        rebuild = self._open.pop((name, attempt))
+        waiting = [*rebuild.calls.values(), *([] if also is None else [also])]
+        return [(client, failed(request, cause)) for client, request in waiting]
+
+
+@dataclass(slots=True)
+class _Survey:
+    client: int
+    request: int
+    labels: dict[int, tuple[str, int]]
+    answers: dict[int, bytes] = field(default_factory=dict)
+
+
+class StatusQueries:
+    """Queries for what each of some clients is doing. An unresponsive client does not delay the others for long.
+
+    The answer to a query is a list of pairs: a client's group and rank, and its report, or None.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Survey] = {}
+        self._numbers = itertools.count(1)
+
+    def start_query(self, client: int, request: int, labels: Mapping[int, tuple[str, int]]) -> Outgoing:
+        """Send the query to these clients."""
+        number = next(self._numbers)
+        survey = self._open[number] = _Survey(client, request, dict(labels))
+        return [*[(receiver, (0, "asked", number)) for receiver in labels], *self._conclude(number, survey)]
+
+    def answer(self, client: int, number: int, content: bytes) -> Outgoing:
+        """Record the answer of a client; a late one is ignored."""
+        survey = self._open.get(number)
+        if survey is None or client not in survey.labels:
+            return []
+        survey.answers[client] = content
+        return self._conclude(number, survey)
+
+    def end_query(self, client: int, request: int) -> Outgoing:
+        """End a query: the client that requested it stops waiting, and receives the answers so far."""
+        out: Outgoing = []
+        for number, survey in list(self._open.items()):
+            if (survey.client, survey.request) == (client, request):
+                out += self._conclude(number, survey, require_all=False)
+        return out
+
+    def forget(self, client: int) -> Outgoing:
+        """Remove a client that has left, from the queries and from their receivers."""
+        out: Outgoing = []
+        for number, survey in list(self._open.items()):
+            if survey.client == client:
+                del self._open[number]
+            elif survey.labels.pop(client, None) is not None:
+                out += self._conclude(number, survey)
+        return out
+
+    def _conclude(self, number: int, survey: _Survey, *, require_all: bool = True) -> Outgoing:
+        if require_all and len(survey.answers) < len(survey.labels):
+            return []
+        del self._open[number]
+        pairs = [(label, survey.answers.get(client)) for client, label in survey.labels.items()]
+        return [(survey.client, (survey.request, "ok", sorted(pairs, key=lambda pair: pair[0])))]
+
+
+_EARLIER = ("self", "client", "request")
+_Test = Callable[[object], bool]
+
+
+def check_form(handler: Callable[..., Any], verb: str, arguments: Sequence[object]) -> None:
+    """Raise `TypeError` unless these are arguments for the handler of a request, which another process sent.
+
+    Args:
+        handler: A method with parameters, after `client` and `request`, of type str, int, float, bool, bytes, lists of
+            those, or None.
+        verb: Name of the request.
+        arguments: The arguments as received.
+
+    Example:
+        >>> def on_add(client: int, request: int, key: str, amount: int = 1) -> None: ...
+        >>> check_form(on_add, "add", ["count", 2])
+        >>> check_form(on_add, "add", ["count", "2"])
+        Traceback (most recent call last):
+            ...
+        TypeError: amount of the request 'add' cannot be a str
+    """
+    tests = _tests(getattr(handler, "__func__", handler))
+    if len(arguments) > len(tests):
+        raise TypeError(f"the request {verb!r} has {len(arguments)} arguments, more than {len(tests)}")
+    for (name, fits), given in zip(tests, arguments, strict=False):
+        if not fits(given):
+            raise TypeError(f"{name} of the request {verb!r} cannot be a {type(given).__name__}")
+
+
+@cache
+def _tests(handler: Callable[..., Any]) -> list[tuple[str, _Test]]:
+    hints = get_type_hints(handler)
+    return [(name, _test(hints[name])) for name in inspect.signature(handler).parameters if name not in _EARLIER]
+
+
+def _test(hint: Any) -> _Test:
+    if isinstance(hint, UnionType):
+        tests = [_test(each) for each in get_args(hint)]
+        return lambda given: any(fits(given) for fits in tests)
+    if get_origin(hint) is not None:
+        (inside,) = map(_types, get_args(hint))
+        # As sets of types, because the members of a large group are many.
+        return lambda given: isinstance(given, (list, tuple)) and {*map(type, given)} <= inside
+    known = _types(hint)
+    # An exact type: True is no rank.
+    return lambda given: type(given) in known
+
+
+def _types(hint: type) -> set[type]:
+    return {float, int} if hint is float else {hint}

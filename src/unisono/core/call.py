@@ -126,11 +126,6 @@ class Call(NamedTuple):
     checked: bool = True
     inference: bool = False
 
-    @property
-    def requested_op(self) -> ReduceOp | None:
-        """Operation that the caller named."""
-        return ReduceOp.AVG if self.average else self.op
-
 
 def hash_of(values: tuple[Any, ...]) -> int:
     """Return 64 bits that stand for values which ranks compare.

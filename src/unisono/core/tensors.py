@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HALVES",
-    "SUMS",
     "Buffer",
     "SupportsArrayInterface",
     "SupportsDLPack",
@@ -32,7 +31,6 @@ __all__ = [
     "combine_all",
     "copy_back",
     "divide",
-    "is_inference_locked",
     "is_non_overlapping",
     "numels",
     "parse_op",
@@ -75,11 +73,6 @@ def as_flat(tensor: object, name: str, index: int | None = None, *, written: boo
 def numels(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return the number of elements of each tensor."""
     return tuple(map(torch.Tensor.numel, tensors))
-
-
-def is_inference_locked(tensor: torch.Tensor) -> bool:
-    """Return whether torch permits writes to it in inference mode only, and that mode is off."""
-    return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def check_tensor(tensor: object, name: str, devices: frozenset[str], *, written: bool) -> torch.Tensor:
@@ -395,9 +388,6 @@ def _dtype_of_format(view: memoryview) -> torch.dtype | None:
 
 HALVES = (torch.float16, torch.bfloat16, torch.complex32)
 """Averages of these divide before they sum, so that the sum does not overflow."""
-
-SUMS = (ReduceOp.SUM, ReduceOp.AVG)
-"""Operations that are sums, before any division."""
 
 _known: set[tuple[ReduceOp, torch.dtype]] = set()
 """Dtypes that an operation was found to reduce."""

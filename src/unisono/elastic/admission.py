@@ -13,7 +13,7 @@ from unisono.bootstrap.tcp import address_of
 from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
 from unisono.control.inspect_socket import find_control
-from unisono.control.secret import find_secret
+from unisono.control.sockets import find_secret
 from unisono.core.failure import to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options

@@ -16,12 +16,11 @@ from unisono.core.work import format_bytes
 from unisono.errors import AbortedError
 from unisono.gradients.averager_comms import AveragerComms
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.error_context import ErrorContext, check_skipped, used_gradients
 from unisono.gradients.logical_shards import LogicalShards
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.sparse import average_sparse, sparse_parameters
-from unisono.gradients.weights import Weights
+from unisono.gradients.weights import ErrorContext, Weights, check_skipped, used_gradients
 from unisono.utils.backward_pass import BackwardPass, SavedGradients, adds_to_leaves, current_pass, watch_outputs
 from unisono.utils.bucket_plan import agree_on_parameters, bucket_sizes, in_bytes, named_parameters
 from unisono.utils.flatten import broadcast_all, share

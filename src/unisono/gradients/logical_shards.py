@@ -9,7 +9,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.core.tensors import HALVES
-from unisono.gradients.error_context import used_gradients
+from unisono.gradients.weights import used_gradients
 from unisono.utils.bucket_plan import MIB, Named, plan_buckets
 
 __all__ = ["LogicalShards"]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from unisono.communicator import Communicator
+from unisono.core.group import Group
 from unisono.core.tensors import HALVES
-from unisono.core.tracing import profiler, sink_here
+from unisono.core.tracing import Event, profiler, sink_here, span
 from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.observed_bucket import observe_bucket
 from unisono.gradients.weights import Weights
 from unisono.utils.backward_pass import SavedGradients
 from unisono.utils.bucket_plan import Named, plan_buckets
@@ -22,7 +23,7 @@ from unisono.utils.bucket_plan import Named, plan_buckets
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
 
-__all__ = ["Reducer", "codec_for"]
+__all__ = ["Reducer", "codec_for", "observe_bucket"]
 
 
 def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | None:
@@ -310,3 +311,24 @@ class Reducer:
         # The caller that started it gets an error already.
         with suppress(CommError):
             self._wait(bucket)
+
+
+@contextmanager
+def observe_bucket(bucket: Bucket, group: Group, names: Sequence[str]) -> Iterator[None]:
+    """Record the block as the start of a bucket's reduction, or its wait; report the bucket once it is reduced.
+
+    Args:
+        bucket: The block starts its reduction, or waits for it.
+        group: Group of the communicator that reduces it.
+        names: Names of all parameters of the model.
+    """
+    nbytes, detail = bucket.memory.nbytes, {"parameters": [names[index] for index in bucket.indices]}
+    if bucket.observed_s is None:
+        bucket.observed_s = time.perf_counter()
+    with span("bucket_wait", f"bucket {bucket.name}", group, nbytes, starts=bucket.work is None):
+        yield
+    if bucket.work is None:
+        start, bucket.observed_s = bucket.observed_s, None
+        if (sink := sink_here()) is not None:
+            end, world_rank = time.perf_counter(), group.members[group.rank]
+            sink(Event("bucket", bucket.name, group.name, group.rank, start, end, nbytes, detail, world_rank))

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from unisono.communicator import Communicator
-from unisono.gradients.error_context import ErrorContext, check_skipped
-from unisono.gradients.weights import Weights
+from unisono.gradients.weights import ErrorContext, Weights, check_skipped
 from unisono.utils.bucket_plan import Named
 
 __all__ = ["average_sparse", "sparse_parameters"]

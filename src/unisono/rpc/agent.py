@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from unisono.communicator import Communicator
 from unisono.control.process_exit import close_at_exit
-from unisono.core.transport import Envelope
+from unisono.core.transport import Envelope, Mailbox
 from unisono.core.types import Timeout
-from unisono.errors import CommError, PeerLostError
+from unisono.core.work import positive_timeout, resolve_timeout
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.rpc import protocol
-from unisono.rpc.channel import Channel, words_of
-from unisono.rpc.client import Client
-from unisono.rpc.context import register, set_agent, unregister
+from unisono.rpc.channel import Channel, control_message, words_of
+from unisono.rpc.client import Client, RRef
+from unisono.rpc.context import current_agent, find_agent, leave_agent, register, set_agent, unregister
 from unisono.rpc.exported import ExportTable
-from unisono.rpc.pending_calls import CallFuture
-from unisono.rpc.protocol import WorkerInfo
-from unisono.rpc.receiver import Handler, Receiver, Task
-from unisono.rpc.rref import RRef
-from unisono.rpc.rref_context import RRefContext
-from unisono.rpc.server import Server
-from unisono.rpc.termination import TerminationDetector
-from unisono.rpc.thread_pool import Workers
+from unisono.rpc.protocol import CLOSE, CONFIRM, IDLE, WorkerInfo
+from unisono.rpc.receiver import CallFuture, Handler, Receiver, Task, Workers
+from unisono.rpc.server import RRefContext, Server
 
-__all__ = ["TIMEOUT_S", "Agent", "extensions"]
+__all__ = ["TIMEOUT_S", "Agent", "TerminationDetector", "extensions", "get_worker_info", "init", "shutdown"]
 
 TIMEOUT_S = 60.0
 """Default timeout of a call, in seconds."""
@@ -297,3 +294,228 @@ def _close(known: weakref.ref[Agent]) -> None:
     agent = known()
     if agent is not None:
         agent.close("it closed its communicator")
+
+
+def init(
+    comm: Communicator,
+    name: str | None = None,
+    *,
+    timeout: Timeout = TIMEOUT_S,
+    trusted: bool = False,
+    expose: Iterable[Any] = (),
+    workers: int = 16,
+) -> Agent:
+    """Start an agent on each rank of a communicator so that ranks can call each other's functions. Collective.
+
+    Afterwards the functions of this package use this rank's agent: in this thread, in functions called by other
+    ranks, and in every thread if the process has only one agent. The agent uses its own message channel; the
+    communicator stays usable, and its failure does not affect calls: a rank that dies is lost only to the ranks
+    that call it.
+
+    Args:
+        comm: Any communicator, including one made by `split`. Closing it ends the agent.
+        name: Name of this rank for callers, besides its number; "rank0", "rank1", ... if None.
+        timeout: Default of every call: seconds or a `timedelta`.
+        trusted: Let peers call anything importable here and send pickled values, which allows them to run
+            arbitrary code. Otherwise only exposed functions can be called.
+        expose: Functions and classes to expose on this rank only.
+        workers: Maximum number of functions running concurrently here; those waiting for other ranks do not count.
+
+    Returns: This rank's agent, which has the same methods as this package has functions.
+
+    Raises:
+        ValueError: Two ranks passed the same name.
+        CommTimeoutError: Not all ranks joined within the communicator's timeout.
+
+    Example:
+        >>> def program(comm):
+        ...     agent = un.rpc.init(comm, name=f"worker{comm.rank}")
+        ...     info = un.rpc.get_worker_info("worker1")
+        ...     un.rpc.shutdown()
+        ...     return info.id
+        >>> un.launch(program, 2, "thread")
+        [1, 1]
+    """
+    chosen = f"rank{comm.rank}" if name is None else name
+    if not isinstance(chosen, str) or not chosen:
+        raise ValueError(f"name must be a non-empty str, not {name!r}")
+    timeout_s = positive_timeout(timeout)
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, not {workers!r}")
+    agent = Agent(comm, chosen, timeout_s, trusted, expose, workers)
+    set_agent(agent)
+    return agent
+
+
+def get_worker_info(name: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    """Return the name and number of a rank.
+
+    Args:
+        name: A rank's name or number, or its `WorkerInfo`; this rank if None.
+    """
+    return cast(Agent, current_agent()).get_worker_info(name)
+
+
+def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:
+    """End this rank's agent. No effect if there is none.
+
+    Args:
+        graceful: Keep serving until every living rank has called this and all calls are done, including the
+            callbacks of their futures. Otherwise end immediately; pending calls fail.
+        timeout: Limit (seconds or a `timedelta`) of the wait for the other ranks; no limit if None. Dead ranks are
+            not waited for.
+
+    Raises:
+        CommTimeoutError: Not all ranks were done in time; this agent keeps running.
+        CommError: Called from a function that another rank called; that rank's call would never end.
+    """
+    agent = find_agent()
+    if agent is not None:
+        agent.shutdown(graceful, timeout)
+        leave_agent(agent)
+
+
+_Report = tuple[list[int], list[int]]
+_SEND_S = 0.5
+_SHORTEST_S, _LONGEST_S = 0.01, 0.2
+
+
+class TerminationDetector:
+    """One rank's part in termination.
+
+    Args:
+        box: Mailbox of this rank.
+        alive: Returns the ranks that still serve calls.
+        counts: Returns the numbers of calls sent to and served for each rank; None while a call is in progress.
+
+    Attributes:
+        over: Whether all agreed to end.
+    """
+
+    def __init__(self, box: Mailbox, alive: Callable[[], list[int]], counts: Callable[[], _Report | None]) -> None:
+        self._box, self._rank, self._alive, self._counts = box, box.group.rank, alive, counts
+        self._lock = threading.Lock()
+        self._requested = False
+        self._ended = threading.Event()
+        self.over = False
+        self._wave = 0
+        self._last_report: tuple[int, int, _Report] | None = None
+        self._reports: dict[int, dict[int, _Report]] = {}
+
+    def wait(self, timeout: Timeout | None) -> None:
+        """Wait until all ranks are done. Raises CommTimeoutError if that takes too long; all then continue."""
+        self._requested = True
+        self._query_ranks()
+        limit_s = None if timeout is None else resolve_timeout(timeout)
+        limit = None if limit_s is None else time.monotonic() + limit_s
+        pause = _SHORTEST_S
+        while not self._ended.wait(pause if limit is None else min(pause, max(limit - time.monotonic(), 0))):
+            # Polled periodically, not after each call: a rank that only serves waits here all the time.
+            pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
+            if limit is not None and time.monotonic() >= limit:
+                self._requested = False
+                raise CommTimeoutError(
+                    f"waited {limit_s:.1f} s in rpc.shutdown for all ranks to finish their calls"
+                    f"{self._missing()}. Did every rank call shutdown?",
+                    waited_s=limit_s,
+                )
+
+    def _missing(self) -> str:
+        """Describe the ranks that have not reported that they are done, as far as this rank knows."""
+        rank, alive = self._rank, self._alive()
+        if self._counts() is None:
+            return "; calls of this rank, or of others to it, are still running"
+        if rank != min(alive):
+            return f", and rank {min(alive)}, which decides, has not reported that they have"
+        with self._lock:
+            reports = self._reports.get(self._wave, {})
+        late = [str(other) for other in alive if other not in reports]
+        return f"; no report yet from rank {', '.join(late)}" if late else ""
+
+    def _query_ranks(self) -> None:
+        """Query all ranks if this rank, which wants to end, is the deciding one."""
+        rank, alive = self._rank, self._alive()
+        if rank == min(alive):
+            with self._lock:
+                self._wave += 1
+                self._reports.clear()
+                wave = self._wave
+            for other in alive:
+                if other != rank:
+                    self._send(other, CONFIRM, wave)
+        self.look()
+
+    def finish(self) -> None:
+        """Wake the waiting threads: the agent is closed."""
+        self._ended.set()
+
+    def look(self) -> bool:
+        """Report that this rank is idle, if it is; return whether the report was new."""
+        report = self._counts() if self._requested and not self._ended.is_set() else None
+        if report is None:
+            return False
+        coordinator = min(self._alive())
+        with self._lock:
+            wave = self._wave
+            new, self._last_report = (coordinator, wave, report) != self._last_report, (coordinator, wave, report)
+        if coordinator == self._rank:
+            self._record(coordinator, wave, report)
+        elif new:
+            self._send(coordinator, IDLE, wave, *report)
+        return new
+
+    def arrived(self, peer: int, kind: int, words: tuple[Any, ...]) -> None:
+        """Handle a termination message."""
+        if kind == IDLE:
+            self._record(peer, words[0], (words[1], words[2]))
+        elif kind == CONFIRM:
+            with self._lock:
+                self._wave = max(self._wave, words[0])
+                self._last_report = None
+            self.look()
+        elif kind == CLOSE:
+            self.over = True
+            self._ended.set()
+
+    def _record(self, peer: int, wave: int, report: _Report) -> None:
+        """Handle a report, as the deciding rank."""
+        rank, alive = self._rank, self._alive()
+        with self._lock:
+            verdict, wave = self._judged(peer, wave, report, alive)
+        if verdict == CONFIRM:
+            for other in [peer] if wave < 0 else alive:
+                if other != rank:
+                    self._send(other, CONFIRM, abs(wave))
+            self.look()
+        elif verdict == CLOSE:
+            for other in alive:
+                if other != rank:
+                    self._send(other, CLOSE)
+            self.arrived(rank, CLOSE, ())
+
+    def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
+        """Return the action: nothing, close, or query all; a negative wave queries only this rank, which is behind."""
+        if wave < self._wave:
+            return CONFIRM, -self._wave
+        self._wave = wave
+        self._reports.setdefault(wave, {})[peer] = report
+        now, before = self._reports[wave], self._reports.get(wave - 1)
+        if any(other not in now for other in alive) or not _even(now, alive):
+            return None, wave
+        if before is not None and all(before.get(other) == now[other] for other in alive):
+            return CLOSE, wave
+        self._wave += 1
+        self._reports = {wave: now}
+        return CONFIRM, self._wave
+
+    def _send(self, peer: int, kind: int, *words: Any) -> None:
+        try:
+            self._box.send(peer, control_message(kind, words), (), _SEND_S)
+        except CommError:
+            # The peer is gone, or about to be declared so: then another rank decides, or the peer does not count.
+            return
+
+
+def _even(reports: dict[int, _Report], alive: list[int]) -> bool:
+    """Return whether every call between these ranks was served."""
+    return all(reports[a][0][b] == reports[b][1][a] for a in alive for b in alive)

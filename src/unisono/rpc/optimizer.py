@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from unisono.rpc.autograd import get_gradients
-from unisono.rpc.client import remote
+from unisono.rpc.client import RRef, remote
 from unisono.rpc.context import current_agent
 from unisono.rpc.exported import expose
-from unisono.rpc.rref import RRef
 
 __all__ = ["DistributedOptimizer", "LocalOptimizer"]
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import os
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
+
+import torch
 
 from unisono.core.transport import Envelope, Mailbox
-from unisono.errors import CommError
-from unisono.rpc.pending_calls import PendingCall
-from unisono.rpc.thread_pool import Workers
+from unisono.errors import AbortedError, CommError, CommTimeoutError
+from unisono.rpc.context import context, request
 
-__all__ = ["Handler", "Receiver", "Task"]
+__all__ = ["CallFuture", "FlowControl", "Handler", "PendingCall", "PendingCalls", "Receiver", "Task", "Workers"]
 
 Task = Callable[[], object]
 Handler = Callable[[Envelope], tuple[Task, bool] | None]
@@ -249,3 +254,398 @@ def _safely(task: Task) -> None:
         task()
     except Exception:
         _log.exception("handling a message failed")
+
+
+_IDLE_S = 5.0
+_STUCK_S = 0.02
+"""Time without an end of a task, while tasks are queued, after which the running ones may be waiting for these."""
+_NOT_HERE = nullcontext()
+
+
+class Workers:
+    """Runs tasks in order of arrival, at most `most` at a time; tasks waiting for another rank do not count.
+
+    Because waiting tasks do not count, calls that call back, at any depth, cannot exhaust the threads. A task that
+    waits in a way not visible here (for a lock, or in torch's own code) does count; so when tasks are queued and none
+    has ended for a while, one more thread is admitted.
+
+    Args:
+        name: Name of the threads.
+        most: Maximum number of tasks running concurrently.
+        prepare: Called first in each new thread.
+    """
+
+    def __init__(self, name: str, most: int, prepare: Callable[[], object]) -> None:
+        self._name, self._most, self._prepare = name, most, prepare
+        self._tasks: deque[Callable[[], object]] = deque()
+        self._lock = threading.Lock()
+        self._available = threading.Condition(self._lock)
+        self._running = self._idle = self._ended = self._further = 0
+        self._watched = False
+        self._working: set[int] = set()
+        self._closed = False
+
+    def run(self, task: Callable[[], object]) -> None:
+        """Run a task soon; it handles its own errors."""
+        with self._lock:
+            self._tasks.append(task)
+            self._start_threads()
+
+    def not_counted(self) -> AbstractContextManager[object]:
+        """Context in which this thread waits for another rank."""
+        return self._aside() if threading.get_ident() in self._working else _NOT_HERE
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        with self._lock:
+            self._running -= 1
+            self._start_threads()
+        here = threading.get_ident()
+        self._working.discard(here)
+        try:
+            yield
+        finally:
+            self._working.add(here)
+            with self._lock:
+                # May exceed the limit by one for a while: a started task is not stopped.
+                self._running += 1
+
+    def busy(self) -> bool:
+        """Return whether any task is running or queued."""
+        with self._lock:
+            return bool(self._tasks) or self._running > 0
+
+    def close(self) -> None:
+        """Start no more tasks."""
+        with self._lock:
+            self._closed = True
+            self._tasks.clear()
+            self._available.notify_all()
+
+    def _start_threads(self) -> None:
+        """Ensure that a thread takes the first task, if one more may run. Call with the lock held."""
+        if not self._tasks or self._closed:
+            return
+        if self._running >= self._most + self._further:
+            if not self._watched:
+                self._watched = True
+                threading.Thread(target=self._watch, name=self._name, daemon=True).start()
+        elif self._idle:
+            self._available.notify()
+        else:
+            self._idle += 1
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def _watch(self) -> None:
+        """While tasks are queued, admit one more whenever none has ended for some time."""
+        while True:
+            seen = self._ended
+            time.sleep(_STUCK_S)
+            with self._lock:
+                if not self._tasks or self._closed:
+                    self._watched = False
+                    return
+                if self._ended == seen:
+                    self._further += 1
+                    self._start_threads()
+
+    def _work(self) -> None:
+        self._prepare()
+        here = threading.get_ident()
+        while (task := self._next()) is not None:
+            self._working.add(here)
+            try:
+                task()
+            finally:
+                self._working.discard(here)
+                del task
+                with self._lock:
+                    self._running -= 1
+                    self._idle += 1
+                    self._ended += 1
+                    if self._running < self._most:
+                        self._further = 0
+
+    def _next(self) -> Callable[[], object] | None:
+        """Return the next task; None when there has been none for a while. The caller counts as idle."""
+        with self._lock:
+            while not self._tasks or self._running >= self._most + self._further:
+                if self._closed or not self._available.wait(_IDLE_S):
+                    self._idle -= 1
+                    # A task may have arrived while the time ran out.
+                    self._start_threads()
+                    return None
+            self._idle -= 1
+            self._running += 1
+            task = self._tasks.popleft()
+            self._start_threads()
+            return task
+
+
+_WAIT_SLICE_S = 1.0
+_MOST_CALLS = 16384
+_MOST_BYTES = 256 << 20
+
+
+class PendingCall:
+    """One pending call. It ends once, by an answer or by an error; the first one counts.
+
+    Attributes:
+        number, peer: Number of the call, and the rank called.
+        name: Name of the function, for messages.
+        started, timeout: On the monotonic clock, and in seconds.
+        nbytes: Size of the request, as counted by the peer's window.
+        reply: The answer as received.
+        error: Error that ended it without an answer.
+        within: The autograd context it was made in, and the call of another rank that it is part of; both also apply
+            to the callbacks of its future.
+    """
+
+    __slots__ = (
+        "_lock", "done", "error", "future", "name", "nbytes", "number", "peer", "reply", "started", "timeout", "within"
+    )  # fmt: skip
+
+    def __init__(self, number: int, peer: int, name: str, timeout: float, future: CallFuture | None = None) -> None:
+        self.number, self.peer, self.name = number, peer, name
+        self.timeout = timeout
+        self.started = time.monotonic()
+        self.future = future
+        self.within = context.get(), request.get()
+        self.reply: Envelope | None = None
+        self.error: BaseException | None = None
+        self.done = False
+        self.nbytes = 0
+        # A bare lock: nothing else in Python wakes another thread as fast.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def end(self) -> None:
+        """Mark the call as ended and wake its waiter."""
+        self.done = True
+        self._lock.release()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait until it has ended, or the time is up."""
+        if self._lock.acquire(timeout=max(seconds, 0.0)):
+            self._lock.release()
+
+    def late(self) -> CommTimeoutError:
+        """Return the error of a call that has timed out."""
+        waited = time.monotonic() - self.started
+        return CommTimeoutError(
+            f"waited {waited:.1f} s for rank {self.peer} to answer {self.name}. It may still run there; pass a "
+            "longer timeout if it needs more time",
+            peer=self.peer,
+            waited_s=waited,
+            operation="rpc",
+        )
+
+    def cancelled(self) -> AbortedError:
+        """Return the error of a cancelled call."""
+        message = f"the call of {self.name} on rank {self.peer} was cancelled"
+        return AbortedError(message, peer=self.peer, operation="rpc")
+
+
+class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # torch's is generic for checkers only
+    """Future of a call made by `rpc_async`, with `cancel`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cancel: Callable[[], bool] | None = None
+        self._attend: Callable[[], None] | None = None
+
+    def wait(self) -> Any:
+        """Wait for the result and return it, or raise the error; this thread helps to receive it."""
+        if not self.done() and self._attend is not None:
+            self._attend()
+        return super().wait()
+
+    def cancel(self) -> bool:
+        """Stop waiting: the future fails with `AbortedError`, and a call that has not started never runs.
+
+        Returns whether it was in time. A function already running finishes, and its result is dropped.
+        """
+        return self._cancel() if self._cancel is not None else False
+
+
+class FlowControl:
+    """Limit on the calls that this rank may have pending at one peer, which bounds the peer's queue.
+
+    Args:
+        most_calls: Maximum number of unanswered calls.
+        most_bytes: Maximum of their total size; a single call may be larger.
+    """
+
+    def __init__(self, most_calls: int, most_bytes: int) -> None:
+        self._most_calls, self._most_bytes = most_calls, most_bytes
+        self._calls = self._bytes = 0
+        self._available = threading.Condition(threading.Lock())
+
+    def enter(self, nbytes: int, deadline: float, blocked: Callable[[], Any], nested: bool = False) -> bool:
+        """Wait for room for one more call and count it; False if there is none by the deadline.
+
+        Args:
+            nbytes: Its size.
+            deadline: On the monotonic clock.
+            blocked: A context manager to be in while waiting.
+            nested: Whether it is part of another call, admitted elsewhere, which ends only after this one. It then
+                does not wait, because calls that wait for each other could otherwise hold all the room.
+        """
+        with self._available:
+            while not nested and self._calls:
+                if self._calls < self._most_calls and self._bytes + nbytes <= self._most_bytes:
+                    break
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                with blocked():
+                    self._available.wait(min(left, _WAIT_SLICE_S))
+            self._calls += 1
+            self._bytes += nbytes
+            return True
+
+    def leave(self, nbytes: int) -> None:
+        """Return the room of a call that was answered, or never will be."""
+        with self._available:
+            self._calls -= 1
+            self._bytes -= nbytes
+            self._available.notify()
+
+
+class PendingCalls:
+    """Table of calls: admits them, ends each once, and keeps the deadlines of those that no thread waits for.
+
+    Args:
+        size: Number of ranks.
+        wake: Wakes the thread that checks the deadlines.
+        result: Returns the value of a call that has ended, or raises its error.
+        cancel: Notifies the peer of a call that its answer is not awaited any more.
+
+    Attributes:
+        windows: Flow control, one per rank.
+        number: Returns the number of a new call.
+        sent: Number of requests sent to each rank.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        wake: Callable[[], None],
+        result: Callable[[PendingCall], Any],
+        cancel: Callable[[PendingCall], None],
+    ) -> None:
+        self.windows = [FlowControl(_MOST_CALLS, _MOST_BYTES) for _ in range(size)]
+        self._wake, self._result, self._cancel = wake, result, cancel
+        self.number = itertools.count(1).__next__
+        self.sent: Counter[int] = Counter()
+        self._open: dict[int, PendingCall] = {}
+        self._unfinished: set[int] = set()
+        self._due: list[tuple[float, int]] = []
+        self._lock = threading.Lock()
+        self._here = threading.local()
+        self.next_due = float("inf")
+
+    def __len__(self) -> int:
+        """Return the number of pending calls: unanswered, or with running callbacks, which may make more calls."""
+        return len(self._unfinished)
+
+    def add(self, call: PendingCall) -> None:
+        """Register a call that is about to be sent. A call with a future ends by itself when it times out."""
+        self._unfinished.add(call.number)
+        self._open[call.number] = call
+        with self._lock:
+            self.sent[call.peer] += 1
+        if call.future is not None:
+            due = call.started + call.timeout
+            with self._lock:
+                heapq.heappush(self._due, (due, call.number))
+                earlier = due < self.next_due
+                self.next_due = min(due, self.next_due)
+            if earlier:
+                self._wake()
+
+    def pop(self, number: int) -> PendingCall | None:
+        """Remove and return a call that is about to end; None if it has ended already."""
+        call = self._open.pop(number, None)
+        if call is not None:
+            self.windows[call.peer].leave(call.nbytes)
+            if call.future is None:
+                # It has no callbacks.
+                self._unfinished.discard(number)
+        return call
+
+    def retract(self, call: PendingCall) -> None:
+        """Remove a call that was not sent."""
+        with self._lock:
+            self.sent[call.peer] -= 1
+        self.pop(call.number)
+        self.forget(call)
+
+    def forget(self, call: PendingCall) -> None:
+        """Drop a call that is finished. Idempotent."""
+        self._unfinished.discard(call.number)
+
+    def of(self, peer: int | None = None) -> list[PendingCall]:
+        """Return the calls pending at this rank; at any rank if None."""
+        return [call for call in list(self._open.values()) if peer is None or call.peer == peer]
+
+    def late(self) -> list[PendingCall]:
+        """Return the calls with a future that have timed out; each is reported once."""
+        now, found = time.monotonic(), []
+        with self._lock:
+            while self._due and (self._due[0][0] <= now or self._due[0][1] not in self._open):
+                _, number = heapq.heappop(self._due)
+                call = self._open.get(number)
+                if call is not None:
+                    found.append(call)
+            self.next_due = self._due[0][0] if self._due else float("inf")
+        return found
+
+    # -- ends ----------------------------------------------------------------------------------
+    def give_up(self, call: PendingCall, error: CommError) -> bool:
+        """End a call without its answer and send a cancel to its peer; False if it was answered meanwhile."""
+        if self.pop(call.number) is None:
+            return False
+        self._cancel(call)
+        self.end(call, error)
+        return True
+
+    def fail(self, peer: int | None, error: Callable[[], BaseException]) -> None:
+        """End the calls pending at a lost rank, each with an error of its own; at any rank if None."""
+        for call in self.of(peer):
+            if self.pop(call.number) is not None:
+                self.end(call, error())
+
+    def end(self, call: PendingCall, error: BaseException | None = None) -> None:
+        """End a popped call, by its answer or by an error: complete its future, and wake its waiter."""
+        call.error = error
+        try:
+            if call.future is not None:
+                self._complete(call.future, call)
+        finally:
+            self.forget(call)
+            # Last, so that a woken waiter finds the future complete.
+            call.end()
+
+    def _complete(self, future: CallFuture, call: PendingCall) -> None:
+        """Complete a future and run its callbacks here. A future completed elsewhere is left as it is."""
+        before, self._here.call = getattr(self._here, "call", None), call
+        within, request_token = context.set(call.within[0]), request.set(call.within[1])
+        try:
+            value = self._result(call)
+        except Exception as raised:
+            if not future.done():
+                future.set_exception(raised)
+        else:
+            if not future.done():
+                future.set_result(value)
+        finally:
+            context.reset(within)
+            request.reset(request_token)
+            self._here.call = before
+
+    def leave_callback(self) -> None:
+        """Stop counting a call as pending if this thread runs its callback."""
+        call = getattr(self._here, "call", None)
+        if call is not None:
+            self.forget(call)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from unisono.core.staging import OneStream
+from unisono.core.tensor_shard import TensorShard
 from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
-from unisono.sharding.flat_gradient import FlatGradient
-from unisono.sharding.freed import free, refill
 from unisono.sharding.shard_optimizer import Piece
 from unisono.utils.bucket_plan import Named
 from unisono.utils.layout import FlatLayout, Slice
 
-__all__ = ["FlatParameters"]
+__all__ = ["FlatGradient", "FlatParameters", "FreedParameter", "ParameterBucket", "ShardedGradient", "free", "refill"]
 
 
 class FlatParameters:
@@ -207,3 +210,332 @@ class FlatParameters:
         """Drop a parameter's gradient that is not reduced."""
         if self.gradient is not None:
             self.gradient.taken.discard(index)
+
+
+class FlatGradient:
+    """Gradient of flat parameters.
+
+    Gradients are taken one by one, reduced together, and committed when the backward pass has succeeded on all ranks.
+
+    Args:
+        layout: Places of the parameters, and of padding after them.
+        comms: The ranks that share them.
+        dtype: Dtype of the message.
+
+    Attributes:
+        arrived: Indices of the parameters whose gradient was taken in the running pass and is not reduced yet.
+        taken: Indices of the parameters whose gradient is not reduced yet.
+        reduced: Indices of those whose gradient is reduced, or is being reduced, and not committed.
+    """
+
+    def __init__(self, layout: FlatLayout, comms: ShardComms, dtype: torch.dtype) -> None:
+        self._layout, self._comms, self._dtype = layout, comms, dtype
+        self._work: Work | None = None
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget all that is not committed."""
+        if self._work is not None:
+            with suppress(CommError):
+                self._work.wait()
+        self._work = None
+        self._whole: torch.Tensor | None = None
+        self._new: torch.Tensor | None = None
+        self._sum: torch.Tensor | None = None
+        self.arrived: set[int] = set()
+        self.taken: set[int] = set()
+        self.reduced: set[int] = set()
+
+    def move_to(self, layout: FlatLayout) -> None:
+        """Drop all, and be of another number of ranks."""
+        self.drop()
+        self._layout = layout
+
+    def take(self, index: int, grad: torch.Tensor) -> None:
+        """Add a parameter's gradient of this rank. `RuntimeError` if they arrive on several streams."""
+        if self._whole is None:
+            self._stream = OneStream([grad.device])
+            self._whole = grad.new_empty(self._layout.total, dtype=self._dtype)
+        self._stream.check()
+        start = self._layout.offsets[index]
+        place = self._whole[start : start + grad.numel()].view(grad.shape)
+        self.arrived.add(index)
+        if index in self.taken:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+            self.taken.add(index)
+
+    def start_reduce(self, *, async_op: bool) -> None:
+        """Begin to average what was taken over all ranks. Collective."""
+        self.finish_reduce()
+        whole, self._whole = self._whole, None
+        assert whole is not None
+        ends = [*self._layout.offsets[1:], self._layout.total]
+        for index, (start, end) in enumerate(zip(self._layout.offsets, ends, strict=True)):
+            if index not in self.taken:
+                whole[start:end].zero_()
+        self.reduced |= self.taken
+        self.taken, self.arrived = set(), set()
+        if self._comms.size == 1:
+            # Its part is the whole, and so is the average.
+            self._new = whole
+            return
+        self._new = whole.new_empty(self._layout.part)
+        if async_op:
+            self._work = self._comms.data.reduce_scatter_single(self._new, whole, "avg", async_op=True)
+        else:
+            self._comms.data.reduce_scatter_single(self._new, whole, "avg")
+
+    def finish_reduce(self) -> None:
+        """Wait for the last reduction."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+        if self._new is not None:
+            new, self._new = self._new, None
+            self._sum = new if self._sum is None else self._sum.add_(new)
+
+    def commit(self, pieces: Sequence[Piece]) -> None:
+        """Add what was reduced to the gradients of this rank's part: the pass has succeeded on all ranks.
+
+        Args:
+            pieces: This rank's slice of each parameter.
+        """
+        self.finish_reduce()
+        begin = self._comms.rank * self._layout.part
+        for index in sorted(self.reduced):
+            assert self._sum is not None
+            tensor = pieces[index].tensor
+            start = max(0, self._layout.offsets[index] + pieces[index].start - begin)
+            grad = self._sum[start : start + len(tensor)].to(tensor.dtype)
+            tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
+        self._sum, self.reduced = None, set()
+
+
+class ParameterBucket:
+    """Parameters of one dtype and device that are updated and gathered together.
+
+    The parameters become views of one flat tensor, in contiguous order.
+
+    Args:
+        indices: Numbers of the parameters.
+        named: The parameters, with their names.
+        comms: The ranks that share them. Rank 0's values are broadcast.
+        master_dtype: Dtype in which this rank updates its part, instead of the parameters' own.
+
+    Attributes:
+        indices: As passed.
+        parameters: The parameters.
+        pieces: This rank's slice of each.
+        gradient: Gradients that are sharded as they arrive.
+    """
+
+    def __init__(
+        self, indices: Sequence[int], named: Named, comms: ShardComms, master_dtype: torch.dtype | None
+    ) -> None:
+        self.indices, self.parameters, self._comms = indices, [p for _, p in named], comms
+        raised = master_dtype is not None and self.parameters[0].is_floating_point()
+        self._dtype = master_dtype if raised else self.parameters[0].dtype
+        self.pieces = [
+            Piece(
+                name, p.shape, 0, torch.nn.Parameter(p.new_empty(0, dtype=self._dtype), requires_grad=p.requires_grad)
+            )
+            for name, p in named
+        ]
+        self._cut()
+        comms.steps.broadcast(self._flat, 0)
+        self._master.copy_(self._part)
+        self.gradient = FlatGradient(self._layout, comms, self._flat.dtype)
+
+    def _cut(self) -> None:
+        """Let the parameters be views of a flat tensor, and the pieces slices of this rank's part."""
+        self._layout = layout = FlatLayout([p.numel() for p in self.parameters], self._comms.size)
+        self._flat = self.parameters[0].new_zeros(layout.total)
+        self._views = [
+            self._flat[start : start + p.numel()].view(p.shape)
+            for start, p in zip(layout.offsets, self.parameters, strict=True)
+        ]
+        for view, parameter in zip(self._views, self.parameters, strict=True):
+            view.copy_(parameter)
+            parameter.data = view
+        self._part = self._flat[self._comms.rank * layout.part :][: layout.part]
+        self._master = self._part.to(self._dtype)
+        self._slices = {place.index: place for place in layout.slices(self._comms.rank)}
+        for slot, piece in enumerate(self.pieces):
+            place = self._place(slot)
+            piece.move(place.start, self._master[place.offset : place.offset + place.numel])
+
+    def _place(self, slot: int) -> Slice:
+        return self._slices.get(slot, Slice(slot, 0, 0, 0))
+
+    @torch.no_grad()
+    def recut(self) -> None:
+        """Be of the ranks that the communicator now has. Gradients are dropped."""
+        self._cut()
+        self.gradient.move_to(self._layout)
+
+    def shard(self, slot: int) -> TensorShard:
+        """Return this rank's elements of a parameter, in the memory of the parameter."""
+        place, piece = self._place(slot), self.pieces[slot]
+        return TensorShard(self._part[place.offset : place.offset + place.numel], piece.start, piece.shape)
+
+    @property
+    def has_master(self) -> bool:
+        """Return whether this rank updates a copy of its part in another dtype."""
+        return self._master.dtype != self._part.dtype
+
+    def check(self) -> None:
+        """`RuntimeError` if a parameter is no longer in the flat tensor."""
+        for view, parameter, piece in zip(self._views, self.parameters, self.pieces, strict=True):
+            if parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype:
+                raise RuntimeError(
+                    f"{piece.name!r} was given other memory, dtype or device after its optimizer was created. Change "
+                    "the model first, then create the ShardedOptimizer"
+                )
+
+    def check_frozen(self) -> None:
+        """`RuntimeError` if a parameter is no longer frozen."""
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{piece.name!r} was frozen when its optimizer was created, so its gradient is not averaged. Call "
+                    "remove() on the optimizer, and create a new one"
+                )
+
+    def cut_gradients(self) -> None:
+        """Give each piece its elements of p.grad. `ValueError` for a sparse gradient."""
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+            grad = parameter.grad
+            if grad is not None and grad.layout != torch.strided:
+                raise ValueError(f"the gradient of {piece.name!r} is sparse, which cannot be sharded")
+            piece.tensor.grad = None if grad is None else piece.cut(grad.detach()).to(piece.tensor.dtype)
+
+    def follow_parameters(self) -> None:
+        """Take over the elements of this rank's part that were written since the last step, as by a checkpoint."""
+        if self.has_master:
+            same = self._master.to(self._part.dtype) == self._part
+            self._master.copy_(torch.where(same, self._master, self._part.to(self._master.dtype)))
+
+    def start_gather(self) -> Work:
+        """Begin to send this rank's updated part to all others, and to receive theirs. Collective."""
+        if self.has_master:
+            self._part.copy_(self._master)
+        return self._comms.steps.all_gather_single(self._flat, self._part, async_op=True)
+
+
+_PROPERTIES = (
+    "_backward_hooks _post_accumulate_grad_hooks _version device dtype grad_fn is_cpu is_cuda is_leaf is_meta "
+    "is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu itemsize layout nbytes ndim output_nr "
+    "requires_grad shape"
+)
+_METHODS = (
+    "__hash__ __len__ dim element_size is_complex is_contiguous is_floating_point is_inference is_signed nelement "
+    "ndimension numel register_hook register_post_accumulate_grad_hook requires_grad_ size storage_offset stride"
+)
+_METADATA: frozenset[Callable[..., Any]] = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()),
+        *(getattr(torch.Tensor, name) for name in _METHODS.split()),
+        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        torch.is_complex,
+        torch.is_floating_point,
+        torch.is_inference,
+        torch.numel,
+    ]
+)
+_GRAD: Any = torch.Tensor.grad
+_GRADIENT = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
+
+
+class FreedParameter(torch.nn.Parameter):
+    """Class of a sharded model's parameter while its elements are on other ranks.
+
+    Reads of shape, dtype and other metadata work. Any other use raises.
+
+    Raises:
+        RuntimeError: The elements or the gradient were used; names the parameter.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of metadata; refuse any other."""
+        if func not in _METADATA:
+            _refuse(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return text with name and shape."""
+        return f"FreedParameter({_name(self)!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+class ShardedGradient(torch.Tensor):
+    """Class of p.grad while each rank has a part of the gradient. Reads of metadata work; any other use raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of metadata; refuse any other."""
+        if func not in _METADATA:
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} uses p.grad, which is sharded: each rank has a part of it. Use "
+                "clip_grad_norm_() of the ShardedOptimizer, or create it with shard_gradients=False"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return text with the shape."""
+        return f"ShardedGradient(shape={list(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> ShardedGradient:
+        """Return one for a parameter, without memory of its own."""
+        nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+        return nothing.expand(parameter.shape).as_subclass(cls)
+
+
+def _refuse(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> NoReturn:
+    name = next(_name(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
+    if func in _GRADIENT:
+        raise RuntimeError(
+            f"{name!r} has no p.grad, because its model is sharded: each rank has the gradient of its part. "
+            "Use optimizer.zero_grad() and sharded.clip_grad_norm_() of the ShardedModel"
+        )
+    raise RuntimeError(
+        f"{name!r} was used while its elements are on other ranks: its model is sharded, and it is whole only while "
+        "its own module runs. Use it inside `with sharded.full_parameters():`, or put the modules that use it into "
+        "one unit (units=)"
+    )
+
+
+def _name(parameter: torch.Tensor) -> str:
+    return str(parameter.__dict__["_sharded_name"])
+
+
+def free(parameters: Sequence[torch.nn.Parameter], version: int) -> None:
+    """Let parameters refuse to be used, and autograd refuse what it has saved of them at another version."""
+    for parameter in parameters:
+        parameter.__class__ = FreedParameter
+    _set_version(parameters, version)
+
+
+def refill(parameters: Sequence[torch.nn.Parameter], classes: Iterable[type], version: int) -> None:
+    """Let parameters be used again.
+
+    Args:
+        parameters: Some of a sharded model.
+        classes: The class that each had before `free`.
+        version: Number of these elements. Autograd uses what it has saved of the parameters at this version.
+    """
+    for parameter, original in zip(parameters, classes, strict=True):
+        parameter.__class__ = original
+    _set_version(parameters, version)
+
+
+def _set_version(parameters: Sequence[torch.nn.Parameter], version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), (version,) * len(parameters))

@@ -10,8 +10,7 @@ import torch
 
 from unisono.errors import ClosedError, PeerLostError
 from unisono.sharding.comms import ShardComms
-from unisono.sharding.freed import ShardedGradient
-from unisono.sharding.parameter_bucket import ParameterBucket
+from unisono.sharding.flat_parameters import ParameterBucket, ShardedGradient
 from unisono.utils.backward_pass import BackwardPass
 
 __all__ = ["GradientSharder"]

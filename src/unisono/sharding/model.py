@@ -14,11 +14,9 @@ from torch.optim import Optimizer
 from unisono.communicator import Communicator
 from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.model_states import ModelStates, Place
-from unisono.sharding.partition import UnitPolicy, partition, shardable
 from unisono.sharding.runtime import Runtime
-from unisono.sharding.shard_optimizer import ShardOptimizer, shard_optimizer
-from unisono.sharding.step_check import check_same_step
-from unisono.sharding.unit import make_units
+from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step, shard_optimizer
+from unisono.sharding.unit import UnitPolicy, make_units, partition, shardable
 from unisono.utils.bucket_plan import agree_on_parameters
 from unisono.utils.claims import claim, release
 from unisono.utils.flatten import share

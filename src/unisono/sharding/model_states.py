@@ -14,8 +14,7 @@ from unisono.communicator import Communicator
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
 from unisono.sharding.runtime import Runtime
-from unisono.sharding.shard_optimizer import Piece
-from unisono.sharding.state import load_entries
+from unisono.sharding.shard_optimizer import Piece, load_entries
 from unisono.utils.bucket_plan import agree_on_parameters
 
 __all__ = ["ModelStates", "Place"]

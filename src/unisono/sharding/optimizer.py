@@ -11,12 +11,10 @@ from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
 from unisono.sharding.comms import ShardComms
+from unisono.sharding.flat_parameters import ParameterBucket
 from unisono.sharding.gradient_sharder import GradientSharder
-from unisono.sharding.groups import check_shardable, named_groups
 from unisono.sharding.optimizer_states import ShardedStates
-from unisono.sharding.parameter_bucket import ParameterBucket
-from unisono.sharding.shard_optimizer import shard_optimizer
-from unisono.sharding.step_check import check_same_step
+from unisono.sharding.shard_optimizer import check_same_step, check_shardable, named_groups, shard_optimizer
 from unisono.utils.bucket_plan import agree_on_parameters, in_bytes, plan_buckets, warn_of_norm_limits
 from unisono.utils.claims import claim, release
 from unisono.utils.flatten import share

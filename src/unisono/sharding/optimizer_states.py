@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
 from unisono.sharding.comms import NO_COPY, ShardComms
-from unisono.sharding.parameter_bucket import ParameterBucket
+from unisono.sharding.flat_parameters import ParameterBucket
 from unisono.sharding.shard_optimizer import Piece, ShardOptimizer, unwrap
 from unisono.utils.bucket_plan import Named, agree_on_parameters
 

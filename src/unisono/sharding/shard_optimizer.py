@@ -7,21 +7,37 @@ import copy
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from unisono.checkpoint.tensor_shard import TensorShard
+from unisono.communicator import Communicator
+from unisono.core.tensors import check_apart, check_tensor
+from unisono.errors import AbortedError, CommError, MismatchError
 from unisono.sharding.comms import NO_COPY
+from unisono.utils.bucket_plan import Named, check_parameters, named_parameters
 
-__all__ = ["Piece", "ShardOptimizer", "check_elementwise", "shard_optimizer", "unwrap"]
+__all__ = [
+    "Piece",
+    "ShardOptimizer",
+    "check_elementwise",
+    "check_same_step",
+    "check_shardable",
+    "load_entries",
+    "named_groups",
+    "shard_optimizer",
+    "unwrap",
+]
 
 _Options = Mapping[str, Any]
 
@@ -490,3 +506,215 @@ def unwrap(key: str, value: Any, piece: Piece) -> Any:
             f"the state's {key!r} of {piece.name!r} has shape {list(value.shape)}, not {list(piece.shape)}"
         )
     return piece.cut(value).clone()
+
+
+def named_groups(model: torch.nn.Module | Iterable[Any]) -> list[dict[str, Any]]:
+    """Return groups whose "params" are pairs of name and parameter.
+
+    Args:
+        model: A module, parameters, pairs of name and parameter, or groups of either.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: It is empty, or a parameter is in it twice.
+
+    Example:
+        >>> from unisono.sharding.shard_optimizer import named_groups
+        >>> [[name for name, _ in group["params"]] for group in named_groups(torch.nn.Linear(2, 1))]
+        [['weight', 'bias']]
+    """
+    if isinstance(model, torch.nn.Module | torch.Tensor):
+        groups: list[dict[str, Any]] = [{"params": named_parameters(model)}]
+    else:
+        given = list(model)
+        grouped = bool(given) and isinstance(given[0], Mapping)
+        groups = [dict(group) for group in given] if grouped else [{"params": given}]
+        for number, group in enumerate(groups):
+            listed = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+            where = f"group {number}, " if grouped else ""
+            group["params"] = [_named(entry, f"{where}parameter {i}") for i, entry in enumerate(listed)]
+    seen: set[int] = set()
+    for name, parameter in (pair for group in groups for pair in group["params"]):
+        if id(parameter) in seen:
+            raise ValueError(f"{name!r} is among the parameters twice")
+        seen.add(id(parameter))
+    if not seen:
+        raise ValueError("model has no parameters")
+    return groups
+
+
+def _named(entry: Any, place: str) -> tuple[str, torch.Tensor]:
+    name, parameter = entry if isinstance(entry, tuple) else (place, entry)
+    if not isinstance(parameter, torch.Tensor):
+        raise TypeError(f"{name} is a {type(parameter).__name__}, not a tensor")
+    return name, parameter
+
+
+def check_shardable(named: Named, master_dtype: torch.dtype | None) -> None:
+    """Raise unless each parameter can become a view of a flat tensor.
+
+    Raises:
+        ValueError: One is uninitialized, no leaf, sparse, shares memory with another, or has a dtype that
+            `master_dtype` cannot stand for; names it.
+        TypeError: `master_dtype` is no floating-point dtype.
+    """
+    if master_dtype is not None and not master_dtype.is_floating_point:
+        raise TypeError(f"master_dtype must be a floating-point dtype, not {master_dtype}")
+    check_parameters(named)
+    for name, parameter in named:
+        check_tensor(parameter, repr(name), frozenset([parameter.device.type]), written=True)
+        if master_dtype is not None and parameter.is_complex():
+            raise ValueError(f"{name!r} is {parameter.dtype}, for which there is no master_dtype")
+    check_apart([(repr(name), parameter) for name, parameter in named])
+
+
+_EXTRA = "_extra_state"
+
+
+def load_entries(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Copy a state into the shards and buffers of a model.
+
+    Args:
+        model: The module; gets the extra state of its modules.
+        own: Its state with shards, whose memory is written.
+        state: The state to load: shards of this rank, or whole tensors.
+
+    Raises:
+        ValueError: The states have other names, shapes or shards. Nothing is written then.
+    """
+    if own.keys() != state.keys():
+        lacks, more = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        raise ValueError(f"the state is of another model: it lacks {lacks}, and has {more} in addition")
+    found = {name: _elements(name, own[name], state[name]) for name in own}
+    with torch.no_grad():
+        for name, value in found.items():
+            mine = own[name]
+            if name.rpartition(".")[2] == _EXTRA:
+                model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            else:
+                (mine.local if isinstance(mine, TensorShard) else mine).copy_(value)
+
+
+def _elements(name: str, mine: Any, given: Any) -> Any:
+    """Return what is to be copied into an entry; `ValueError` if it does not fit."""
+    if isinstance(given, TensorShard):
+        if not isinstance(mine, TensorShard) or (mine.start, len(mine.local), mine.shape) != (
+            given.start,
+            len(given.local),
+            given.shape,
+        ):
+            raise ValueError(f"{name!r} is {given} in the state, and {mine} on this rank. Load it by un.checkpoint")
+        return given.local
+    if isinstance(mine, torch.Tensor | TensorShard):
+        if not isinstance(given, torch.Tensor) or given.shape != mine.shape:
+            shape = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+            raise ValueError(f"{name!r} is {shape} in the state, and of shape {list(mine.shape)} in the model")
+        if isinstance(mine, TensorShard):
+            return given.detach().reshape(-1)[mine.start : mine.start + len(mine.local)]
+    return given
+
+
+_ADVICE = (
+    "Average them before step(), by un.GradientAverager(model, comm), un.average_gradients(model, comm) or "
+    "shard_gradients=True"
+)
+
+
+def check_same_step(
+    names: Sequence[str],
+    present: Sequence[bool],
+    groups: Sequence[Mapping[str, Any]],
+    gradients: Sequence[torch.Tensor],
+    step: int,
+    comm: Communicator,
+    problem: Exception | None = None,
+) -> None:
+    """Raise on every rank if one has a problem, or ranks have other gradients or options. Collective.
+
+    Cost: one all_gather of 8 bytes, and 3 us a gradient: one element of each is compared, another one in each step.
+
+    Args:
+        names: Names of all parameters.
+        present: Whether each one has a gradient.
+        groups: Groups of the optimizer.
+        gradients: Gradients, in order, that should have the same bits on all ranks; empty if they differ by design.
+        step: Number of the step.
+        comm: The ranks that make it.
+        problem: Error of this rank, which it raises; the others raise an `AbortedError` that names it.
+    """
+    try:
+        if comm.size > 1:
+            _compare_step(names, present, groups, gradients, step, comm, problem)
+    except CommError:
+        if problem is None:
+            raise
+    if problem is not None:
+        raise problem
+
+
+def _compare_step(
+    names: Sequence[str],
+    present: Sequence[bool],
+    groups: Sequence[Mapping[str, Any]],
+    gradients: Sequence[torch.Tensor],
+    step: int,
+    comm: Communicator,
+    problem: Exception | None,
+) -> None:
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    options = [_numbers(group) for group in groups]
+    samples = _samples(gradients, step)
+    checksum = zlib.crc32(repr((text, present, options, samples)).encode())
+    found = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(found, torch.tensor([checksum], device=comm.device))
+    if len(set(found.tolist())) == 1:
+        return
+    problems = comm.all_gather_object(text)
+    for rank, theirs in enumerate(problems):
+        if theirs is not None:
+            raise AbortedError(
+                f"rank {rank} failed in optimizer.step(), so no rank makes that step: {theirs}",
+                rank=comm.rank,
+                size=comm.size,
+                peer=rank,
+            )
+    cards = comm.all_gather_object((list(present), options, samples))
+    for rank, card in enumerate(cards):
+        if card != cards[0]:
+            raise MismatchError(
+                f"ranks 0 and {rank} are about to make different steps: {_difference(names, cards[0], card, rank)}",
+                rank=comm.rank,
+                size=comm.size,
+                peer=rank,
+            )
+
+
+def _numbers(group: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Options of a group that are numbers, as text."""
+    found = []
+    for key, value in sorted(group.items()):
+        plain = value.tolist() if isinstance(value, torch.Tensor) else value
+        if key != "params" and isinstance(plain, int | float | tuple | list):
+            found.append((key, repr(plain)))
+    return found
+
+
+def _samples(gradients: Sequence[torch.Tensor], step: int) -> list[str]:
+    """Return one element of each gradient as text, with all its digits."""
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for grad in gradients:
+        if grad.numel():
+            element = grad[tuple(step * 7919 // (i + 1) % n for i, n in enumerate(grad.shape))]
+            by_dtype.setdefault((grad.dtype, grad.device), []).append(element)
+    return [repr(value) for elements in by_dtype.values() for value in torch.stack(elements).tolist()]
+
+
+def _difference(names: Sequence[str], first: Any, other: Any, rank: int) -> str:
+    for name, here, there in zip(names, first[0], other[0], strict=True):
+        if here != there:
+            return f"only rank {0 if here else rank} has a gradient of {name!r}"
+    for number, (one, two) in enumerate(zip(first[1], other[1], strict=True)):
+        if one != two:
+            pairs = [(a, b) for a, b in zip(one, two, strict=False) if a != b]
+            return f"the options of group {number} are {dict(a for a, _ in pairs)} and {dict(b for _, b in pairs)}"
+    return f"their gradients differ. {_ADVICE}"

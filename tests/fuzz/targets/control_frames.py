@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.control.auth_channel import Channel, InvalidFrameError
+from unisono.control.sockets import Channel, InvalidFrameError
 
 REFUSALS = (InvalidFrameError,)
 MEMORY = (1 << 18, 20)

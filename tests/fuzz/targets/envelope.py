@@ -6,7 +6,7 @@ import struct
 
 import torch
 
-from unisono.comm.point_to_point_mailbox import _ENVELOPE_BYTES, _Incoming
+from unisono.comm.mailbox import _ENVELOPE_BYTES, _Incoming
 from unisono.errors import CommError
 
 # Each ends the way to that rank, which counts as lost.

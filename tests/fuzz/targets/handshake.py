@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from unisono.control.auth_channel import Hello
 from unisono.control.handshake import AuthenticationError, Handshake
+from unisono.control.sockets import Hello
 
 REFUSALS = (ConnectionError, AuthenticationError)
 MEMORY = (1 << 19, 20)

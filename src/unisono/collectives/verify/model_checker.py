@@ -9,8 +9,7 @@ all steps connected with it.
 from __future__ import annotations
 
 from unisono.collectives.algorithms import Algorithm
-from unisono.collectives.algorithms.semantics import start
-from unisono.collectives.algorithms.step import Move
+from unisono.collectives.algorithms.algorithm import Move, start
 from unisono.collectives.verify.rank_model import NOTHING, AlgorithmError, Contribution, RankModel, named
 from unisono.collectives.verify.reduction_tree import ReductionTrees
 

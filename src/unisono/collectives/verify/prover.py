@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from unisono.collectives.algorithms import Algorithm, AlgorithmFile, find
-from unisono.collectives.algorithms.semantics import FREE_CHUNKS, balanced, default_chunks, goal
-from unisono.collectives.algorithms.step import Cost, elements
+from unisono.collectives.algorithms.algorithm import FREE_CHUNKS, Cost, balanced, default_chunks, elements, goal
 from unisono.collectives.verify.model_checker import ModelChecker
 from unisono.collectives.verify.rank_model import AlgorithmError, RankModel, ranks_text
 from unisono.core.collective import family_of

@@ -12,7 +12,7 @@ from unisono.core.types import Timeout
 from unisono.interop.torch_rpc.constants import UNSET_RPC_TIMEOUT, seconds
 from unisono.interop.torch_rpc.dist_autograd import checked
 from unisono.interop.torch_rpc.errors import ArgumentError, as_runtime_error
-from unisono.rpc.value_codecs import register_reference
+from unisono.rpc.channel import register_reference
 
 __all__ = ["PyRRef", "RRef"]
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from unisono.collectives.algorithms import Algorithm, Move, Step, elements, find
-from unisono.collectives.algorithms.semantics import goal, start
+from unisono.collectives.algorithms.algorithm import goal, start
 from unisono.collectives.verify.prover import verify
 from unisono.lab.player.page import write
 from unisono.lab.player.replay import Change, Replay

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from unisono.collectives.algorithms.step import Move, Step
+from unisono.collectives.algorithms.algorithm import Move, Step
 from unisono.lab.simulator.jitter import exponentials
 from unisono.lab.simulator.network import Network
 from unisono.lab.simulator.rotation import Rotation

@@ -23,11 +23,11 @@ from unisono.rpc.autograd.backward_pass import GRAPH_GONE, BackwardPass, Context
 from unisono.rpc.autograd.contexts import Contexts
 from unisono.rpc.autograd.functions import RecvRecord
 from unisono.rpc.channel import words_of
+from unisono.rpc.client import RRef
 from unisono.rpc.context import current_agent
 from unisono.rpc.exported import async_execution, expose
 from unisono.rpc.protocol import DISCARD
 from unisono.rpc.receiver import Task
-from unisono.rpc.rref import RRef
 
 __all__ = ["attach", "backward_of", "current_contexts", "discover", "find", "propagate", "start"]
 

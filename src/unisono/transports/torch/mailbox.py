@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.control.auth_channel import Channel
 from unisono.control.mesh import Link, Mesh
-from unisono.control.sockets import invalidate_after_fork
+from unisono.control.sockets import Channel, invalidate_after_fork
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.tensors import view_of

@@ -26,8 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import unisono as un
-from unisono.testing.namespaced_ranks import HostRanks
-from unisono.testing.network import Network, obstacle
+from unisono.testing.namespaced_ranks import HostRanks, Network, obstacle
 from unisono.tools.bench import Finding, Spread, Timings, interleave, timed
 
 SHORT = (4 << 10, 16 << 10, 64 << 10)

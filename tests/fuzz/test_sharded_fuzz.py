@@ -14,10 +14,9 @@ import pytest
 import torch
 from sharded_fuzzing import failures
 
-from unisono.sharding import model, optimizer, optimizer_states, shard_optimizer
+from unisono.sharding import model, optimizer, shard_optimizer
 from unisono.sharding.flat_parameters import FlatGradient
-from unisono.sharding.gradient_sharder import GradientSharder
-from unisono.sharding.optimizer import ShardedOptimizer
+from unisono.sharding.optimizer import GradientSharder, ShardedOptimizer
 from unisono.sharding.shard_optimizer import ShardOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:backward.. has raised inside no_sync:UserWarning")
@@ -101,8 +100,8 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "norms of parts, ZeRO-2": (optimizer, "clip_grad_norm_", _local_norm),
     "norms of parts, ZeRO-3": (model, "clip_grad_norm_", _local_norm),
     "no trial": (shard_optimizer, "check_elementwise", lambda *_: shard_optimizer._SHARED),
-    "no options shown": (optimizer_states.ShardedStates, "_show_options", _nothing),
-    "no options shared": (optimizer_states.ShardedStates, "_share_options", _nothing),
+    "no options shown": (optimizer.ShardedOptimizer, "_show_options", _nothing),
+    "no options shared": (optimizer.ShardedOptimizer, "_share_options", _nothing),
     "zeros for none": (FlatGradient, "commit", _zeros),
     "last pass only": (FlatGradient, "take", _last_only),
     "no state loaded": (ShardOptimizer, "load_state_dict", _first_state),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.testing.network import Network, obstacle
+from unisono.testing.namespaced_ranks import Network, obstacle
 
 
 @pytest.fixture(scope="session")

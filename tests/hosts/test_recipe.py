@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.testing.network import obstacle
+from unisono.testing.namespaced_ranks import obstacle
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "several-hosts.md"
 

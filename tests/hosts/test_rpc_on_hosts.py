@@ -9,8 +9,7 @@ import torch
 
 import unisono as un
 from unisono.errors import PeerLostError
-from unisono.testing.namespaced_ranks import HostRanks, send_signal
-from unisono.testing.network import Network
+from unisono.testing.namespaced_ranks import HostRanks, Network, send_signal
 
 rpc = un.rpc
 SOON_S = 5.0

@@ -14,7 +14,7 @@ import torch
 from train_and_resume import train
 
 import unisono as un
-from unisono.testing.network import Network
+from unisono.testing.namespaced_ranks import Network
 
 SCRIPT = Path(__file__).with_name("train_and_resume.py")
 WITHIN_S = 100

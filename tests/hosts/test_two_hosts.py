@@ -11,8 +11,7 @@ import torch
 
 import unisono as un
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
-from unisono.testing.namespaced_ranks import HostRanks, send_signal
-from unisono.testing.network import Network
+from unisono.testing.namespaced_ranks import HostRanks, Network, send_signal
 
 MIB = 1 << 20
 SOON_S = 5.0

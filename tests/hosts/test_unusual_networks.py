@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.testing.namespaced_ranks import HostRanks
-from unisono.testing.network import Network, obstacle
+from unisono.testing.namespaced_ranks import HostRanks, Network, obstacle
 
 pytestmark = pytest.mark.soak
 

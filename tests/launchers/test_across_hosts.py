@@ -13,7 +13,7 @@ import torch
 from launcher_helpers import SCRIPT, finish, task
 
 from unisono.bootstrap.slurm import port_of
-from unisono.testing.network import Network, obstacle
+from unisono.testing.namespaced_ranks import Network, obstacle
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from launcher_helpers import BATCH, expect, task
 
 from unisono.bootstrap import find, slurm
-from unisono.bootstrap.hostlist import MAX_HOSTS, expand
-from unisono.bootstrap.slurm import Step, port_of, step
+from unisono.bootstrap.slurm import MAX_HOSTS, Step, expand, port_of, step
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

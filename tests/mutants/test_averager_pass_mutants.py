@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.gradients import parameter_registry
-from unisono.gradients.averager_comms import AveragerComms
-from unisono.gradients.averager_passes import AveragerPasses
+from unisono.gradients.averager import AveragerComms, GradientAverager
 from unisono.gradients.bucket import Bucket
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer
@@ -225,7 +224,7 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (passes, SavedGradients, "restore", nothing),
     (passes, SavedGradients, "merge", loses_what_was_aside),
     (passes, SavedGradients, "save", leaves_p_grad),
-    (passes, AveragerPasses, "_lies_in_buckets", lambda self, index, grad: False),
+    (passes, GradientAverager, "_lies_in_buckets", lambda self, index, grad: False),
     (passes, Reducer, "fail", consumes_on_failure),
     (left, Bucket, "can_rewind", lambda self: False),
     (left, Bucket, "rewind", lambda self: setattr(self, "started", False)),
@@ -236,7 +235,7 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (parameters, parameter_registry, "_implementation", lambda parameter: 0),
     (parameters, parameter_registry, "_in_functional_call", lambda: False),
     (parameters, AveragerComms, "abort", nothing),
-    (parameters, AveragerPasses, "_lies_in_buckets", lambda self, index, grad: True),
+    (parameters, GradientAverager, "_lies_in_buckets", lambda self, index, grad: True),
 ]
 
 

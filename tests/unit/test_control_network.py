@@ -15,8 +15,7 @@ import pytest
 
 from unisono import serialization
 from unisono.control import handshake
-from unisono.control.client import SocketControl
-from unisono.control.client_connection import connect
+from unisono.control.client import SocketControl, connect
 from unisono.control.server import Server
 from unisono.control.sockets import HELLO_BYTES, Hello
 from unisono.core.group import Group

@@ -18,8 +18,7 @@ from unisono.tools.cli import main
 from unisono.tools.demo import run as demonstration
 from unisono.tools.demo.batches import Batches
 from unisono.tools.demo.data import Pictures, load, split
-from unisono.tools.demo.progress import progress
-from unisono.tools.demo.train import train
+from unisono.tools.demo.train import progress, train
 
 ACCURACY = re.compile(r"^test accuracy: (\d+\.\d) %$", re.MULTILINE)
 NEXT = re.compile(r"^next: (.+)$", re.MULTILINE)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.diagnostics.straggler import find_straggler
-from unisono.diagnostics.trace_summary import summarize
+from unisono.diagnostics.trace_summary import find_straggler, summarize
 
 NOISE_MS = [0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
 PLANTED_MS = 5.0

@@ -20,8 +20,7 @@ from unisono.bootstrap.rendezvous import Claim, MovedError, claim_rank, confirm,
 from unisono.bootstrap.result import Rendezvous
 from unisono.bootstrap.server_lease import LINGER_S, acquire, hosts_at
 from unisono.bootstrap.tcp import plain_host
-from unisono.control.client import SocketControl
-from unisono.control.client_connection import reach
+from unisono.control.client import SocketControl, reach
 from unisono.control.sockets import find_secret, listen
 from unisono.core.group import Group
 from unisono.core.threads import DaemonThreadPool

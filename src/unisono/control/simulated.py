@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from unisono.control.client_base import PendingRequest
 from unisono.control.local import LocalControl, LocalHub
-from unisono.control.reply_schema import PendingRequest
 from unisono.core.failure import Cause
 from unisono.simulation import here, name_ranks, waiting
 

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
-from unisono.sharding.comms import ShardComms
-from unisono.sharding.flat_parameters import ParameterBucket
-from unisono.sharding.gradient_sharder import GradientSharder
-from unisono.sharding.optimizer_states import ShardedStates
-from unisono.sharding.shard_optimizer import check_same_step, check_shardable, named_groups, shard_optimizer
+from unisono.errors import ClosedError, PeerLostError
+from unisono.sharding.comms import NO_COPY, ShardComms
+from unisono.sharding.flat_parameters import ParameterBucket, ShardedGradient
+from unisono.sharding.shard_optimizer import (
+    check_same_step,
+    check_shardable,
+    named_groups,
+    shard_optimizer,
+    unwrap,
+)
+from unisono.utils.backward_pass import BackwardPass
 from unisono.utils.bucket_plan import agree_on_parameters, in_bytes, plan_buckets, warn_of_norm_limits
 from unisono.utils.claims import claim, release
 from unisono.utils.flatten import share
 from unisono.utils.gradient_norms import clip_grad_norm_
 
-__all__ = ["ShardedOptimizer"]
+__all__ = ["GradientSharder", "ShardedOptimizer"]
 
 
-class ShardedOptimizer(ShardedStates):
+class ShardedOptimizer(Optimizer):
     """An optimizer of torch of which each rank holds one part: its states, and with `shard_gradients` its gradients.
 
     Each rank updates its part of every parameter, and receives the other parts. The parameters stay the same objects,
@@ -322,3 +330,294 @@ class ShardedOptimizer(ShardedStates):
             self._sharder.remove()
             release(p for _, p in self._named)
         self._comms.close()
+
+    # The bucket of each parameter, and its slot there.
+    # Indices of the parameters that were updated at least once.
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(NO_COPY)
+
+    def _share_options(self) -> None:
+        """Let the optimizer of this rank's part have the options that the caller sees."""
+        for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
+            theirs.update({key: value for key, value in mine.items() if key != "params"})
+
+    def _show_options(self) -> None:
+        """Let the caller see the options that the optimizer of this rank's part has."""
+        for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the unsharded optimizer, in which tensors of a parameter's shape are `TensorShard`s.
+
+        `unisono.checkpoint` saves them as whole tensors. Communicates nothing. With `master_dtype`, the state of each
+        updated parameter has its master as "master".
+        """
+        self._share_options()
+        state = self._shards.state_dict()
+        for index in sorted(self._touched):
+            bucket, piece = self._places[index][0], self._pieces[index]
+            if bucket.has_master:
+                shard = TensorShard(piece.tensor.detach(), piece.start, piece.shape)
+                state["state"].setdefault(index, {})[_MASTER] = shard
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a state.
+
+        Args:
+            state_dict: A result of `state_dict` of the same rank, or a state of the unsharded optimizer with whole
+                tensors. `unisono.checkpoint.load` gets one from a checkpoint of any number of ranks.
+
+        Raises:
+            ValueError: It is of other parameters, groups, or of another rank.
+        """
+        # A class may have states that are of no parameter, under keys of its own.
+        given = state_dict["state"]
+        values = {index: dict(given[index]) for index in range(len(self._pieces)) if index in given}
+        masters = {index: found.pop(_MASTER) for index, found in values.items() if _MASTER in found}
+        self._shards.load_state_dict({**state_dict, "state": {**given, **values}})
+        self._show_options()
+        self.state = self._shards.state
+        self._touched = set(values)
+        with torch.no_grad():
+            for index, master in masters.items():
+                if self._places[index][0].has_master:
+                    self._pieces[index].tensor.copy_(unwrap(_MASTER, master, self._pieces[index]))
+
+    # -- other ranks ----------------------------------------------------------------------------
+    def move_to(self, comm: Communicator) -> None:
+        """Divide the states among the ranks of another communicator. Collective over it.
+
+        Parameters, hooks and the optimizer stay the same objects. Gradients are dropped. States are undefined until
+        they are loaded, and parameters stay as they are on each rank; `un.elastic.Recovery` restores both.
+
+        Args:
+            comm: The new communicator, such as the result of `comm.rebuild()`.
+
+        Raises:
+            MismatchError: Ranks have different models or settings.
+
+        Example:
+            >>> def program(comm):
+            ...     model = torch.nn.Linear(3, 1)
+            ...     optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, lr=0.1)
+            ...     optimizer.move_to(comm.split(comm.rank))
+            ...     return optimizer.shard_range(["parameters", 0])
+            >>> un.launch(program, nprocs=2, backend="thread")
+            [(0, 3), (0, 3)]
+        """
+        self._comms.move_to(comm)
+        agree_on_parameters(self._named, self._comms.steps, self._settings)
+        self.zero_grad()
+        for bucket in self._buckets:
+            bucket.recut()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return `state_dict()`, with this rank's part of the parameters. See `un.elastic.Recovery`.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, un.init("thread"))
+            >>> optimizer.snapshot()["parameters"]
+            {0: TensorShard(0:3 of [1, 3], torch.float32), 1: TensorShard(0:1 of [1], torch.float32)}
+        """
+        parameters = {index: bucket.shard(slot) for index, (bucket, slot) in enumerate(self._places)}
+        return {**self.state_dict(), _PARAMETERS: parameters, _STEPS: self._steps}
+
+    @torch.no_grad()
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Load a snapshot, and send each part of the parameters to all ranks. Collective.
+
+        Args:
+            snapshot: As of `snapshot` on the present ranks.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, un.init("thread"))
+            >>> optimizer.restore(optimizer.snapshot())
+        """
+        for index, shard in snapshot[_PARAMETERS].items():
+            bucket, slot = self._places[index]
+            bucket.shard(slot).local.copy_(shard.local)
+            self._pieces[index].tensor.copy_(shard.local)
+        self.load_state_dict({key: snapshot[key] for key in ("state", "param_groups")})
+        self._steps = snapshot[_STEPS]
+        for bucket in self._buckets:
+            bucket.follow_parameters()
+        self._gather(self._buckets)
+
+    def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
+        """Return which elements this rank has of a parameter, as start and stop in the flattened parameter.
+
+        Args:
+            path: Keys that lead to it, or to a state of it, in `snapshot()`.
+
+        Example:
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, un.init("thread"))
+            >>> optimizer.shard_range(["parameters", 0])
+            (0, 3)
+        """
+        piece = self._pieces[path[1]]
+        return piece.start, piece.start + len(piece.tensor)
+
+
+_MASTER, _PARAMETERS, _STEPS = "master", "parameters", "steps"
+
+
+class GradientSharder:
+    """Hooks on the parameters of buckets.
+
+    A bucket is reduced when it and all before it have their gradients, or at the end of the pass: all ranks reduce all
+    buckets in one order, whatever gradients they lack. A gradient that is in a bucket leaves a placeholder in p.grad,
+    without memory of its own. Where the placeholder is replaced by None, the gradient is dropped.
+
+    Args:
+        buckets: Buckets of trained parameters, in the expected order of their gradients.
+        comms: The ranks that average.
+
+    Attributes:
+        sync: Whether backward passes reduce.
+    """
+
+    def __init__(self, buckets: Sequence[ParameterBucket], comms: ShardComms) -> None:
+        self._buckets, self._comms, self.sync = buckets, comms, True
+        on_cpu = all(p.is_cpu for bucket in buckets for p in bucket.parameters)
+        self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=on_cpu)
+        self._next, self._syncing = 0, True
+        self._problem: str | None = None
+        self._handles: list[Any] = []
+        self._placeholders = [[ShardedGradient.of(parameter) for parameter in bucket.parameters] for bucket in buckets]
+        for number, bucket in enumerate(buckets):
+            for slot, parameter in enumerate(bucket.parameters):
+                self._handles += [
+                    parameter.register_hook(partial(self._pass.arrive, slot)),
+                    parameter.register_post_accumulate_grad_hook(partial(self._take, number, slot)),
+                ]
+
+    def _begin(self) -> None:
+        error = self._comms.data.exception()
+        if error is not None:
+            if self.drop():
+                raise error
+            try:
+                self._comms.replace()
+            except PeerLostError as lost:
+                if isinstance(error, ClosedError):
+                    raise
+                # The rank whose pass has failed does not repeat it.
+                raise error from lost
+        self._check_placeholders()
+        self.follow_zero_grad()
+        self._next, self._syncing = 0, self.sync
+        for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
+            bucket.gradient.arrived.clear()
+            for parameter, placeholder in zip(bucket.parameters, placeholders, strict=True):
+                if parameter.grad is placeholder:
+                    parameter.grad = None
+
+    @torch.no_grad()
+    def _take(self, number: int, slot: int, parameter: torch.Tensor) -> None:
+        """Hook: a gradient has been added to p.grad."""
+        bucket, grad = self._buckets[number], parameter.grad
+        if grad is None:
+            self._problem = (
+                f"a hook has taken the gradient of {bucket.pieces[slot].name!r} away before it was averaged. Make the "
+                "step after backward() has returned"
+            )
+            raise RuntimeError(self._problem)
+        if grad.layout != torch.strided:
+            raise ValueError(f"the gradient of {bucket.pieces[slot].name!r} is sparse, which cannot be sharded")
+        if self._syncing and number < self._next:
+            raise RuntimeError(
+                f"{bucket.pieces[slot].name!r} got a second gradient in one backward pass when the first one had been "
+                "averaged, as a shared parameter does under re-entrant checkpointing. Pass use_reentrant=False there"
+            )
+        bucket.gradient.take(slot, grad)
+        parameter.grad = None
+        while self._syncing and self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
+            self._reduce()
+
+    @staticmethod
+    def _is_full(bucket: ParameterBucket) -> bool:
+        return len(bucket.gradient.arrived) == len(bucket.parameters)
+
+    def _reduce(self) -> None:
+        bucket = self._buckets[self._next]
+        gradient = bucket.gradient
+        self._next += 1
+        if not gradient.taken:
+            # Other ranks may have gradients here: contribute zeros, which count as no gradient.
+            gradient.take(0, torch.zeros_like(bucket.parameters[0]))
+            gradient.taken.clear()
+        if self._next > 1:
+            # At most one whole bucket is on its way.
+            self._buckets[self._next - 2].gradient.finish_reduce()
+        gradient.start_reduce(async_op=self._comms.data.overlaps)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        if self._syncing:
+            while self._next < len(self._buckets):
+                self._reduce()
+            for bucket in self._buckets:
+                bucket.gradient.commit(bucket.pieces)
+        for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
+            for slot, (parameter, placeholder) in enumerate(zip(bucket.parameters, placeholders, strict=True)):
+                if slot in bucket.gradient.taken or bucket.pieces[slot].tensor.grad is not None:
+                    parameter.grad = placeholder
+
+    def _fail(self) -> None:
+        """Drop the gradients of this step: another rank may have a part of the pass that raised."""
+        self.drop()
+        reason = "a backward pass failed there, so all ranks drop the gradients of this step. Repeat it"
+        self._comms.abort(self._problem or reason)
+        self._problem = None
+
+    # -- from step to step ----------------------------------------------------------------------
+    def follow_zero_grad(self) -> None:
+        """Drop gradients whose placeholder was removed, as by `model.zero_grad()`."""
+        for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
+            for slot, (parameter, placeholder) in enumerate(zip(bucket.parameters, placeholders, strict=True)):
+                if parameter.grad is not placeholder:
+                    bucket.pieces[slot].tensor.grad = None
+                    bucket.gradient.taken.discard(slot)
+
+    def _check_placeholders(self) -> None:
+        """`RuntimeError` if p.grad is not of a pass."""
+        for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
+            for parameter, placeholder, piece in zip(bucket.parameters, placeholders, bucket.pieces, strict=True):
+                if parameter.grad is not None and parameter.grad is not placeholder:
+                    raise RuntimeError(
+                        f"p.grad of {piece.name!r} was set, but sharded gradients come from backward() only. Set it to "
+                        "None, or create the optimizer with shard_gradients=False"
+                    )
+
+    def check_reduced(self) -> None:
+        """`RuntimeError` if gradients wait for a pass outside of `no_sync`, or are not of a pass."""
+        self._check_placeholders()
+        if any(bucket.gradient.taken for bucket in self._buckets):
+            raise RuntimeError(
+                "gradients of backward passes in no_sync() are not averaged yet. Run the last backward() of a step "
+                "outside of no_sync()"
+            )
+
+    def drop(self) -> bool:
+        """Drop all gradients. Return whether there were any."""
+        held = False
+        for bucket in self._buckets:
+            gradient = bucket.gradient
+            held = held or bool(gradient.taken or gradient.reduced)
+            gradient.drop()
+            for parameter, piece in zip(bucket.parameters, bucket.pieces, strict=True):
+                held = held or piece.tensor.grad is not None
+                parameter.grad = piece.tensor.grad = None
+        return held
+
+    def remove(self) -> None:
+        """Remove the hooks, and drop all gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._pass.forget()
+        self.drop()

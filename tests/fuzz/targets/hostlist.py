@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.bootstrap.hostlist import MAX_HOSTS, expand
+from unisono.bootstrap.slurm import MAX_HOSTS, expand
 
 REFUSALS = (ValueError,)
 # MAX_HOSTS names, each as long as the text, are what it may come to.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from unisono.control.reply_schema import news_of
+from unisono.control.client_base import news_of
 
 REFUSALS = (ValueError,)
 MEMORY = (1 << 19, 700)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono import serialization
-from unisono.control.client_base import ControlClient
-from unisono.control.reply_schema import PendingRequest, reply_of
+from unisono.control.client_base import ControlClient, PendingRequest, reply_of
 from unisono.core.group import Group
 
 REFUSALS = (ValueError,)

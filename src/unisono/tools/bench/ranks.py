@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ import unisono as un
 from unisono.communicator import Communicator
 from unisono.core.transport import Options
 from unisono.launcher.job import Job, conclude
-from unisono.tools.bench.measure import measure
-from unisono.tools.bench.result import Result
+from unisono.tools.bench.memory import Pool
+from unisono.tools.bench.peers import PEERS, Peer
+from unisono.tools.bench.peers.unisono import UnisonoPeer
+from unisono.tools.bench.result import Against, Result
 from unisono.tools.bench.settings import Settings
 from unisono.tools.bench.table import heading, line
+from unisono.tools.bench.timings import Timings, clock, interleave
+from unisono.tools.bench.workload import Slot, Workload
 from unisono.transports.hierarchical import transport_named
 
-__all__ = ["on_ranks", "run"]
+__all__ = ["measure", "on_ranks", "run"]
 
 _TIMEOUT_S = 120.0
 
@@ -97,3 +102,113 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+_OWN = ""
+"""No peer's name."""
+
+
+def measure(comm: Communicator, settings: Settings, folder: Path, report: Callable[[Result], None]) -> list[Result]:
+    """Return a result for each size, the same on every rank. Collective over `comm`.
+
+    Args:
+        comm: The ranks, as many as the settings say.
+        settings: What to measure.
+        folder: Empty, and seen by all ranks.
+        report: Called with each result as soon as it is known.
+    """
+    with ExitStack() as stack:
+        candidates: dict[str, Peer] = {_OWN: UnisonoPeer(comm, folder, settings.algorithm)}
+        for name in settings.against:
+            candidates[name] = PEERS[name](comm, folder)
+            stack.callback(candidates[name].close)
+        results = []
+        for workload in settings.workloads:
+            results.append(_Case(comm, settings, workload, candidates).measure())
+            report(results[-1])
+        # No rank closes a connection that another rank still uses.
+        comm.barrier()
+        return results
+
+
+class _Case:
+    """All candidates at one workload."""
+
+    def __init__(self, comm: Communicator, settings: Settings, workload: Workload, candidates: dict[str, Peer]) -> None:
+        self._comm, self._settings, self._workload, self._candidates = comm, settings, workload, candidates
+
+        def ordinary(numel: int) -> torch.Tensor:
+            return torch.empty(numel, dtype=workload.dtype)
+
+        def registered(numel: int) -> torch.Tensor:
+            return comm.empty(numel, workload.dtype)
+
+        own = Pool(workload, registered if settings.registered else ordinary, cold=settings.cold)
+        apart = settings.registered and settings.against
+        others = Pool(workload, ordinary, cold=settings.cold) if apart else own
+        self._pools = {name: own if name == _OWN else others for name in candidates}
+        for pool in {own, others}:
+            pool.fill(comm.rank)
+        self._wrong = dict.fromkeys(candidates, 0)
+        self._calls: dict[tuple[str, int], Callable[[], object]] = {}
+
+    def measure(self) -> Result:
+        settings, comm = self._settings, self._comm
+        algorithm = self._chosen()
+        samples = {name: partial(self._sample, name) for name in self._candidates}
+        timings = interleave(samples, comm, seconds=settings.seconds, least=settings.least).slowest(comm)
+        return self._result(algorithm, timings)
+
+    def _chosen(self) -> str:
+        own = self._candidates[_OWN]
+        assert isinstance(own, UnisonoPeer)
+        slot = self._pools[_OWN].next()[0]
+        self._workload.fill(slot, self._comm.rank)
+        algorithm = own.chosen(own.bind(self._workload, slot))
+        self._workload.fill(slot, self._comm.rank)
+        return algorithm
+
+    def _sample(self, name: str) -> float:
+        """Time a few calls on fresh data, verify them, and prepare the next sample."""
+        workload, rank, cold = self._workload, self._comm.rank, self._settings.cold
+        slots = self._pools[name].next()
+        calls = [self._bound(name, slot) for slot in slots]
+        if not cold:
+            for slot in slots:
+                workload.fill(slot, rank)
+        seconds = clock(calls, self._comm)
+        for slot in slots:
+            if self._candidates[name].verified:
+                self._wrong[name] += workload.wrong(slot, rank)
+            if cold:
+                workload.fill(slot, rank)
+        return seconds
+
+    def _bound(self, name: str, slot: Slot) -> Callable[[], object]:
+        """Return the call, prepared once: a slot does not change during this case."""
+        call = self._calls.get((name, id(slot)))
+        if call is None:
+            call = self._calls[name, id(slot)] = self._candidates[name].bind(self._workload, slot)
+        return call
+
+    def _result(self, algorithm: str, timings: Timings) -> Result:
+        workload = self._workload
+        counts = torch.tensor(list(self._wrong.values()))
+        self._comm.all_reduce(counts)
+        wrong = dict(zip(self._wrong, counts.tolist(), strict=True))
+        return Result(
+            workload.collective,
+            workload.ranks,
+            workload.nbytes,
+            workload.count,
+            str(workload.dtype).removeprefix("torch."),
+            workload.op.value,
+            algorithm,
+            timings.of(_OWN) * 1e6,
+            wrong[_OWN],
+            timings.rounds,
+            {
+                name: Against(timings.of(name).median * 1e6, timings.ratio(name, _OWN), wrong[name])
+                for name in self._settings.against
+            },
+        )

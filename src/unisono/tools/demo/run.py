@@ -6,8 +6,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,21 @@ import unisono as un
 from unisono.host.network import why_no_shm
 from unisono.tools.demo.batches import Batches
 from unisono.tools.demo.data import Pictures, load, split
-from unisono.tools.demo.equivalence import difference, largest, one_rank, ring_error, several_ranks
 from unisono.tools.demo.model import accuracy, build
-from unisono.tools.demo.train import train
+from unisono.tools.demo.train import Weights, sgd_step, train
 from unisono.transports.hierarchical import transport_named
 
-__all__ = ["PreparedDemo", "Settings", "prepare", "show"]
+__all__ = [
+    "PreparedDemo",
+    "Settings",
+    "difference",
+    "largest",
+    "one_rank",
+    "prepare",
+    "ring_error",
+    "several_ranks",
+    "show",
+]
 
 _TOLERANCE = 1e-10
 _TIMEOUT_S = 120.0
@@ -181,3 +191,54 @@ def _next(settings: Settings) -> str:
 def _say(line: str) -> None:
     # Ranks write to the same terminal, so flush the output.
     print(line, flush=True)
+
+
+# Not divisible by any number of ranks below it, so the ring's chunks differ in length.
+_LENGTH = 100_003
+
+
+def several_ranks(comm: un.Communicator, pictures: Pictures, steps: int, seed: int) -> Weights:
+    """Return this rank's float64 weights after `steps` steps of distributed SGD."""
+    batches = Batches(pictures, comm.size, seed)
+    model = build(pictures, seed + comm.rank, torch.float64).to(comm.device)
+    un.broadcast_parameters(model, comm)
+    epochs = (batches.of(comm.rank, epoch) for epoch in range(_epochs(steps, batches)))
+    for _ in islice(sgd_step(model, pictures, epochs, lambda: un.average_gradients(model, comm)), steps):
+        pass
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
+def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
+    """Return the same weights from a plain loop without communication, over the same global batches as `ranks` had."""
+    batches = Batches(pictures, ranks, seed)
+    model = build(pictures, seed, torch.float64)
+    epochs = (batches.whole(epoch) for epoch in range(_epochs(steps, batches)))
+    for _ in islice(sgd_step(model, pictures, epochs, lambda: None), steps):
+        pass
+    return dict(model.state_dict())
+
+
+def difference(mine: Weights, theirs: Weights) -> float:
+    """Return the largest difference of any weight."""
+    return largest(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+
+
+def largest(errors: Iterable[float]) -> float:
+    """Return the largest error, or NaN if any is NaN, which Python's `max` may skip."""
+    return float(torch.tensor(list(errors), dtype=torch.float64).max())
+
+
+def ring_error(comm: un.Communicator, seed: int) -> float:
+    """Return this rank's largest difference between a ring all_reduce of random numbers and their local sum."""
+    total, mine = torch.zeros(_LENGTH, dtype=torch.float64), torch.empty(0)
+    for rank in range(comm.size):
+        generator = torch.Generator().manual_seed(seed + rank)
+        numbers = torch.randn(_LENGTH, dtype=torch.float64, generator=generator)
+        total += numbers
+        mine = numbers.to(comm.device) if rank == comm.rank else mine
+    comm.all_reduce(mine, algorithm="ring")
+    return float((mine.cpu() - total).abs().max())
+
+
+def _epochs(steps: int, batches: Batches) -> int:
+    return -(-steps // batches.steps)

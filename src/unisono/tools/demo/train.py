@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 import unisono as un
+from unisono.host.distribution import install_command
 from unisono.tools.demo.batches import Batches, Share
 from unisono.tools.demo.data import Pictures
 from unisono.tools.demo.model import build
-from unisono.tools.demo.progress import progress
 
-__all__ = ["TrainResult", "Weights", "sgd_step", "train"]
+__all__ = ["Tell", "TrainResult", "Weights", "progress", "sgd_step", "train"]
 
 Weights = dict[str, torch.Tensor]
 
@@ -105,3 +107,42 @@ class _Clock:
                 action()
 
         return timed
+
+
+Tell = Callable[[torch.Tensor], None]
+
+
+@contextmanager
+def progress(epochs: int, steps: int, *, shown: bool) -> Iterator[Tell]:
+    """Yield a callback for the loss of each step; it prints nothing unless `shown`."""
+    if not shown:
+        yield lambda loss: None
+    elif not sys.stdout.isatty():
+        yield _lines(epochs, steps)
+    else:
+        try:
+            from rich.progress import Progress
+        except ImportError:
+            print(f"(for a progress bar: {install_command('cli')})", flush=True)
+            yield _lines(epochs, steps)
+        else:
+            with Progress() as bar:
+                task = bar.add_task("training", total=epochs * steps)
+
+                def advance(loss: torch.Tensor) -> None:
+                    bar.update(task, advance=1, description=f"training, loss {float(loss):.3f}")
+
+                yield advance
+
+
+def _lines(epochs: int, steps: int) -> Tell:
+    """A line after each epoch: its mean loss on this rank."""
+    losses: list[torch.Tensor] = []
+
+    def tell(loss: torch.Tensor) -> None:
+        losses.append(loss)
+        if len(losses) % steps == 0:
+            mean = float(torch.stack(losses[-steps:]).mean())
+            print(f"epoch {len(losses) // steps:2} of {epochs}: loss {mean:.4f}", flush=True)
+
+    return tell

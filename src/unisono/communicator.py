@@ -1269,8 +1269,12 @@ class Communicator:
             [2, 0, 1]
         """
         resolve_timeout(timeout)
-        written = self._check_tensor(recv_tensor, "recv_tensor", written=True)
-        check_apart([("recv_tensor", written)], [("send_tensor", self._check_tensor(send_tensor, "send_tensor"))])
+        devices = self._engine.transport.devices
+        written = check_tensor(recv_tensor, "recv_tensor", devices, written=True)
+        check_apart(
+            [("recv_tensor", written)],
+            [("send_tensor", check_tensor(send_tensor, "send_tensor", devices, written=False))],
+        )
         self._messages.post(
             "sendrecv", [Recv(recv_tensor, src, recvtag), Send(send_tensor, dst, sendtag)]
         ).wait_or_break(timeout)
@@ -1453,7 +1457,7 @@ class Communicator:
         # From now on the child group detects a lost rank, even before that rank has joined.
         self._control.join(child)
         try:
-            part = self._alike(self._plain().split(child), check, options)
+            part = Communicator(self._plain().split(child), self._control, options, check=check)
         except BaseException as error:
             self._control.report_failure(child, to_cause(error, child.rank, "split"))
             self._control.leave(child)
@@ -1463,10 +1467,6 @@ class Communicator:
         part._engine.set_parent(self._engine)
         self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
         return part
-
-    def _alike(self, transport: Transport, check: Any, options: Options) -> Communicator:
-        """Return a communicator like this one, on another transport."""
-        return Communicator(transport, self._control, options, check=check)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """Return a communicator of these ranks, in the order of the list; None on the other ranks.
@@ -1609,7 +1609,7 @@ class Communicator:
         self._control.join(new)
         transport = self._plain().reconfigure(new)
         try:
-            made = self._alike(transport, self._check, self._options)
+            made = Communicator(transport, self._control, self._options, check=self._check)
             self._control.exchange(new, "rebuilt", None, max(_left(deadline), 1.0))
         except BaseException as error:
             transport.abort(error)
@@ -1870,9 +1870,6 @@ class Communicator:
 
     def _check_rank(self, rank: int, name: str) -> None:
         check_rank(rank, name, self.size)
-
-    def _check_tensor(self, buffer: Buffer, name: str, *, written: bool = False) -> torch.Tensor:
-        return check_tensor(buffer, name, self._engine.transport.devices, written=written)
 
     def __repr__(self) -> str:
         return f"<Communicator {self.backend} rank {self.rank} of {self.size}>"

@@ -8,7 +8,7 @@ import pytest
 
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause
-from unisono.core.flight_recorder import Activity, CallRecord
+from unisono.core.flight_recorder import Activity, Record
 from unisono.core.group import Group
 from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import CommTimeoutError
@@ -28,11 +28,11 @@ class Told:
     def _one(self, rank: int, number: int, inside: bool) -> dict[str, Any]:
         """State that a rank reports inside a quick call, which counts only when it is over, or after one."""
         activity = Activity(Group.world(rank, len(self._calls)))
-        call: CallRecord = ("all_reduce", number, "sum", "train.py:7")
+        call: Record = ("all_reduce", number, "sum", "train.py:7")
         if inside:
             activity.calls, activity.now, activity.inside = number - 1, call, True
         else:
-            activity.note(call)
+            activity.note(*call)
         return {"pid": 1, "groups": [activity.to_dict()], "site": "", "function": None, "stack": [], "callers": []}
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch_cases import CASES, size
 from torch_ranks import on_ranks
 
-from unisono.interop.torch_work import TorchWork
+from unisono.interop.options import TorchWork
 
 
 def compare() -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch_ranks import message, on_ranks, summed
 
 import unisono as un
 from unisono.interop import GroupOptions, register
-from unisono.interop.torch_work import TorchWork
+from unisono.interop.options import TorchWork
 
 
 def test_registration_is_idempotent() -> None:

@@ -11,7 +11,7 @@ from doctor_helpers import DOCTOR, Start, the_problem
 
 from unisono.tools.cli import main
 from unisono.tools.doctor import CHECKS, Target, runner
-from unisono.tools.doctor.finding import Finding, info, ok, optional
+from unisono.tools.doctor.report import Finding, info, ok, optional
 
 
 class Planted:

@@ -18,13 +18,10 @@ from unisono.checkpoint import (
     background,
     collective,
     manifest,
-    map_location,
-    memory_limits,
     reader,
     restore,
     saver,
-    snapshot,
-    tensor_loader,
+    tree,
 )
 from unisono.checkpoint import loader as loading
 from unisono.checkpoint.storage import local
@@ -121,12 +118,12 @@ def ranks_are_not_compared(patch: Patch) -> None:
 
 
 def only_shapes_are_compared(patch: Patch) -> None:
-    patch.setattr(snapshot, "digest", lambda data: "0" * 32)
+    patch.setattr(saver, "digest", lambda data: "0" * 32)
 
 
 def the_copy_is_a_view(patch: Patch) -> None:
-    real = snapshot._take
-    patch.setattr(snapshot, "_take", lambda flat, copy, hashed: real(flat, False, hashed))
+    real = saver._take
+    patch.setattr(saver, "_take", lambda flat, copy, hashed: real(flat, False, hashed))
 
 
 def saves_overtake_each_other(patch: Patch) -> None:
@@ -159,17 +156,17 @@ def every_rank_reads_all(patch: Patch) -> None:
 
 
 def ranks_do_not_wait_for_each_other(patch: Patch) -> None:
-    real = tensor_loader.TensorLoader._through_memory
+    real = loading.TensorLoader._through_memory
 
-    def through_memory(self: tensor_loader.TensorLoader, host: Any, shares: Any) -> None:
+    def through_memory(self: loading.TensorLoader, host: Any, shares: Any) -> None:
         hasty: Any = SimpleNamespace(rank=host.rank, size=host.size, barrier=lambda: None)
         real(self, hasty, shares)
 
-    patch.setattr(tensor_loader.TensorLoader, "_through_memory", through_memory)
+    patch.setattr(loading.TensorLoader, "_through_memory", through_memory)
 
 
 def values_may_take_any_memory(patch: Patch) -> None:
-    patch.setattr(memory_limits, "check_cost", lambda cost, nbytes: None)
+    patch.setattr(tree, "check_cost", lambda cost, nbytes: None)
     patch.setattr(manifest, "check_cost", lambda cost, nbytes: None)
 
 
@@ -178,7 +175,7 @@ def a_save_is_left_behind(patch: Patch) -> None:
 
 
 def strided_memory_is_forgotten(patch: Patch) -> None:
-    patch.setattr(map_location.Destination, "tensor", lambda self: self._made if self._target is None else self._target)
+    patch.setattr(loading.Destination, "tensor", lambda self: self._made if self._target is None else self._target)
 
 
 def shapes_do_not_matter(patch: Patch) -> None:

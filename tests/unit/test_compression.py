@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import unisono as un
 from unisono.compression import CODECS, Codec, resolve
-from unisono.compression.sign_packing import pack_signs, unpack_signs
+from unisono.compression.codecs.onebit import pack_signs, unpack_signs
 from unisono.testing import pool, run_ranks
 from unisono.testing.codecs import Bucket, bytes_sent, check_average
 from unisono.wrappers.trace import Event, Traced

@@ -11,7 +11,7 @@ from meta_tensors import Hollow
 
 import unisono as un
 from unisono.collectives.algorithms import ALGORITHMS
-from unisono.collectives.algorithms.algorithm import Move
+from unisono.collectives.algorithms.step import Move
 from unisono.collectives.executor import Flat, PartialSums, Pieces, even_edges
 from unisono.core.staging import Staging
 from unisono.core.tensors import check_apart, check_reducible, check_tensor, parse_op
@@ -128,10 +128,10 @@ def test_columns_are_disjoint_and_overlapping_slices_are_not() -> None:
 
 def test_staging_copies_only_what_is_strided() -> None:
     staging, dense = Staging(), torch.arange(6.0)
-    assert staging.target(dense, read=True).data_ptr() == dense.data_ptr()
+    assert staging.flat(dense, read=True, write=True).data_ptr() == dense.data_ptr()
     assert not staging.before
     view = torch.zeros(3, 4)[:, 1]
-    flat = staging.target(view)
+    flat = staging.flat(view, read=False, write=True)
     flat.copy_(torch.tensor([1.0, 2.0, 3.0]))
     for action in staging.after:
         action()

@@ -21,7 +21,7 @@ from unisono.algorithms import (
     simulate,
     simulate_backward,
 )
-from unisono.lab.simulator.rotation import Rotation
+from unisono.lab.simulator.rounds import Rotation
 
 A, B, G = 10e-6, 1e-9, 0.25e-9
 PLAIN = Network(alpha=A, bandwidth=1 / B, gamma=G)

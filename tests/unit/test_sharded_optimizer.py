@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam
 
 import unisono as un
-from unisono.checkpoint.tensor_shard import TensorShard
+from unisono.core.tensor_shard import TensorShard
 
 
 @BOTH

@@ -115,7 +115,7 @@ def test_plot(tmp_path: Path) -> None:
 def test_missing_matplotlib_is_reported_before_the_simulation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("unisono.tools.bench.plotting.find_spec", lambda name: None)
+    monkeypatch.setattr("unisono.tools.bench.report.find_spec", lambda name: None)
     monkeypatch.setattr("unisono.tools.cli.commands.simulate.scaling", lambda *arguments: pytest.fail("simulated"))
     assert main(["simulate", "all_reduce", "ring", "--plot", "curves.svg"]) == 2
     assert "a plot needs matplotlib" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from unisono.control import LocalHub
 from unisono.core.group import Group
 from unisono.host import network
 from unisono.launcher import api
-from unisono.launcher.topology import choose_backend
+from unisono.launcher.api import choose_backend
 from unisono.transports import TRANSPORTS
 from unisono.transports.shm import segment
 

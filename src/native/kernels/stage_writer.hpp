@@ -61,7 +61,7 @@ class StageWriter {
     static constexpr size_t kMaxDepth = 16;
 
     // Returns the sum of a block of rows, which is in `to`; or the block itself, if there is one row. The first half of
-    // the rows is the longer one, as in collectives/algorithms/semantics.py. `spare` has a block for each further level.
+    // the rows is the longer one, as in collectives/algorithms/algorithm.py. `spare` has a block for each further level.
     static const char* reduce_tree(const Reduction& reduction, const char* const* rows, size_t count, size_t at,
                                    size_t length, char* to, char* spare) {
         if (count == 1) return rows[0] + at;

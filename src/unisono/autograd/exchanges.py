@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from unisono.autograd.adjoints import apply
-from unisono.autograd.arguments import check_floating, exchange_shapes, flat_list
+from unisono.autograd.operator import check_floating, exchange_shapes, flat_list
 from unisono.communicator import Communicator
 
 __all__ = ["all_gather", "all_gather_v", "all_to_all", "all_to_all_single", "all_to_all_v"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from unisono.autograd.adjoints import apply
-from unisono.autograd.arguments import check_floating, flat_list
+from unisono.autograd.operator import check_floating, flat_list
 from unisono.collectives.arguments import check_rank
 from unisono.communicator import Communicator
 

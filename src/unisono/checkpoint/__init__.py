@@ -23,9 +23,8 @@ from unisono.checkpoint.errors import (
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.state import RNG, PerRank
 from unisono.checkpoint.storage import Storage
-from unisono.checkpoint.synchronize import sync
-from unisono.checkpoint.tensor_shard import TensorShard
-from unisono.checkpoint.verification import latest, verify
+from unisono.checkpoint.verification import latest, sync, verify
+from unisono.core.tensor_shard import TensorShard
 
 __all__ = [
     "RNG",

@@ -19,10 +19,10 @@ from unisono.checkpoint.reader import Block, ByteRanges, Files, ReadWindow, assi
 from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.saver import Progress
 from unisono.checkpoint.storage import Storage
-from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.checkpoint.tree import HELD, as_bytes, memory_of
 from unisono.checkpoint.tree_utils import remapped_rank
 from unisono.checkpoint.writer import ByteCallback
+from unisono.core.tensor_shard import TensorShard
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator

@@ -24,7 +24,6 @@ from unisono.checkpoint.errors import CheckpointError, FormatError, StateError, 
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.optimizer_order import in_order_of
 from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
-from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.checkpoint.tree import DICTS, Node, join, memory_of_tensor, names_in, tag_of, unpack
 from unisono.checkpoint.tree_utils import (
     elements_of,
@@ -37,6 +36,7 @@ from unisono.checkpoint.tree_utils import (
     tagged,
     with_versions,
 )
+from unisono.core.tensor_shard import TensorShard
 
 __all__ = ["Restorer", "Wanted"]
 

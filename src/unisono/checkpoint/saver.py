@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -24,12 +24,13 @@ from unisono.checkpoint.save_lock import SaveLock
 from unisono.checkpoint.sharding import Slice, shares
 from unisono.checkpoint.state import Captured, capture
 from unisono.checkpoint.storage import Storage
-from unisono.checkpoint.tensor_shard import TensorShard, check_ranges
 from unisono.checkpoint.tree import Node, as_bytes, dtype_of, memory_of, name_of
 from unisono.checkpoint.tree_utils import leaves
 from unisono.checkpoint.writer import Shard, write_file
+from unisono.core.tensor_shard import TensorShard
+from unisono.errors import MismatchError
 
-__all__ = ["Progress", "Snapshot", "commit", "outline", "prepare"]
+__all__ = ["Progress", "Snapshot", "TensorShard", "check_ranges", "commit", "outline", "prepare"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has processed, and with its total."""
@@ -344,3 +345,37 @@ def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, l
             state.update(memory[start:stop])
         digests.append(str(state.hexdigest()))
     return data, digests
+
+
+def check_ranges(shards: Mapping[str, TensorShard], held: Sequence[Mapping[str, tuple[int, int]]], rank: int) -> None:
+    """Raise `MismatchError` unless the ranks together have each element of each tensor once.
+
+    Args:
+        shards: The shards of this rank, by name; on all ranks of the same shapes.
+        held: For each rank the elements that it has of a tensor, if any, as start and stop.
+        rank: This rank.
+    """
+    for name, shard in shards.items():
+        problem = _problem([(*ranges[name], owner) for owner, ranges in enumerate(held) if name in ranges], shard.shape)
+        if problem:
+            raise MismatchError(
+                f"the shards of {name!r}, of shape {list(shard.shape)}, {problem}. Nothing was written",
+                rank=rank,
+                size=len(held),
+                operation="save",
+            )
+
+
+def _problem(found: list[tuple[int, int, int]], shape: torch.Size) -> str | None:
+    """Return the first overlap or gap of ranges, which are start, stop and rank."""
+    position, owner = 0, -1
+    for start, stop, other in sorted(found):
+        if start < position:
+            return f"overlap: elements {start} to {min(position, stop)} are on ranks {owner} and {other}"
+        if start > position:
+            break
+        position, owner = stop, other
+    if position == shape.numel():
+        return None
+    listed = ", ".join(f"rank {other} has {start} to {stop}" for start, stop, other in sorted(found)[:8])
+    return f"lack elements from {position} on: {listed or 'no rank has any'}"

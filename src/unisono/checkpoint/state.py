@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.checkpoint.tree import Node, Packer
+from unisono.core.tensor_shard import TensorShard
 
 __all__ = ["RNG", "Captured", "PerRank", "Policy", "capture", "is_stateful", "parameters_of", "per_rank_of"]
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from unisono.checkpoint.errors import FormatError
-from unisono.checkpoint.tensor_shard import TensorShard
+from unisono.core.tensor_shard import TensorShard
 from unisono.serialization.tensors import has_no_storage
 
 __all__ = [

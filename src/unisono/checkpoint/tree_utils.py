@@ -13,8 +13,8 @@ import torch
 from unisono.checkpoint.errors import StateError
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.state import is_stateful, per_rank_of
-from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.checkpoint.tree import DICTS, Node, named_tuple, names_in, tag_of, unpack
+from unisono.core.tensor_shard import TensorShard
 from unisono.core.tensors import is_non_overlapping
 from unisono.serialization.tensors import has_no_storage
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from unisono.collectives.algorithms import Algorithm
-from unisono.collectives.algorithms.algorithm import Move, Step, balanced
+from unisono.collectives.algorithms.algorithm import balanced
+from unisono.collectives.algorithms.step import Move, Step
 from unisono.core.call import Call
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.tensors import combine, numels

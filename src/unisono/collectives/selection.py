@@ -11,7 +11,7 @@ import torch
 
 from unisono.collectives.algorithms import ALGORITHMS, find
 from unisono.collectives.executor import Schedule, ScratchPool
-from unisono.collectives.tuning.cost_table import GAP, CostTable
+from unisono.collectives.tuning.cost_table import GAP
 from unisono.collectives.tuning.prediction import Choice, Machine, compare, predicted
 from unisono.core.call import NATIVE, Call, Steps
 from unisono.core.collective import FAMILIES
@@ -34,7 +34,7 @@ class Selection:
         transport: Supplies native collectives and costs.
         segment_bytes: Largest message of an algorithm.
         deterministic: Whether sums of rounded numbers must be reduced in the balanced tree over the ranks.
-        machine: Returns what "auto" depends on beside the call; the transport's built-in constants if None.
+        machine: Returns what "auto" depends on beside the call; None where no call asks for "auto".
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Selection:
         dtype = tensors[0].dtype if tensors else None
         # A size class, as by `size_class`: all calls of a class choose alike.
         bits = max(0, _message_bytes(call, self._size) - 1).bit_length()
-        machine = self._machine_of() if requested == AUTO else None
+        machine = self._machine() if requested == AUTO and self._machine is not None else None
         uniform = requested is None or _is_uniform(call)
         key = call.name, call.op, dtype, bits, requested, native, call.root, machine, uniform
         chosen = self._kept.get(key)
@@ -85,9 +85,6 @@ class Selection:
                 algorithm, transport.rank, transport.size, call.root or 0, self._segment_bytes, self._scratch
             )
         return self._schedules[key]
-
-    def _machine_of(self) -> Machine:
-        return self._machine() if self._machine else Machine(_builtin(self._transport), self._size)
 
     def _needs(self, call: Call, dtype: torch.dtype | None, requested: str | None) -> Needs:
         inexact = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
@@ -146,10 +143,6 @@ def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = No
 def _fastest(needs: Needs, nbytes: int, machine: Machine) -> Choice:
     # Whether the parts of all ranks are equally long, one rank alone cannot tell.
     return compare(needs.collective, _serving(needs, uneven=True), needs.size, nbytes, machine)
-
-
-def _builtin(transport: Transport) -> CostTable:
-    return CostTable.builtin(transport.latency_s, transport.second_per_byte)
 
 
 class Needs(NamedTuple):

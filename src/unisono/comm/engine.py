@@ -111,11 +111,6 @@ class Engine:
         invalidate_after_fork(self)
 
     # -- whether calls can be made -------------------------------------------------------------
-    @property
-    def open(self) -> bool:
-        """Return whether calls can be made."""
-        return self._broken is None and not self.closed
-
     def enter(self, operation: str) -> None:
         """Raise unless this thread may call, and the communicator still works."""
         here = get_ident()

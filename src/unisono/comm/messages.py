@@ -17,7 +17,7 @@ from unisono.core.flight_recorder import PendingMessage, Place, callers_place
 from unisono.core.staging import Staging
 from unisono.core.tensors import Buffer, check_tensor
 from unisono.core.threads import DaemonThreadPool
-from unisono.core.tracing import profiler, sink_here, span
+from unisono.core.tracing import SINK, profiler, span
 from unisono.core.types import MAX_TAG, Message, Recv, Timeout, Work
 from unisono.core.work import Completion, format_bytes, resolve_timeout
 from unisono.diagnostics.hang_report import with_hang_report
@@ -127,9 +127,7 @@ class Matching(Work):
 
     def fail(self, error: CommError) -> None:
         """Complete with an error: no message will arrive."""
-        failed = Completion(0.0)
-        failed.complete(error)
-        self._begun = failed
+        self._begun = Completion.ended(error)
 
     def wait(self, timeout: Timeout | None = None) -> None:
         started, limit = time.monotonic(), resolve_timeout(timeout, self._timeout_s)
@@ -211,7 +209,10 @@ class PointToPointWork(Work):
                 self._inner.wait(limit)
             except CommTimeoutError as error:
                 # The message may still arrive: a wait with an explicit timeout does not break the communicator.
-                raise self._located(with_hang_report(error, self._engine.control, self._engine.group)) from None
+                engine = self._engine
+                told = with_hang_report(error, engine.control, engine.group)
+                assert isinstance(told, CommError)
+                raise engine.with_context(told, self._operation, self._number) from None
             except CommError as error:
                 raise_caused(self._failed(error), error)
         self._finish()
@@ -230,7 +231,7 @@ class PointToPointWork(Work):
         """Show to other ranks the messages that this rank waits for."""
         activity = self._engine.activity
         activity.enter(*self._record, self._awaited)
-        observed = sink_here() is not None or profiler._is_profiler_enabled
+        observed = SINK.get() is not None or profiler._is_profiler_enabled
         try:
             with span("wait", self._operation, self._engine.group) if observed else nullcontext():
                 yield
@@ -284,13 +285,6 @@ class PointToPointWork(Work):
 
     def _failed(self, error: BaseException) -> BaseException:
         return self._engine.report_failure(error, self._operation, self._number)
-
-    def _located(self, error: BaseException) -> BaseException:
-        assert isinstance(error, CommError)
-        group = self._engine.group
-        return error.locate(
-            rank=group.rank, size=group.size, group=group.name, operation=self._operation, call=self._number
-        )
 
 
 class Messages:
@@ -401,6 +395,4 @@ def _detail(messages: Sequence[Message]) -> str:
 
 def _done(_peer: int) -> Work:
     """Return a completed work: a probed message needs no further action."""
-    done = Completion(0.0)
-    done.complete()
-    return done
+    return Completion.ended()

@@ -16,7 +16,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.compression.codec import Codec, accumulation_dtype
 
-__all__ = ["TwoStage"]
+__all__ = ["HalfPrecision", "TwoStage"]
 
 
 class TwoStage(Codec):
@@ -168,3 +168,27 @@ def _book(kept: torch.Tensor, error: torch.Tensor, rank: int, size: int) -> None
     """Book the second stage's error in the mean as this rank's loss, p times in its own contribution."""
     mine = kept[rank * error.numel() : (rank + 1) * error.numel()]
     mine += error.view(-1)[: mine.numel()].mul_(size).to(mine.dtype)
+
+
+class HalfPrecision(TwoStage):
+    """Codec that sends every number as `half`. Sums are computed in float32 (of float64: in float64), and rounded once.
+
+    An all_reduce of halves would round at every addition, and no rank would book that loss: see `Codec.average`.
+    """
+
+    half: torch.dtype
+    block = 1 << 62
+
+    def encode(self, pieces: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return pieces.to(self.half).view(torch.uint8).flatten(1)
+
+    def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(coded.view(self.half).view(out.shape))
+
+    def piece_bytes(self, blocks: int, length: int) -> int:
+        return 2 * blocks * length
+
+    def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        info = torch.finfo(self.half)
+        rounded = norm * (info.eps / 2 * 1.001) + count.sqrt() * (info.smallest_normal * info.eps / 2)
+        return torch.where(largest > info.max, torch.inf, rounded)

@@ -28,7 +28,6 @@ __all__ = [
     "record_collective",
     "record_message",
     "recording",
-    "sink_here",
     "span",
 ]
 
@@ -62,9 +61,7 @@ class Event:
 Sink = Callable[[Event], None]
 
 SINK: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
-
-sink_here = SINK.get
-"""The sink that is open in this context, or None. Read at each call, so it runs no Python frame.
+"""The sink that is open in this context, or None. `SINK.get` runs no Python frame.
 
 Torch's profiler is checked beside it: `profiler._is_profiler_enabled` is one global read.
 """

@@ -60,6 +60,13 @@ class Completion(Work):
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
+    @classmethod
+    def ended(cls, error: BaseException | None = None) -> Completion:
+        """Return a work that has ended, with an error if there is one."""
+        work = Completion(0.0)
+        work.complete(error)
+        return work
+
     def complete(self, error: BaseException | None = None) -> bool:
         """End the work; return False if it had ended before (the first outcome stays)."""
         with self._lock:

@@ -10,11 +10,10 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from unisono.data.partitioner import Partitioner
-from unisono.data.rank_info import ranks_of
 from unisono.data.resume_state import gather_states
 from unisono.data.sampler import PartitionSampler
-from unisono.data.second_split import refuse_second_split
 from unisono.data.stateful_iterator import StatefulIterator
+from unisono.data.workers import ranks_of, refuse_second_split
 
 __all__ = ["GlobalBatchSampler"]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import random
 import struct
 from collections.abc import Sequence
 
 import torch
 
 from unisono.data.indices import Indices
-from unisono.data.seeded_shuffle import seeded_permutation
 
-__all__ = ["IndexShuffle"]
+__all__ = ["IndexShuffle", "seeded_permutation"]
 
 _DOUBLE_ROUNDS = 3
 _TILE = 16384
@@ -151,3 +151,17 @@ class _Constants:
         torch.add(self.keys[2 * number], numbers, alpha=_FIRST, out=mixed)
         mixed.bitwise_xor_(torch.bitwise_right_shift(mixed, self.shift, out=into))
         torch.add(self.keys[2 * number + 1], mixed, alpha=_SECOND, out=into)
+
+
+def seeded_permutation(count: int, seed: int) -> torch.Tensor:
+    """The numbers below `count` in an order that depends on the seed alone. Costs about 0.1 us a sample.
+
+    Of all generators' outputs only `Random.random` is promised to stay the same on every platform
+    and in every version; hence a stable sort by such keys, not a library's shuffle.
+
+    Example:
+        >>> seeded_permutation(8, 1234).tolist()
+        [2, 7, 1, 5, 6, 3, 4, 0]
+    """
+    draw = random.Random(seed).random
+    return torch.tensor([draw() for _ in range(count)], dtype=torch.float64, device="cpu").argsort(stable=True)

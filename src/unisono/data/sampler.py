@@ -15,11 +15,10 @@ from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 from unisono.data.apportionment import equal_shares
 from unisono.data.epoch_progress import EpochProgress, EpochWarning, unchanged_on_error
 from unisono.data.partitioner import Partitioner, resolve
-from unisono.data.rank_info import ranks_of
 from unisono.data.resharding import Evening, Resharding, ShardingPhase, added, deal
 from unisono.data.resume_state import FORMAT, check_states, counts_of, gather_states, phases_of
-from unisono.data.second_split import refuse_second_split
 from unisono.data.stateful_iterator import Source, StatefulIterator, walk
+from unisono.data.workers import ranks_of, refuse_second_split
 
 __all__ = ["PartitionSampler"]
 

@@ -9,10 +9,7 @@ from typing import Any, TypeVar
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unisono.data.feistel import IndexShuffle
-from unisono.data.hidden_worker import HiddenWorker
-from unisono.data.persistent_workers import WorkerEpochCheck
-from unisono.data.rank_info import ranks_of
-from unisono.data.second_split import refuse_second_split
+from unisono.data.workers import HiddenWorker, WorkerEpochCheck, ranks_of, refuse_second_split
 from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
 

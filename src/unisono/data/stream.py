@@ -8,11 +8,8 @@ from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unisono.data.hidden_worker import HiddenWorker
-from unisono.data.persistent_workers import WorkerEpochCheck
-from unisono.data.rank_info import ranks_of
 from unisono.data.resharding import leftover
-from unisono.data.second_split import refuse_second_split
+from unisono.data.workers import HiddenWorker, WorkerEpochCheck, ranks_of, refuse_second_split
 
 __all__ = ["StreamPartition"]
 

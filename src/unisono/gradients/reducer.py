@@ -12,7 +12,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.core.group import Group
 from unisono.core.tensors import HALVES
-from unisono.core.tracing import Event, profiler, sink_here, span
+from unisono.core.tracing import SINK, Event, profiler, span
 from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError
 from unisono.gradients.bucket import Bucket
@@ -226,7 +226,7 @@ class Reducer:
         )
         # Before the reduction, which may end in an error on this rank alone.
         self._next += 1
-        if sink_here() is None and not profiler._is_profiler_enabled:
+        if SINK.get() is None and not profiler._is_profiler_enabled:
             self._reduce(bucket)
         else:
             with observe_bucket(bucket, self._comm._engine.group, self._names):
@@ -329,6 +329,6 @@ def observe_bucket(bucket: Bucket, group: Group, names: Sequence[str]) -> Iterat
         yield
     if bucket.work is None:
         start, bucket.observed_s = bucket.observed_s, None
-        if (sink := sink_here()) is not None:
+        if (sink := SINK.get()) is not None:
             end, world_rank = time.perf_counter(), group.members[group.rank]
             sink(Event("bucket", bucket.name, group.name, group.rank, start, end, nbytes, detail, world_rank))

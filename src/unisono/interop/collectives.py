@@ -15,10 +15,8 @@ from unisono.communicator import Communicator
 from unisono.core.flight_recorder import called_at
 from unisono.interop.device_backends import DeviceBackends, by_device
 from unisono.interop.from_store import Connection
-from unisono.interop.options import asynchronous, limit_s, only, operation, plain
-from unisono.interop.progress_thread import Progress
-from unisono.interop.serial_queue import SerialQueue
-from unisono.interop.torch_work import TorchWork
+from unisono.interop.options import TorchWork, asynchronous, limit_s, only, operation, plain
+from unisono.interop.serial_queue import Progress, SerialQueue
 
 __all__ = ["Collectives", "Lists", "Tensors"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from datetime import timedelta
 from typing import Any, Literal
@@ -10,16 +11,15 @@ import torch
 import torch.distributed as dist
 
 from unisono.communicator import Communicator
+from unisono.control.process_exit import close_at_exit
+from unisono.core.threads import spawn_thread
 from unisono.interop.collectives import Collectives
 from unisono.interop.device_backends import DeviceBackends
 from unisono.interop.from_store import meet
-from unisono.interop.options import GroupOptions
-from unisono.interop.progress_thread import Progress
-from unisono.interop.serial_queue import SerialQueue
-from unisono.interop.teardown import Leaving
-from unisono.interop.torch_work import TorchWork, together
+from unisono.interop.options import GroupOptions, TorchWork, together
+from unisono.interop.serial_queue import Progress, SerialQueue
 
-__all__ = ["UnisonoGroup"]
+__all__ = ["Leaving", "UnisonoGroup"]
 
 
 class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
@@ -164,3 +164,41 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._connection.comm.abort("the torch process group was aborted")
         self.others.abort()
         self.shutdown()
+
+
+_FINISH_WITHIN_S = 30.0
+"""Long enough for a collective that others still need, short enough for one that they will never join."""
+_AT_EXIT_S = 5.0
+
+
+class Leaving:
+    """The end of a group. It knows nothing of the group, and so outlives it.
+
+    Ranks may be threads of one process: then the end of a rank closes no connection, by which the others would notice.
+    So a group that is dropped is left in the background.
+    """
+
+    def __init__(self, queue: SerialQueue, progress: Progress, comm: Communicator) -> None:
+        self._queue, self._progress, self._comm = queue, progress, comm
+        self._dropped = False
+        self._over = threading.Event()
+        close_at_exit(self)
+
+    def leave(self, timeout_s: float = _FINISH_WITHIN_S) -> None:
+        """Complete pending operations, and notify the other ranks. Idempotent."""
+        try:
+            self._queue.finish(min(timeout_s, _FINISH_WITHIN_S))
+            self._progress.close()
+            self._comm.close()
+        finally:
+            self._over.set()
+
+    def drop(self) -> None:
+        """Leave in the background. Takes no lock: a finalizer calls it."""
+        self._dropped = True
+        spawn_thread(self.leave, "unisono end of a torch group")
+
+    def on_process_exit(self, error: BaseException | None) -> None:
+        """Wait, when the process ends, for a departure in the background."""
+        if self._dropped:
+            self._over.wait(_AT_EXIT_S)

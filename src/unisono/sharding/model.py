@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
+from unisono.core.tensor_shard import TensorShard
 from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
 from unisono.sharding.runtime import Runtime

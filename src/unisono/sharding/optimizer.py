@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
+from unisono.core.tensor_shard import TensorShard
 from unisono.errors import ClosedError, PeerLostError
 from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.flat_parameters import ParameterBucket, ShardedGradient

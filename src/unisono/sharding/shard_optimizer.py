@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
-from unisono.checkpoint.tensor_shard import TensorShard
 from unisono.communicator import Communicator
+from unisono.core.tensor_shard import TensorShard
 from unisono.core.tensors import check_apart, check_tensor
 from unisono.errors import AbortedError, CommError, MismatchError
 from unisono.sharding.comms import NO_COPY

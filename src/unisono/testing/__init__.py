@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     )
     from unisono.testing.conformance import World
     from unisono.testing.conformance.suite import TransportConformance
+    from unisono.testing.namespaced_ranks import run_ranks
     from unisono.testing.pools import RankPool, pool
-    from unisono.testing.ranks import run_ranks
     from unisono.wrappers.checksum import Checksummed
     from unisono.wrappers.delay import Delayed
     from unisono.wrappers.fault import Faulty, KilledError
@@ -64,7 +64,7 @@ _HOME = {
     "TransportConformance": "unisono.testing.conformance.suite",
     "World": "unisono.testing.conformance",
     "pool": "unisono.testing.pools",
-    "run_ranks": "unisono.testing.ranks",
+    "run_ranks": "unisono.testing.namespaced_ranks",
 }
 
 

@@ -24,7 +24,7 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
 from unisono.errors import MismatchError
 from unisono.testing.buckets import NUMBERS, Bucket
-from unisono.testing.ranks import run_ranks
+from unisono.testing.namespaced_ranks import run_ranks
 from unisono.wrappers.base import Wrapper
 
 __all__ = [

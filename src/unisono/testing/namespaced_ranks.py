@@ -23,9 +23,9 @@ from typing import Any, Self
 
 import torch
 
-from unisono.launcher.api import init
+from unisono.launcher.api import init, launch
 
-__all__ = ["HostRanks", "Network", "enter", "live", "obstacle", "send_signal"]
+__all__ = ["TIMEOUT_S", "HostRanks", "Network", "enter", "live", "obstacle", "run_ranks", "send_signal"]
 
 _ports = itertools.count(29600)
 _TIMEOUT_S = 10.0
@@ -288,3 +288,27 @@ def obstacle() -> str | None:
 def _run(*words: str) -> str:
     command: Sequence[str] = words
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+TIMEOUT_S = 10.0
+"""Seconds that one operation of a test may take: a hanging test should fail soon."""
+
+
+def run_ranks(fn: Callable[..., Any], size: int, backend: str = "thread", *args: Any, **options: Any) -> list[Any]:
+    """Return each rank's `fn(comm, *args)`, on `size` ranks that live as long as the call.
+
+    Args:
+        fn: The program of every rank.
+        size: Number of ranks.
+        backend: A transport's name; "thread" needs no processes.
+        args: Passed to the program.
+        options: Options of `unisono.launch`; `timeout` defaults to 10 s.
+
+    Raises:
+        Exception: The error of the first failing rank; a note names the rank.
+
+    Example:
+        >>> run_ranks(lambda comm, x: comm.rank + x, 3, "thread", 10)
+        [10, 11, 12]
+    """
+    return launch(fn, size, backend, args, **{"timeout": TIMEOUT_S, **options})

@@ -57,8 +57,8 @@ class _Ranks:
         """Run a test on ranks that serve later tests, too."""
         from unisono.core.work import resolve_timeout
         from unisono.errors import CommTimeoutError
+        from unisono.testing.namespaced_ranks import TIMEOUT_S
         from unisono.testing.pools import pool
-        from unisono.testing.ranks import TIMEOUT_S
 
         @functools.wraps(test)
         def on_one_rank(comm: Communicator) -> None:

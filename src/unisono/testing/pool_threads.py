@@ -13,7 +13,7 @@ from typing import Any
 
 from unisono.communicator import Communicator
 from unisono.errors import CommTimeoutError
-from unisono.testing.ranks import run_ranks
+from unisono.testing.namespaced_ranks import run_ranks
 
 __all__ = ["LIBRARY", "overdue", "run_limited", "where"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Step
 from unisono.collectives.algorithms.all_reduce import recursive_doubling
 from unisono.collectives.algorithms.all_reduce.recursive_doubling import chunks, cost
 from unisono.collectives.algorithms.barrier import dissemination
+from unisono.collectives.algorithms.step import Step
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 

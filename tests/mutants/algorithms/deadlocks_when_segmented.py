@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Step
 from unisono.collectives.algorithms.all_reduce import one_shot
 from unisono.collectives.algorithms.all_reduce.one_shot import chunks, cost
+from unisono.collectives.algorithms.step import Step
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 

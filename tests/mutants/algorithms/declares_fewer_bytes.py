@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unisono.collectives.algorithms.algorithm import Cost
 from unisono.collectives.algorithms.all_reduce import binomial
 from unisono.collectives.algorithms.all_reduce.binomial import chunks, steps
+from unisono.collectives.algorithms.step import Cost
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 

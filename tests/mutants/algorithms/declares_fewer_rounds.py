@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unisono.collectives.algorithms.algorithm import Cost
 from unisono.collectives.algorithms.all_reduce import ring
 from unisono.collectives.algorithms.all_reduce.ring import steps
+from unisono.collectives.algorithms.step import Cost
 
 __all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 

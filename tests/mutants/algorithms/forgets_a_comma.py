@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from unisono.collectives.algorithms.algorithm import Move, Step
 from unisono.collectives.algorithms.broadcast.binomial import chunks, cost
+from unisono.collectives.algorithms.step import Move, Step
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Step
 from unisono.collectives.algorithms.reduce_scatter import recursive_halving
 from unisono.collectives.algorithms.reduce_scatter.recursive_halving import cost
+from unisono.collectives.algorithms.step import Step
 
 __all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Move, Step
 from unisono.collectives.algorithms.reduce import binomial
 from unisono.collectives.algorithms.reduce.binomial import chunks, cost
+from unisono.collectives.algorithms.step import Move, Step
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 

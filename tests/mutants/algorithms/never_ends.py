@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import repeat
 
-from unisono.collectives.algorithms.algorithm import Step
 from unisono.collectives.algorithms.barrier import dissemination
 from unisono.collectives.algorithms.barrier.dissemination import cost
+from unisono.collectives.algorithms.step import Step
 
 __all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Move, Step
 from unisono.collectives.algorithms.all_reduce.ring import cost
+from unisono.collectives.algorithms.step import Move, Step
 
 __all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 

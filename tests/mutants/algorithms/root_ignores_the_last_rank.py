@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Step
 from unisono.collectives.algorithms.reduce import linear
 from unisono.collectives.algorithms.reduce.linear import chunks, cost
+from unisono.collectives.algorithms.step import Step
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps"]
 

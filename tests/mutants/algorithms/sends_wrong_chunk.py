@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Move, Step
 from unisono.collectives.algorithms.all_to_all import pairwise
 from unisono.collectives.algorithms.all_to_all.pairwise import cost
+from unisono.collectives.algorithms.step import Move, Step
 
 __all__ = ["COLLECTIVE", "ERROR", "cost", "steps"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Step
 from unisono.collectives.algorithms.all_reduce.swing_latency import chunks, cost, unsupported
 from unisono.collectives.algorithms.butterfly import exchanges
+from unisono.collectives.algorithms.step import Step
 
 __all__ = ["COLLECTIVE", "ERROR", "chunks", "cost", "steps", "unsupported"]
 

@@ -23,3 +23,4 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
             self._edges = edges
 
     monkeypatch.setattr(executor.Flat, "regions", regions)
+    monkeypatch.setattr(executor.Flat, "targets", regions)

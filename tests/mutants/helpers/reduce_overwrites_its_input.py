@@ -17,6 +17,6 @@ ERROR = "call='reduce'(.|\n)*rank . *: result 0: element"
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
     def _copied(tensors: Sequence[torch.Tensor], staging: Staging) -> torch.Tensor:
         # As if every rank were the root.
-        return staging.target(tensors[0], read=True)
+        return staging.flat(tensors[0], read=True, write=True)
 
     monkeypatch.setattr(arguments, "_copied", _copied)

@@ -12,11 +12,11 @@ ERROR = "call='broadcast'.*layout='(?!contiguous)(.|\n)*element"
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Staging.target
+    right = Staging.flat
 
-    def target(self: Staging, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
-        flat = right(self, tensor, read=read)
+    def flat(self: Staging, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
+        found = right(self, tensor, read=read, write=write)
         self.after.clear()
-        return flat
+        return found
 
-    monkeypatch.setattr(Staging, "target", target)
+    monkeypatch.setattr(Staging, "flat", flat)

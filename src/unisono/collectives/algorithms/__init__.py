@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.collectives.algorithms.algorithm import (
-    COLLECTIVES,
-    Algorithm,
-    AlgorithmFile,
-    Cost,
-    Move,
-    Step,
-    elements,
-    mirrored,
-    move_of,
-    others,
-    wrapped,
-)
+from unisono.collectives.algorithms.algorithm import COLLECTIVES, Algorithm, AlgorithmFile
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored, move_of, others, wrapped
 from unisono.core.registry import Registry
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from unisono.collectives.algorithms.algorithm import Move, Step, elements
+from unisono.collectives.algorithms.step import Move, Step, elements
 
 __all__ = [
     "Peer",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import accumulate
 
-from unisono.collectives.algorithms.algorithm import Move, Step
+from unisono.collectives.algorithms.step import Move, Step
 
 __all__ = ["extra_ranks", "folded", "heads", "nodes_of"]
 

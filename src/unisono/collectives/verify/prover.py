@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from unisono.collectives.algorithms import Algorithm, AlgorithmFile, find
-from unisono.collectives.algorithms.algorithm import (
-    FREE_CHUNKS,
-    Cost,
-    Move,
-    balanced,
-    default_chunks,
-    elements,
-    goal,
-    start,
-)
+from unisono.collectives.algorithms.algorithm import FREE_CHUNKS, balanced, default_chunks, goal, start
+from unisono.collectives.algorithms.step import Cost, Move, elements
 from unisono.collectives.verify.rank_model import NOTHING, AlgorithmError, Contribution, RankModel, named, ranks_text
 from unisono.collectives.verify.reduction_tree import ReductionTrees
 from unisono.core.collective import family_of

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from unisono.collectives.algorithms.algorithm import Move, Step, balanced
+from unisono.collectives.algorithms.algorithm import balanced
+from unisono.collectives.algorithms.step import Move, Step
 from unisono.collectives.verify.reduction_tree import ReductionTrees
 from unisono.errors import CommError
 

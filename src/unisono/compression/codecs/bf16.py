@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.compression.half_precision import HalfPrecision
+from unisono.compression.two_stage import HalfPrecision
 
 __all__ = ["CODEC", "Bf16"]
 

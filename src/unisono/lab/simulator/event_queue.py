@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unisono.collectives.algorithms.algorithm import Move, Step
-from unisono.lab.simulator.jitter import exponential
-from unisono.lab.simulator.network import Network, Path
+from unisono.collectives.algorithms.step import Move, Step
+from unisono.lab.simulator.network import Network, Path, exponential
 
 __all__ = ["EventQueue", "Message"]
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from unisono.collectives.algorithms import Algorithm, AlgorithmFile, Move, Step, elements, find
 from unisono.lab.simulator.event_queue import EventQueue, Message
 from unisono.lab.simulator.network import Network
-from unisono.lab.simulator.rotation import Rotation
+from unisono.lab.simulator.rounds import Rotation
 from unisono.lab.simulator.worklist import Worklist
 
 __all__ = ["Call", "Simulation", "algorithm_of", "byte_offsets", "run_calls", "simulate"]

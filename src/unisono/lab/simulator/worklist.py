@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from unisono.collectives.algorithms.algorithm import Move, Step
+from unisono.collectives.algorithms.step import Move, Step
 
 __all__ = ["Worklist"]
 

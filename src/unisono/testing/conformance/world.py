@@ -12,8 +12,8 @@ from unisono.communicator import Communicator
 from unisono.core.transport import Transport
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
+from unisono.testing.namespaced_ranks import TIMEOUT_S
 from unisono.testing.pools import pool
-from unisono.testing.ranks import TIMEOUT_S
 
 __all__ = ["Check", "World", "numbers", "together"]
 

@@ -8,14 +8,12 @@ results = run(Settings(sizes=parse_sizes("8:16M:*8"), against=("gloo",)), shown=
 from __future__ import annotations
 
 from unisono.tools.bench.peers import PEERS, Peer
-from unisono.tools.bench.plotting import check_plot, plot
 from unisono.tools.bench.ranks import on_ranks, run
-from unisono.tools.bench.report import as_json, machine
+from unisono.tools.bench.report import as_json, check_plot, machine, plot
 from unisono.tools.bench.result import Against, Result
 from unisono.tools.bench.settings import Settings
-from unisono.tools.bench.sizes import parse_sizes, shown_size
+from unisono.tools.bench.sizes import Finding, least_ratio, mean_ratio, parse_sizes, shown_size
 from unisono.tools.bench.table import heading, line, markdown, summary
-from unisono.tools.bench.targets import Finding, least_ratio, mean_ratio
 from unisono.tools.bench.timings import Sample, Spread, Timings, clock, interleave, timed
 from unisono.tools.bench.traffic import Traffic, counted
 from unisono.tools.bench.workload import COLLECTIVES, Slot, Workload, bus_factor

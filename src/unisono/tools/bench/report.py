@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import unisono as un
+from unisono.errors import UnavailableError
+from unisono.host.distribution import install_command
 from unisono.tools.bench.memory import cache_bytes
 from unisono.tools.bench.result import Result
 from unisono.tools.bench.settings import Settings
 
-__all__ = ["as_json", "machine"]
+__all__ = ["as_json", "check_plot", "machine", "plot"]
 
 
 def machine() -> dict[str, Any]:
@@ -42,3 +45,45 @@ def _processor() -> str:
 def as_json(settings: Settings, results: list[Result]) -> dict[str, Any]:
     """Return `machine`, `settings`, and `results`, as their `plain()` return."""
     return {"machine": machine(), "settings": settings.plain(), "results": [result.plain() for result in results]}
+
+
+def check_plot() -> None:
+    """Raise `UnavailableError` if plots cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise UnavailableError(f"a plot needs matplotlib: {install_command('plot')}")
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """Draw to a file, in the format of its suffix: .png, .svg, .pdf.
+
+    Raises:
+        UnavailableError: matplotlib is not installed.
+        ValueError: matplotlib does not support the format.
+        OSError: The file cannot be written.
+    """
+    check_plot()
+    from matplotlib.figure import Figure
+
+    sizes = [result.nbytes for result in results]
+    peers = list(results[0].against)
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    bandwidth, ratio = figure.subplots(1, 2)
+    bandwidth.plot(sizes, [result.busbw_gb_s for result in results], marker="o", label="unisono")
+    for name in peers:
+        # All candidates move the same bytes over the bus: only the time differs.
+        theirs = [result.busbw_gb_s * result.time_us / result.against[name].time_us for result in results]
+        bandwidth.plot(sizes, theirs, marker="o", label=name)
+        spreads = [result.against[name].ratio for result in results]
+        (drawn,) = ratio.plot(sizes, [s.median for s in spreads], marker="o", label=f"{name} / unisono")
+        ratio.fill_between(
+            sizes, [s.low for s in spreads], [s.high for s in spreads], alpha=0.2, color=drawn.get_color()
+        )
+    bandwidth.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
+    ratio.set(xscale="log", yscale="log", xlabel="bytes", ylabel="time in units of unisono's")
+    ratio.axhline(1, color="grey", linewidth=0.8)
+    for axes in (bandwidth, ratio) if peers else (bandwidth,):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    first = results[0]
+    figure.suptitle(f"{first.collective} of {first.dtype}, {first.ranks} ranks")
+    figure.savefig(path)

@@ -5,8 +5,7 @@ A check is one file in `unisono.tools.doctor.checks`, looked up by name. Nothing
 
 from __future__ import annotations
 
-from unisono.tools.doctor.finding import Finding
-from unisono.tools.doctor.runner import CHECKS, examine
-from unisono.tools.doctor.target import PORT, Target
+from unisono.tools.doctor.report import Finding
+from unisono.tools.doctor.runner import CHECKS, PORT, Target, examine
 
 __all__ = ["CHECKS", "PORT", "Finding", "Target", "examine"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from unisono.core.registry import Registry
-from unisono.tools.doctor.finding import Finding, problem
-from unisono.tools.doctor.target import Check, Target
+from unisono.tools.doctor.report import Finding, problem
 
-__all__ = ["CHECKS", "examine"]
+__all__ = ["CHECKS", "PORT", "Check", "Target", "examine"]
 
 CHECKS: Registry[Check] = Registry("check", "unisono.tools.doctor.checks")
 """A new check is one new file, or an entry point `unisono.tools.doctor.checks` of another package."""
@@ -53,3 +54,51 @@ def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tupl
 
 def _broken(name: str, what: str) -> Finding:
     return problem(f"the check itself {what}", f"unisono doctor {name} --timeout 300")
+
+
+PORT = 29555
+"""Default rendezvous port of the hosts for `--hosts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """This process's environment, and the caller's intended use of it.
+
+    Attributes:
+        backend: Backend that the program passes to `init`; None is any.
+        ranks: Number of ranks to run on this host; None takes it from the launcher's environment.
+        hosts: Names or addresses of the cooperating hosts, including this one.
+        rank: Index of this host in `hosts`; None detects it.
+        port: Port of the first host, free and open to the others.
+        limit_s: Seconds that the examination may take.
+    """
+
+    backend: str | None = None
+    ranks: int | None = None
+    hosts: tuple[str, ...] = ()
+    rank: int | None = None
+    port: int = PORT
+    limit_s: float = 60.0
+
+    def wants(self, *backends: str) -> bool:
+        """Return whether to examine the requirements of these backends only."""
+        return self.backend is None or not {"auto", *backends}.isdisjoint(self.backend.split("+"))
+
+    def requires(self, backend: str) -> bool:
+        """Return whether the program passes this very backend to `init`."""
+        return backend in (self.backend or "").split("+")
+
+
+class Check(Protocol):
+    """A file of `unisono.tools.doctor.checks`: its docstring's first line names the subject of the check.
+
+    Attributes:
+        ORDER: Lower ones come first in the report.
+    """
+
+    __doc__: str | None
+    ORDER: int
+
+    def check(self, target: Target) -> Iterable[Finding]:
+        """Run the check, and return its findings; none if it does not apply to this target."""
+        ...

@@ -110,9 +110,7 @@ class MpiTransport(Transport):
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
         if self._comms.broken is not None:
-            work = Completion(0.0)
-            work.complete(self._comms.broken)
-            return work
+            return Completion.ended(self._comms.broken)
         for message in batch:
             if message.tag > self._comms.largest_tag:
                 raise ValueError(

@@ -121,9 +121,7 @@ class TorchTransport(Transport):
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
         if self._broken is not None:
-            work = Completion(0.0)
-            work.complete(self._broken)
-            return work
+            return Completion.ended(self._broken)
         own = [message for message in batch if message.peer == self.rank]
         if own:
             others = [message for message in batch if message.peer != self.rank]

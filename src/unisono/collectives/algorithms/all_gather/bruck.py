@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, elements, wrapped
+from unisono.collectives.algorithms.step import Cost, Step, elements, wrapped
 
 __all__ = ["cost", "steps"]
 

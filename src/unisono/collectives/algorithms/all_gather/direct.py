@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step, elements, others
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, others
 
 __all__ = ["cost", "steps"]
 

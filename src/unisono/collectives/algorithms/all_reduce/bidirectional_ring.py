@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step
 from unisono.collectives.algorithms.all_reduce import ring
+from unisono.collectives.algorithms.step import Cost, Step
 
 __all__ = ["chunks", "cost", "steps"]
 

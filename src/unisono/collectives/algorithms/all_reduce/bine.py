@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, mirrored
 from unisono.collectives.algorithms.all_reduce import halving_doubling
 from unisono.collectives.algorithms.butterfly import halvings, needs_power_of_two, swinging
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
 
 __all__ = ["cost", "steps", "unsupported"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, mirrored
 from unisono.collectives.algorithms.reduce import binomial
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
 
 __all__ = ["BALANCED", "chunks", "cost", "steps"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, mirrored
 from unisono.collectives.algorithms.butterfly import halvings_cost
 from unisono.collectives.algorithms.reduce_scatter import bruck
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
 
 __all__ = ["cost", "steps"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step, elements
 from unisono.collectives.algorithms.all_reduce import ring
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements
 
 __all__ = ["OPTIONS", "chunks", "cost", "steps", "unsupported"]
 

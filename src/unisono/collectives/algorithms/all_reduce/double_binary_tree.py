@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step, elements, mirrored
 from unisono.collectives.algorithms.binary_tree import children, path
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored
 
 __all__ = ["OPTIONS", "chunks", "cost", "steps", "unsupported"]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, mirrored
 from unisono.collectives.algorithms.butterfly import doubling, halvings, halvings_cost
 from unisono.collectives.algorithms.fold import extra_ranks, folded, nodes_of
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
 
 __all__ = ["BALANCED", "chunks", "cost", "steps"]
 

@@ -12,9 +12,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step, elements, mirrored
 from unisono.collectives.algorithms.butterfly import doubling, halvings, halvings_cost, owners, places
 from unisono.collectives.algorithms.fold import nodes_of
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored
 
 __all__ = ["chunks", "cost", "steps"]
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isqrt, prod
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step, elements, mirrored, others
 from unisono.collectives.algorithms.butterfly import doubling, halvings, halvings_cost, needs_power_of_two
 from unisono.collectives.algorithms.reduce_scatter import bruck
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements, mirrored, others
 
 __all__ = ["OPTIONS", "cost", "steps", "unsupported"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step, others
+from unisono.collectives.algorithms.step import Cost, Move, Step, others
 
 __all__ = ["BALANCED", "chunks", "cost", "steps"]
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from unisono.collectives.algorithms.algorithm import Cost, Step
 from unisono.collectives.algorithms.butterfly import doubling, exchanges
 from unisono.collectives.algorithms.fold import extra_ranks, folded
+from unisono.collectives.algorithms.step import Cost, Step
 
 __all__ = ["BALANCED", "chunks", "cost", "steps"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, mirrored
 from unisono.collectives.algorithms.butterfly import needs_power_of_two, owners, swinging
 from unisono.collectives.algorithms.reduce_scatter import swing
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
 
 __all__ = ["cost", "steps", "unsupported"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step
 from unisono.collectives.algorithms.butterfly import exchanges, needs_power_of_two, swinging
+from unisono.collectives.algorithms.step import Cost, Step
 
 __all__ = ["SAME_BITS", "chunks", "cost", "steps", "unsupported"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, elements
 from unisono.collectives.algorithms.all_gather import direct as all_gather
 from unisono.collectives.algorithms.reduce_scatter import direct as reduce_scatter
+from unisono.collectives.algorithms.step import Cost, Step, elements
 
 __all__ = ["BALANCED", "cost", "steps"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step
+from unisono.collectives.algorithms.step import Cost, Move, Step
 
 __all__ = ["OPTIONS", "UNIFORM", "chunks", "cost", "steps", "unsupported"]
 

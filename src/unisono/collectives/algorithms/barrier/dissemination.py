@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step
+from unisono.collectives.algorithms.step import Cost, Move, Step
 
 __all__ = ["cost", "steps"]
 

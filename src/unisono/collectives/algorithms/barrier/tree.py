@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step
 from unisono.collectives.algorithms.broadcast import binomial as broadcast
 from unisono.collectives.algorithms.reduce import binomial as reduce
+from unisono.collectives.algorithms.step import Cost, Step
 
 __all__ = ["cost", "steps"]
 

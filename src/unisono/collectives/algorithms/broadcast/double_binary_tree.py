@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step, elements
 from unisono.collectives.algorithms.binary_tree import children, path
+from unisono.collectives.algorithms.step import Cost, Move, Step, elements
 
 __all__ = ["OPTIONS", "chunks", "cost", "steps"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, elements
 from unisono.collectives.algorithms.all_gather import ring
 from unisono.collectives.algorithms.scatter import binomial
+from unisono.collectives.algorithms.step import Cost, Step, elements
 
 __all__ = ["cost", "steps"]
 

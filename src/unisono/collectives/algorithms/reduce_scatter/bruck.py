@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, move_of
+from unisono.collectives.algorithms.step import Cost, Step, move_of
 
 __all__ = ["cost", "runs", "steps"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, mirrored
 from unisono.collectives.algorithms.all_gather import pat as all_gather
+from unisono.collectives.algorithms.step import Cost, Step, mirrored
 
 __all__ = ["cost", "steps"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step, move_of
 from unisono.collectives.algorithms.butterfly import doubling, halvings, owners
 from unisono.collectives.algorithms.fold import extra_ranks, folded, heads
+from unisono.collectives.algorithms.step import Cost, Move, Step, move_of
 
 __all__ = ["BALANCED", "cost", "steps"]
 

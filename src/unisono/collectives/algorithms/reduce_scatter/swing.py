@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Move, Step, move_of
 from unisono.collectives.algorithms.butterfly import halvings, needs_power_of_two, owners, swinging
+from unisono.collectives.algorithms.step import Cost, Move, Step, move_of
 
 __all__ = ["cost", "steps", "unsupported"]
 

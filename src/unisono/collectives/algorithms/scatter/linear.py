@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.collectives.algorithms.algorithm import Cost, Step, elements, mirrored
 from unisono.collectives.algorithms.gather import linear as gather
+from unisono.collectives.algorithms.step import Cost, Step, elements, mirrored
 
 __all__ = ["cost", "steps"]
 

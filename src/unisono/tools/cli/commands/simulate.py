@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Simulate, and print and write what is asked for."""
-    from unisono.tools.bench.plotting import check_plot
+    from unisono.tools.bench.report import check_plot
     from unisono.tools.bench.sizes import parse_sizes
 
     if given.plot:

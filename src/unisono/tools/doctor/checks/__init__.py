@@ -1,1 +1,1 @@
-"""The checks: one file each, see `unisono.tools.doctor.target.Check`."""
+"""The checks: one file each, see `unisono.tools.doctor.runner.Check`."""

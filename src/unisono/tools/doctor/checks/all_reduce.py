@@ -12,10 +12,10 @@ from functools import partial
 from unisono.host.mpi_library import find_mpirun
 from unisono.host.network import why_no_shm
 from unisono.tools.doctor.checks.torch import load_torch
-from unisono.tools.doctor.finding import Finding, info
 from unisono.tools.doctor.mpi import find_library, mpi_environment
+from unisono.tools.doctor.report import Finding, info
+from unisono.tools.doctor.runner import Target
 from unisono.tools.doctor.smoke_test_runner import tried
-from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 
@@ -67,5 +67,5 @@ def _mpi(limit_s: float) -> list[Finding]:
     starter = find_mpirun()
     if starter is None:
         return []
-    fix = f"{starter} -n 2 {sys.executable} -m unisono.tools.doctor.smoke_test mpi"
+    fix = f"{starter} -n 2 {sys.executable} -m unisono.tools.doctor.smoke_test_runner mpi"
     return tried({"mpi": fix}, limit_s, before=[starter, "-n", "2"], environment=mpi_environment())

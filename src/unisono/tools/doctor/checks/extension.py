@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from unisono.host.distribution import source
 from unisono.host.native import NO_EXTENSIONS, native
-from unisono.tools.doctor.finding import Finding, info, ok, optional
-from unisono.tools.doctor.target import Target
+from unisono.tools.doctor.report import Finding, info, ok, optional
+from unisono.tools.doctor.runner import Target
 
 __all__ = ["ORDER", "check"]
 

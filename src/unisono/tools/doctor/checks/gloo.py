@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 
 from unisono.tools.doctor.checks.torch import load_torch
-from unisono.tools.doctor.finding import Finding, ok, problem
-from unisono.tools.doctor.target import Target
+from unisono.tools.doctor.report import Finding, ok, problem
+from unisono.tools.doctor.runner import Target
 
 __all__ = ["ORDER", "check"]
 

@@ -13,9 +13,9 @@ from unisono.host.network import (
     is_loopback,
     requested_interface,
 )
-from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.network import addresses
-from unisono.tools.doctor.target import Target
+from unisono.tools.doctor.report import Finding, info, ok, problem
+from unisono.tools.doctor.runner import Target
 
 __all__ = ["ORDER", "check"]
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 
 from unisono.host.distribution import install_command
-from unisono.tools.doctor.finding import Finding, ok, optional
 from unisono.tools.doctor.mpi import Library, find_library
-from unisono.tools.doctor.target import Target
+from unisono.tools.doctor.report import Finding, ok, optional
+from unisono.tools.doctor.runner import Target
 
 __all__ = ["ORDER", "check"]
 

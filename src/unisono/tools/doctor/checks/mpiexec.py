@@ -11,10 +11,10 @@ from pathlib import Path
 
 from unisono.host import mpi_library
 from unisono.host.mpi_library import find_mpirun
-from unisono.tools.doctor.finding import Finding, info, ok, optional
 from unisono.tools.doctor.mpi import Library, find_library, mpi_environment
+from unisono.tools.doctor.report import Finding, info, ok, optional
+from unisono.tools.doctor.runner import Target
 from unisono.tools.doctor.subprocesses import run
-from unisono.tools.doctor.target import Target
 
 __all__ = ["ORDER", "check"]
 

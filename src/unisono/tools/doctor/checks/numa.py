@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from unisono.host.numa import nodes, placement, shown
 from unisono.tools.doctor.checks.cores import ranks_here
-from unisono.tools.doctor.finding import Finding, info, ok
-from unisono.tools.doctor.target import Target
+from unisono.tools.doctor.report import Finding, info, ok
+from unisono.tools.doctor.runner import Target
 
 __all__ = ["ORDER", "check"]
 

@@ -11,9 +11,9 @@ from unisono.control.sockets import listen
 from unisono.errors import CommError
 from unisono.host.mpi_library import number
 from unisono.tools.doctor.checks.launcher import launched
-from unisono.tools.doctor.finding import Finding, info, ok, problem
 from unisono.tools.doctor.network import ANYWHERE, free_port, port_owner
-from unisono.tools.doctor.target import Target
+from unisono.tools.doctor.report import Finding, info, ok, problem
+from unisono.tools.doctor.runner import Target
 
 __all__ = ["ORDER", "check"]
 

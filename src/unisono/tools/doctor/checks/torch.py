@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 from types import ModuleType
 
-from unisono.tools.doctor.finding import Finding, ok, problem
-from unisono.tools.doctor.target import Target
+from unisono.tools.doctor.report import Finding, ok, problem
+from unisono.tools.doctor.runner import Target
 
 __all__ = ["ORDER", "check", "load_torch"]
 

@@ -1,0 +1,131 @@
+"""Workers of a loader: which rank and worker this process is, and refusals of data that is divided twice."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
+
+__all__ = ["HiddenWorker", "WorkerEpochCheck", "ranks_of", "refuse_second_split"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class HiddenWorker(Iterator[T_co]):
+    """All samples of an iterable, in a loader worker too.
+
+    A dataset that divides itself among the workers, by torch's `get_worker_info`, sees none while it runs:
+    its reader divides the samples, and a second division would leave samples out.
+
+    Args:
+        make: Returns the iterable.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[T_co]]) -> None:
+        self._items: Iterator[T_co] = _hidden(lambda: iter(make()))
+
+    def __next__(self) -> T_co:
+        item: T_co = _hidden(next, self._items)
+        return item
+
+
+def _hidden(call: Callable[..., Any], *given: Any) -> Any:
+    info: Any = worker
+    before = info._worker_info
+    info._worker_info = None
+    try:
+        return call(*given)
+    finally:
+        info._worker_info = before
+
+
+class WorkerEpochCheck:
+    """Pass counter of a worker's copy of a dataset: a copy with a loaded state is good for one pass.
+
+    Persistent workers (`persistent_workers=True`) do not see `set_epoch`, so in each epoch they would skip
+    the samples that were trained on before the state was saved.
+    """
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def begin(self, resumed: bool) -> Iterator[Any] | None:
+        """Return, for the second pass, an iterator that raises on `next`: only then does a worker forward errors."""
+        if get_worker_info() is None or not resumed:
+            return None
+        again, self._begun = self._begun, True
+        return _refusal() if again else None
+
+
+def _refusal() -> Iterator[Any]:
+    raise RuntimeError(
+        "persistent_workers=True hides set_epoch() and restored state from the workers: recreate the DataLoader, "
+        "or use persistent_workers=False"
+    )
+    yield
+
+
+def ranks_of(comm: Any = None, num_replicas: int | None = None, rank: int | None = None) -> tuple[int, int]:
+    """This rank, and how many there are.
+
+    Args:
+        comm: Whatever has a `rank` and a `size`, as values or methods: a `Communicator`, an mpi4py communicator,
+            a torch process group.
+        num_replicas, rank: Both instead of `comm`. With none of the three: torch's default group, if there
+            is one, else a world of one.
+
+    Raises:
+        TypeError: `comm` has no rank and size, or a number is no whole number.
+        ValueError: Both ways were given, or half of one, or the rank is not below the number of ranks.
+
+    Example:
+        >>> ranks_of(num_replicas=4, rank=3)
+        (3, 4)
+    """
+    if comm is not None:
+        if num_replicas is not None or rank is not None:
+            raise ValueError("pass comm, or num_replicas and rank, but not both")
+        try:
+            known = [getattr(comm, name) for name in ("rank", "size")]
+        except AttributeError as error:
+            raise TypeError(
+                f"comm must have a rank and a size, which a {type(comm).__name__} has not; without a communicator "
+                "pass num_replicas=... and rank=..."
+            ) from error
+        rank, num_replicas = (value() if callable(value) else value for value in known)
+    elif num_replicas is None and rank is None:
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, num_replicas = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    elif num_replicas is None or rank is None:
+        raise ValueError("num_replicas and rank belong together; pass both, or a communicator")
+    number, size = operator.index(rank), operator.index(num_replicas)
+    if not 0 <= number < size:
+        raise ValueError(f"rank {number} is out of range: {size} ranks are numbered from 0 to {size - 1}")
+    return number, size
+
+
+_DIVIDING = "BatchSamplerShard.", "DataLoaderDispatcher.", "IterableDatasetShard."
+
+
+def refuse_second_split(ranks: int) -> None:
+    """Raise `ValueError` if Accelerate's `prepare` divides what a caller, one of several ranks, iterates over.
+
+    Accelerate looks for no distributed sampler, and has no hook: its classes are found among the callers.
+
+    Args:
+        ranks: The number of ranks that the caller divides the samples among.
+    """
+    frame = sys._getframe(1) if ranks > 1 and "accelerate.data_loader" in sys.modules else None
+    while frame is not None:
+        named = frame.f_globals.get("__name__") == "accelerate.data_loader"
+        if named and frame.f_code.co_qualname.startswith(_DIVIDING):
+            raise ValueError(
+                f"Accelerate divides this rank's part of the samples among the {ranks} ranks again, so that most are "
+                "left out. Leave the loader out of accelerator.prepare(), or divide the samples by prepare() alone"
+            )
+        frame = frame.f_back

@@ -285,11 +285,7 @@ class Communicator:
 
     def exception(self) -> CommError | None:
         """Return the first cause of failure, without raising it; None while calls can be made."""
-        try:
-            self._engine.check(None)
-        except CommError as error:
-            return error
-        return None
+        return self._engine.failure()
 
     @property
     def backend(self) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 
 import pytest
 import torch
 from meta_tensors import Hollow
 
 import unisono as un
-from unisono.collectives.algorithms import ALGORITHMS
+from unisono.collectives.algorithms import ALGORITHMS, find
 from unisono.collectives.algorithms.step import Move
-from unisono.collectives.executor import Flat, PartialSums, Pieces, even_edges
+from unisono.collectives.executor import IN_FLIGHT, Flat, PartialSums, Pieces, Schedule, ScratchPool, even_edges
+from unisono.core.call import Call
 from unisono.core.staging import Staging
 from unisono.core.tensors import check_apart, check_reducible, check_tensor, parse_op
 from unisono.core.types import Message, ReduceOp, Work
@@ -194,8 +196,6 @@ def test_fewest_bytes_can_be_requested() -> None:
 
 
 def test_at_most_eight_batches_are_in_flight() -> None:
-    from unisono.collectives.executor import IN_FLIGHT, execute
-
     flying, most = 0, 0
 
     class Counting:
@@ -213,11 +213,8 @@ def test_at_most_eight_batches_are_in_flight() -> None:
 
         def wait_received(self, timeout: float | None = None) -> None: ...
 
-    def steps() -> Iterator[object]:
-        yield from ALGORITHMS["all_reduce"]["ring"].steps(0, 2)
-
-    buffer = torch.zeros(1000)
-    execute(Counting(), steps(), Flat(buffer, even_edges(buffer.numel(), 2)), lambda a, b, out: None, segment_bytes=40)
+    ring, buffer = Schedule(find("all_reduce", "ring"), 0, 2, 0, 40, ScratchPool()), torch.zeros(1000)
+    ring(Counting(), Call("all_reduce", (buffer,), (buffer,), ReduceOp.SUM), time.monotonic() + 10.0)
     assert (flying, most) == (0, IN_FLIGHT)
 
 

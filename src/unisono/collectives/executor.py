@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from unisono.collectives.algorithms.algorithm import balanced
 from unisono.collectives.algorithms.step import Move, Step
 from unisono.core.call import Call
 from unisono.core.collective import FAMILIES, Collective
-from unisono.core.tensors import combine, numels
+from unisono.core.tensors import COMBINE, numels
 from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, ReduceOp, Send, Work
 from unisono.errors import CommError
 
@@ -33,7 +32,6 @@ __all__ = [
     "Schedule",
     "ScratchPool",
     "even_edges",
-    "execute",
 ]
 
 PACKED_BYTES = 64 << 10
@@ -61,7 +59,10 @@ def even_edges(numel: int, parts: int) -> list[int]:
         [0, 3, 6, 8, 10]
     """
     quotient, rest = divmod(numel, parts)
-    return [i * quotient + min(i, rest) for i in range(parts + 1)]
+    start = rest * (quotient + 1)
+    longer = range(0, start, quotient + 1)
+    others = range(start, numel + 1, quotient) if quotient else [numel] * (parts - rest + 1)
+    return [*longer, *others]
 
 
 class Layout(ABC):
@@ -176,11 +177,15 @@ class PartialSums(Pieces):
 IN_FLIGHT = 8
 """Maximum number of batches of messages in flight. Bounds the memory that arriving contributions need."""
 
-_Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+_Combine = Callable[..., object]
 
 
 class Schedule:
     """An algorithm's steps on one rank, which carry out calls. They are integers, and the same for every call.
+
+    Long messages are cut into segments. Segment i of all messages of a step is one batch; the next step's batch starts
+    as soon as the segments that it sends have arrived (and been reduced), while later segments are still in flight. So
+    a ring is pipelined without any code for it in the ring's file.
 
     Args:
         algorithm: An algorithm of the calls' collective.
@@ -198,22 +203,30 @@ class Schedule:
         self._segment_bytes, self._scratch = segment_bytes, scratch
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
-        """Return when this rank's part of a call is done. A reduction in place writes to its tensors."""
+        """Return when this rank's part of a call is done. A reduction in place writes to its tensors.
+
+        Raises:
+            CommTimeoutError: Not done in time; names the step and the missing ranks.
+            CommError: Any error of the transport.
+        """
         family = FAMILIES[call.name]
         if not family.in_place:
             _copy_own_part(family, call, self._rank)
-        layout = _layout_of(family, call, self._chunks, self._rank, self._size)
-        combines = partial(combine, call.op or ReduceOp.SUM)
-        run = _Run(transport, self._rank, self._size, self._root, combines, deadline, self._scratch)
+        if family.in_place and family.moves:
+            tensor = (call.inputs or call.outputs)[0]
+            layout: Layout = Flat(tensor, even_edges(tensor.numel(), self._chunks))
+        else:
+            layout = _layout_of(family, call, self._chunks, self._rank, self._size)
+        combine = COMBINE[call.op or ReduceOp.SUM]
+        run = _Run(transport, self._rank, self._size, self._root, combine, deadline, self._scratch)
         run.carry_out(self._steps, layout, self._segment_bytes)
 
 
 def _layout_of(family: Collective, call: Call, chunks: int, rank: int, size: int) -> Layout:
     """Return the layout of an algorithm's chunks in the tensors of a call."""
     root = call.root or 0
-    if family.in_place:
-        tensor = (call.inputs or call.outputs)[0] if family.moves else torch.ones(1, dtype=torch.uint8, device="cpu")
-        return Flat(tensor, even_edges(tensor.numel(), chunks))
+    if not family.moves:
+        return Flat(torch.ones(1, dtype=torch.uint8, device="cpu"), even_edges(1, chunks))
     if family.reduces:
         return PartialSums(call.inputs, rank, call.outputs[0])
     if family.pairwise:
@@ -231,42 +244,6 @@ def _copy_own_part(family: Collective, call: Call, rank: int) -> None:
     target = call.outputs[rank if family.gathers else 0]
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
-
-
-def execute(
-    transport: PointToPoint,
-    steps: Iterable[Step],
-    layout: Layout,
-    combine: _Combine | None = None,
-    *,
-    segment_bytes: int = 2 << 20,
-    timeout: float = 300.0,
-    root: int = 0,
-    spare: ScratchPool | None = None,
-) -> None:
-    """Execute an algorithm; return when this rank's part is done and its buffers may be reused.
-
-    Long messages are cut into segments. Segment i of all messages of a step is one batch; the next
-    step's batch starts as soon as the segments that it sends have arrived (and been reduced), while
-    later segments are still in flight. So a ring is pipelined without any code for it in the ring's file.
-
-    Args:
-        transport: Transport that posts the messages.
-        steps: This rank's steps, of an algorithm written for root 0.
-        layout: Memory layout of the chunks.
-        combine: `combine(low, high, out)`, for algorithms that reduce.
-        segment_bytes: Largest message.
-        timeout: Seconds for all of it.
-        root: The real root; peers are renumbered.
-        spare: Memory kept from earlier calls.
-
-    Raises:
-        CommTimeoutError: Not done in time; names the step and the missing ranks.
-        CommError: Any error of the transport.
-    """
-    deadline, scratch = time.monotonic() + timeout, spare or ScratchPool()
-    run = _Run(transport, transport.rank, transport.size, root, combine, deadline, scratch)
-    run.carry_out(steps, layout, segment_bytes)
 
 
 _Routed = tuple[int, list[Region]]
@@ -411,8 +388,11 @@ class _Run:
         for (peer, regions), beside in zip(batch.recvs, batch.landed, strict=True):
             if beside is None:
                 continue
-            parts = beside.split([region.stop - region.start for region in regions])
-            for region, part in zip(regions, parts, strict=True):
+            start = 0
+            for region in regions:
+                stop = start + region.stop - region.start
+                part = beside[start:stop]
+                start = stop
                 if batch.reduce:
                     found.setdefault(region[:3], (region, []))[1].append((peer, part))
                 else:
@@ -431,7 +411,7 @@ class _Run:
         def plus(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
             assert self._combine is not None
             out = target if low is own or high is own or high is target else low
-            self._combine(low, high, out)
+            self._combine(low, high, out=out)
             return out
 
         ordered = sorted([(self._rank, own), *contributions], key=itemgetter(0))

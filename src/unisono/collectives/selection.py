@@ -61,7 +61,7 @@ class Selection:
                 algorithm with the least predicted time, which is fixed by operation, size class, number of ranks,
                 hosts and table of costs.
         """
-        native = self._transport.supports(call)
+        native = bool(self._transport.native) and self._transport.supports(call)
         if native and requested is None and not self._deterministic:
             return NATIVE, None
         tensors = call.inputs or call.outputs

@@ -36,7 +36,7 @@ from unisono.core.types import ReduceOp, Timeout, Work
 from unisono.core.work import Completion, Deferred, resolve_timeout
 from unisono.diagnostics.hang_report import with_hang_report
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
-from unisono.wrappers.trace import observed_wait, traced, waits_of
+from unisono.wrappers.trace import observed, waits_of
 
 __all__ = ["ANY_THREAD", "Engine", "FailureRelay"]
 
@@ -69,6 +69,7 @@ class Engine:
         activity: This rank's activity.
         owner: The thread that makes calls; None before the first call.
         closed: Whether this rank has closed the communicator.
+        broken: The first cause of the group's failure.
         fast_path: The transport's, if it has one.
         tuner: The table of costs by which "auto" chooses.
         parent: The engine of the parent communicator, which must outlive this one.
@@ -84,7 +85,7 @@ class Engine:
         self.activity = Activity(group)
         self.owner: int | None = None
         self.closed = False
-        self._broken: Cause | None = None
+        self.broken: Cause | None = None
         self._calls = 0
         self._process = os.getpid()
         # A deterministic sum has another order than the fast path's.
@@ -116,7 +117,7 @@ class Engine:
         here = get_ident()
         if self.owner != here and self.owner != ANY_THREAD:
             self.own(operation)
-        if self.closed or self._broken is not None:
+        if self.closed or self.broken is not None:
             self.check(operation)
 
     def own(self, operation: str) -> None:
@@ -133,15 +134,20 @@ class Engine:
 
     def check(self, operation: str | None) -> None:
         """Raise if no call, such as this operation, can be made any more."""
+        failure = self.failure(operation)
+        if failure is not None:
+            raise failure
+
+    def failure(self, operation: str | None = None) -> CommError | None:
+        """Return the error of any further call, such as this operation; None while calls can be made."""
         if self.closed:
-            raise self.with_context(ClosedError("the communicator is closed; create a new communicator"), operation)
-        if self._broken is not None:
-            raise self.with_context(error_of(self._broken, self.group), operation)
+            return self.with_context(ClosedError("the communicator is closed; create a new communicator"), operation)
+        return None if self.broken is None else self.with_context(error_of(self.broken, self.group), operation)
 
     def invalidate_after_fork(self) -> None:
         """Mark as broken in a forked child: connections and shared memory belong to the parent, still in use."""
         whose = f"this communicator belongs to process {self._process}, of which this process is a fork"
-        self._broken = Cause(
+        self.broken = Cause(
             "CommError", None, f"{whose}; create a new communicator here, or start processes with spawn or forkserver"
         )
 
@@ -160,7 +166,7 @@ class Engine:
         fast, here = self.fast_path, get_ident()
         if fast is None or (self.owner != here and self.owner != ANY_THREAD):
             return False
-        if self._pending or self._inside or self._broken is not None or self.closed or profiler._is_profiler_enabled:
+        if self._pending or self._inside or self.broken is not None or self.closed or profiler._is_profiler_enabled:
             return False
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         caller, activity = _getframe(2), self.activity
@@ -200,7 +206,7 @@ class Engine:
     def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: Timeout | None, /) -> bool:
         """Send or receive ("send", "recv") on the fast path; return False, with no effect, if it needs more."""
         fast, here = self.fast_path, get_ident()
-        if fast is None or self.owner != here or self._inside or self._broken is not None or self.closed:
+        if fast is None or self.owner != here or self._inside or self.broken is not None or self.closed:
             return False
         if profiler._is_profiler_enabled or not fast.takes(tensor, peer, tag):
             return False
@@ -263,7 +269,7 @@ class Engine:
             origin: In a backward pass, the number and the line of the call whose gradients this one moves.
             after: The call that this one follows with no other between, whose line is this one's, too.
         """
-        if after is None:
+        if after is None and (self.owner != get_ident() or self.closed or self.broken is not None):
             self.enter(what.name)
         group, transport = self.group, self.transport
         call, like = make_call(
@@ -346,8 +352,8 @@ class Engine:
             raise self._called_inside(fingerprint.operation)
         self._calls = fingerprint.call if then is None else fingerprint.call + 1
         self.activity.note(fingerprint.operation, self._calls, fingerprint, fingerprint.site)
-        transport = traced(self.transport)
-        with observed_wait(call, self.group, starts=async_op):
+        transport, waiting = observed(self.transport, call, starts=async_op)
+        with waiting:
             if async_op and call.steps is None and transport.overlaps and not self._pending and then is None:
                 work = self._start(call, transport)
                 return waits_of(work, fingerprint.operation, self.group)
@@ -374,7 +380,9 @@ class Engine:
     def _perform(self, call: Call, transport: Transport, then: Callable[[], Call] | None = None) -> None:
         deadline = time.monotonic() + call.timeout
         with self._carrying_out(call):
-            work = self._begin(call, transport, deadline)
+            transport.agree(call, deadline)
+            call.staging.begin()
+            work = transport.run(call)
             work.wait(max(0.0, deadline - time.monotonic()))
             call.staging.end()
         if then is not None:
@@ -385,7 +393,9 @@ class Engine:
     def _start(self, call: Call, transport: Transport) -> Work:
         """Start a call in the transport, which progresses by itself; the waiting thread does the rest."""
         with self._carrying_out(call):
-            work = self._begin(call, transport, time.monotonic() + call.timeout)
+            transport.agree(call, time.monotonic() + call.timeout)
+            call.staging.begin()
+            work = transport.run(call)
 
         def complete(deadline: float) -> None:
             with self._carrying_out(call):
@@ -393,13 +403,7 @@ class Engine:
                 call.staging.end()
 
         # A wait ends immediately, with the first cause, if the group has failed.
-        return Deferred(complete, call.timeout, lambda: work.is_completed() or self._broken is not None)
-
-    def _begin(self, call: Call, transport: Transport, deadline: float) -> Work:
-        """Do everything before the first wait for data."""
-        transport.agree(call, deadline)
-        call.staging.begin()
-        return transport.run(call)
+        return Deferred(complete, call.timeout, lambda: work.is_completed() or self.broken is not None)
 
     @contextmanager
     def _carrying_out(self, call: Call, *, refusals: bool = True) -> Iterator[None]:
@@ -428,7 +432,7 @@ class Engine:
         self.activity.in_background = True
         try:
             # A call started before the end still completes, unless another group has replaced this one.
-            if self._broken is not None or self._retired:
+            if self.broken is not None or self._retired:
                 self.check(call.fingerprint.operation)
             with torch.inference_mode(call.inference):
                 self._perform(call, transport, then)
@@ -443,8 +447,8 @@ class Engine:
     def on_failure(self, cause: Cause) -> None:
         """Break the group, and end every wait in it; the control plane calls this from a thread of its own."""
         unfinished = self._pending > 0 and not self._retired
-        if self._broken is None and (not self.closed or unfinished):
-            self._broken = cause
+        if self.broken is None and (not self.closed or unfinished):
+            self.broken = cause
             self.activity.broken = True
             self.transport.abort(error_of(cause, self.group))
 
@@ -459,11 +463,11 @@ class Engine:
         where = operation or "the program"
         if not self.closed:
             self.activity.log_event("error", f"{type(error).__name__} in {where}: {text_of(error)}".partition("\n")[0])
-        if self._broken is None:
+        if self.broken is None:
             self.activity.timed_out = isinstance(error, CommTimeoutError)
             error = with_hang_report(error, self.control, self.group)
         own = to_cause(error, self.group.rank, where)
-        first = self._broken or self._first_cause(own, error)
+        first = self.broken or self._first_cause(own, error)
         if not isinstance(error, CommError):
             return error
         return self.with_context(error if first == own else _first_error(error, first, self.group), operation, call)
@@ -487,10 +491,10 @@ class Engine:
     def close(self, patience: float) -> None:
         """Accept no more calls, finish those started, and leave; wait briefly for the other ranks to leave too."""
         self.closed = self.activity.closed = True
-        if self._broken is None:
+        if self.broken is None:
             self.activity.log_event("end", "closed")
         self._dropped.detach()
-        self.ending.close(0.0 if self._broken is not None else patience)
+        self.ending.close(0.0 if self.broken is not None else patience)
 
     def retire(self) -> None:
         """Accept no more calls, and abort those in flight, because another group replaces this one."""

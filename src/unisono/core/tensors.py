@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
+    "COMBINE",
     "HALVES",
     "Buffer",
     "SupportsArrayInterface",
@@ -392,7 +393,7 @@ HALVES = (torch.float16, torch.bfloat16, torch.complex32)
 _known: set[tuple[ReduceOp, torch.dtype]] = set()
 """Dtypes that an operation was found to reduce."""
 
-_COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
     ReduceOp.PRODUCT: torch.mul,
@@ -406,7 +407,7 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
     """Write `low` op `high` to `out` (which may be either). `low` is the lower rank's, so that bits agree."""
-    _COMBINE[op](low, high, out=out)
+    COMBINE[op](low, high, out=out)
 
 
 def combine_all(op: ReduceOp, shares: Sequence[torch.Tensor], total: torch.Tensor) -> None:

@@ -636,7 +636,8 @@ class GradientAverager:
         self._registry.check()
         arrived = self._saved.arrived()
         # Torch adds nothing to a parameter that was frozen after its forward.
-        others = [i for i in self._pass.arrived - arrived if self._parameters[i].requires_grad]
+        unchanged = self._pass.arrived - arrived
+        others = [i for i in unchanged if self._parameters[i].requires_grad] if unchanged else []
         used = self._used(others) if others or self._callers else ()
         arrived.update(others)
         problem = used_gradients([self._names[i] for i in used]) if used else None

@@ -214,7 +214,7 @@ class Reducer:
     def _start(self, arrived: Set[int] = frozenset(), asks: Sequence[bool] = ()) -> None:
         """Begin the reduction of the next bucket; its memory belongs to that until `_wait`."""
         bucket, last = self.buckets[self._next], self._next == len(self.buckets) - 1
-        if (failure := self._comm.exception()) is not None:
+        if (failure := self._comm._engine.failure()) is not None:
             # Another rank's pass has failed.
             raise failure
         if self._factor is None:

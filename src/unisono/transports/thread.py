@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,35 +41,43 @@ class MessageQueue:
         # By group and number of the call, the ranks that have reached it.
         self.meetings: defaultdict[str, dict[int, dict[int, _Attendance]]] = defaultdict(dict)
 
-    def offer(self, key: _Key, message: Message, batch: CountdownWork) -> tuple[Message, CountdownWork] | None:
-        """Return the matching message if it already waits; else queue this one (None). Call with the lock held."""
-        queue = self.waiting[key]
-        if queue and type(queue[0][0]) is not type(message):
-            found = queue.popleft()
+    def offer(
+        self, group: str, rank: int, batch: Sequence[Message], work: CountdownWork
+    ) -> list[tuple[Message, Message, CountdownWork]]:
+        """Queue a rank's messages, and return those that others wait for, each with its other end.
+
+        Call with the lock held.
+        """
+        matched: list[tuple[Message, Message, CountdownWork]] = []
+        for message in batch:
+            ends = (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
+            key = (group, *ends, message.tag)
+            queue = self.waiting[key]
+            if queue and type(queue[0][0]) is not type(message):
+                matched.append((message, *queue.popleft()))
+                if not queue:
+                    self.remove(key)
+                continue
             if not queue:
-                del self.waiting[key]
-                self._forget(key)
-            return found
-        if not queue:
-            self._keys[key[0], key[1]][key] = self._keys[key[0], key[2]][key] = None
-        queue.append((message, batch))
-        return None
+                for end in ends:
+                    self._keys[group, end][key] = None
+            queue.append((message, work))
+            if message.peer in self.left.get(group, ()):
+                work.complete(left_error(message.peer))
+        return matched
 
     def keys_of(self, group: str, rank: int) -> list[_Key]:
         """Return the keys of waiting messages from or to a rank. Call with the lock held."""
         return list(self._keys.get((group, rank), ()))
 
-    def remove(self, key: _Key) -> list[CountdownWork]:
-        """Remove the waiting messages of a key, and return their works. Call with the lock held."""
-        self._forget(key)
-        return [batch for _, batch in self.waiting.pop(key)]
-
-    def _forget(self, key: _Key) -> None:
+    def remove(self, key: _Key) -> deque[tuple[Message, CountdownWork]]:
+        """Remove and return the waiting messages of a key. Call with the lock held."""
         for rank in {key[1], key[2]}:
             keys = self._keys[key[0], rank]
             del keys[key]
             if not keys:
                 del self._keys[key[0], rank]
+        return self.waiting.pop(key)
 
     def leave(self, group: str, rank: int, size: int) -> None:
         """Record that a rank closes its part of a group; the last rank removes the group. Call with the lock held."""
@@ -90,7 +98,7 @@ class MessageQueue:
             for key in self.keys_of(group, rank):
                 source, sends = key[1], isinstance(self.waiting[key][0][0], Send)
                 if (source == rank) == sends:
-                    found += self.remove(key)
+                    found += [work for _, work in self.remove(key)]
             return found
 
 
@@ -146,6 +154,7 @@ class ThreadTransport(Transport):
     latency_s = 20e-6
     second_per_byte = 1e-10
     _work: type[CountdownWork] = CountdownWork
+    _deliver: Callable[[InFlightMessage], None] = staticmethod(InFlightMessage.deliver)
 
     def __init__(self, group: Group, queue: MessageQueue, timeout_s: float) -> None:
         self.group, self._queue, self._timeout_s = group, queue, timeout_s
@@ -155,21 +164,14 @@ class ThreadTransport(Transport):
         return cls(group, control.share("thread/mail", MessageQueue), options.timeout_s)
 
     def post(self, batch: Sequence[Message]) -> Work:
-        work, matched = self._work(self._timeout_s, batch), []
+        work = self._work(self._timeout_s, batch)
         queue, group, rank = self._queue, self.group.name, self.group.rank
         with queue.lock:
             broken = queue.broken.get(group, {}).get(rank)
             if broken is not None:
                 work.complete(broken)
                 return work
-            left = queue.left.get(group, ())
-            for message in batch:
-                ends = (rank, message.peer) if isinstance(message, Send) else (message.peer, rank)
-                other = queue.offer((group, *ends, message.tag), message, work)
-                if other is not None:
-                    matched.append((message, *other))
-                elif message.peer in left:
-                    work.complete(left_error(message.peer))
+            matched = queue.offer(group, rank, batch, work)
         # Copies are made outside the lock, so that pairs of ranks do not wait for each other.
         for mine, theirs, their_work in matched:
             if isinstance(mine, Send):
@@ -222,10 +224,6 @@ class ThreadTransport(Transport):
             if missing:
                 raise missing_ranks_error(time.monotonic() - started, missing) from None
 
-    def _deliver(self, message: InFlightMessage) -> None:
-        """Deliver a matched message."""
-        message.deliver()
-
     def split(self, group: Group) -> ThreadTransport:
         return ThreadTransport(group, self._queue, self._timeout_s)
 
@@ -234,7 +232,7 @@ class ThreadTransport(Transport):
         with self._queue.lock:
             self._queue.leave(self.group.name, self.rank, self.size)
             keys = self._queue.keys_of(self.group.name, self.rank)
-            pending: list[Completion] = [batch for key in keys for batch in self._queue.remove(key)]
+            pending: list[Completion] = [work for key in keys for _, work in self._queue.remove(key)]
             for meeting in self._queue.meetings.get(self.group.name, {}).values():
                 if self.rank not in meeting:
                     pending += [arrived for _, arrived in meeting.values()]

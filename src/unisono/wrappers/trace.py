@@ -17,7 +17,7 @@ from unisono.core.types import Message, PointToPoint, Send, Work
 from unisono.core.work import ChainedWork
 from unisono.wrappers.base import Wrapper
 
-__all__ = ["Traced", "observed_wait", "traced", "waits_of"]
+__all__ = ["Traced", "observed", "traced", "waits_of"]
 
 
 class Traced(Wrapper):
@@ -109,20 +109,24 @@ def traced(transport: Transport, posted: Sequence[PendingMessage] = ()) -> Trans
 _UNOBSERVED = nullcontext()
 
 
-def observed_wait(call: Call, group: Group, *, starts: bool = False) -> AbstractContextManager[None]:
-    """Return a context in which the program waits for a collective; nothing is recorded unless someone observes.
+def observed(
+    transport: Transport, call: Call, *, starts: bool = False
+) -> tuple[Transport, AbstractContextManager[None]]:
+    """Return the transport of a collective, and a context in which the program waits for it.
+
+    They record, if anyone observes now: a recording that is open in this context, or torch's profiler.
 
     Args:
+        transport: The communicator's.
         call: The call.
-        group: Its ranks.
         starts: Whether it only starts the call.
     """
     if SINK.get() is None and not profiler._is_profiler_enabled:
-        return _UNOBSERVED
+        return transport, _UNOBSERVED
     fingerprint = call.fingerprint
     size = "" if fingerprint.shape is None else f"{fingerprint.dtype}{list(fingerprint.shape)}"
     nbytes = max((tensor.nbytes for tensor in (*call.inputs, *call.outputs)), default=0)
-    return span("wait", fingerprint.operation, group, nbytes, size, starts=starts)
+    return traced(transport), span("wait", fingerprint.operation, transport.group, nbytes, size, starts=starts)
 
 
 def waits_of(work: Work, name: str, group: Group) -> Work:

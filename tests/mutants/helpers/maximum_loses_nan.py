@@ -13,4 +13,4 @@ ERROR = r"op=<ReduceOp.MAX(.|\n)*not nan"
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tensors._COMBINE, ReduceOp.MAX, torch.fmax)
+    monkeypatch.setitem(tensors.COMBINE, ReduceOp.MAX, torch.fmax)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from unisono.collectives.algorithms import Algorithm, AlgorithmFile, Move, Step, elements, find
 from unisono.lab.simulator.event_queue import EventQueue, Message
 from unisono.lab.simulator.network import Network
-from unisono.lab.simulator.rounds import Rotation
 from unisono.lab.simulator.worklist import Worklist
 
 __all__ = ["Call", "Simulation", "algorithm_of", "byte_offsets", "run_calls", "simulate"]
@@ -183,7 +182,8 @@ def byte_offsets(call: Call, size: int, itemsize: int) -> list[int]:
 
 
 def _in_rounds(calls: Iterable[Call], size: int, network: Network, times: Sequence[float], itemsize: int) -> Simulation:
-    from unisono.lab.simulator.rounds import Rounds
+    # Needs numpy, which the other engines do not.
+    from unisono.lab.simulator.rounds import Rotation, Rounds
 
     messages = 0
     # It stands for an integer.

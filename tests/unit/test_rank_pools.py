@@ -149,7 +149,8 @@ def test_unpicklable_result_is_explained(ranks: RankPool) -> None:
 @pytest.mark.parametrize("backend", ["thread", "gloo"])
 def test_hanging_program_is_ended_and_reported(backend: str) -> None:
     def for_ever(comm: un.Communicator) -> None:
-        while comm.rank == 1:
+        hangs = comm.rank == 1
+        while hangs:
             pass
 
     with RankPool(2, backend, limit_s=1.0) as ranks:

@@ -33,6 +33,8 @@ def core() -> list[Extension]:
         extra_compile_args=[
             "-std=c++17",
             "-O3",
+            # Else a change anywhere moves a kernel's loop across lines of the cache: up to 8 % of a short reduction.
+            "-falign-loops=64",
             "-ffp-contract=off",
             "-fno-strict-aliasing",
             "-fvisibility=hidden",

@@ -4,7 +4,7 @@ Results (2 ranks, 2 cores, one thread per rank) are in docs/benchmarks.md. To me
 
     python benchmarks/short_calls.py [--ranks 2] [--seconds 4] [--operations all_reduce barrier ...]
     python benchmarks/short_calls.py --against ../old/src [--ranks 2] [--seconds 1] [--sizes 8,4K,64K,1M,16M,100M]
-        [--dtypes float32 bfloat16 float16 int64] [--memory ordinary registered]
+        [--dtypes float32 bfloat16 float16 int64] [--memory ordinary registered] [--backend shm]
 
 A call uses the next of 64 preallocated tensors; 64 consecutive calls run between two barriers, and every result is
 verified. For send and recv, half a round trip is timed. With `--against`, ranks of both checkouts take turns, and a
@@ -119,7 +119,8 @@ def beside(given: argparse.Namespace) -> Iterable[str]:
     most = MOST_RATIO.get(given.ranks, 1.15)
     sizes = parse_sizes(given.sizes)
     found: dict[tuple[str, int, str], Spread] = {}
-    with Checkout(Path(un.__file__).parents[1], given.ranks) as own, Checkout(given.against, given.ranks) as other:
+    here, size, backend = Path(un.__file__).parents[1], given.ranks, given.backend
+    with Checkout(here, size, backend) as own, Checkout(given.against, size, backend) as other:
 
         def ratio(memory: str, nbytes: int, dtype: str) -> tuple[Spread, str]:
             both = case(nbytes, dtype, memory)
@@ -150,6 +151,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, help="in all (4), or for each cell (1)")
     options.add_argument("--operations", nargs="+", choices=MOST_US, default=list(MOST_US))
     options.add_argument("--against", type=Path, metavar="SRC", help="the src folder of another checkout")
+    options.add_argument("--backend", default="shm", help="for --against; only shm has registered memory")
     options.add_argument("--sizes", default="8,4K,64K,1M,16M,100M")
     options.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16", "int64"])
     options.add_argument("--memory", nargs="+", choices=("ordinary", "registered"), default=["ordinary", "registered"])

@@ -266,6 +266,8 @@ class _Batch:
     packed: list[torch.Tensor]
     landed: list[torch.Tensor | None]
     """Memory of each receive that does not arrive in its place: contributions, and packed messages."""
+    aside: bool
+    """Whether there is any."""
 
 
 class ScratchPool:
@@ -344,8 +346,12 @@ class _Run:
         messages: list[Message] = []
         landed: list[torch.Tensor | None] = []
         packed: list[torch.Tensor] = []
+        aside = False
         for peer, regions in recvs:
-            beside = self._spare.take(regions) if reduce or len(regions) > 1 else None
+            beside = None
+            if reduce or len(regions) > 1:
+                beside = self._spare.take(regions)
+                aside = True
             landed.append(beside)
             messages.append(Recv(regions[0].tensor if beside is None else beside, peer, COLLECTIVE_TAG))
         for peer, regions in sends:
@@ -355,7 +361,8 @@ class _Run:
                 packed.append(tensor)
                 torch.cat([region.tensor for region in regions], out=tensor)
             messages.append(Send(tensor, peer, COLLECTIVE_TAG))
-        self.flight.append(_Batch(self._transport.post(messages), step, sends, recvs, reduce, packed, landed))
+        work = self._transport.post(messages)
+        self.flight.append(_Batch(work, step, sends, recvs, reduce, packed, landed, aside))
 
     def _conflicts(self, reads: list[_Routed], overwrites: list[_Routed]) -> bool:
         # Plain loops, because this runs for each message: a generator would cost more than the test itself.
@@ -368,8 +375,7 @@ class _Run:
         """Wait for the oldest batch and store the received data, if possible while its sends are still in flight."""
         batch = self.flight.popleft()
         try:
-            beside = len(batch.landed) - batch.landed.count(None)
-            early = beside > 0 and not _overlap(batch.recvs, batch.sends)
+            early = batch.aside and not _overlap(batch.recvs, batch.sends)
             if early:
                 batch.work.wait_received(max(0.0, self._deadline - time.monotonic()))
                 self._store(batch)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -13,6 +16,8 @@ import torch
 from unisono import bootstrap
 from unisono.bootstrap import Rendezvous
 from unisono.communicator import Check, Communicator
+from unisono.control.local import LocalHub
+from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
@@ -20,9 +25,8 @@ from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
 from unisono.host.network import address_of, host_identity, interface_of, requested_interface, why_no_shm
-from unisono.launcher.job import Job, check_chunk_bytes, check_job, conclude
+from unisono.launcher.job import GRACE_S, Job, Outcome, check_chunk_bytes, check_job, conclude
 from unisono.launcher.simulated import run_simulated, seed_of
-from unisono.launcher.threads import run_threads
 from unisono.transports import TRANSPORTS
 from unisono.transports.hierarchical import transport_named
 from unisono.transports.hierarchical.host_links import check_reachability
@@ -37,6 +41,7 @@ __all__ = [
     "discover",
     "init",
     "launch",
+    "run_threads",
     "validate_hosts",
 ]
 
@@ -365,3 +370,45 @@ def validate_hosts(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | 
     if sorted(rank for ranks in given for rank in ranks) != list(range(size)) or not all(given):
         raise ValueError(f"hosts must name each of the ranks 0 to {size - 1} once, not {[list(r) for r in given]}")
     return given
+
+
+def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
+    """Run a job on `size` threads; outcomes in the order in which ranks ended.
+
+    A thread cannot be ended from outside: one that does not end within the grace after a failure
+    is left behind as a daemon, and counts as ended.
+    """
+    hub, done = LocalHub(), queue.SimpleQueue[Outcome]()
+
+    def main(rank: int) -> None:
+        control = hub.control()
+        try:
+            done.put(Outcome(rank, job.run(Group.world(rank, size), control)))
+        except BaseException as error:
+            done.put(Outcome(rank, error=error))
+        finally:
+            control.close()
+
+    try:
+        for rank in range(size):
+            threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()
+        return _collect(done, size, on_failure)
+    except BaseException as error:
+        # The caller was interrupted. No thread waits for the ranks any more; they end at their next call.
+        cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")
+        hub.control().report_failure(Group.world(0, size), cause)
+        raise
+
+
+def _collect(done: queue.SimpleQueue[Outcome], size: int, on_failure: str) -> list[Outcome]:
+    """Outcomes, until all ranks have ended, or the grace after a failure is over."""
+    ended: list[Outcome] = []
+    deadline: float | None = None
+    while len(ended) < size:
+        try:
+            ended.append(done.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic())))
+        except queue.Empty:
+            break
+        if ended[-1].error is not None and on_failure == "end" and deadline is None:
+            deadline = time.monotonic() + GRACE_S
+    return ended

@@ -94,7 +94,8 @@ def grid(call: str, size: int) -> Iterator[Case]:
     for algorithm, (dtype, op), root in product(algorithms, kinds, range(size if COLLECTIVES[call].root else 1)):
         for count in sorted({0, 1, size - 1, size, size + 1, 1000, CHUNK_BYTES // dtype.itemsize + 1}):
             uneven = chance.random() < 0.5
-            if algorithm and algorithm not in serving(family, size, rounded=dtype.is_floating_point, uneven=uneven):
+            rounded = dtype.is_floating_point or dtype.is_complex
+            if algorithm and algorithm not in serving(family, size, rounded=rounded, uneven=uneven):
                 continue
             yield Case(
                 call,

@@ -38,6 +38,8 @@ class MessageQueue:
         self._keys: defaultdict[_Rank, dict[_Key, None]] = defaultdict(dict)
         self.broken: dict[str, dict[int, BaseException]] = {}
         self.left: defaultdict[str, set[int]] = defaultdict(set)
+        # The ranks that make no more calls. Messages that they have sent may still be received.
+        self.done: defaultdict[str, set[int]] = defaultdict(set)
         # By group and number of the call, the ranks that have reached it.
         self.meetings: defaultdict[str, dict[int, dict[int, _Attendance]]] = defaultdict(dict)
 
@@ -84,6 +86,7 @@ class MessageQueue:
         self.left[group].add(rank)
         if len(self.left[group]) == size:
             del self.left[group]
+            self.done.pop(group, None)
             self.broken.pop(group, None)
             self.meetings.pop(group, None)
 
@@ -199,7 +202,7 @@ class ThreadTransport(Transport):
             meetings = queue.meetings[self.group.name]
             meeting = meetings.setdefault(number, {})
             meeting[self.rank] = call.fingerprint, arrived
-            gone = queue.left.get(self.group.name, set()) - meeting.keys()
+            gone = queue.done.get(self.group.name, set()) - meeting.keys()
             if len(meeting) == size:
                 del meetings[number]
         if gone:
@@ -227,15 +230,22 @@ class ThreadTransport(Transport):
     def split(self, group: Group) -> ThreadTransport:
         return ThreadTransport(group, self._queue, self._timeout_s)
 
+    def leave(self) -> None:
+        """Fail the calls that wait for this rank. Messages are not affected."""
+        with self._queue.lock:
+            self._queue.done[self.group.name].add(self.rank)
+            meetings = self._queue.meetings.get(self.group.name, {}).values()
+            waiting = [arrived for meeting in meetings if self.rank not in meeting for _, arrived in meeting.values()]
+        for arrived in waiting:
+            arrived.complete(left_error(self.rank))
+
     def close(self) -> None:
         """Fail present and later messages of other ranks to or from this one: it has left."""
+        self.leave()
         with self._queue.lock:
             self._queue.leave(self.group.name, self.rank, self.size)
             keys = self._queue.keys_of(self.group.name, self.rank)
-            pending: list[Completion] = [work for key in keys for _, work in self._queue.remove(key)]
-            for meeting in self._queue.meetings.get(self.group.name, {}).values():
-                if self.rank not in meeting:
-                    pending += [arrived for _, arrived in meeting.values()]
+            pending = [work for key in keys for _, work in self._queue.remove(key)]
         for batch in pending:
             batch.complete(left_error(self.rank))
 

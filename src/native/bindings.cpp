@@ -5,14 +5,17 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
 
-#include "shm/collectives.hpp"
+#include "call.hpp"
 #include "gradient_copy.hpp"
+#include "shm/collectives.hpp"
 #include "shm/p2p_ring.hpp"
 #include "shm/shared_words.hpp"
+#include "tcp/executor.hpp"
 
 namespace nb = nanobind;
 
@@ -65,24 +68,33 @@ struct DType {
     }
 };
 
-class Core {
+// Runs a native call, during which other threads run if it is long or waits.
+template <class Function>
+int run_interruptible(int64_t nbytes, const Function& function) {
+    Status status;
+    {
+        PythonWaitCallbacks callbacks;
+        if (nbytes > kLongBytes) callbacks.before_sleep();
+        status = function(callbacks);
+    }
+    if (status == Status::interrupted) throw nb::python_error();
+    return static_cast<int>(status);
+}
+
+// Calls as Python passes them to a core: with the numbers of their collective, operation and dtype.
+class Calls {
   public:
-    Core(uintptr_t words, uintptr_t stages, uintptr_t rings, int64_t stage_bytes, int rank, int size,
-         bool oversubscribed, const std::vector<std::pair<std::string, int64_t>>& dtypes)
-        : collectives_(reinterpret_cast<Word*>(words), pointer(stages), static_cast<size_t>(stage_bytes), rank, size,
-                       oversubscribed),
-          rings_(collectives_.shared_barrier, pointer(rings)),
-          rank_(rank),
-          size_(size) {
+    Calls(int rank, int size, const std::vector<std::pair<std::string, int64_t>>& dtypes) : rank_(rank), size_(size) {
         dtypes_.emplace_back();
         for (const auto& [name, width] : dtypes) dtypes_.emplace_back(name, width);
     }
+    virtual ~Calls() = default;
 
     // The tensors to write and to read; if the call exchanges a part per rank, the longer one holds them all.
     int call(int type, int op, int dtype, int root, uintptr_t target, int64_t written, uintptr_t source, int64_t read,
              double deadline) {
         CollectiveCall& call = begin(type, op, dtype, root, deadline);
-        switch (OpType{type}) {
+        switch (call.type) {
             case OpType::barrier: break;
             case OpType::all_reduce: call.outputs.push_back({pointer(target), written}); break;
             case OpType::broadcast: call.outputs.push_back({pointer(target), written}); break;
@@ -107,34 +119,111 @@ class Core {
                 break;
             default: return unsupported();
         }
-        return run(type, op, dtype, true);
+        return start(op, dtype, true);
     }
 
     // Addresses and counts of the tensors to write, and of those to read. Averages are divided on request.
     int call_lists(int type, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
                    const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
                    const std::vector<int64_t>& read, bool divides, double deadline) {
-        CollectiveCall& call = begin(type, op, dtype, root, deadline);
-        for (size_t n = 0; n < targets.size(); n++) call.outputs.push_back({pointer(targets[n]), written.at(n)});
-        for (size_t n = 0; n < sources.size(); n++) call.inputs.push_back({pointer(sources[n]), read.at(n)});
-        return run(type, op, dtype, divides);
+        add_buffers(begin(type, op, dtype, root, deadline), targets, written, sources, read);
+        return start(op, dtype, divides);
     }
 
     // Whether there is a kernel for a reduction.
-    bool has_kernel(int op, int dtype) const {
-        return dtypes_.at(static_cast<size_t>(dtype)).reductions.at(static_cast<size_t>(op)).kernel != nullptr;
+    bool has_kernel(int op, int dtype) const { return reduction(op, dtype).kernel != nullptr; }
+
+  protected:
+    virtual bool divides_before(const CollectiveCall&) const { return false; }
+    virtual void prepare(int, int) {}
+    virtual Status carry_out(CollectiveCall& call) = 0;
+
+    CollectiveCall& begin(int type, int op, int dtype, int root, double deadline) {
+        call_.type = OpType{type};
+        call_.inputs.clear();
+        call_.outputs.clear();
+        call_.width = dtypes_.at(static_cast<size_t>(dtype)).width;
+        call_.reduction = reduction(op, dtype);
+        call_.divisor = 1;
+        call_.root = root;
+        call_.deadline = deadline;
+        call_.signature.words[0] = static_cast<uint64_t>(type) | static_cast<uint64_t>(op) << 8 |
+                                   static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(root + 1) << 32;
+        return call_;
     }
+
+    static void add_buffers(CollectiveCall& call, const std::vector<uintptr_t>& targets,
+                            const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
+                            const std::vector<int64_t>& read) {
+        for (size_t n = 0; n < targets.size(); n++) call.outputs.push_back({pointer(targets[n]), written.at(n)});
+        for (size_t n = 0; n < sources.size(); n++) call.inputs.push_back({pointer(sources[n]), read.at(n)});
+    }
+
+    // Runs a call whose tensors are valid, without Python's lock where it is long or waits.
+    int run() {
+        int64_t nbytes = 0;
+        for (const Buffers* side : {&call_.inputs, &call_.outputs})
+            for (const Buffer& part : *side) nbytes += part.count * call_.width;
+        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
+            call_.callbacks = &callbacks;
+            return carry_out(call_);
+        });
+    }
+
+    const CollectiveCall& current() const { return call_; }
+    int64_t width_of(int dtype) const { return dtypes_.at(static_cast<size_t>(dtype)).width; }
+
+    const int rank_, size_;
+
+  private:
+    static int unsupported() { return static_cast<int>(Status::unsupported); }
+
+    const Reduction& reduction(int op, int dtype) const {
+        return dtypes_.at(static_cast<size_t>(dtype)).reductions.at(static_cast<size_t>(op));
+    }
+
+    void split(Buffers& parts, uintptr_t whole, int64_t count) const {
+        for (int r = 0; r < size_; r++) parts.push_back({pointer(whole) + r * count * call_.width, count});
+    }
+
+    // Unsupported if the core does not support the call, or its tensors are invalid; the general path raises the error.
+    int start(int op, int dtype, bool divides) {
+        const OpType type = call_.type;
+        call_.divisor = divides && op == kAverage ? size_ : 1;
+        if (type == OpType::all_reduce || type == OpType::reduce || type == OpType::reduce_scatter) {
+            if (!call_.reduction.kernel) return unsupported();
+            if (call_.divisor > 1 && !call_.reduction.divide && !divides_before(call_)) return unsupported();
+        }
+        if (!call_.has_valid_buffers(rank_, size_)) return unsupported();
+        call_.sign_counts();
+        prepare(op, dtype);
+        return run();
+    }
+
+    std::vector<DType> dtypes_;
+    CollectiveCall call_;
+};
+
+// Collectives and messages in shared memory.
+class Core : public Calls {
+  public:
+    Core(uintptr_t words, uintptr_t stages, uintptr_t rings, int64_t stage_bytes, int rank, int size,
+         bool oversubscribed, const std::vector<std::pair<std::string, int64_t>>& dtypes)
+        : Calls(rank, size, dtypes),
+          collectives_(reinterpret_cast<Word*>(words), pointer(stages), static_cast<size_t>(stage_bytes), rank, size,
+                       oversubscribed),
+          rings_(collectives_.shared_barrier, pointer(rings)) {}
 
     // A message of this many elements, to or from another rank.
     int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
-        const int64_t nbytes = count * dtypes_.at(static_cast<size_t>(dtype)).width;
+        const int64_t nbytes = count * width_of(dtype);
         const Header header{tag, count, dtype};
         return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
             return rings_.send(peer, header, pointer(address), nbytes, deadline, callbacks);
         });
     }
     int receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
-        const int64_t nbytes = count * dtypes_.at(static_cast<size_t>(dtype)).width;
+        const int64_t nbytes = count * width_of(dtype);
         const Header header{tag, count, dtype};
         return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
             return rings_.receive(peer, header, pointer(address), nbytes, deadline, callbacks);
@@ -172,78 +261,171 @@ class Core {
     void remove_segment(uint64_t number) { collectives_.remove_segment(number); }
 
   private:
-    static int unsupported() { return static_cast<int>(Status::unsupported); }
-
-    CollectiveCall& begin(int type, int op, int dtype, int root, double deadline) {
-        call_.inputs.clear();
-        call_.outputs.clear();
-        call_.width = dtypes_.at(static_cast<size_t>(dtype)).width;
-        call_.root = root;
-        call_.deadline = deadline;
-        call_.signature.words[0] = static_cast<uint64_t>(type) | static_cast<uint64_t>(op) << 8 |
-                                   static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(root + 1) << 32;
-        return call_;
+    // Read-only tensors must not be divided before.
+    bool divides_before(const CollectiveCall& call) const override {
+        return call.reduction.divide_before && call.type == OpType::all_reduce;
     }
-
-    void split(Buffers& parts, uintptr_t whole, int64_t count) const {
-        for (int r = 0; r < size_; r++) parts.push_back({pointer(whole) + r * count * call_.width, count});
-    }
-
-    // Unsupported if the core does not support the call, or its tensors are invalid; the general path raises the error.
-    int run(int number, int op, int dtype, bool divides) {
-        const OpType type{number};
-        CollectiveCall& call = call_;
-        call.reduction = dtypes_[static_cast<size_t>(dtype)].reductions.at(static_cast<size_t>(op));
-        call.divisor = divides && op == kAverage ? size_ : 1;
-        if (type == OpType::all_reduce || type == OpType::reduce || type == OpType::reduce_scatter) {
-            const Reduction& reduction = call.reduction;
-            // Read-only tensors must not be divided before.
-            const bool divided_before = reduction.divide_before && type == OpType::all_reduce;
-            if (!reduction.kernel || (call.divisor > 1 && !reduction.divide && !divided_before)) return unsupported();
-        }
-        if (!collectives_.has_valid_buffers(type, call)) return unsupported();
-        sign_counts(type);
-        int64_t nbytes = 0;
-        for (const Buffers* side : {&call.inputs, &call.outputs})
-            for (const Buffer& part : *side) nbytes += part.count * call.width;
-        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
-            call.callbacks = &callbacks;
-            return collectives_.run(type, call);
-        });
-    }
-
-    // The sum of the counts, and of several, their FNV-1a hash (Fowler, Noll, Vo) over numbers instead of bytes.
-    void sign_counts(OpType type) {
-        uint64_t total = 0, uneven = 0;
-        const bool by_inputs = type == OpType::reduce || type == OpType::reduce_scatter || type == OpType::gather;
-        const Buffers& parts = by_inputs ? call_.inputs : call_.outputs;
-        if (type != OpType::all_to_all) {
-            if (parts.size() > 1) uneven = 0xCBF29CE484222325;
-            for (const Buffer& part : parts) {
-                total += static_cast<uint64_t>(part.count);
-                if (parts.size() > 1) uneven = (uneven ^ static_cast<uint64_t>(part.count)) * 0x100000001B3;
-            }
-        }
-        call_.signature.words[1] = total, call_.signature.words[2] = uneven, call_.signature.words[3] = 0;
-    }
-
-    template <class Function>
-    int run_interruptible(int64_t nbytes, const Function& function) {
-        Status status;
-        {
-            PythonWaitCallbacks callbacks;
-            if (nbytes > kLongBytes) callbacks.before_sleep();
-            status = function(callbacks);
-        }
-        if (status == Status::interrupted) throw nb::python_error();
-        return static_cast<int>(status);
-    }
+    Status carry_out(CollectiveCall& call) override { return collectives_.run(call); }
 
     Collectives collectives_;
     MessageRings rings_;
-    std::vector<DType> dtypes_;
-    CollectiveCall call_;
-    const int rank_, size_;
+};
+
+// Collectives over the sockets of one rank: an algorithm's steps in one call.
+class TcpCore : public Calls {
+  public:
+    // `choose` returns the program for a collective, an operation, a dtype, a root or -1, and a number of bytes.
+    TcpCore(int rank, const std::vector<int>& sockets, bool oversubscribed,
+            const std::vector<std::pair<std::string, int64_t>>& dtypes, nb::callable choose)
+        : Calls(rank, static_cast<int>(sockets.size()), dtypes),
+          executor_(rank, sockets, oversubscribed),
+          choose_(std::move(choose)) {}
+
+    // A call of the general path, with the caller's algorithm. `lengths` are those of all ranks' parts, where they differ.
+    int call_program(const Program& program, int type, int op, int dtype, int root,
+                     const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,
+                     const std::vector<uintptr_t>& sources, const std::vector<int64_t>& read,
+                     const std::vector<int64_t>& lengths, double deadline) {
+        CollectiveCall& call = begin(type, op, dtype, root, deadline);
+        add_buffers(call, targets, written, sources, read);
+        call.sign_counts();
+        lengths_ = lengths;
+        program_ = &program;
+        return run();
+    }
+
+    // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
+    int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
+        steps_.program = nullptr;
+        steps_.chunks.clear();
+        const auto half = counts.begin() + static_cast<std::ptrdiff_t>(counts.size() / 2);
+        steps_.sends.assign(counts.begin(), half);
+        steps_.receives.assign(half, counts.end());
+        steps_.signature = digest;
+        steps_.deadline = deadline;
+        return run_interruptible(0, [&](WaitCallbacks& callbacks) {
+            steps_.callbacks = &callbacks;
+            return executor_.run(steps_);
+        });
+    }
+
+    void abort() { executor_.abort(); }
+    uint32_t number() const { return executor_.number(); }
+    int missing() const { return executor_.missing(); }
+    double waited_s() const { return executor_.waited_s(); }
+
+  private:
+    // Programs are kept by the first word of a call's signature, and its size class.
+    using Key = std::pair<uint64_t, int>;
+
+    void prepare(int op, int dtype) override {
+        const CollectiveCall& call = current();
+        lengths_.clear();
+        program_ = nullptr;
+        if (call.type == OpType::barrier) return;
+        int64_t nbytes = static_cast<int64_t>(call.signature.words[1]) * call.width;
+        if (call.type == OpType::gather || call.type == OpType::scatter) nbytes *= size_;
+        int bits = 0;
+        while (bits < 62 && int64_t{1} << bits < nbytes) bits++;
+        nb::object& kept = programs_[Key{call.signature.words[0], bits}];
+        if (!kept.is_valid()) kept = choose_(static_cast<int>(call.type), op, dtype, call.root, int64_t{1} << bits);
+        program_ = nb::cast<const Program*>(kept);
+    }
+
+    Status carry_out(CollectiveCall& call) override {
+        const bool moves = call.type != OpType::barrier;
+        steps_.program = moves ? program_ : nullptr;
+        steps_.chunks.clear();
+        steps_.sends.clear();
+        steps_.receives.clear();
+        if (moves) cut(call);
+        steps_.reduction = call.reduction;
+        steps_.divisor = call.divisor;
+        steps_.width = static_cast<size_t>(call.width);
+        // Where there is no root, each rank's result depends on all contributions.
+        steps_.hears_all = call.root < 0;
+        steps_.signature = signature(call);
+        steps_.deadline = call.deadline;
+        steps_.callbacks = call.callbacks;
+        return executor_.run(steps_);
+    }
+
+    // What stands for a call on every rank that makes it.
+    uint64_t signature(const CollectiveCall& call) const {
+        uint64_t mixed = program_ ? program_->label : 0;
+        const auto mix = [&](uint64_t word) {
+            mixed = (mixed ^ word) * 0x9E3779B97F4A7C15;
+            mixed ^= mixed >> 32;
+        };
+        for (int n = 0; n < 3; n++)
+            if (n == 0 || lengths_.empty()) mix(call.signature.words[n]);
+        for (const int64_t length : lengths_) mix(static_cast<uint64_t>(length));
+        return mixed;
+    }
+
+    void add_chunk(const char* own, char* target, int64_t count) {
+        steps_.chunks.push_back({own, target, static_cast<size_t>(count)});
+    }
+
+    // Cuts the tensors of a call into the chunks of its program.
+    void cut(const CollectiveCall& call) {
+        const Buffers &read = call.inputs, &written = call.outputs;
+        switch (call.type) {
+            case OpType::all_reduce:
+            case OpType::broadcast:
+            case OpType::reduce: return cut_evenly(call);
+            case OpType::reduce_scatter:
+                for (int r = 0; r < size_; r++)
+                    add_chunk(read[r].data, r == rank_ ? written[0].data : nullptr, read[r].count);
+                return;
+            case OpType::all_to_all:
+                for (const Buffer& part : read) {
+                    add_chunk(part.data, nullptr, part.count);
+                    steps_.sends.push_back(part.count);
+                }
+                for (int r = 0; r < size_; r++) {
+                    add_chunk(r == rank_ ? read[r].data : nullptr, written[r].data, written[r].count);
+                    steps_.receives.push_back(written[r].count);
+                }
+                for (int n = 2 * size_; n < program_->chunks; n++) add_chunk(nullptr, nullptr, read[0].count);
+                return;
+            default: return cut_by_rank(call);
+        }
+    }
+
+    // One tensor, in chunks of almost equal length.
+    void cut_evenly(const CollectiveCall& call) {
+        const Buffer& part = call.outputs.empty() ? call.inputs[0] : call.outputs[0];
+        const bool writes = call.root < 0 || (rank_ == call.root) == (call.type == OpType::reduce);
+        const int64_t quotient = part.count / program_->chunks, rest = part.count % program_->chunks;
+        char* at = part.data;
+        for (int64_t n = 0; n < program_->chunks; n++) {
+            const int64_t length = quotient + (n < rest);
+            add_chunk(at, writes ? at : nullptr, length);
+            at += length * call.width;
+        }
+    }
+
+    // One part of each rank, beginning with the root's: gathered, or scattered by the root.
+    void cut_by_rank(const CollectiveCall& call) {
+        const bool gathers = call.type != OpType::scatter;
+        const Buffers &many = gathers ? call.outputs : call.inputs, &one = gathers ? call.inputs : call.outputs;
+        for (int place = 0; place < size_; place++) {
+            const int r = (place + std::max(0, call.root)) % size_;
+            char* here = many.empty() ? nullptr : many[r].data;
+            char* mine = r == rank_ ? one[0].data : nullptr;
+            // A rank that only passes on a part of another length knows that length.
+            const int64_t count = !many.empty() ? many[r].count : !lengths_.empty() ? lengths_[r] : one[0].count;
+            add_chunk(gathers ? mine : here, gathers ? here : mine, count);
+        }
+    }
+
+    Executor executor_;
+    nb::callable choose_;
+    std::map<Key, nb::object> programs_;
+    const Program* program_ = nullptr;
+    std::vector<int64_t> lengths_;
+    StepsCall steps_;
 };
 
 // Addresses and lengths of the memory to write, and addresses of the memory to copy from.
@@ -265,7 +447,7 @@ NB_MODULE(_native, module) {
     using namespace unisono;
     // An uncaught exception keeps frames, and with them communicators, until the interpreter has gone.
     nb::set_leak_warnings(false);
-    module.doc() = "Collectives in shared memory; see src/native.";
+    module.doc() = "Collectives in shared memory and over connections; see src/native.";
     module.attr("BUILD") = UNISONO_BUILD;
     module.def("copy_gradients", &copy_gradients);
     nb::class_<SharedWords>(module, "SharedWords")
@@ -290,4 +472,17 @@ NB_MODULE(_native, module) {
         .def_prop_ro("progress", &Core::progress)
         .def_prop_ro("missing", &Core::missing)
         .def_prop_ro("waited_s", &Core::waited_s);
+    nb::class_<Program>(module, "Program").def(nb::init<const std::vector<int64_t>&, int, int, uint64_t>());
+    nb::class_<TcpCore>(module, "TcpCore")
+        .def(nb::init<int, const std::vector<int>&, bool, const std::vector<std::pair<std::string, int64_t>>&,
+                      nb::callable>())
+        .def("call", &TcpCore::call)
+        .def("call_lists", &TcpCore::call_lists)
+        .def("call_program", &TcpCore::call_program)
+        .def("has_kernel", &TcpCore::has_kernel)
+        .def("compare", &TcpCore::compare)
+        .def("abort", &TcpCore::abort)
+        .def_prop_ro("number", &TcpCore::number)
+        .def_prop_ro("missing", &TcpCore::missing)
+        .def_prop_ro("waited_s", &TcpCore::waited_s);
 }

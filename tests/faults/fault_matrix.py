@@ -13,7 +13,7 @@ from unisono.launcher.api import launch
 from unisono.testing import pool
 from unisono.transports import TRANSPORTS
 
-BACKENDS = ("thread", "shm", "gloo", "mpi")
+BACKENDS = ("thread", "shm", "tcp", "gloo", "mpi")
 JOB = "mpi without ulfm"
 TRIES = 3
 AT_ONCE_S = 0.2

@@ -60,8 +60,9 @@ std::vector<float> input_of(int rank, int64_t count, int64_t from = 0) {
 
 Buffer part(std::vector<float>& of) { return {reinterpret_cast<char*>(of.data()), static_cast<int64_t>(of.size())}; }
 
-CollectiveCall call_of(WaitCallbacks& callbacks, uint64_t number) {
+CollectiveCall call_of(WaitCallbacks& callbacks, OpType type, uint64_t number) {
     CollectiveCall call;
+    call.type = type;
     call.reduction = reduction_of("float32", ReduceOp::sum);
     call.width = 4;
     call.signature.words[0] = number;
@@ -80,26 +81,26 @@ bool sums(const std::vector<float>& found, int size, int64_t from = 0) {
 void reductions(int rank, int size, Collectives& collectives, int64_t count) {
     WaitCallbacks callbacks;
     auto all = input_of(rank, count);
-    CollectiveCall call = call_of(callbacks, 1);
+    CollectiveCall call = call_of(callbacks, OpType::all_reduce, 1);
     call.outputs = {part(all)};
-    expect(collectives.run(OpType::all_reduce, call) == Status::ok && sums(all, size), "all_reduce", count);
+    expect(collectives.run(call) == Status::ok && sums(all, size), "all_reduce", count);
 
     auto data = input_of(rank, count);
     const auto before = data;
-    call = call_of(callbacks, 2);
+    call = call_of(callbacks, OpType::reduce, 2);
     call.root = size - 1;
     call.inputs = {part(data)};
     if (rank == call.root) call.outputs = {part(data)};
-    const bool reduced = collectives.run(OpType::reduce, call) == Status::ok;
+    const bool reduced = collectives.run(call) == Status::ok;
     expect(reduced && (rank == size - 1 ? sums(data, size) : data == before), "reduce", count);
 
     std::vector<std::vector<float>> rows;
     std::vector<float> total(static_cast<size_t>(count));
     for (int r = 0; r < size; r++) rows.push_back(input_of(rank, count, r));
-    call = call_of(callbacks, 3);
+    call = call_of(callbacks, OpType::reduce_scatter, 3);
     for (auto& row : rows) call.inputs.push_back(part(row));
     call.outputs = {part(total)};
-    const bool scattered = collectives.run(OpType::reduce_scatter, call) == Status::ok;
+    const bool scattered = collectives.run(call) == Status::ok;
     expect(scattered && sums(total, size, rank), "reduce_scatter", count);
 }
 
@@ -107,15 +108,15 @@ void data_movements(int rank, int size, Collectives& collectives, int64_t count)
     WaitCallbacks callbacks;
     auto sent = input_of(rank, count);
     auto target = input_of(rank, count);
-    CollectiveCall call = call_of(callbacks, 4);
+    CollectiveCall call = call_of(callbacks, OpType::broadcast, 4);
     call.outputs = {part(target)};
-    expect(collectives.run(OpType::broadcast, call) == Status::ok && target == input_of(0, count), "broadcast", count);
+    expect(collectives.run(call) == Status::ok && target == input_of(0, count), "broadcast", count);
 
     std::vector<std::vector<float>> gathered(static_cast<size_t>(size), std::vector<float>(static_cast<size_t>(count)));
-    call = call_of(callbacks, 5);
+    call = call_of(callbacks, OpType::all_gather, 5);
     call.inputs = {part(sent)};
     for (auto& row : gathered) call.outputs.push_back(part(row));
-    bool correct = collectives.run(OpType::all_gather, call) == Status::ok;
+    bool correct = collectives.run(call) == Status::ok;
     for (int r = 0; r < size; r++) correct = correct && gathered[r] == input_of(r, count);
     expect(correct, "all_gather", count);
 
@@ -125,10 +126,10 @@ void data_movements(int rank, int size, Collectives& collectives, int64_t count)
         sends.push_back(input_of(rank, count + rank + r, r));
         receives.emplace_back(static_cast<size_t>(count + rank + r));
     }
-    call = call_of(callbacks, 6);
+    call = call_of(callbacks, OpType::all_to_all, 6);
     for (auto& row : sends) call.inputs.push_back(part(row));
     for (auto& row : receives) call.outputs.push_back(part(row));
-    correct = collectives.run(OpType::all_to_all, call) == Status::ok;
+    correct = collectives.run(call) == Status::ok;
     for (int r = 0; r < size; r++) correct = correct && receives[r] == input_of(r, count + rank + r, rank);
     expect(correct, "all_to_all", count);
 }
@@ -207,19 +208,19 @@ void failures() {
         all_collectives[rank] = &collectives;
         ready++;
         while (ready < 3) std::this_thread::yield();
-        CollectiveCall call = call_of(callbacks, rank == 2 ? 11 : 10);
-        expect(collectives.run(OpType::barrier, call) == Status::mismatch, "a mismatch", rank);
+        CollectiveCall call = call_of(callbacks, OpType::barrier, rank == 2 ? 11 : 10);
+        expect(collectives.run(call) == Status::mismatch, "a mismatch", rank);
         if (rank == 0) {
-            call = call_of(callbacks, 12);
+            call = call_of(callbacks, OpType::barrier, 12);
             call.deadline = monotonic_s() + 0.05;
-            const bool late = collectives.run(OpType::barrier, call) == Status::timeout;
+            const bool late = collectives.run(call) == Status::timeout;
             expect(late && collectives.shared_barrier.missing() == 2, "a timeout", rank);
             all_collectives[1]->shared_barrier.abort();
         }
         if (rank == 1) {
             // Rank 2 does not call.
-            call = call_of(callbacks, 12);
-            expect(collectives.run(OpType::barrier, call) == Status::aborted, "an abort", rank);
+            call = call_of(callbacks, OpType::barrier, 12);
+            expect(collectives.run(call) == Status::aborted, "an abort", rank);
         }
         ready++;
         while (ready < 6) std::this_thread::yield();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,12 +15,36 @@ COMPILER = shutil.which("g++")
 CROSS_COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
 
 
-@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
-@pytest.mark.parametrize("sanitizers", ["thread", pytest.param("address,undefined", marks=pytest.mark.soak)])
-def test_ranks_as_threads(sanitizers: str, tmp_path: Path) -> None:
+def sanitized(sanitizers: str) -> list[str]:
     # GCC says of each fence that -fsanitize=thread does not know it; data is ordered by release and acquire.
     flags = ["-std=c++17", "-O1", "-g", "-fno-strict-aliasing", "-Wno-tsan", "-pthread", f"-fsanitize={sanitizers}"]
-    assert ran([str(COMPILER), *flags], [], tmp_path / "ranks") == (0, "0 failed\n", "")
+    return [str(COMPILER), *flags]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+@pytest.mark.parametrize("sanitizers", ["thread", pytest.param("address,undefined", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", ["ranks", "tcp_ranks"])
+def test_ranks_as_threads(name: str, sanitizers: str, tmp_path: Path) -> None:
+    assert ran(sanitized(sanitizers), [], name, tmp_path) == (0, "0 failed\n", "")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+def test_many_random_calls(tmp_path: Path) -> None:
+    assert ran(sanitized("thread"), [], "tcp_ranks", tmp_path, "12") == (0, "0 failed\n", "")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+def test_mutated_frames_are_refused(tmp_path: Path) -> None:
+    """Ten seconds of the fuzzer. Ten minutes by hand, from any script number on:
+
+    g++ -std=c++17 -O1 -g -fno-strict-aliasing -pthread -fsanitize=address,undefined -Isrc/native
+    tests/native/tcp_fuzzer.cpp -o /tmp/fuzzer && /tmp/fuzzer 600 1000
+    """
+    status, output, errors = ran(sanitized("address,undefined"), [], "tcp_fuzzer", tmp_path, "10")
+    assert (status, output) == (0, "0 failed\n")
+    assert re.fullmatch(r"[1-9]\d* runs\n", errors)
 
 
 @pytest.mark.soak
@@ -38,13 +63,14 @@ def test_ranks_as_threads_on_aarch64(tmp_path: Path) -> None:
         "-Wextra",
         "-pthread",
     ]
-    assert ran([str(CROSS_COMPILER), *flags], [str(EMULATOR)], tmp_path / "ranks") == (0, "0 failed\n", "")
+    assert ran([str(CROSS_COMPILER), *flags], [str(EMULATOR)], "ranks", tmp_path) == (0, "0 failed\n", "")
 
 
-def ran(compiler: list[str], emulator: list[str], program: Path) -> tuple[int, str, str]:
-    """Build the ranks without a warning and run them; return the exit status, output and errors."""
-    command = [*compiler, f"-I{HEADERS}", str(HERE / "ranks.cpp"), "-o", str(program)]
+def ran(compiler: list[str], emulator: list[str], name: str, folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Build a program without a warning and run it; return the exit status, output and errors."""
+    command = [*compiler, f"-I{HEADERS}", str(HERE / f"{name}.cpp"), "-o", str(folder / name)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (built.returncode, built.stderr) == (0, "")
-    done = subprocess.run([*emulator, str(program)], capture_output=True, text=True, timeout=90, check=False)
+    command = [*emulator, str(folder / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     return done.returncode, done.stdout, done.stderr

@@ -21,9 +21,9 @@ from unisono.testing.memory_layouts import LAYOUTS
 from unisono.testing.reference import DTYPES, ops_for
 
 CHUNK_BYTES = 4096
-BACKENDS = ("thread", "gloo", "shm")
+BACKENDS = ("thread", "gloo", "shm", "tcp")
 # Processes are dearer than threads.
-LARGEST = {"thread": 8, "gloo": 4, "shm": 4}
+LARGEST = {"thread": 8, "gloo": 4, "shm": 4, "tcp": 4}
 
 # Others every time: what fails is printed so that it can be run again.
 sampled = settings(derandomize=False, print_blob=True, suppress_health_check=[HealthCheck.too_slow])

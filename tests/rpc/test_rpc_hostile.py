@@ -26,7 +26,7 @@ from unisono.errors import CommError, PeerLostError
 from unisono.rpc import protocol
 from unisono.rpc.protocol import HEADER, NO_CONTEXT
 from unisono.testing import pool, run_ranks
-from unisono.transports.torch.mailbox import TcpMailbox, meet
+from unisono.transports.tcp.mailbox import TcpMailbox, meet
 
 rpc = un.rpc
 RAN: list[Any] = []

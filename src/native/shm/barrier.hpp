@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "call.hpp"
 #include "kernels/platform.hpp"
 
 namespace unisono {
@@ -14,22 +15,6 @@ static_assert(Word::is_always_lock_free && sizeof(Word) == 8);
 // Layout of each rank's four lines of 64 bytes, as in transports/shm/barrier.py.
 inline constexpr int kWordsPerRank = 32;
 enum Field { kArrived = 0, kReduced = 1, kLeft = 2, kSignatures = 8, kSleeping = 24, kWakeups = 25 };
-
-enum class Status { ok, mismatch, timeout, peer_left, aborted, interrupted, unsupported };
-
-// Words that ranks compare in the first round of a call; the last word is published, but not compared.
-struct Signature {
-    uint64_t words[4];
-};
-
-// Callbacks of a waiting thread.
-struct WaitCallbacks {
-    // Called before a wait that may sleep.
-    virtual void before_sleep() {}
-    // Whether the caller ends the wait, for example because of a signal.
-    virtual bool interrupted() { return false; }
-    virtual ~WaitCallbacks() = default;
-};
 
 class SharedBarrier {
   public:

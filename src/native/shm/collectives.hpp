@@ -5,54 +5,13 @@
 
 namespace unisono {
 
-// As numbered in core/collective.py.
-enum class OpType {
-    all_gather = 1,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    gather,
-    reduce,
-    reduce_scatter,
-    scatter
-};
-
 class Collectives : public Reductions {
   public:
     using Reductions::Reductions;
 
-    // Whether the tensors have the required lengths, and no written tensor overlaps another one.
-    bool has_valid_buffers(OpType type, const CollectiveCall& call) const {
-        const Buffers &read = call.inputs, &written = call.outputs;
-        const bool lists = type == OpType::all_gather || type == OpType::gather || type == OpType::scatter ||
-                           type == OpType::reduce_scatter || type == OpType::all_to_all;
-        if (!lists) return true;
-        const auto size = static_cast<size_t>(size_), rank = static_cast<size_t>(rank_);
-        const size_t expected = rank_ == call.root ? size : 0;
-        switch (type) {
-            case OpType::all_gather:
-                if (written.size() != size || read.size() != 1 || read[0].count != written[rank].count) return false;
-                break;
-            case OpType::gather:
-                if (read.size() != 1 || written.size() != expected || !all_have(written, read[0].count)) return false;
-                break;
-            case OpType::scatter:
-                if (written.size() != 1 || read.size() != expected || !all_have(read, written[0].count)) return false;
-                break;
-            case OpType::reduce_scatter:
-                if (read.size() != size || written.size() != 1 || written[0].count != read[rank].count) return false;
-                break;
-            default:
-                if (read.size() != size || written.size() != size) return false;
-                if (read[rank].count != written[rank].count) return false;
-        }
-        return are_disjoint(type, call);
-    }
-
     // Runs a call on tensors that fit.
-    Status run(OpType type, CollectiveCall& call) {
-        const Status status = dispatch(type, call);
+    Status run(CollectiveCall& call) {
+        const Status status = dispatch(call);
         if (status == Status::ok && call.divisor > 1 && !call.outputs.empty()) {
             const Buffer& part = call.outputs[0];
             call.reduction.divide(part.data, static_cast<size_t>(part.count), call.divisor);
@@ -61,8 +20,8 @@ class Collectives : public Reductions {
     }
 
   private:
-    Status dispatch(OpType type, CollectiveCall& call) {
-        switch (type) {
+    Status dispatch(CollectiveCall& call) {
+        switch (call.type) {
             case OpType::all_gather: return gather_chunks(call, true);
             case OpType::all_reduce: return all_reduce(call);
             case OpType::all_to_all: return all_to_all(call);
@@ -74,30 +33,6 @@ class Collectives : public Reductions {
             case OpType::scatter: return scatter(call);
         }
         return Status::unsupported;
-    }
-
-    static bool all_have(const Buffers& parts, int64_t count) {
-        return std::all_of(parts.begin(), parts.end(), [&](const Buffer& part) { return part.count == count; });
-    }
-
-    // Whether no output overlaps another tensor, except that a rank's own entry may be the other tensor itself.
-    bool are_disjoint(OpType type, const CollectiveCall& call) const {
-        const bool may_alias = type != OpType::reduce_scatter && type != OpType::all_to_all;
-        const auto end = [&](const Buffer& part) { return part.data + part.count * call.width; };
-        const auto overlap = [&](const Buffer& a, const Buffer& b) {
-            return a.count && b.count && a.data < end(b) && b.data < end(a);
-        };
-        for (size_t n = 0; n < call.outputs.size(); n++) {
-            for (size_t m = 0; m < n; m++)
-                if (overlap(call.outputs[n], call.outputs[m])) return false;
-            for (size_t m = 0; m < call.inputs.size(); m++) {
-                const size_t entry = type == OpType::scatter ? m : n;
-                const bool is_own =
-                    may_alias && entry == static_cast<size_t>(rank_) && call.outputs[n].data == call.inputs[m].data;
-                if (!is_own && overlap(call.outputs[n], call.inputs[m])) return false;
-            }
-        }
-        return true;
     }
 
     Status broadcast(CollectiveCall& call) {

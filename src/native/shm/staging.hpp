@@ -14,25 +14,6 @@
 
 namespace unisono {
 
-// Memory of a tensor of a call: its address and number of elements.
-struct Buffer {
-    char* data;
-    int64_t count;
-};
-using Buffers = std::vector<Buffer>;
-
-struct CollectiveCall {
-    Buffers inputs, outputs;
-    Reduction reduction;
-    int64_t width = 1;
-    int root = 0;
-    // Divisor of the sum; 1 for none.
-    int64_t divisor = 1;
-    Signature signature{};
-    double deadline = 0;
-    WaitCallbacks* callbacks = nullptr;
-};
-
 class StagedRounds {
   public:
     SharedBarrier shared_barrier;

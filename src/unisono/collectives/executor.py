@@ -193,14 +193,28 @@ class Schedule:
         root: Root of the calls.
         segment_bytes: Largest message.
         scratch: Memory kept from earlier calls.
+
+    Attributes:
+        chunks: Number of chunks of a call.
     """
 
     def __init__(
         self, algorithm: Algorithm, rank: int, size: int, root: int, segment_bytes: int, scratch: ScratchPool
     ) -> None:
-        self._chunks, self._rank, self._size, self._root = algorithm.chunks(size), rank, size, root
+        self.chunks, self._rank, self._size, self._root = algorithm.chunks(size), rank, size, root
         self._steps = tuple(algorithm.steps((rank - root) % size, size))
         self._segment_bytes, self._scratch = segment_bytes, scratch
+
+    def numbers(self) -> list[int]:
+        """Return the steps as src/native/tcp/program.hpp reads them, with the ranks of the calls."""
+        found: list[int] = []
+        for step in self._steps:
+            found += (int(step.reduce), len(step.send), len(step.recv))
+            for move in (*step.send, *step.recv):
+                found += ((move.peer + self._root) % self._size, len(move.runs))
+                for run in move.runs:
+                    found += run
+        return found
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
         """Return when this rank's part of a call is done. A reduction in place writes to its tensors.
@@ -214,9 +228,9 @@ class Schedule:
             _copy_own_part(family, call, self._rank)
         if family.in_place and family.moves:
             tensor = (call.inputs or call.outputs)[0]
-            layout: Layout = Flat(tensor, even_edges(tensor.numel(), self._chunks))
+            layout: Layout = Flat(tensor, even_edges(tensor.numel(), self.chunks))
         else:
-            layout = _layout_of(family, call, self._chunks, self._rank, self._size)
+            layout = _layout_of(family, call, self.chunks, self._rank, self._size)
         combine = COMBINE[call.op or ReduceOp.SUM]
         run = _Run(transport, self._rank, self._size, self._root, combine, deadline, self._scratch)
         run.carry_out(self._steps, layout, self._segment_bytes)

@@ -19,7 +19,7 @@ from unisono.core.tensors import numels
 from unisono.core.transport import Transport
 from unisono.core.types import ReduceOp
 
-__all__ = ["AUTO", "FEWEST_BYTES", "Needs", "Selection", "explain"]
+__all__ = ["AUTO", "FEWEST_BYTES", "Needs", "Selection", "cheapest", "explain", "message_bytes"]
 
 AUTO = "auto"
 FEWEST_BYTES = "fewest_bytes"
@@ -67,7 +67,7 @@ class Selection:
         tensors = call.inputs or call.outputs
         dtype = tensors[0].dtype if tensors else None
         # A size class, as by `size_class`: all calls of a class choose alike.
-        bits = max(0, _message_bytes(call, self._size) - 1).bit_length()
+        bits = max(0, message_bytes(call, self._size) - 1).bit_length()
         machine = self._machine() if requested == AUTO and self._machine is not None else None
         uniform = requested is None or _is_uniform(call)
         key = call.name, call.op, dtype, bits, requested, native, call.root, machine, uniform
@@ -103,9 +103,9 @@ class Selection:
         if native and requested in (None, FEWEST_BYTES, NATIVE):
             return NATIVE
         if requested is None:
-            return _cheapest(needs, nbytes, self._transport.latency_s, self._transport.second_per_byte)
+            return cheapest(needs, nbytes, self._transport.latency_s, self._transport.second_per_byte)
         if requested == FEWEST_BYTES:
-            return _cheapest(needs, self._size, 0.0, 1.0)
+            return cheapest(needs, self._size, 0.0, 1.0)
         if requested.partition(":")[0] in ALGORITHMS[call.name] and _meets(requested, needs, not _is_uniform(call)):
             return requested
         names = [NATIVE] * native + _serving(needs, uneven=not _is_uniform(call))
@@ -161,7 +161,7 @@ class Needs(NamedTuple):
     rotated: bool
 
 
-def _message_bytes(call: Call, size: int) -> int:
+def message_bytes(call: Call, size: int) -> int:
     """Return the bytes of the whole message: the same on every rank, unless pairs of ranks have their own lengths."""
     family = FAMILIES[call.name]
     if call.lengths:
@@ -211,7 +211,15 @@ def _refusal(transport: Transport, call: Call, needs: Needs, requested: str) -> 
 
 
 @lru_cache(maxsize=4096)
-def _cheapest(needs: Needs, nbytes: int, latency_s: float, second_per_byte: float) -> str:
+def cheapest(needs: Needs, nbytes: int, latency_s: float, second_per_byte: float) -> str:
+    """Return the algorithm with the least declared cost.
+
+    Args:
+        needs: Requirements of the call.
+        nbytes: Bytes of the whole message.
+        latency_s, second_per_byte: Cost of a message.
+    """
+
     def seconds(name: str) -> tuple[float, int]:
         cost = find(needs.collective, name).cost(needs.size, nbytes)
         latencies = cost.rounds + GAP * max(0, cost.messages - cost.rounds)

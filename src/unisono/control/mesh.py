@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import select
 import selectors
 import socket
 import threading
@@ -19,7 +20,7 @@ from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
 from unisono.host.network import INTERFACE, interface_of, is_loopback
 
-__all__ = ["Link", "Mesh"]
+__all__ = ["Link", "Mesh", "say_farewell"]
 
 Link = tuple[socket.socket, Channel]
 """A connection that does not block, and the channel that encodes and decodes its frames."""
@@ -27,6 +28,28 @@ Link = tuple[socket.socket, Channel]
 _LOOK_EVERY_S = 0.1
 _LEAST_S = 0.1
 _LAST_PROOF_WITHIN_S = 5.0
+_FAREWELL_S = 0.3
+_READ_BYTES = 64 << 10
+
+
+def say_farewell(connections: Sequence[socket.socket]) -> None:
+    """Shut down sending, and drop what still arrives: closing immediately may cut off the last messages."""
+    waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
+    watch = select.poll()
+    for number, connection in waiting.items():
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        watch.register(number, select.POLLIN)
+    deadline = time.monotonic() + _FAREWELL_S
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for number, _ in watch.poll(left * 1000):
+            try:
+                over = not waiting[number].recv(_READ_BYTES)
+            except OSError:
+                over = True
+            if over:
+                watch.unregister(number)
+                del waiting[number]
 
 
 class Mesh:

@@ -13,6 +13,7 @@ from unisono.errors import CommError, MismatchError, PeerLostError
 
 __all__ = [
     "Cause",
+    "connection_error",
     "ended_by",
     "error_of",
     "left_error",
@@ -81,6 +82,16 @@ def left_error(rank: int) -> PeerLostError:
     """
     text = f"rank {rank} has left (it closed the communicator, or its program has ended). Did it make fewer calls?"
     return PeerLostError(text, peer=rank)
+
+
+def connection_error(rank: int | None) -> PeerLostError:
+    """Return the error of a connection that has ended, for a reason that the control plane may know.
+
+    Example:
+        >>> print(connection_error(2))
+        the connection to rank 2 was lost
+    """
+    return PeerLostError(f"the connection to {'a rank' if rank is None else f'rank {rank}'} was lost")
 
 
 def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:

@@ -295,7 +295,7 @@ Tensors: TypeAlias = "Buffer | Sequence[Buffer] | None"
 
 
 class Status(IntEnum):
-    """Status of a native call, with the numbers of src/native/shm/barrier.hpp."""
+    """Status of a native call, with the numbers of src/native/call.hpp."""
 
     OK = 0
     MISMATCH = 1
@@ -303,6 +303,7 @@ class Status(IntEnum):
     PEER_LEFT = 3
     ABORTED = 4
     UNSUPPORTED = 6
+    PEER_LOST = 7
 
 
 class FastPath(Protocol):

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["NO_EXTENSIONS", "native"]
+__all__ = ["NO_EXTENSIONS", "core_build", "native"]
 
 NO_EXTENSIONS = "UNISONO_NO_EXTENSIONS"
 """Environment variable that disables the native extensions if it is not empty."""
@@ -32,6 +32,12 @@ def native() -> ModuleType | None:
         warnings.warn("unisono._native was built from other sources and is ignored; run `make install`", stacklevel=2)
         return None
     return module
+
+
+def core_build() -> str:
+    """Return what identifies the native core; "" without one."""
+    module = native()
+    return "" if module is None else str(module.BUILD)
 
 
 def _digest() -> str:

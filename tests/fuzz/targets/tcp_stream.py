@@ -6,7 +6,7 @@ import socket
 import struct
 from typing import Any, cast
 
-from unisono.transports.torch.mailbox import _Stream
+from unisono.transports.tcp.mailbox import _Stream
 
 # Each ends the connection to that rank, which counts as lost.
 REFUSALS = (OSError, ValueError, TypeError, RuntimeError, MemoryError, struct.error)

@@ -7,21 +7,32 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
+from unisono.core.native_calls import DTYPE_CODES, DTYPES
 from unisono.core.tensors import view_of
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Message, Recv, Send, Timeout
 from unisono.core.work import CountdownWork, elements, missing_ranks_error, resolve_timeout, size_error, timeout_error
 from unisono.errors import CommError, CommTimeoutError
 from unisono.transports.shm.barrier import SharedBarrier
-from unisono.transports.shm.codes import DTYPE_CODES, DTYPES
 from unisono.transports.shm.segment import words_of
 
-__all__ = ["MessageRings", "Ring", "RingWork", "nbytes_of", "rings_of"]
+__all__ = [
+    "FAREWELL",
+    "HEADER_BYTES",
+    "Bytes",
+    "Incoming",
+    "MessageRings",
+    "Outgoing",
+    "Ring",
+    "RingWork",
+    "nbytes_of",
+    "rings_of",
+]
 
 _LINE_BYTES = 64
 _CONTROL_BYTES = 2 * _LINE_BYTES
@@ -190,18 +201,41 @@ ItemT = TypeVar("ItemT")
 _RING_BYTES = 128 << 10
 _HEADER = struct.Struct("<qqq")
 """Tag, number of elements, and code of the dtype: the first part of each message. Its content is the second."""
+HEADER_BYTES = _HEADER.size
+FAREWELL = _HEADER.pack(-1 << 62, 0, 0)
+"""The header that follows the last message on a connection."""
 _SLICE_S = 0.02
 """The longest wait of the native core; after it failures and the deadline are checked."""
 
 
-class _Outgoing:
+class Bytes(Protocol):
+    """What carries the bytes of messages in one direction: a `Ring`, or a connection."""
+
+    @property
+    def available(self) -> int:
+        """Bytes that can be read now, at least."""
+
+    def write(self, content: bytes | memoryview, more: bool = False) -> int:
+        """As of `Ring`."""
+
+    def peek(self) -> memoryview:
+        """Return what can be read in one piece; a header at least, if it has arrived."""
+
+    def skip(self, nbytes: int) -> None:
+        """As of `Ring`."""
+
+    def read(self, into: memoryview) -> int:
+        """As of `Ring`."""
+
+
+class Outgoing:
     """Sends to one peer, in their order; the first one is being written.
 
     Attributes:
         pending: Number of sends that are not done.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Bytes) -> None:
         self._ring, self.pending = ring, 0
         self._queue: deque[tuple[Send, CountdownWork]] = deque()
         self._rest: memoryview | None = None
@@ -223,7 +257,7 @@ class _Outgoing:
             if self._rest is None:
                 tensor = message.tensor
                 header = _HEADER.pack(message.tag, tensor.numel(), DTYPE_CODES[tensor.dtype])
-                if not self._ring.write(header, more=True):
+                if not self._ring.write(header, more=tensor.numel() > 0):
                     break
                 self._rest, moved = view_of(tensor), True
             step = self._ring.write(self._rest)
@@ -240,7 +274,7 @@ class _Outgoing:
         return moved
 
 
-class _Incoming:
+class Incoming:
     """Messages from one peer, and the receives that wait for them, by tag.
 
     Attributes:
@@ -249,7 +283,7 @@ class _Incoming:
         probed: The tag that is probed for, if any.
     """
 
-    def __init__(self, ring: Ring, peer: int, rank: int) -> None:
+    def __init__(self, ring: Bytes, peer: int, rank: int) -> None:
         self._ring, self._peer, self._rank, self.pending = ring, peer, rank, 0
         self._posted: dict[int, deque[tuple[Recv, CountdownWork]]] = {}
         self.early: dict[int, deque[torch.Tensor]] = {}
@@ -293,10 +327,16 @@ class _Incoming:
         return moved
 
     def _begin(self) -> bool:
-        """Read a header, and choose where the message goes; False if it is the one probed, which stays in the ring."""
-        if not self._posted and self._next_tag() == self.probed:
+        """Read a header, and choose where the message goes.
+
+        False if it has not arrived whole, or is the one probed, which stays in the ring.
+        """
+        coming = self._next_tag()
+        if coming is None or (not self._posted and coming == self.probed):
             return False
         tag, numel, code = _HEADER.unpack_from(self._ring.peek())
+        if not (0 < code <= len(DTYPES) and numel >= 0):
+            raise CommError(f"rank {self._peer} sent what is no message", peer=self._peer)
         self._ring.skip(_HEADER.size)
         dtype = DTYPES[code - 1]
         if tag in self._posted:
@@ -312,10 +352,10 @@ class _Incoming:
         self._tag, self._target, self._rest = tag, target, view_of(target)
         return True
 
-    def _next_tag(self) -> int:
-        """Return the tag of the message that comes next in the ring."""
-        tag: int = _HEADER.unpack_from(self._ring.peek())[0]
-        return tag
+    def _next_tag(self) -> int | None:
+        """Return the tag of the message that comes next, if its header has arrived."""
+        head = self._ring.peek()
+        return _HEADER.unpack_from(head)[0] if len(head) >= HEADER_BYTES else None
 
     def _finish(self) -> None:
         end, content = self._end, self._target
@@ -343,7 +383,7 @@ class _Incoming:
         return tag in self.early or (self._target is None and self._ring.available > 0 and self._next_tag() == tag)
 
 
-_RingEnd = _Outgoing | _Incoming
+_RingEnd = Outgoing | Incoming
 
 
 def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
@@ -380,8 +420,8 @@ class MessageRings:
         self._wake: Callable[[int], object] = barrier.wake if core is None else core.wake
         self.lock, self.idle, self.held = threading.RLock(), True, False
         outgoing, incoming = rings_of(barrier.rank, barrier.size, memory, _RING_BYTES)
-        self._out = [_Outgoing(ring) for ring in outgoing]
-        self._in = [_Incoming(ring, peer, barrier.rank) for peer, ring in enumerate(incoming)]
+        self._out = [Outgoing(ring) for ring in outgoing]
+        self._in = [Incoming(ring, peer, barrier.rank) for peer, ring in enumerate(incoming)]
         self._sending: dict[int, _RingEnd] = {}
         self._receiving: dict[int, _RingEnd] = {}
         self.early = [end.early for end in self._in]

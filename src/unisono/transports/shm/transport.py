@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from unisono.core.call import Call, Fingerprint, explain, hash_of
+from unisono.core.call import Call, Fingerprint, explain
 from unisono.core.collective import FAMILIES
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
-from unisono.core.transport import Mailbox, Options, Status, Transport
+from unisono.core.transport import Mailbox, Options, Transport
 from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import Deferred
 from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
@@ -143,22 +143,14 @@ class ShmTransport(Transport):
 
     def agree(self, call: Call, deadline: float) -> None:
         """Compare calls by messages, and backward calls, in a separate round. Native ones compare in their first."""
-        fingerprint = call.fingerprint
-        if self._native is None or (call.steps is None and fingerprint.adjoint_of is None):
-            return
-        digest, pairs = hash_of(fingerprint.compared()[1:]), [*fingerprint.sends, *fingerprint.receives]
-        if self._native.compare(digest, pairs, deadline) is Status.MISMATCH:
-            self._raise_mismatch(fingerprint)
+        if self._native is not None and (call.steps is not None or call.fingerprint.adjoint_of is not None):
+            self._native.compare(call.fingerprint, deadline)
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         if call.steps is not None:
             return super().run(call, over)
-        return Deferred(partial(self._run, call), call.timeout)
-
-    def _run(self, call: Call, deadline: float) -> None:
         assert self._native is not None
-        if self._native.carry(call, deadline) is Status.MISMATCH:
-            self._raise_mismatch(call.fingerprint)
+        return Deferred(partial(self._native.carry, call), call.timeout)
 
     def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:
         """Raise the error of ranks with different signatures, quoting the call of each. All ranks raise it."""

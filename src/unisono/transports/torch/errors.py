@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from unisono.core.failure import connection_error
 from unisono.core.types import Message
 from unisono.core.work import timeout_error
-from unisono.errors import CommError, PeerLostError
+from unisono.errors import CommError
 
 __all__ = ["translated"]
 
@@ -20,5 +21,5 @@ def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float
     peer = messages[0].peer if len(messages) == 1 else None
     if re.search(r"[Cc]onnection (closed|reset|refused)|Broken pipe|closure|EOF", text):
         # The control plane reports whether that rank was the first to fail.
-        return PeerLostError(f"the connection to {'a rank' if peer is None else f'rank {peer}'} was lost")
+        return connection_error(peer)
     return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)

@@ -23,11 +23,11 @@ from unisono.core.transport import Capabilities, Mailbox, Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Send, Timeout, Work
 from unisono.core.work import Completion, WorkGroup, resolve_timeout
 from unisono.errors import ClosedError, CommError, CommTimeoutError
+from unisono.transports.tcp.mailbox import TcpMailbox
 from unisono.transports.thread import MessageQueue, ThreadTransport
 from unisono.transports.torch.collectives import NATIVE, carries, start
 from unisono.transports.torch.errors import translated
 from unisono.transports.torch.gloo_sockets import Sockets
-from unisono.transports.torch.mailbox import TcpMailbox
 from unisono.transports.torch.point_to_point import Envelopes
 from unisono.transports.torch.process_groups import backend_of
 

@@ -1,4 +1,4 @@
-"""A mailbox over connections of its own, for transports with messages that cannot be polled, such as gloo."""
+"""A mailbox over connections of its own: for tcp, and for transports whose messages cannot be polled, such as gloo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.control.mesh import Link, Mesh
+from unisono.control.mesh import Link, Mesh, say_farewell
 from unisono.control.sockets import Channel, invalidate_after_fork
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
@@ -27,7 +27,6 @@ _COUNT = struct.Struct("<I")
 _READ_BYTES = 64 << 10
 _MOST_HEAD = 80 << 20
 _SLICE_S = 0.1
-_PART_S = 0.3
 _MOST_VECTORS = 64
 
 
@@ -214,28 +213,9 @@ class TcpMailbox(Mailbox):
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self._drain()
+            say_farewell([connection for connection, _ in self._links.values()])
+            self.invalidate_after_fork()
         super().close()
-
-    def _drain(self) -> None:
-        """Shut down sending, and drain the receives: closing immediately may cut off the last messages."""
-        connections = {connection.fileno(): connection for connection, _ in self._links.values()}
-        watch = select.poll()
-        for number, connection in connections.items():
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
-            watch.register(number, select.POLLIN)
-        deadline = time.monotonic() + _PART_S
-        while connections and (left := deadline - time.monotonic()) > 0:
-            for number, _ in watch.poll(left * 1000):
-                try:
-                    over = not connections[number].recv(_READ_BYTES)
-                except OSError:
-                    over = True
-                if over:
-                    watch.unregister(number)
-                    del connections[number]
-        self.invalidate_after_fork()
 
     def invalidate_after_fork(self) -> None:
         """Close every descriptor."""

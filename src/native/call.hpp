@@ -1,0 +1,131 @@
+// A collective as both cores receive it: its tensors, the checks of their lengths, and what ranks compare of it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/reduce_kernels.hpp"
+
+namespace unisono {
+
+enum class Status { ok, mismatch, timeout, peer_left, aborted, interrupted, unsupported, peer_lost };
+
+// Words that ranks compare in the first round of a call; the last word is published, but not compared.
+struct Signature {
+    uint64_t words[4];
+};
+
+// Callbacks of a waiting thread.
+struct WaitCallbacks {
+    // Called before a wait that may sleep.
+    virtual void before_sleep() {}
+    // Whether the caller ends the wait, for example because of a signal.
+    virtual bool interrupted() { return false; }
+    virtual ~WaitCallbacks() = default;
+};
+
+// As numbered in core/collective.py.
+enum class OpType {
+    all_gather = 1,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter
+};
+
+// Memory of a tensor of a call: its address and number of elements.
+struct Buffer {
+    char* data;
+    int64_t count;
+};
+using Buffers = std::vector<Buffer>;
+
+struct CollectiveCall {
+    OpType type{};
+    Buffers inputs, outputs;
+    Reduction reduction;
+    int64_t width = 1;
+    int root = 0;
+    // Divisor of the sum; 1 for none.
+    int64_t divisor = 1;
+    Signature signature{};
+    double deadline = 0;
+    WaitCallbacks* callbacks = nullptr;
+
+    // The sum of the counts, and of several, their FNV-1a hash (Fowler, Noll, Vo) over numbers instead of bytes.
+    void sign_counts() {
+        uint64_t total = 0, uneven = 0;
+        const bool by_inputs = type == OpType::reduce || type == OpType::reduce_scatter || type == OpType::gather;
+        const Buffers& parts = by_inputs ? inputs : outputs;
+        if (type != OpType::all_to_all) {
+            if (parts.size() > 1) uneven = 0xCBF29CE484222325;
+            for (const Buffer& part : parts) {
+                total += static_cast<uint64_t>(part.count);
+                if (parts.size() > 1) uneven = (uneven ^ static_cast<uint64_t>(part.count)) * 0x100000001B3;
+            }
+        }
+        signature.words[1] = total, signature.words[2] = uneven, signature.words[3] = 0;
+    }
+
+    // Whether the tensors have the required lengths, and no written tensor overlaps another one.
+    bool has_valid_buffers(int rank, int size) const {
+        const bool lists = type == OpType::all_gather || type == OpType::gather || type == OpType::scatter ||
+                           type == OpType::reduce_scatter || type == OpType::all_to_all;
+        if (!lists) return true;
+        const auto ranks = static_cast<size_t>(size), own = static_cast<size_t>(rank);
+        const size_t expected = rank == root ? ranks : 0;
+        switch (type) {
+            case OpType::all_gather:
+                if (outputs.size() != ranks || inputs.size() != 1 || inputs[0].count != outputs[own].count)
+                    return false;
+                break;
+            case OpType::gather:
+                if (inputs.size() != 1 || outputs.size() != expected || !all_have(outputs, inputs[0].count))
+                    return false;
+                break;
+            case OpType::scatter:
+                if (outputs.size() != 1 || inputs.size() != expected || !all_have(inputs, outputs[0].count))
+                    return false;
+                break;
+            case OpType::reduce_scatter:
+                if (inputs.size() != ranks || outputs.size() != 1 || outputs[0].count != inputs[own].count)
+                    return false;
+                break;
+            default:
+                if (inputs.size() != ranks || outputs.size() != ranks) return false;
+                if (inputs[own].count != outputs[own].count) return false;
+        }
+        return are_disjoint(own);
+    }
+
+  private:
+    static bool all_have(const Buffers& parts, int64_t count) {
+        return std::all_of(parts.begin(), parts.end(), [&](const Buffer& part) { return part.count == count; });
+    }
+
+    // Whether no output overlaps another tensor, except that a rank's own entry may be the other tensor itself.
+    bool are_disjoint(size_t own) const {
+        const bool may_alias = type != OpType::reduce_scatter && type != OpType::all_to_all;
+        const auto end = [&](const Buffer& part) { return part.data + part.count * width; };
+        const auto overlap = [&](const Buffer& a, const Buffer& b) {
+            return a.count && b.count && a.data < end(b) && b.data < end(a);
+        };
+        for (size_t n = 0; n < outputs.size(); n++) {
+            for (size_t m = 0; m < n; m++)
+                if (overlap(outputs[n], outputs[m])) return false;
+            for (size_t m = 0; m < inputs.size(); m++) {
+                const size_t entry = type == OpType::scatter ? m : n;
+                const bool is_own = may_alias && entry == own && outputs[n].data == inputs[m].data;
+                if (!is_own && overlap(outputs[n], inputs[m])) return false;
+            }
+        }
+        return true;
+    }
+};
+
+}  // namespace unisono

@@ -1,0 +1,574 @@
+// Collectives over connections: this rank's part of an algorithm in one call.
+//
+// Nothing moves before all agree: no rank writes memory of the caller, or returns, before it has heard that every rank
+// makes the same call. Each frame names the call. A rank whose result depends on the contributions of all ranks has heard
+// of all when the algorithm ends; short messages are therefore carried out in memory of our own, and copied at the end.
+// Before long messages, and beside the short ones of a rooted collective, ranks spread the news of their calls by
+// dissemination: in round k to the rank 2^k further, after hearing from the ranks of the rounds before.
+// Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "call.hpp"
+#include "kernels/platform.hpp"
+#include "kernels/reduce_kernels.hpp"
+#include "tcp/link.hpp"
+#include "tcp/program.hpp"
+
+namespace unisono {
+
+// A chunk of a call, or a slice of one: where its contents are, and where what is received is stored.
+struct Chunk {
+    // What this rank contributes; null if it has nothing.
+    const char* own = nullptr;
+    // Null for memory of our own.
+    char* target = nullptr;
+    size_t count = 0;
+
+    // Filled in by the executor.
+    char* at = nullptr;
+    bool received = false;
+
+    const char* contents() const { return received ? at : own; }
+    Chunk slice(size_t begin, size_t length, size_t width) const {
+        const size_t first = std::min(begin, count);
+        return {own ? own + first * width : nullptr, target ? target + first * width : nullptr,
+                std::min(length, count - first)};
+    }
+};
+
+struct StepsCall {
+    // Null for a round without data, in which ranks only compare their calls.
+    const Program* program = nullptr;
+    std::vector<Chunk> chunks;
+    Reduction reduction;
+    // What sums are divided by, for an average.
+    int64_t divisor = 1;
+    size_t width = 1;
+    // Whether every rank's result depends on the contributions of all.
+    bool hears_all = false;
+    // Where each pair of ranks has a length of its own: what this rank sends to each, and what it expects of each.
+    std::vector<int64_t> sends, receives;
+    uint64_t signature = 0;
+    double deadline = 0;
+    WaitCallbacks* callbacks = nullptr;
+};
+
+class Executor {
+  public:
+    // The sockets to the other ranks, by rank; they do not block, and belong to the caller. Its own is ignored.
+    Executor(int rank, const std::vector<int>& sockets, bool oversubscribed)
+        : rank_(rank), size_(static_cast<int>(sockets.size())), tries_(oversubscribed ? 1 : kTries),
+          wakeup_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+        for (int fd : sockets) links_.emplace_back(fd);
+        for (int peer = 0; peer < size_; peer++) {
+            if (peer == rank) continue;
+            exchange_.sends.push_back({peer, {{peer, peer + 1}}});
+            exchange_.receives.push_back({peer, {{size_ + peer, size_ + peer + 1}}});
+        }
+    }
+    ~Executor() { close(wakeup_); }
+    Executor(const Executor&) = delete;
+    Executor& operator=(const Executor&) = delete;
+
+    // Carries out a call. Every rank makes the same number of calls, in the same order.
+    Status run(StepsCall& call) {
+        if (!fits(call)) return Status::unsupported;
+        call_ = &call;
+        number_++;
+        heard_.assign(static_cast<size_t>(size_), false);
+        frames_left_.assign(static_cast<size_t>(size_), 0);
+        round_ = sent_ = 0;
+        spreads_ = false;
+        // Also where memory for a call cannot be had: frames that are not sent refer to memory of the call.
+        const Drop drop{links_};
+        const double started = monotonic_s();
+        const Status status = carry_out(call);
+        waited_s_ = monotonic_s() - started;
+        if (status == Status::mismatch) spread_mismatch();
+        return status;
+    }
+
+    // From any thread: ends the present call, and all later ones.
+    void abort() {
+        aborted_.store(true, std::memory_order_release);
+        const uint64_t one = 1;
+        [[maybe_unused]] const ssize_t written = write(wakeup_, &one, sizeof one);
+    }
+
+    uint32_t number() const { return number_; }
+    // The rank that the last failed call waited for, and the duration of that call.
+    int missing() const { return missing_; }
+    double waited_s() const { return waited_s_; }
+
+  private:
+    static constexpr int kTries = 50;
+    static constexpr int kSliceMs = 50;
+    static constexpr size_t kPieceBytes = 32 << 10;
+    static constexpr size_t kEagerBytes = 64 << 10;
+    static constexpr size_t kSliceBytes = 1 << 20;
+    static constexpr double kFarewellS = 0.01;
+    // Between two looks at the clock while bytes move.
+    static constexpr int kBusyPasses = 64;
+
+    // Drops what is still queued when a call ends; that is nothing if it succeeds.
+    struct Drop {
+        std::vector<Link>& links;
+        ~Drop() {
+            for (Link& link : links) link.drop();
+        }
+    };
+
+    struct Part {
+        int chunk;
+        size_t nbytes;
+    };
+    // A message that is being received.
+    struct Incoming {
+        const Move* move = nullptr;
+        std::vector<Part> parts;
+        size_t total = 0, got = 0;
+        bool begun = false;
+        // The part that arrives now, and how much of it has.
+        size_t part = 0, done = 0;
+        // Memory for a message that is reduced at the end of its step.
+        std::unique_ptr<char[]> aside;
+        // Bytes of an element that is cut.
+        char cut[16];
+        size_t held = 0;
+
+        bool complete() const { return begun && got == total; }
+    };
+
+    // Whether a call has all chunks of its program, and a length for each rank.
+    bool fits(const StepsCall& call) const {
+        const size_t chunks = call.chunks.size(), lengths = call.sends.size();
+        if (lengths != call.receives.size() || (lengths && lengths != links_.size())) return false;
+        if (!call.program) return true;
+        return chunks && chunks >= static_cast<size_t>(call.program->chunks) &&
+               call.program->frames.size() == links_.size();
+    }
+
+    // Long calls are carried out in slices of each chunk, whose results are sent on while they are in the cache.
+    Status carry_out(StepsCall& call) {
+        if (!call.sends.empty()) {
+            const Status status = compare_lengths(call);
+            if (status != Status::ok) return status;
+        }
+        size_t total = 0, longest = 0;
+        for (const Chunk& chunk : call.chunks) {
+            total += chunk.count * call.width;
+            longest = std::max(longest, chunk.count);
+        }
+        const size_t length = std::max<size_t>(1, kSliceBytes / call.width / std::max<size_t>(1, call.chunks.size()));
+        eager_ = call.program && total <= kEagerBytes;
+        spreads_ = !(eager_ && call.hears_all && call.sends.empty());
+        sets_aside_ = true;
+        if (call.program) {
+            call_bytes_ = total;
+            frames_left_ = call.program->frames;
+            for (int64_t& frames : frames_left_) frames *= 1 + static_cast<int64_t>(longest / length);
+        }
+        incoming_.clear();
+        if (!eager_) {
+            const Status status = advance([&] { return all_heard() && all_drained(); });
+            if (status != Status::ok || !call.program) return status;
+        }
+        width_ = call.width;
+        for (size_t begin = 0; begin == 0 || begin < longest; begin += length) {
+            slice_.clear();
+            for (const Chunk& chunk : call.chunks) slice_.push_back(chunk.slice(begin, length, call.width));
+            first_slice_ = begin == 0;
+            const Status status = carry_out_slice();
+            if (status != Status::ok) return status;
+        }
+        return Status::ok;
+    }
+
+    Status carry_out_slice() {
+        prepare_memory();
+        for (const Step& step : call_->program->steps) {
+            const Status status = take_step(step);
+            if (status != Status::ok) return status;
+        }
+        incoming_.clear();
+        const Status status = advance([&] { return (!spreads_ || all_heard()) && all_drained(); });
+        if (status == Status::ok) store_results();
+        return status;
+    }
+
+    // Returns mismatch unless the others send this rank what it expects. The news of that is spread afterwards.
+    Status compare_lengths(const StepsCall& call) {
+        std::vector<int64_t> theirs(call.sends.size());
+        slice_.clear();
+        for (const int64_t& length : call.sends) slice_.push_back({reinterpret_cast<const char*>(&length), nullptr, 1});
+        for (int64_t& length : theirs) slice_.push_back({nullptr, nullptr, 1, reinterpret_cast<char*>(&length)});
+        width_ = sizeof theirs[0];
+        first_slice_ = true;
+        sets_aside_ = spreads_ = false;
+        if (const Status status = take_step(exchange_); status != Status::ok) return status;
+        for (size_t peer = 0; peer < theirs.size(); peer++)
+            if (static_cast<int>(peer) != rank_ && theirs[peer] != call.receives[peer]) return Status::mismatch;
+        return Status::ok;
+    }
+
+    // Sets each chunk's memory. What is received in a short call stays in memory of our own until all are heard.
+    void prepare_memory() {
+        size_t needed = 0;
+        for (const Chunk& chunk : slice_)
+            if (eager_ || !chunk.target) needed += chunk.count * width_;
+        if (needed > arena_bytes_) {
+            arena_.reset(new char[needed]);
+            arena_bytes_ = needed;
+        }
+        char* next = arena_.get();
+        for (Chunk& chunk : slice_) {
+            chunk.at = chunk.target;
+            if (!eager_ && chunk.target) continue;
+            chunk.at = next;
+            next += chunk.count * width_;
+        }
+    }
+
+    void store_results() {
+        for (const Chunk& chunk : slice_) {
+            const char* contents = chunk.contents();
+            if (chunk.target && chunk.received && call_->divisor != 1)
+                call_->reduction.divide(chunk.at, chunk.count, call_->divisor);
+            if (chunk.target && contents && contents != chunk.target)
+                std::memcpy(chunk.target, contents, chunk.count * width_);
+        }
+    }
+
+    Status take_step(const Step& step) {
+        incoming_.clear();
+        for (const Move& move : step.receives) {
+            Incoming in;
+            in.move = &move;
+            move.for_each_chunk([&](int chunk) {
+                const size_t nbytes = slice_[static_cast<size_t>(chunk)].count * width_;
+                in.parts.push_back({chunk, nbytes});
+                in.total += nbytes;
+            });
+            if (is_left_out(in.total)) continue;
+            if (step.reduces && !move.streams) in.aside.reset(new char[in.total]);
+            incoming_.push_back(std::move(in));
+        }
+        reduces_ = step.reduces;
+        for (const Move& move : step.sends) {
+            std::vector<iovec> parts;
+            size_t nbytes = 0;
+            move.for_each_chunk([&](int index) {
+                const Chunk& chunk = slice_[static_cast<size_t>(index)];
+                const size_t length = chunk.count * width_;
+                if (!length) return;
+                char* from = const_cast<char*>(chunk.contents());
+                nbytes += length;
+                // Neighbours in memory are sent as one part.
+                if (!parts.empty() && static_cast<char*>(parts.back().iov_base) + parts.back().iov_len == from)
+                    parts.back().iov_len += length;
+                else
+                    parts.push_back({from, length});
+            });
+            if (!is_left_out(nbytes)) send(move.peer, FrameKind::data, nbytes, std::move(parts));
+        }
+        const Status status = advance([&] { return all_received() && all_drained(); });
+        if (status == Status::ok && step.reduces) reduce_aside();
+        return status;
+    }
+    // Both ends know the lengths of a call that is in progress.
+    bool is_left_out(size_t nbytes) const { return !nbytes && !first_slice_; }
+
+    void send(int peer, FrameKind kind, size_t nbytes, std::vector<iovec> parts) {
+        Link& link = links_[static_cast<size_t>(peer)];
+        link.queue({call_->signature, number_, kind, nbytes}, std::move(parts));
+        link.flush();
+    }
+
+    bool all_received() const {
+        return std::all_of(incoming_.begin(), incoming_.end(), [](const Incoming& in) { return in.complete(); });
+    }
+    bool all_drained() const {
+        return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.drained(); });
+    }
+    bool all_heard() const { return 1 << round_ >= size_; }
+
+    // -- waiting ----------------------------------------------------------------------------------
+    // Moves bytes until a condition holds.
+    template <class Condition>
+    Status advance(const Condition& done) {
+        for (int idle = 0, busy = 0;;) {
+            spread();
+            bool moved = false;
+            for (int peer = 0; peer < size_; peer++) {
+                if (peer == rank_) continue;
+                Link& link = links_[static_cast<size_t>(peer)];
+                if (!link.drained()) moved |= link.flush();
+                const Status status = receive(link, peer, moved);
+                if (status != Status::ok) return status;
+            }
+            spread();
+            if (done()) return Status::ok;
+            for (int peer = 0; peer < size_; peer++)
+                if (const Link& link = links_[static_cast<size_t>(peer)]; (link.left() || link.lost()) && awaits(peer))
+                    return ended(link.left() ? Status::peer_left : Status::peer_lost, peer);
+            if (aborted_.load(std::memory_order_acquire)) return ended(Status::aborted, first_awaited());
+            // A peer that sends a little all the time does not hold up the end of a call.
+            if (moved ? ++busy % kBusyPasses : ++idle < tries_) {
+                if (moved) idle = 0;
+                continue;
+            }
+            if (monotonic_s() > call_->deadline) return ended(Status::timeout, first_awaited());
+            if (!moved && sleep()) return Status::interrupted;
+            idle = 0;
+        }
+    }
+
+    Status ended(Status status, int missing) {
+        missing_ = missing;
+        return status;
+    }
+
+    // Whether a rank's frames, or its readiness for ours, are waited for.
+    bool awaits(int peer) const {
+        if (peer == rank_) return false;
+        if (!links_[static_cast<size_t>(peer)].drained()) return true;
+        for (const Incoming& in : incoming_)
+            if (in.move->peer == peer && !in.complete()) return true;
+        return spreads_ && heard_from() == peer && !heard_[static_cast<size_t>(peer)];
+    }
+    int first_awaited() const {
+        for (int peer = 0; peer < size_; peer++)
+            if (awaits(peer)) return peer;
+        return -1;
+    }
+
+    // Sleeps until a connection can move bytes; returns whether the caller has been interrupted.
+    bool sleep() {
+        polled_.clear();
+        polled_.push_back({wakeup_, POLLIN, 0});
+        for (int peer = 0; peer < size_; peer++) {
+            Link& link = links_[static_cast<size_t>(peer)];
+            if (peer == rank_ || link.lost()) continue;
+            // A frame that is for later stays; what follows it need not be read yet.
+            const int events = (link.has_header() ? 0 : POLLIN) | (link.drained() ? 0 : POLLOUT);
+            if (events) polled_.push_back({link.fd(), static_cast<short>(events), 0});
+        }
+        call_->callbacks->before_sleep();
+        // As a double: a deadline may be farther away than an int has milliseconds.
+        const double left = (call_->deadline - monotonic_s()) * 1000 + 1;
+        const int slice = static_cast<int>(std::max(0.0, std::min<double>(kSliceMs, left)));
+        const int ready = poll(polled_.data(), polled_.size(), slice);
+        return ready <= 0 && call_->callbacks->interrupted();
+    }
+
+    // -- receiving --------------------------------------------------------------------------------
+    Incoming* next_from(int peer) {
+        for (Incoming& in : incoming_)
+            if (in.move->peer == peer && !in.complete()) return &in;
+        return nullptr;
+    }
+
+    Status receive(Link& link, int peer, bool& moved) {
+        for (;;) {
+            Incoming* in = next_from(peer);
+            if (!in || !in->begun) {
+                if (!link.aside_is_whole()) return Status::ok;
+                const bool aside = in && link.first_aside();
+                const FrameHeader* header = aside ? link.first_aside() : link.peek();
+                // A rank that is done with this call may have begun the next one, or make none.
+                if (!header || header->call == number_ + 1) return Status::ok;
+                if (header->kind == FrameKind::farewell) {
+                    link.mark_left();
+                    return Status::ok;
+                }
+                const bool heard = header->kind == FrameKind::heard;
+                if (header->call != number_ || header->signature != call_->signature ||
+                    !(heard || header->kind == FrameKind::data))
+                    return Status::mismatch;
+                // The news of a mismatch may be behind a short message. Long ones are sent after all have agreed.
+                if (!heard && !in && (header->nbytes > kEagerBytes || !sets_aside_)) return Status::ok;
+                moved = true;
+                if (heard) {
+                    // A rank sends it once in a call, and without a payload.
+                    if (header->nbytes || heard_[static_cast<size_t>(peer)]) return Status::mismatch;
+                    heard_[static_cast<size_t>(peer)] = true;
+                    link.skip_header();
+                    continue;
+                }
+                if (!in) {
+                    if (header->nbytes > call_bytes_ || frames_left_[static_cast<size_t>(peer)] < 1)
+                        return Status::mismatch;
+                    frames_left_[static_cast<size_t>(peer)]--;
+                    link.set_aside();
+                    continue;
+                }
+                if (header->nbytes != in->total) return Status::mismatch;
+                in->begun = true;
+                if (aside) {
+                    link.take_aside();
+                } else {
+                    frames_left_[static_cast<size_t>(peer)]--;
+                    link.skip_header();
+                }
+            }
+            while (!in->complete()) {
+                if (!take(link, *in)) return Status::ok;
+                moved = true;
+            }
+        }
+    }
+
+    // Reads some bytes of a message; returns whether there were any.
+    bool take(Link& link, Incoming& in) {
+        if (in.aside) {
+            const size_t step = link.read(in.aside.get() + in.got, in.total - in.got);
+            in.got += step;
+            return step > 0;
+        }
+        while (in.done == in.parts[in.part].nbytes) next_part(in);
+        Chunk& chunk = slice_[static_cast<size_t>(in.parts[in.part].chunk)];
+        const size_t rest = in.parts[in.part].nbytes - in.done;
+        size_t step;
+        if (!reduces_) {
+            step = link.read(chunk.at + in.done, rest);
+            in.got += step;
+            in.done += step;
+        } else {
+            std::memcpy(piece_, in.cut, in.held);
+            step = link.read(piece_ + in.held, std::min(rest, kPieceBytes) - in.held);
+            const size_t whole = (in.held + step) / width_ * width_;
+            combine(chunk, in.done, in.move->peer, whole);
+            in.held = in.held + step - whole;
+            std::memcpy(in.cut, piece_ + whole, in.held);
+            in.done += whole;
+            in.got += step;
+        }
+        if (in.done == in.parts[in.part].nbytes) chunk.received = true;
+        return step > 0;
+    }
+    void next_part(Incoming& in) {
+        slice_[static_cast<size_t>(in.parts[in.part].chunk)].received = true;
+        in.part++;
+        in.done = 0;
+    }
+
+    // Reduces the piece that has arrived into a chunk. The lower rank's operand is the first.
+    void combine(const Chunk& chunk, size_t offset, int peer, size_t nbytes) {
+        const char* mine = chunk.contents() + offset;
+        char* to = chunk.at + offset;
+        const size_t count = nbytes / width_;
+        if (peer < rank_)
+            call_->reduction.kernel(piece_, mine, to, count);
+        else
+            call_->reduction.kernel(mine, piece_, to, count);
+    }
+
+    // -- contributions of several ranks to a chunk ------------------------------------------------
+    struct Contribution {
+        int rank;
+        char* from;
+        bool ours;
+    };
+
+    void reduce_aside() {
+        for (size_t index = 0; index < slice_.size(); index++) {
+            Chunk& chunk = slice_[index];
+            contributions_.clear();
+            for (Incoming& in : incoming_) {
+                size_t offset = 0;
+                if (!in.aside) continue;
+                for (const Part& part : in.parts) {
+                    if (part.chunk == static_cast<int>(index))
+                        contributions_.push_back({in.move->peer, in.aside.get() + offset, true});
+                    offset += part.nbytes;
+                }
+            }
+            if (contributions_.empty()) continue;
+            contributions_.push_back({rank_, const_cast<char*>(chunk.contents()), false});
+            std::stable_sort(contributions_.begin(), contributions_.end(),
+                             [](const Contribution& a, const Contribution& b) { return a.rank < b.rank; });
+            const size_t half = (contributions_.size() + 1) / 2;
+            const Contribution low = tree(0, half, chunk), high = tree(half, contributions_.size(), chunk);
+            call_->reduction.kernel(low.from, high.from, chunk.at, chunk.count);
+            chunk.received = true;
+        }
+    }
+    // The sum of some contributions, in a balanced tree; it is stored in memory of one of them that is ours.
+    Contribution tree(size_t begin, size_t end, const Chunk& chunk) {
+        if (end - begin == 1) return contributions_[begin];
+        const size_t middle = begin + (end - begin + 1) / 2;
+        const Contribution low = tree(begin, middle, chunk), high = tree(middle, end, chunk);
+        const Contribution& sum = low.ours ? low : high;
+        call_->reduction.kernel(low.from, high.from, sum.from, chunk.count);
+        return sum;
+    }
+
+    // -- the news of calls ------------------------------------------------------------------------
+    // The rank whose news this rank's next round needs; -1 after the last round.
+    int heard_from() const { return 1 << round_ < size_ ? (rank_ - (1 << round_) % size_ + size_) % size_ : -1; }
+
+    void spread() {
+        while (spreads_ && 1 << round_ < size_) {
+            if (sent_ == round_) {
+                send((rank_ + (1 << round_)) % size_, FrameKind::heard, 0, {});
+                sent_++;
+            }
+            if (!heard_[static_cast<size_t>(heard_from())]) return;
+            round_++;
+        }
+    }
+
+    // Every rank finds out, whether it has entered the call or not. Connections that are full are left alone.
+    void spread_mismatch() {
+        for (int peer = 0; peer < size_; peer++)
+            if (peer != rank_) {
+                links_[static_cast<size_t>(peer)].drop();
+                send(peer, FrameKind::mismatch, 0, {});
+            }
+        const auto is_full = [](const Link& link) { return !link.drained() && !link.lost(); };
+        const auto any_full = [&] { return std::any_of(links_.begin(), links_.end(), is_full); };
+        for (const double end = monotonic_s() + kFarewellS; any_full() && monotonic_s() < end; sched_yield())
+            for (Link& link : links_) link.flush();
+    }
+
+    const int rank_, size_, tries_, wakeup_;
+    std::vector<Link> links_;
+    // The step in which ranks tell each other lengths.
+    Step exchange_{};
+    std::atomic<bool> aborted_{false};
+    uint32_t number_ = 0;
+    int missing_ = -1;
+    double waited_s_ = 0;
+
+    // Of the present call.
+    StepsCall* call_ = nullptr;
+    std::vector<Chunk> slice_;
+    bool first_slice_ = true, eager_ = true, sets_aside_ = true;
+    size_t width_ = 1;
+    std::vector<Incoming> incoming_;
+    bool reduces_ = false, spreads_ = false;
+    std::vector<bool> heard_;
+    int round_ = 0, sent_ = 0;
+    // Limits of what a peer may have set aside in a short call: a frame's length, and the number of frames to come.
+    size_t call_bytes_ = 0;
+    std::vector<int64_t> frames_left_;
+    std::vector<Contribution> contributions_;
+    std::vector<pollfd> polled_;
+    std::unique_ptr<char[]> arena_;
+    size_t arena_bytes_ = 0;
+    alignas(16) char piece_[kPieceBytes];
+};
+
+}  // namespace unisono

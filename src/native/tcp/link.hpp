@@ -1,0 +1,193 @@
+// One end of a TCP connection to another rank, and the frames that travel on it.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+namespace unisono {
+
+// What a frame carries: bytes of an algorithm's message, the news that its sender has heard of certain ranks, the news
+// that ranks make different calls, or that of the end of its sender, which makes no more calls.
+enum class FrameKind : uint32_t { data = 1, heard = 2, mismatch = 3, farewell = 4 };
+
+// The beginning of each frame. Ranks of one job run the same build on the same architecture, or refuse each other.
+struct FrameHeader {
+    uint64_t signature;
+    uint32_t call;
+    FrameKind kind;
+    uint64_t nbytes;
+};
+static_assert(sizeof(FrameHeader) == 24);
+
+class Link {
+  public:
+    // The socket does not block, and belongs to the caller.
+    explicit Link(int fd) : fd_(fd) {}
+
+    int fd() const { return fd_; }
+    // The connection has ended, or its other rank says that it makes no more calls.
+    bool lost() const { return lost_; }
+    bool left() const { return left_; }
+    void mark_left() { left_ = true; }
+
+    // Appends a frame; its parts are read until it is sent.
+    void queue(const FrameHeader& header, std::vector<iovec> parts) {
+        out_.push_back({header, std::move(parts), 0});
+    }
+    bool drained() const { return out_.empty(); }
+
+    // Sends what the socket takes; returns whether that was anything.
+    bool flush() {
+        bool moved = false;
+        while (!out_.empty() && !lost_) {
+            const ssize_t sent = send_some(out_.front());
+            if (sent < 0) {
+                if (errno == EINTR) continue;
+                lost_ = lost_ || (errno != EAGAIN && errno != EWOULDBLOCK);
+                break;
+            }
+            moved = true;
+            Outgoing& frame = out_.front();
+            frame.sent += static_cast<size_t>(sent);
+            if (frame.sent == sizeof(FrameHeader) + frame.header.nbytes) out_.pop_front();
+        }
+        return moved;
+    }
+
+    // Drops frames that are not sent. A frame that is cut leaves the connection useless.
+    void drop() {
+        if (!out_.empty() && out_.front().sent) lost_ = true;
+        out_.clear();
+    }
+
+    // The header of the next frame, if it has arrived whole. It stays.
+    const FrameHeader* peek() {
+        if (end_ - at_ < sizeof(FrameHeader)) {
+            std::memmove(buffer_.get(), buffer_.get() + at_, end_ - at_);
+            end_ -= at_;
+            at_ = 0;
+            fill();
+            if (end_ < sizeof(FrameHeader)) return nullptr;
+        }
+        std::memcpy(&header_, buffer_.get() + at_, sizeof header_);
+        return &header_;
+    }
+    void skip_header() { at_ += sizeof(FrameHeader); }
+    // Whether a whole header is here already.
+    bool has_header() const { return end_ - at_ >= sizeof(FrameHeader); }
+
+    // Sets the next frame aside, whose header `peek` has returned, so that the ones behind it can be seen.
+    void set_aside() {
+        aside_.push_back({header_, std::vector<char>(header_.nbytes), 0, 0});
+        skip_header();
+    }
+    // Whether the frames set aside are here as a whole; reads on if not.
+    bool aside_is_whole() {
+        if (aside_.empty()) return true;
+        Aside& last = aside_.back();
+        while (last.got < last.bytes.size()) {
+            const size_t step = receive_buffered(last.bytes.data() + last.got, last.bytes.size() - last.got);
+            if (!step) return false;
+            last.got += step;
+        }
+        return true;
+    }
+    // The header of the first frame set aside, if there is one.
+    const FrameHeader* first_aside() const { return aside_.empty() ? nullptr : &aside_.front().header; }
+    // What is read next is that frame.
+    void take_aside() {
+        takes_aside_ = aside_.front().header.nbytes > 0;
+        if (!takes_aside_) aside_.pop_front();
+    }
+
+    // Reads payload; returns how many bytes have arrived, 0 if none has.
+    size_t read(char* to, size_t nbytes) {
+        if (!takes_aside_) return receive_buffered(to, nbytes);
+        Aside& first = aside_.front();
+        const size_t step = std::min(nbytes, first.bytes.size() - first.taken);
+        std::memcpy(to, first.bytes.data() + first.taken, step);
+        first.taken += step;
+        if (first.taken == first.bytes.size()) {
+            aside_.pop_front();
+            takes_aside_ = false;
+        }
+        return step;
+    }
+
+  private:
+    static constexpr size_t kBufferBytes = 64 << 10, kDirectBytes = 16 << 10, kMaxParts = 64;
+
+    struct Aside {
+        FrameHeader header;
+        std::vector<char> bytes;
+        size_t got, taken;
+    };
+
+    size_t receive_buffered(char* to, size_t nbytes) {
+        if (at_ == end_ && nbytes >= kDirectBytes) return receive(to, nbytes);
+        if (at_ == end_) {
+            at_ = end_ = 0;
+            fill();
+        }
+        const size_t step = std::min(nbytes, end_ - at_);
+        std::memcpy(to, buffer_.get() + at_, step);
+        at_ += step;
+        return step;
+    }
+
+    struct Outgoing {
+        FrameHeader header;
+        std::vector<iovec> parts;
+        size_t sent;
+    };
+
+    ssize_t send_some(const Outgoing& frame) {
+        std::array<iovec, kMaxParts> parts;
+        size_t count = 0, skipped = frame.sent;
+        const auto add = [&](const void* from, size_t nbytes) {
+            if (skipped >= nbytes) {
+                skipped -= nbytes;
+            } else if (count < kMaxParts) {
+                parts[count++] = {static_cast<char*>(const_cast<void*>(from)) + skipped, nbytes - skipped};
+                skipped = 0;
+            }
+        };
+        add(&frame.header, sizeof(FrameHeader));
+        for (const iovec& part : frame.parts) add(part.iov_base, part.iov_len);
+        msghdr message{};
+        message.msg_iov = parts.data();
+        message.msg_iovlen = count;
+        return sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    }
+
+    size_t receive(char* to, size_t nbytes) {
+        for (;;) {
+            const ssize_t got = recv(fd_, to, nbytes, MSG_DONTWAIT);
+            if (got > 0) return static_cast<size_t>(got);
+            if (got < 0 && errno == EINTR) continue;
+            lost_ = lost_ || got == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+            return 0;
+        }
+    }
+    void fill() { end_ += receive(buffer_.get() + end_, kBufferBytes - end_); }
+
+    const int fd_;
+    bool lost_ = false, left_ = false;
+    std::deque<Outgoing> out_;
+    std::deque<Aside> aside_;
+    bool takes_aside_ = false;
+    std::unique_ptr<char[]> buffer_{new char[kBufferBytes]};
+    size_t at_ = 0, end_ = 0;
+    FrameHeader header_{};
+};
+
+}  // namespace unisono

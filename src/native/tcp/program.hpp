@@ -1,0 +1,87 @@
+// An algorithm's steps on one rank, from the integers of its file (collectives/algorithms).
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace unisono {
+
+// A message of one or more runs of chunks to or from another rank.
+struct Move {
+    int peer;
+    std::vector<std::pair<int, int>> runs;
+    // Of a received message: whether it may be reduced as it arrives, because each of its chunks is neither sent in this
+    // step nor in another received message.
+    bool streams = false;
+
+    template <class Function>
+    void for_each_chunk(const Function& function) const {
+        for (const auto& [start, stop] : runs)
+            for (int chunk = start; chunk < stop; chunk++) function(chunk);
+    }
+};
+
+struct Step {
+    bool reduces;
+    std::vector<Move> sends, receives;
+};
+
+class Program {
+  public:
+    // For each step: whether it reduces, the number of sends, the number of receives; for each of these messages its
+    // peer and the number of its runs; for each run its first chunk, and the chunk after its last. Chunks are numbered
+    // below `chunks`, peers below `size`. `label` stands for the algorithm where ranks compare their calls.
+    Program(const std::vector<int64_t>& numbers, int chunks, int size, uint64_t label)
+        : chunks(chunks), label(label), frames(static_cast<size_t>(size)) {
+        size_t at = 0;
+        const auto next = [&](int64_t limit) {
+            if (at == numbers.size() || numbers[at] < 0 || numbers[at] > limit)
+                throw std::invalid_argument("these are no steps of an algorithm");
+            return static_cast<int>(numbers[at++]);
+        };
+        const auto moves = [&](int count) {
+            std::vector<Move> found;
+            for (int n = 0; n < count; n++) {
+                Move move{next(size - 1), {}};
+                for (int runs = next(INT32_MAX); runs > 0; runs--) {
+                    const int start = next(chunks), stop = next(chunks);
+                    move.runs.emplace_back(start, stop);
+                }
+                found.push_back(std::move(move));
+            }
+            return found;
+        };
+        while (at < numbers.size()) {
+            Step step;
+            step.reduces = next(1);
+            const int sends = next(INT32_MAX), receives = next(INT32_MAX);
+            step.sends = moves(sends);
+            step.receives = moves(receives);
+            mark_streams(step);
+            for (const Move& move : step.receives) frames[static_cast<size_t>(move.peer)]++;
+            steps.push_back(std::move(step));
+        }
+    }
+
+    const int chunks;
+    const uint64_t label;
+    std::vector<Step> steps;
+    // The number of messages that each rank sends to this one.
+    std::vector<int64_t> frames;
+
+  private:
+    void mark_streams(Step& step) const {
+        std::vector<int> uses(static_cast<size_t>(chunks));
+        const auto count = [&](int chunk) { uses[static_cast<size_t>(chunk)]++; };
+        for (const Move& move : step.sends) move.for_each_chunk(count);
+        for (const Move& move : step.receives) move.for_each_chunk(count);
+        for (Move& move : step.receives) {
+            move.streams = true;
+            move.for_each_chunk([&](int chunk) { move.streams &= uses[static_cast<size_t>(chunk)] == 1; });
+        }
+    }
+};
+
+}  // namespace unisono

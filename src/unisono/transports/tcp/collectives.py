@@ -1,0 +1,191 @@
+"""Collectives over connections by the native core: one call for each, with the steps of any algorithm."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+import xxhash
+
+from unisono.collectives.algorithms import find
+from unisono.collectives.executor import Schedule, ScratchPool
+from unisono.collectives.selection import Needs, cheapest
+from unisono.control.mesh import Mesh, say_farewell
+from unisono.control.sockets import invalidate_after_fork
+from unisono.core.call import Call, Fingerprint, explain
+from unisono.core.collective import COLLECTIVES, FAMILIES
+from unisono.core.control import ControlPlane
+from unisono.core.group import Group
+from unisono.core.native_calls import DTYPES, OP_CODES, NativeCalls, codes_of, known_dtypes, memory_of
+from unisono.core.transport import Options, Status
+from unisono.core.types import ReduceOp
+from unisono.errors import CommError, MismatchError, UnavailableError
+from unisono.host.cpu_count import cores
+from unisono.host.native import core_build, native
+
+__all__ = ["TcpCollectives", "connected"]
+
+_MISMATCH_TIMEOUT_S = 10.0
+_FAREWELL = struct.pack("<QIIQ", 0, 0, 4, 0)
+"""A frame of src/native/tcp/link.hpp."""
+_FAMILY = {collective.number: collective.family for collective in COLLECTIVES.values()}
+_ROUNDED = frozenset(OP_CODES[op.value] for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT))
+
+
+class _Programs:
+    """Algorithms as the core has them.
+
+    Args:
+        module: The native core.
+        rank, size: This rank, and the number of ranks.
+        latency_s, second_per_byte: Cost of a message, by which an algorithm is chosen.
+    """
+
+    def __init__(self, module: Any, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
+        self._module, self._rank, self._size = module, rank, size
+        self._cost = latency_s, second_per_byte
+        self._scratch = ScratchPool()
+        self._made: dict[tuple[Schedule, str], Any] = {}
+
+    def choose(self, number: int, op: int, dtype: int, root: int, nbytes: int) -> Any:
+        """Return the algorithm with the least cost for calls of up to `nbytes`; the core keeps it for others."""
+        family = _FAMILY[number]
+        inexact = bool(dtype) and (DTYPES[dtype - 1].is_floating_point or DTYPES[dtype - 1].is_complex)
+        rounded = inexact and op in _ROUNDED
+        label = cheapest(Needs(family, self._size, rounded, balanced=False, rotated=root > 0), nbytes, *self._cost)
+        algorithm = find(family, label)
+        return self.of(Schedule(algorithm, self._rank, self._size, max(0, root), 0, self._scratch), label)
+
+    def of(self, schedule: Schedule, label: str) -> Any:
+        """Return the program of an algorithm's steps."""
+        if (schedule, label) not in self._made:
+            number = xxhash.xxh3_64_intdigest(label.encode())
+            self._made[schedule, label] = self._module.Program(schedule.numbers(), schedule.chunks, self._size, number)
+        return self._made[schedule, label]
+
+
+class TcpCollectives(NativeCalls):
+    """Native collectives of one group. Every rank makes the same number of calls, in the same order.
+
+    Ranks compare number, operation, dtype, root, algorithm and lengths of their calls, by a hash in each frame.
+
+    Args:
+        group, control, timeout_s: The ranks, their control plane, and their time limit.
+        connections: By rank; they do not block, and end with this object.
+    """
+
+    latency_s = 30e-6
+    second_per_byte = 5e-10
+
+    def __init__(
+        self, group: Group, control: ControlPlane, timeout_s: float, connections: Mapping[int, socket.socket]
+    ) -> None:
+        module, rank, size = native(), group.rank, group.size
+        assert module is not None
+        self._programs = _Programs(module, rank, size, self.latency_s, self.second_per_byte)
+        sockets = [connections[peer].fileno() if peer != rank else -1 for peer in range(size)]
+        core = module.TcpCore(rank, sockets, size > cores(), known_dtypes(), self._programs.choose)
+        super().__init__(core, rank, size)
+        self._group, self._control, self._timeout_s = group, control, timeout_s
+        self._connections = list(connections.values())
+        self.broken: BaseException | None = None
+        invalidate_after_fork(self)
+
+    @classmethod
+    def connect(cls, group: Group, control: ControlPlane, options: Options) -> Self:
+        """Connect all ranks of a group that have a native core of the same build. Collective.
+
+        Raises:
+            UnavailableError: A rank has no native core.
+            CommError: Ranks have different builds of it, or cannot reach each other.
+        """
+        _check_builds(control.exchange(group, "builds of the core", core_build(), options.timeout_s))
+        return cls(group, control, options.timeout_s, connected(group, control, options, "calls"))
+
+    def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
+        """As of `FastPath`."""
+        topic, timeout = f"mismatch in call {self.core.number}", min(self._timeout_s, _MISMATCH_TIMEOUT_S)
+        # Calls of the fast path are not numbered here; the rounds have shown that all ranks are at the same call.
+        values = self._control.exchange(self._group, topic, fingerprint._replace(call=0).values(), timeout)
+        problem = explain([Fingerprint(*value) for value in values])
+        raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
+
+    def carry(self, call: Call, deadline: float) -> None:
+        """Carry out a call as a transport receives it, with the caller's algorithm if there is one."""
+        if not isinstance(call.steps, Schedule):
+            super().carry(call, deadline)
+            return
+        program = self._programs.of(call.steps, call.fingerprint.algorithm or "")
+        root = -1 if call.root is None else call.root
+        memory = *memory_of(call.outputs), *memory_of(call.inputs)
+        number = FAMILIES[call.name].number
+        status = self.core.call_program(program, number, *codes_of(call), root, *memory, list(call.lengths), deadline)
+        self.check(status, call.fingerprint)
+
+    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
+        """As of `FastPath`: no messages."""
+        return False
+
+    def try_message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
+        """As of `FastPath`: no messages."""
+        return Status.UNSUPPORTED
+
+    def leave(self) -> None:
+        """Notify ranks that wait for this one. A connection that ends without this notice is that of a lost rank."""
+        for connection in self._connections if self.broken is None else ():
+            # Where the other end has gone, nobody waits.
+            with contextlib.suppress(OSError):
+                connection.send(_FAREWELL)
+                connection.shutdown(socket.SHUT_WR)
+
+    def end(self, cause: BaseException) -> None:
+        """End every wait with an error, from any thread."""
+        self.broken = cause
+        self.abort()
+
+    def close(self) -> None:
+        """Close the connections. No call is in progress any more."""
+        say_farewell(self._connections)
+        self.invalidate_after_fork()
+
+    def invalidate_after_fork(self) -> None:
+        """Close every connection."""
+        for connection in self._connections:
+            connection.close()
+
+    def _cause(self) -> BaseException | None:
+        return self.broken
+
+
+def connected(group: Group, control: ControlPlane, options: Options, topic: str) -> dict[int, socket.socket]:
+    """Connect to every other rank. Collective; the group is joined.
+
+    Raises:
+        CommError: On every rank: ranks cannot reach each other.
+    """
+
+    def conclude(problems: list[CommError]) -> None:
+        if problems:
+            raise problems[0]
+        control.exchange(group, topic, None, options.timeout_s)
+
+    mesh = Mesh(group, control, f"{group.name}/{topic}", range(group.size), options.address)
+    links = mesh.connect(options.timeout_s, options.timeout_s, conclude)
+    return {peer: connection for peer, (connection, _) in links.items()}
+
+
+def _check_builds(builds: Sequence[str]) -> None:
+    """Raise if a rank has no native core, or another one."""
+    without = [rank for rank, build in enumerate(builds) if not build]
+    if without:
+        raise UnavailableError(
+            f"backend 'tcp' needs unisono's native core, which rank {without[0]} has not: install a wheel, or a C++ "
+            "compiler before unisono; or use backend 'gloo'"
+        )
+    if len(set(builds)) > 1:
+        quoted = ", ".join(f"{build} on rank {rank}" for rank, build in enumerate(builds))
+        raise CommError(f"ranks have different builds of unisono's native core: {quoted}. Install the same for all")

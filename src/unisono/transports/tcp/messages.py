@@ -1,0 +1,275 @@
+"""Tagged messages over connections: one to each other rank, and one from this rank to itself."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from unisono.control.mesh import say_farewell
+from unisono.control.sockets import invalidate_after_fork
+from unisono.core.failure import connection_error, left_error
+from unisono.core.types import Message, Send
+from unisono.core.work import CountdownWork, missing_ranks_error
+from unisono.transports.shm.p2p_ring import FAREWELL, HEADER_BYTES, Incoming, Outgoing, RingWork
+
+__all__ = ["Stream", "TcpMessages"]
+
+_BUFFER_BYTES = 64 << 10
+_SLICE_S = 0.1
+
+
+class Stream:
+    """One end of a connection, with the methods of a `Ring`.
+
+    Args:
+        connection: Does not block.
+
+    Attributes:
+        left: Whether the other end has sent its last message.
+        lost: Whether the connection has ended, for this or another reason.
+    """
+
+    __slots__ = ("_at", "_buffer", "_connection", "_end", "_held", "left", "lost")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._held = connection, b""
+        self.left = self.lost = False
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._at = self._end = 0
+
+    @property
+    def available(self) -> int:
+        """Bytes that can be read now."""
+        if self._at == self._end:
+            self._at = self._end = 0
+            self._fill()
+        return self._end - self._at
+
+    def write(self, content: bytes | memoryview, more: bool = False) -> int:
+        """Send as much of a part as the connection takes; return how many bytes that was.
+
+        Args:
+            content: The rest of the part.
+            more: Whether these bytes are sent together with those of the next call.
+        """
+        if more:
+            self._held = bytes(content)
+            return len(content)
+        try:
+            sent = self._connection.sendmsg([self._held, content] if self._held else [content])
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self.lost = True
+            return 0
+        ours = min(sent, len(self._held))
+        self._held = self._held[ours:]
+        return sent - ours
+
+    def peek(self) -> memoryview:
+        """Return the bytes that have been read from the connection, with the rest of a header; they stay."""
+        if self._end - self._at < HEADER_BYTES:
+            rest = bytes(self._buffer[self._at : self._end])
+            self._buffer[: len(rest)] = rest
+            self._at, self._end = 0, len(rest)
+            self._fill()
+        if self._buffer[self._at : self._end][:HEADER_BYTES] == FAREWELL:
+            self.left = self.lost = True
+            return self._buffer[:0]
+        return self._buffer[self._at : self._end]
+
+    def skip(self, nbytes: int) -> None:
+        """Remove bytes that `peek` has returned."""
+        self._at += nbytes
+
+    def read(self, into: memoryview) -> int:
+        """Copy bytes into memory for the rest of a part; return how many that was."""
+        step = min(len(into), self._end - self._at)
+        into[:step] = self._buffer[self._at : self._at + step]
+        self._at += step
+        if step < len(into):
+            step += self._receive(into[step:])
+        return step
+
+    def _fill(self) -> None:
+        self._end += self._receive(self._buffer[self._end :])
+
+    def _receive(self, into: memoryview) -> int:
+        try:
+            count = self._connection.recv_into(into) if not self.lost else 0
+        except BlockingIOError:
+            return 0
+        except OSError:
+            count = 0
+        self.lost = self.lost or not count
+        return count
+
+
+class TcpMessages:
+    """All messages of one rank. Of the threads that wait, one moves those of all peers.
+
+    Args:
+        rank: This rank.
+        connections: By rank; they do not block, and end with this object. This rank's own is made here.
+    """
+
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
+        self._rank = rank
+        self._own = socket.socketpair()
+        for end in self._own:
+            end.setblocking(False)
+        self._connections = dict(connections)
+        self._streams = {peer: Stream(connection) for peer, connection in connections.items()}
+        to_oneself, from_oneself = map(Stream, self._own)
+        self._out = {peer: Outgoing(stream) for peer, stream in self._streams.items()}
+        self._in = {peer: Incoming(stream, peer, rank) for peer, stream in self._streams.items()}
+        self._out[rank], self._in[rank] = Outgoing(to_oneself), Incoming(from_oneself, rank, rank)
+        self._sending: dict[int, Outgoing] = {}
+        self._receiving: dict[int, Incoming] = {}
+        self._lock = threading.RLock()
+        # A thread that waits for bytes; the others wait for it.
+        self._turn = threading.Condition(threading.Lock())
+        self._polls = False
+        self._bell, self._ear = socket.socketpair()
+        for end in (self._bell, self._ear):
+            end.setblocking(False)
+        self.broken: BaseException | None = None
+        invalidate_after_fork(self)
+
+    def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
+        """Start messages, and move them as far as possible. A thread that waits for the work moves the rest."""
+        work = RingWork(timeout_s, batch, self._wait, self._check)
+        if self.broken is not None:
+            work.complete(self.broken)
+            return work
+        with self._lock:
+            for message in batch:
+                peer = message.peer
+                if isinstance(message, Send):
+                    self._sending[peer] = self._out[peer]
+                    self._out[peer].post(message, work)
+                else:
+                    self._receiving[peer] = self._in[peer]
+                    self._in[peer].post(message, work)
+            self._move()
+        if self._polls:
+            self._ring()
+        return work
+
+    def holds(self, peer: int, tag: int) -> bool:
+        """Move what can be moved. Return whether a message with this tag has arrived that no receive waits for."""
+        with self._lock:
+            self._receiving[peer] = end = self._in[peer]
+            end.probed = tag
+            self._move()
+            end.probed = None
+            found = end.holds(tag)
+        if not found:
+            self._check(lambda: False, lambda: [peer])
+        return found
+
+    def _move(self) -> bool:
+        moved = False
+        with self._lock:
+            for peer, out in list(self._sending.items()):
+                moved |= out.move()
+                if not out.pending:
+                    self._sending.pop(peer, None)
+            for peer, end in list(self._receiving.items()):
+                moved |= end.move()
+                if not end.pending:
+                    self._receiving.pop(peer, None)
+        return moved
+
+    def _wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        started = time.monotonic()
+        with self._turn:
+            if self._polls:
+                self._turn.wait(min(_SLICE_S, max(0.0, deadline - started)))
+                polls = False
+            else:
+                polls = self._polls = True
+        try:
+            if polls and not self._move() and not done():
+                self._poll(min(_SLICE_S, max(0.0, deadline - started)))
+                self._move()
+        finally:
+            if polls:
+                with self._turn:
+                    self._polls = False
+                    self._turn.notify_all()
+        if not done():
+            self._check(done, missing)
+            if time.monotonic() > deadline:
+                raise missing_ranks_error(time.monotonic() - started, missing())
+
+    def _poll(self, timeout_s: float) -> None:
+        events = {self._ear.fileno(): select.POLLIN}
+        with self._lock:
+            for peers, event in ((self._sending, select.POLLOUT), (self._receiving, select.POLLIN)):
+                for peer in peers:
+                    end = self._end(peer, sends=event == select.POLLOUT)
+                    if end >= 0:
+                        events[end] = events.get(end, 0) | event
+        watch = select.poll()
+        for end, event in events.items():
+            watch.register(end, event)
+        watch.poll(timeout_s * 1000)
+        with contextlib.suppress(OSError):
+            self._ear.recv(4096)
+
+    def _end(self, peer: int, *, sends: bool) -> int:
+        """Return the descriptor of a rank's connection; -1 if it has ended."""
+        if peer == self._rank:
+            return self._own[0 if sends else 1].fileno()
+        return -1 if self._streams[peer].lost else self._connections[peer].fileno()
+
+    def _check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Raise if the wait cannot succeed: the cause of an abort, or the loss of a missing rank."""
+        if self._move() or done():
+            return
+        if self.broken is not None:
+            raise self.broken
+        for rank in missing():
+            stream = self._streams.get(rank)
+            # Another thread may have received its last messages.
+            if stream is not None and stream.lost and not done():
+                raise left_error(rank) if stream.left else connection_error(rank)
+
+    def _ring(self) -> None:
+        # A full bell still wakes the waiting thread; a closed one need not.
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+
+    def abort(self, cause: BaseException) -> None:
+        """End every wait with an error, from any thread."""
+        self.broken = cause
+        with self._lock:
+            ends: list[Outgoing | Incoming] = [*self._out.values(), *self._in.values()]
+            works = [work for end in ends for work in end.works()]
+        for work in works:
+            work.complete(cause)
+        self._ring()
+
+    def leave(self) -> None:
+        """Notify ranks that wait for this one. Sent messages still arrive."""
+        for peer, connection in self._connections.items():
+            # Where the other end has gone, nobody waits.
+            with contextlib.suppress(OSError):
+                if not self._out[peer].pending:
+                    connection.send(FAREWELL)
+                connection.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        say_farewell(list(self._connections.values()))
+        self.invalidate_after_fork()
+
+    def invalidate_after_fork(self) -> None:
+        """Close every descriptor."""
+        for end in (*self._connections.values(), *self._own, self._bell, self._ear):
+            end.close()

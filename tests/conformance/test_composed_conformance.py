@@ -23,7 +23,7 @@ class TestThreadsOnUnevenHosts(TransportConformance):
 
 
 # What `init("auto")` takes on several hosts, one of which has two ranks that are no neighbours in number.
-THREE_HOSTS = World("shm+gloo", hosts=((0, 2), (1,), (3,)))
+THREE_HOSTS = World("shm+tcp", hosts=((0, 2), (1,), (3,)))
 SAMPLE = (
     "abort_ends_every_wait",
     "failed_rank_is_reported_to_the_others",
@@ -40,13 +40,13 @@ SAMPLE = (
 @pytest.mark.parametrize(
     "check", [pytest.param(check, marks=() if check.__name__ in SAMPLE else pytest.mark.soak) for check in CHECKS]
 )
-def test_shm_and_gloo(check: Check) -> None:
+def test_shm_and_tcp(check: Check) -> None:
     check(THREE_HOSTS)
 
 
 @pytest.mark.soak
-class TestSharedMemoryAndGlooOnTwoHosts(TransportConformance):
-    backend = "shm+gloo"
+class TestSharedMemoryAndTcpOnTwoHosts(TransportConformance):
+    backend = "shm+tcp"
     hosts = ((0, 1), (2, 3))
 
 

@@ -45,6 +45,7 @@ class HierarchicalCollectives:
     Args:
         outer: All ranks.
         inside: Runs calls among the ranks of this host; None if this rank is the only one.
+        rail: This rank and its peers on the other hosts; None if it is no carrier.
         hosts: For each host, its ranks.
         chunk_bytes: Largest message of a schedule.
         timeout_s: Longest wait, beyond its own deadline.
@@ -54,6 +55,7 @@ class HierarchicalCollectives:
         self,
         outer: Transport,
         inside: SubsetCollectives | None,
+        rail: Transport | None,
         hosts: Sequence[Sequence[int]],
         chunk_bytes: int,
         timeout_s: float,
@@ -64,11 +66,8 @@ class HierarchicalCollectives:
         self._here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
         self._local_rank = hosts[self._here].index(rank)
         self._carriers = min(len(ranks) for ranks in hosts)
-        rail = [ranks[self._local_rank] for ranks in hosts] if self._local_rank < self._carriers else None
         # Messages are smaller than tiles, so that the last sum of a tile hardly delays the next tile.
-        self._rail = (
-            SubsetCollectives(SubsetTransport(outer, rail), max(1, chunk_bytes // _PARTS)) if rail is not None else None
-        )
+        self._rail = SubsetCollectives(rail, max(1, chunk_bytes // _PARTS)) if rail is not None else None
         self._across: dict[tuple[int, ...], SubsetCollectives] = {}
 
     # -- all_reduce ----------------------------------------------------------------------------

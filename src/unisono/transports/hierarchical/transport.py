@@ -21,7 +21,7 @@ from unisono.transports.hierarchical.collectives import HierarchicalCollectives
 from unisono.transports.hierarchical.consistency import Agreement
 from unisono.transports.hierarchical.host_links import meet
 from unisono.transports.hierarchical.routing import RankMappedTransport, Routes
-from unisono.transports.hierarchical.subset import SubsetCollectives
+from unisono.transports.hierarchical.subset import SubsetCollectives, SubsetTransport
 
 __all__ = ["Hierarchical", "Hosts", "over"]
 
@@ -75,14 +75,25 @@ class Hierarchical(Transport):
             self._links = meet(group, control, hosts, options.address, options.timeout_s)
             if self._links is not None:
                 undo.callback(self._links.close)
-            inside_group = group.child(f"host {here}", self._here)
-            control.join(inside_group)
-            undo.callback(control.leave, inside_group)
-            self.inner = self._numbered(inner(inside_group)) if len(self._here) > 1 else None
-            if self.inner is not None:
-                undo.callback(self.inner.close)
-            self.outer = outer(group.child("between hosts", range(group.size)))
-            undo.callback(self.outer.close)
+
+            def made(kind: Callable[[Group], Transport], name: str, ranks: Sequence[int]) -> Transport:
+                part = group.child(name, ranks)
+                control.join(part)
+                undo.callback(control.leave, part)
+                transport = kind(part)
+                undo.callback(transport.close)
+                return transport
+
+            self.inner = self._numbered(made(inner, f"host {here}", self._here)) if len(self._here) > 1 else None
+            self.outer = made(outer, "between hosts", range(group.size))
+            self._rail: Transport | None = None
+            place = self._here.index(group.rank)
+            if place < min(map(len, hosts)):
+                ranks = [ranks[place] for ranks in hosts]
+                native = self.outer.checks and "all_reduce" in self.outer.native
+                self._rail = (
+                    made(self.outer.split, f"rail {place}", ranks) if native else SubsetTransport(self.outer, ranks)
+                )
             self._declare()
             self._undo = undo.pop_all()
         chunk_bytes, timeout_s = options.chunk_bytes, options.timeout_s
@@ -90,7 +101,7 @@ class Hierarchical(Transport):
         short = min(_SHORT_BYTES, chunk_bytes // _SHORT_PART)
         self._routes = Routes(self.inner, self.outer, self._here, timeout_s)
         self._agreement = Agreement(group, control, len(hosts), inside, self._links, here, short, timeout_s)
-        self._bulk = HierarchicalCollectives(self.outer, inside, hosts, chunk_bytes, timeout_s)
+        self._bulk = HierarchicalCollectives(self.outer, inside, self._rail, hosts, chunk_bytes, timeout_s)
 
     def _numbered(self, inner: Transport) -> Transport:
         same = self._here == tuple(range(len(self._here)))
@@ -179,6 +190,8 @@ class Hierarchical(Transport):
     def leave(self) -> None:
         if self.inner is not None:
             self.inner.leave()
+        if self._rail is not None:
+            self._rail.leave()
         self.outer.leave()
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
@@ -192,6 +205,8 @@ class Hierarchical(Transport):
         self._end(cause)
         if self.inner is not None:
             self.inner.abort(cause)
+        if self._rail is not None:
+            self._rail.abort(cause)
         self.outer.abort(cause)
 
     def _end(self, cause: BaseException) -> None:
@@ -244,6 +259,6 @@ def _common(inner: Transport, outer: Transport) -> frozenset[str]:
         raise UnavailableError(
             f"{type(inner).__name__} supports tensors on {', '.join(sorted(inner.devices))}, "
             f"{type(outer).__name__} on {', '.join(sorted(outer.devices))}; use two backends for the same devices, "
-            "such as 'shm+gloo'"
+            "such as 'shm+tcp'"
         )
     return frozenset(both)

@@ -32,5 +32,5 @@ def test_two_namespaces_and_torchrun(tmp_path: Path) -> None:
         ["sh", "-c", own], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
-    told = re.findall(r"rank (\d): shm\+gloo \(\(0, 1\), \(2, 3\)\) 6\.0", done.stdout)
+    told = re.findall(r"rank (\d): shm\+tcp \(\(0, 1\), \(2, 3\)\) 6\.0", done.stdout)
     assert sorted(told) == ["0", "1", "2", "3"], done.stdout + done.stderr

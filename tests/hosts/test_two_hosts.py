@@ -48,18 +48,18 @@ def tour(comm: un.Communicator) -> dict[str, Any]:
     return found
 
 
-def test_auto_selects_shm_within_and_gloo_between_hosts(network: Network) -> None:
+def test_auto_selects_shm_within_and_tcp_between_hosts(network: Network) -> None:
     with HostRanks(network, (2, 2), tour) as ranks:
         found = ranks.results()
     for rank, its in enumerate(found):
         assert isinstance(its, dict), its
-        assert its["backend"] == "shm+gloo"
+        assert its["backend"] == "shm+tcp"
         assert its["hosts"] == ((0, 1), (2, 3))
         assert its["sum is right"], rank
         assert its["bits"] == found[0]["bits"]
         assert its["from the last"] == found[0]["from the last"]
         assert its["behind"], rank
-    assert found[0]["half"] == ("shm+gloo", ((0,), (1,)), 2.0)
+    assert found[0]["half"] == ("shm+tcp", ((0,), (1,)), 2.0)
     assert [its["host"] for its in found] == [(((0, 1),), 6.0)] * 4
 
 

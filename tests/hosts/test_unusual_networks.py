@@ -57,7 +57,7 @@ def reduced(comm: un.Communicator) -> tuple[str, float, float]:
     return comm.backend, short[0].item(), long.sum().item()
 
 
-@pytest.mark.parametrize(("backend", "found"), [("auto", "shm+gloo"), ("gloo", "gloo")])
+@pytest.mark.parametrize(("backend", "found"), [("auto", "shm+tcp"), ("gloo", "gloo")])
 def test_hosts_with_ipv6_only(network: Network, backend: str, found: str) -> None:
     with HostRanks(network, (2, 2), reduced, backend=backend) as ranks:
         assert ranks.results() == [(found, 4.0, 4.0 * (1 << 18))] * 4
@@ -65,7 +65,7 @@ def test_hosts_with_ipv6_only(network: Network, backend: str, found: str) -> Non
 
 def test_interface_with_an_ipv6_address_can_be_named(network: Network) -> None:
     with HostRanks(network, (1, 1), reduced, options=lambda rank: {"interface": "eth0"}) as ranks:
-        assert ranks.results() == [("gloo", 2.0, 2.0 * (1 << 18))] * 2
+        assert ranks.results() == [("tcp", 2.0, 2.0 * (1 << 18))] * 2
 
 
 def test_data_takes_the_interface_that_is_named(network: Network) -> None:
@@ -79,7 +79,7 @@ def test_data_takes_the_interface_that_is_named(network: Network) -> None:
     before = network.sent(0)
     # The rendezvous is at the address of eth0.
     with HostRanks(network, (1, 1), reduced, options=lambda rank: {"interface": "ib0"}) as ranks:
-        assert ranks.results() == [("gloo", 2.0, 2.0 * (1 << 18))] * 2
+        assert ranks.results() == [("tcp", 2.0, 2.0 * (1 << 18))] * 2
     assert network.sent(0) - before < (1 << 18) * 4 // 2
     counter = network.command(0, "cat", "/sys/class/net/ib0/statistics/tx_bytes")
     assert int(subprocess.run(counter, check=True, capture_output=True).stdout) >= (1 << 18) * 4 // 2

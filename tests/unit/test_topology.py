@@ -118,8 +118,8 @@ def test_without_shared_memory_there_are_no_neighbours(monkeypatch: pytest.Monke
 
 def test_best_backend() -> None:
     assert choose_backend(((0,),), gpus=False) == "thread"
-    assert choose_backend(((0, 1), (2, 3)), gpus=False) == "shm+gloo"
-    assert choose_backend(((0,), (1,), (2,)), gpus=False) == "gloo"
+    assert choose_backend(((0, 1), (2, 3)), gpus=False) == "shm+tcp"
+    assert choose_backend(((0,), (1,), (2,)), gpus=False) == "tcp"
     assert choose_backend(((0,), (1,)), gpus=False, network="mpi") == "mpi"
     assert choose_backend(((0, 1), (2,)), gpus=False, network="mpi") == "shm+mpi"
 

@@ -77,7 +77,7 @@ class Rendezvous:
         address: The address of this host that the other ranks can reach.
         name: The name of the world's group, different for each `init` of a job.
         source: The decision and its reason, in one line for the log.
-        network: The backend that "auto" uses between hosts.
+        network: The backend that "auto" uses between hosts; "" if it depends on them.
     """
 
     rank: int
@@ -89,7 +89,7 @@ class Rendezvous:
     name: str
     source: str
     release: Callable[[], None] = field(default=nothing, repr=False)
-    network: str = "gloo"
+    network: str = ""
 
     def close(self) -> None:
         """Leave without an error. Idempotent. A server of this process serves the others until they have left."""

@@ -20,8 +20,10 @@ from unisono.core.failure import Cause, error_of
 from unisono.core.group import Group
 from unisono.core.transport import Options
 from unisono.errors import CommError, CommTimeoutError, MismatchError, UnavailableError
+from unisono.host.native import core_build
 from unisono.host.network import address_towards, host_identity, why_no_shm
 from unisono.interop.options import GroupOptions
+from unisono.launcher.api import network_of
 from unisono.transports import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
     """
     if size == 1:
         return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, group_options, lambda: None)
-    _publish(store, _rank_key(rank), (host_identity(), why_no_shm(), group_options.transport))
+    _publish(store, _rank_key(rank), (host_identity(), why_no_shm(), core_build(), group_options.transport))
     held = _host(store, size, timeout_s) if rank == 0 else None
     try:
         done = _join(store, rank, size, timeout_s, group_options, held)
@@ -123,9 +125,9 @@ def _joined(
 def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
     """Collect the ranks' hosts on rank 0, choose the transport, and publish the address or the error."""
     reports = [_read(store, _rank_key(r), timeout_s, f"rank {r} has not joined") for r in range(size)]
-    hosts, obstacles, requested = zip(*reports, strict=True)
+    hosts, obstacles, builds, requested = zip(*reports, strict=True)
     try:
-        transport = _chosen(set(hosts), next(filter(None, obstacles), None), requested)
+        transport = _chosen(set(hosts), next(filter(None, obstacles), None), builds, requested)
     except CommError as error:
         _publish(store, _ADDRESS_KEY, (_FAILED, type(error).__name__, error.message))
         return None
@@ -137,7 +139,7 @@ def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
     return held
 
 
-def _chosen(hosts: set[str], obstacle: str | None, requested: tuple[str, ...]) -> str:
+def _chosen(hosts: set[str], obstacle: str | None, builds: tuple[str, ...], requested: tuple[str, ...]) -> str:
     """The transport for these ranks."""
     name = requested[0]
     if len(set(requested)) > 1:
@@ -145,7 +147,7 @@ def _chosen(hosts: set[str], obstacle: str | None, requested: tuple[str, ...]) -
         raise MismatchError(f"ranks request different transports: {quoted}")
     why_not = obstacle or ("the ranks are on several hosts" if len(hosts) > 1 else None)
     if name == "auto":
-        return "gloo" if why_not else "shm"
+        return network_of(builds) if why_not else "shm"
     try:
         in_process = TRANSPORTS[name].in_process
     except ValueError as error:

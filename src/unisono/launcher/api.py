@@ -24,6 +24,7 @@ from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
+from unisono.host.native import core_build
 from unisono.host.network import address_of, host_identity, interface_of, requested_interface, why_no_shm
 from unisono.launcher.job import GRACE_S, Job, Outcome, check_chunk_bytes, check_job, conclude
 from unisono.launcher.simulated import run_simulated, seed_of
@@ -41,6 +42,7 @@ __all__ = [
     "discover",
     "init",
     "launch",
+    "network_of",
     "run_threads",
     "validate_hosts",
 ]
@@ -74,10 +76,10 @@ def init(
     this process is a world of one. The decision is logged (logger "unisono", level info).
 
     Args:
-        backend: A transport's name, two of them as in "shm+gloo" (within a host, and between hosts), or "auto":
-            nccl where each rank has a GPU, shared memory where all ranks are on one host, gloo where no two are,
-            else "shm+gloo"; under mpirun, "mpi" instead of gloo. The variable UNISONO_BACKEND, which
-            `unisono run --backend` sets, replaces "auto". None is "auto".
+        backend: A transport's name, two of them as in "shm+tcp" (within a host, and between hosts), or "auto":
+            nccl where each rank has a GPU, shared memory where all ranks are on one host, tcp where no two are,
+            else "shm+tcp"; under mpirun, "mpi" instead of tcp, and gloo where a rank has no native core. The variable
+            UNISONO_BACKEND, which `unisono run --backend` sets, replaces "auto". None is "auto".
         init_method: "env://" (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port" or
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank, world_size: This process's rank, and the number of ranks; from the environment if None.
@@ -121,7 +123,9 @@ def init(
     show_errors(place.rank, place.size)
     try:
         around = discover(place, interface, timeout_s)
-        name = choose_backend(around.sharing, gpus=around.gpus, network=place.network) if backend == "auto" else backend
+        name = backend
+        if backend == "auto":
+            name = choose_backend(around.sharing, gpus=around.gpus, network=place.network or around.network)
         local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
         options = _options(name, device, local_rank, timeout_s, chunk_bytes, around.address)
         options = replace(options, deterministic=deterministic)
@@ -173,7 +177,7 @@ def launch(
     Args:
         fn: The program of every rank.
         nprocs: Number of ranks.
-        backend: A transport's name; "auto", or None, is nccl where each rank has a GPU, else shared memory ("gloo"
+        backend: A transport's name; "auto", or None, is nccl where each rank has a GPU, else shared memory ("tcp"
             where the platform has none).
         args, kwargs: Passed on to `fn`; pickled for ranks that are processes.
         timeout: Default of every operation of the communicator (seconds or a `timedelta`); not of the whole run.
@@ -206,7 +210,8 @@ def launch(
     if why_no_shm() is not None:
         sharing = tuple((rank,) for rank in range(nprocs))
     chosen = None if backend == "auto" else backend
-    name = chosen or choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs)
+    network = network_of([core_build()])
+    name = chosen or choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs, network=network)
     options = _options(name, device, None, timeout_s, chunk_bytes, "127.0.0.1")
     options = replace(options, hosts=given, deterministic=deterministic)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
@@ -257,7 +262,7 @@ _log = logging.getLogger("unisono")
 Hosts = tuple[tuple[int, ...], ...]
 """For each host, its ranks."""
 
-_BY_ADDRESS = ("gloo", "nccl", "ucc", "xccl")
+_BY_ADDRESS = ("tcp", "gloo", "nccl", "ucc", "xccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +273,7 @@ class Topology:
         hosts: Ranks of each host: those that share a kernel and a network.
         sharing: Ranks of each shareable memory: those that proved to each other that they share it.
         gpus: Whether each rank has a GPU to itself.
+        network: The backend between hosts.
         address: Address of this host, for the others.
         interface: The network interface of that address, and why it was chosen, for the log.
     """
@@ -275,6 +281,7 @@ class Topology:
     hosts: Hosts
     sharing: Hosts
     gpus: bool
+    network: str
     address: str
     interface: str
 
@@ -282,7 +289,8 @@ class Topology:
         """Return the rank's number on its host, from 0.
 
         Example:
-            >>> Topology(((0, 2), (1, 3)), ((0, 2), (1, 3)), gpus=True, address="", interface="").number_here(3)
+            >>> halves = ((0, 2), (1, 3))
+            >>> Topology(halves, halves, gpus=True, network="tcp", address="", interface="").number_here(3)
             1
         """
         return next(ranks.index(rank) for ranks in self.hosts if rank in ranks)
@@ -323,22 +331,38 @@ def discover(place: Rendezvous, interface: str | None, timeout: float) -> Topolo
     told = interface_of(address) if wanted is None else wanted[0]
     why = "by the route to the first rank" if wanted is None else f"by {wanted[1]}"
     if place.size == 1:
-        return Topology(((0,),), ((0,),), torch.cuda.device_count() > 0, address, f"{told} {why}")
+        return Topology(((0,),), ((0,),), torch.cuda.device_count() > 0, "tcp", address, f"{told} {why}")
     group = Group.world(place.rank, place.size, place.name)
-    cards = place.control.exchange(
-        group, "surroundings", (host_identity(), torch.cuda.device_count(), why_no_shm()), timeout
-    )
-    names = [name for name, _, _ in cards]
+    card = host_identity(), torch.cuda.device_count(), why_no_shm(), core_build()
+    cards = place.control.exchange(group, "surroundings", card, timeout)
+    names = [name for name, _, _, _ in cards]
     hosts = tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
-    obstacle = next((obstacle for _, _, obstacle in cards if obstacle), None)
+    obstacle = next((obstacle for _, _, obstacle, _ in cards if obstacle), None)
     if obstacle is not None:
         _log.info("unisono: no shared memory between these ranks: %s", obstacle)
     sharing = TRANSPORTS["shm"].shm_peers(group, place.control, timeout)
-    gpus = all(count >= names.count(name) for name, count, _ in cards)
-    return Topology(hosts, sharing, gpus, address, f"{told} {why}")
+    gpus = all(count >= names.count(name) for name, count, _, _ in cards)
+    network = network_of([build for _, _, _, build in cards])
+    return Topology(hosts, sharing, gpus, network, address, f"{told} {why}")
 
 
-def choose_backend(hosts: Hosts, *, gpus: bool, network: str = "gloo") -> str:
+def network_of(builds: Sequence[str]) -> str:
+    """Return the backend between hosts, for ranks with these builds of the native core.
+
+    Example:
+        >>> network_of(["a1", "a1"]), network_of(["a1", ""])
+        ('tcp', 'gloo')
+    """
+    if "" in builds:
+        _log.info("unisono: no tcp, but gloo: rank %d has no native core", builds.index(""))
+    elif len(set(builds)) > 1:
+        _log.info("unisono: no tcp, but gloo: ranks have different builds of the native core")
+    else:
+        return "tcp"
+    return "gloo"
+
+
+def choose_backend(hosts: Hosts, *, gpus: bool, network: str = "tcp") -> str:
     """The backend for ranks that share memory in these parts.
 
     Nccl where each rank has a GPU; else threads for a world of one, shared memory if that is all, the network if no
@@ -346,7 +370,7 @@ def choose_backend(hosts: Hosts, *, gpus: bool, network: str = "gloo") -> str:
 
     Example:
         >>> [choose_backend(hosts, gpus=False) for hosts in (((0, 1),), ((0, 1), (2,)), ((0,), (1,)))]
-        ['shm', 'shm+gloo', 'gloo']
+        ['shm', 'shm+tcp', 'tcp']
     """
     size = sum(len(ranks) for ranks in hosts)
     if gpus and torch.cuda.is_available() and torch.distributed.is_nccl_available():

@@ -26,6 +26,7 @@ from unisono.comm.persistent import starter
 from unisono.comm.shape_exchange import run_uneven
 from unisono.comm.teardown import CLOSE_S
 from unisono.comm.tuner import measured_table
+from unisono.control.client import SocketControl
 from unisono.core.collective import COLLECTIVES, family_of
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, raise_caused, to_cause
@@ -38,6 +39,7 @@ from unisono.core.types import Message, Recv, ReduceOp, Send, Timeout, Work
 from unisono.core.work import ResultWork, resolve_timeout
 from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
 from unisono.host.network import host_identity
+from unisono.transports.tcp.collectives import TcpCollectives
 from unisono.wrappers.consistency import Checked
 
 if TYPE_CHECKING:
@@ -138,7 +140,10 @@ class Communicator:
             transport.close()
             raise
         if check == "full" or (check == "auto" and not transport.checks):
-            transport = Checked(transport, control, options, full=check == "full")
+            # Ranks of one process, and a transport that compares calls itself, need no connections for that.
+            connects = isinstance(control, SocketControl) and not transport.checks
+            connect = TcpCollectives.connect if connects else None
+            transport = Checked(transport, control, options, connect, full=check == "full")
         self._engine = Engine(transport, control, options, self._host_names, check=check)
         self._messages = Messages(self._engine)
         control.watch(self._engine.activity)

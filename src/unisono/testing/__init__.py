@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from unisono.testing.conformance import World
     from unisono.testing.conformance.suite import TransportConformance
-    from unisono.testing.namespaced_ranks import run_ranks
+    from unisono.testing.namespaced_ranks import Network, run_ranks
     from unisono.testing.pools import RankPool, pool
     from unisono.wrappers.checksum import Checksummed
     from unisono.wrappers.delay import Delayed
@@ -37,6 +37,7 @@ __all__ = [
     "Delayed",
     "Faulty",
     "KilledError",
+    "Network",
     "RankPool",
     "TransportConformance",
     "World",
@@ -60,6 +61,7 @@ _HOME = {
     "Delayed": "unisono.wrappers.delay",
     "Faulty": "unisono.wrappers.fault",
     "KilledError": "unisono.wrappers.fault",
+    "Network": "unisono.testing.namespaced_ranks",
     "RankPool": "unisono.testing.pools",
     "TransportConformance": "unisono.testing.conformance.suite",
     "World": "unisono.testing.conformance",

@@ -5,15 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
+import socket
+import statistics
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -25,7 +32,7 @@ import torch
 
 from unisono.launcher.api import init, launch
 
-__all__ = ["TIMEOUT_S", "HostRanks", "Network", "enter", "live", "obstacle", "run_ranks", "send_signal"]
+__all__ = ["TIMEOUT_S", "HostRanks", "Network", "Report", "enter", "live", "obstacle", "run_ranks", "send_signal"]
 
 _ports = itertools.count(29600)
 _TIMEOUT_S = 10.0
@@ -150,30 +157,93 @@ def live(
 _numbers = itertools.count()
 _INTERFACE = "eth0"
 _CLONE_NEWNET = 0x40000000
+# Removes the hosts of its arguments when a line or the end of its input comes: also when the caller was killed.
+_REMOVE = """read _
+for name; do
+    for process in $(ip netns pids "$name"); do kill -9 "$process"; done
+    ip netns delete "$name"
+done"""
+_DELAY = re.compile(r"(\d+(?:\.\d+)?)(s|ms|us)")
+_PROBES = 21
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A link as it was measured.
+
+    Attributes:
+        processor: Share of one core that the relay has used since the previous report; 0 without a relay.
+        rate: Bits per second that TCP delivered from host 0 to host 1, without headers.
+        round_trip: Seconds from host 0 to host 1 and back, the median over UDP datagrams.
+    """
+
+    processor: float
+    rate: float
+    round_trip: float
+
+    def __str__(self) -> str:
+        line = f"{self.rate / 1e6:.1f} Mbit/s, round trip {self.round_trip * 1e3:.2f} ms"
+        return f"{line}, relay {self.processor:.0%} of a core"
 
 
 class Network:
     """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ... (fd77::1, ...), and no other network.
 
-    A context manager; on exit, it kills all processes on these hosts and removes the hosts.
+    Each host is a network namespace with one interface, eth0. A context manager; at its end, also after an error or
+    when the caller is killed, all processes on these hosts are killed and the hosts removed. `tc` limits the rate, by
+    tbf. Delay and loss are those of `tc`'s netem; where the kernel has none, a relay, one Python process, moves the
+    packets between TUN devices.
 
     Args:
         hosts: Number of hosts.
-        rate: Maximum send rate of each host, in the notation of `tc`; None is unlimited.
-        burst: Maximum burst, in the notation of `tc`.
+        rate: Maximum send rate of each host, in the notation of `tc`, such as "100mbit"; None is unlimited.
+        burst: Maximum burst, in the notation of `tc`. After a pause, so much is sent without regard to the rate.
         ipv6: Whether the hosts have IPv6 addresses only.
+        delay: One-way delay of each packet: seconds, or a string with a unit, such as "2ms" or "50us".
+        loss: Probability that a packet is lost, from 0 to 1.
+        seed: Determines which packets the relay loses, in the order in which it reads them.
+
+    Cost: 0.1 s for two hosts. A relay uses about 20 us of one core for each packet of up to 1,500 bytes, before all
+        other programs, and adds about 0.1 ms to the delay: `report()` tells.
+
+    Raises:
+        ValueError: The delay or the loss is invalid.
+        subprocess.CalledProcessError: On entry: the machine has no such hosts, or `tc` does not understand the rate.
+            `unisono.testing.namespaced_ranks.obstacle()` returns the reason in advance: they need Linux, root and
+            iproute2.
 
     Example:
-        with Network(2, rate="1gbit") as network:
-            subprocess.run(network.command(1, "ping", "-c1", network.addresses[0]), check=True)
+        >>> from unisono.testing.namespaced_ranks import obstacle
+        >>> if obstacle(slow=True) is None:
+        ...     with Network(2, rate="100mbit", delay="2ms", loss=0.001) as network:
+        ...         shown = subprocess.run(network.command(1, "ip", "address"), capture_output=True, text=True).stdout
+        ...         assert "10.77.0.2/24" in shown
+        ...         assert network.report().round_trip > 0.004 and network.sent(0) > 100_000
+        ...         network.cut(1)
+        ...         network.heal(1)
     """
 
-    def __init__(self, hosts: int = 2, rate: str | None = "1gbit", burst: str = "128kb", *, ipv6: bool = False) -> None:
+    def __init__(
+        self,
+        hosts: int = 2,
+        rate: str | None = "1gbit",
+        burst: str = "128kb",
+        *,
+        ipv6: bool = False,
+        delay: float | str = 0.0,
+        loss: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= loss <= 1:
+            raise ValueError(f"loss must be a probability from 0 to 1, not {loss}")
         self._stem = f"uni{os.getpid():x}-{next(_numbers)}"
-        self._rate, self._burst = rate, burst
-        stem, self._rest = ("fd77::", ["/64", "nodad"]) if ipv6 else ("10.77.0.", ["/24"])
-        self.addresses = [f"{stem}{number + 1}" for number in range(hosts)]
-        self._made: list[str] = []
+        self._rate, self._burst, self._delay, self._loss, self._seed = rate, burst, _seconds(delay), loss, seed
+        self._ipv6 = ipv6
+        self.addresses = [f"{'fd77::' if ipv6 else '10.77.0.'}{number + 1}" for number in range(hosts)]
+        self._guard: subprocess.Popen[str] | None = None
+        self._relay: subprocess.Popen[bytes] | None = None
+        # The relay's processor seconds at the previous report, and when that was.
+        self._reported = 0.0, 0.0
 
     def __enter__(self) -> Self:
         try:
@@ -189,17 +259,24 @@ class Network:
         self.close()
 
     def _make(self) -> None:
-        switch = self._namespace("switch")
-        _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge0", "up")
+        hosts, switch, slow = range(len(self.addresses)), f"{self._stem}-switch", self._delay > 0 or self._loss > 0
+        names = [*map(self.name, hosts), switch]
+        quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        guard = ["sh", "-c", _REMOVE, "sh", *names]
+        # In a session of its own, which Ctrl-C and a kill of the caller's process group do not reach.
+        self._guard = subprocess.Popen(guard, text=True, start_new_session=True, **quiet)  # type: ignore[call-overload]
+        for name in names:
+            _run("ip", "netns", "add", name)
+        if slow and not _has_netem():
+            self._start_relay()
+        else:
+            _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
+            _run("ip", "-n", switch, "link", "set", "bridge0", "up")
         for number, address in enumerate(self.addresses):
-            host = self._namespace(str(number))
-            _run(
-                *("ip", "-n", host, "link", "add", _INTERFACE, "type", "veth"),
-                *("peer", "name", _port(number), "netns", switch),
-            )
-            _run("ip", "-n", switch, "link", "set", _port(number), "master", "bridge0", "up")
-            mask, *flags = self._rest
+            host = self.name(number)
+            if self._relay is None:
+                self._plug_in(number, switch, slow=slow)
+            mask, *flags = ("/64", "nodad") if self._ipv6 else ("/24",)
             _run("ip", "-n", host, "address", "add", f"{address}{mask}", "dev", _INTERFACE, *flags)
             _run("ip", "-n", host, "link", "set", "lo", "up")
             _run("ip", "-n", host, "link", "set", _INTERFACE, "up")
@@ -207,49 +284,203 @@ class Network:
                 limit = ("rate", self._rate, "burst", self._burst, "latency", "50ms")
                 _run("tc", "-n", host, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *limit)
 
-    def _namespace(self, name: str) -> str:
-        full = f"{self._stem}-{name}"
-        _run("ip", "netns", "add", full)
-        self._made.append(full)
-        return full
+    def _plug_in(self, number: int, switch: str, *, slow: bool) -> None:
+        host, port = self.name(number), _port(number)
+        peer = ("peer", "name", port, "netns", switch)
+        _run("ip", "-n", host, "link", "add", _INTERFACE, "type", "veth", *peer)
+        _run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
+        if slow:
+            # Packets of TCP that the kernel joins to one are delayed, and lost, as one.
+            _run("ip", "-n", host, "link", "set", _INTERFACE, "gso_max_segs", "1")
+            way = ("delay", f"{self._delay * 1e6:.0f}us", "loss", f"{self._loss:.6%}", "limit", "10000")
+            _run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", "netem", *way)
+
+    def _start_relay(self) -> None:
+        program = Path(__file__).with_name("network_relay.py")
+        hosts = [f"{self.name(number)}={address}" for number, address in enumerate(self.addresses)]
+        words = [sys.executable, "-I", "-S", program, repr(self._delay), repr(self._loss), str(self._seed), *hosts]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._relay = subprocess.Popen(words, start_new_session=True, bufsize=0, **pipes)  # type: ignore[call-overload]
+        self._await_relay()
+
+    def _await_relay(self) -> None:
+        """Wait until the relay is ready, or has carried out an order."""
+        relay = self._relay
+        assert relay is not None
+        assert relay.stdout is not None
+        assert relay.stderr is not None
+        if not relay.stdout.read(1):
+            raise subprocess.CalledProcessError(relay.wait(), ["network_relay.py"], stderr=relay.stderr.read().decode())
 
     def name(self, host: int) -> str:
-        """The name of a host's namespace."""
+        """Return the name of a host's namespace, for `ip netns exec`.
+
+        Args:
+            host: Number of the host.
+        """
         return f"{self._stem}-{host}"
 
     def command(self, host: int, *words: str) -> list[str]:
-        """Return the command line that runs these words on a host."""
+        """Return the command line that runs these words on a host.
+
+        Args:
+            host: Number of the host.
+            words: A program and its arguments.
+        """
         return ["ip", "netns", "exec", self.name(host), *words]
 
     def enter(self, host: int) -> None:
-        """Move the calling thread, and all that it starts from now on, to a host. Irreversible."""
+        """Move the calling thread, and all that it starts from now on, to a host. Irreversible.
+
+        Args:
+            host: Number of the host.
+
+        Example:
+            >>> if obstacle() is None:
+            ...     with Network(1) as network, ThreadPoolExecutor(1) as thread:
+            ...         thread.submit(network.enter, 0).result()
+            ...         assert "eth0" in thread.submit(Path("/proc/thread-self/net/dev").read_text).result()
+        """
         enter(self.name(host))
 
     def start(self, host: int, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """Run a command on a host; `options` are those of `subprocess.Popen`."""
+        """Run a command on a host.
+
+        Args:
+            host: Number of the host.
+            words: A program and its arguments.
+            options: Those of `subprocess.Popen`.
+
+        Returns:
+            The process, with text streams.
+        """
         return subprocess.Popen(self.command(host, *words), text=True, **options)
 
     def sent(self, host: int) -> int:
-        """Return the bytes that a host has sent to the others so far, counted at its interface."""
+        """Return the bytes that a host has sent to the others so far, counted at its interface.
+
+        Args:
+            host: Number of the host.
+        """
         told = _run(*self.command(host, "cat", f"/sys/class/net/{_INTERFACE}/statistics/tx_bytes"))
         return int(told)
 
     def cut(self, host: int) -> None:
-        """Disconnect a host: all packets are dropped silently."""
-        _run("ip", "-n", f"{self._stem}-switch", "link", "set", _port(host), "down")
+        """Disconnect a host: all packets are dropped silently.
+
+        Args:
+            host: Number of the host.
+        """
+        self._connect(host, on=False)
 
     def heal(self, host: int) -> None:
-        """Reconnect a host."""
-        _run("ip", "-n", f"{self._stem}-switch", "link", "set", _port(host), "up")
+        """Reconnect a host.
+
+        Args:
+            host: Number of the host.
+        """
+        self._connect(host, on=True)
+
+    def _connect(self, host: int, *, on: bool) -> None:
+        if self._relay is None:
+            _run("ip", "-n", f"{self._stem}-switch", "link", "set", _port(host), "up" if on else "down")
+            return
+        assert self._relay.stdin is not None
+        self._relay.stdin.write(bytes([host, on]))
+        self._await_relay()
+
+    def report(self, seconds: float = 0.3) -> Report:
+        """Measure the link from host 0 to host 1, which should be idle.
+
+        Args:
+            seconds: How long to measure the rate. Before that, a burst passes.
+
+        Returns:
+            Rate, round trip, and the relay's share of a core since the previous report, these measurements excluded.
+
+        Raises:
+            TimeoutError: Nothing comes back, because a host is disconnected or all packets are lost.
+        """
+        used, now = self._relay_seconds(), time.monotonic()
+        before, then = self._reported
+        processor = (used - before) / (now - then) if then else 0.0
+        round_trip = self._measured_round_trip()
+        found = Report(processor, self._measured_rate(seconds), round_trip)
+        self._reported = self._relay_seconds(), time.monotonic()
+        return found
+
+    def _relay_seconds(self) -> float:
+        if self._relay is None:
+            return 0.0
+        fields = Path(f"/proc/{self._relay.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _socket(self, host: int, kind: socket.SocketKind) -> socket.socket:
+        """Return a socket of a host, bound to its address, for the use of any thread."""
+
+        def made() -> socket.socket:
+            self.enter(host)
+            one = socket.socket(socket.AF_INET6 if self._ipv6 else socket.AF_INET, kind)
+            one.settimeout(5.0 if kind is socket.SOCK_STREAM else 4 * self._delay + 0.1)
+            one.bind((self.addresses[host], 0))
+            return one
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(made).result()
+
+    def _measured_rate(self, seconds: float) -> float:
+        def send() -> None:
+            # Until the receiver has closed the connection.
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    sender.sendall(bytes(1 << 16))
+
+        def receive() -> tuple[int, float]:
+            received, began = 0, time.perf_counter()
+            while time.perf_counter() < began + seconds:
+                received += len(receiver.recv(1 << 20))
+            return received, time.perf_counter() - began
+
+        with self._socket(1, socket.SOCK_STREAM) as listener, self._socket(0, socket.SOCK_STREAM) as sender:
+            listener.listen(1)
+            sender.connect(listener.getsockname())
+            receiver, _ = listener.accept()
+            with ThreadPoolExecutor(1) as thread:
+                with receiver:
+                    sending = thread.submit(send)
+                    receive()
+                    received, passed = receive()
+                sending.result()
+        return received * 8 / passed
+
+    def _measured_round_trip(self) -> float:
+        times = []
+        with self._socket(0, socket.SOCK_DGRAM) as near, self._socket(1, socket.SOCK_DGRAM) as far:
+            for number in range(_PROBES):
+                with contextlib.suppress(TimeoutError):
+                    began = time.perf_counter()
+                    near.sendto(bytes([number]), far.getsockname())
+                    # What comes too late for its own probe is of no use to the next one.
+                    while (told := far.recvfrom(1))[0] != bytes([number]):
+                        pass
+                    far.sendto(*told)
+                    while near.recv(1) != bytes([number]):
+                        pass
+                    times.append(time.perf_counter() - began)
+        if not times:
+            raise TimeoutError("no packet came back from host 1 to host 0")
+        return statistics.median(times)
 
     def close(self) -> None:
         """Kill all processes on the hosts, and remove the hosts. Idempotent."""
-        while self._made:
-            name = self._made.pop()
-            for process in _run("ip", "netns", "pids", name).split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(process), signal.SIGKILL)
-            _run("ip", "netns", "delete", name)
+        if self._guard is not None:
+            self._guard.communicate("\n")
+            self._guard = None
+        if self._relay is not None:
+            # Leaving the context closes the pipes, and waits.
+            with self._relay:
+                self._relay.kill()
+            self._relay = None
 
 
 def enter(name: str) -> None:
@@ -264,9 +495,29 @@ def _port(host: int) -> str:
     return f"port{host}"
 
 
+def _seconds(delay: float | str) -> float:
+    if isinstance(delay, str):
+        found = _DELAY.fullmatch(delay)
+        if found is None:
+            raise ValueError(f"{delay!r} is not a delay; pass seconds, or a string such as '2ms' or '50us'")
+        return float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2]]
+    if not 0 <= delay < math.inf:
+        raise ValueError(f"delay must be a number of seconds, not {delay}")
+    return float(delay)
+
+
 @cache
-def obstacle() -> str | None:
+def _has_netem() -> bool:
+    command = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+@cache
+def obstacle(*, slow: bool = False) -> str | None:
     """Return the reason why this machine cannot have such hosts; None if it can.
+
+    Args:
+        slow: Whether their network has a delay or loses packets.
 
     Example:
         >>> reason = obstacle()
@@ -279,10 +530,11 @@ def obstacle() -> str | None:
     if os.geteuid() != 0:
         return "hosts of network namespaces need root"
     try:
-        with Network(1):
+        with Network(1, delay=1e-3 if slow else 0.0):
             return None
     except subprocess.CalledProcessError as error:
-        return f"this kernel refuses network namespaces: {' '.join(error.cmd)}: {error.stderr.strip()}"
+        what = "a network with a delay (netem, or TUN devices)" if slow else "network namespaces"
+        return f"this kernel refuses {what}: {' '.join(error.cmd)}: {error.stderr.strip()}"
 
 
 def _run(*words: str) -> str:

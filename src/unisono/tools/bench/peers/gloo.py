@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,13 @@ _REFUSED = (torch.int16, torch.bool)
 
 
 class Gloo(Peer):
-    """One group of all ranks, of two threads, as torch makes it."""
+    """One group of all ranks, of two threads, as torch makes it.
+
+    Attributes:
+        device: Where gloo listens, as its `create_device` takes it.
+    """
+
+    device: ClassVar[dict[str, str]] = {"hostname": "127.0.0.1"}
 
     @classmethod
     def obstacle(cls, workload: Workload) -> str | None:
@@ -37,7 +43,7 @@ class Gloo(Peer):
     def __init__(self, comm: Communicator, folder: Path) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _TIMEOUT
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [dist.ProcessGroupGloo.create_device(**self.device)]
         options._threads = 2
         # Keep the store alive: the group uses it until it is destroyed.
         self._store = dist.FileStore(str(folder / "gloo"), comm.size)

@@ -1,0 +1,122 @@
+"""Program that moves packets between the hosts of a `Network`, each after a delay, and loses some of them.
+
+    python network_relay.py DELAY_S LOSS SEED NAMESPACE=ADDRESS ...
+
+It creates a TUN device in each namespace, and writes a byte to standard output when all of them are there. On standard
+input it takes pairs of bytes, a host's number and whether the host is connected, and answers each by a byte. It ends
+with its standard input. It runs without unisono, because it must start fast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import random
+import select
+import struct
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["Relay", "main"]
+
+_CLONE_NEWNET = 0x40000000
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_PR_SET_TIMERSLACK = 29
+_LARGEST = 1 << 16
+# Reads of one device before packets that are due are delivered.
+_BATCH = 32
+# More than fit on a line of 1 Gbit/s in 100 ms.
+_ROOM = 10_000
+
+
+class Relay:
+    """The hosts' devices, and the packets that wait for their delay.
+
+    Args:
+        delay: Seconds from the sender's device to the receiver's.
+        loss: Probability that a packet is lost.
+        seed: Of the losses.
+        hosts: Namespace of each host, by address.
+    """
+
+    def __init__(self, delay: float, loss: float, seed: int, hosts: dict[str, str]) -> None:
+        self._delay, self._loss, self._drawn = delay, loss, random.Random(seed)
+        self._devices = {_device(name): number for number, name in enumerate(hosts.values())}
+        self._files = list(self._devices)
+        self._routes = {ipaddress.ip_address(address).packed: number for number, address in enumerate(hosts)}
+        self._connected = [True] * len(hosts)
+        # When, from which host to which, and what.
+        self._waiting: deque[tuple[float, int, int, bytes]] = deque()
+
+    def run(self) -> None:
+        """Move packets until standard input ends."""
+        waiting, files = self._waiting, [0, *self._files]
+        while True:
+            pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+            ready, _, _ = select.select(files, [], [], pause)
+            for file in ready:
+                if file:
+                    self._take(file)
+                elif not self._obey():
+                    return
+            self._deliver()
+
+    def _take(self, file: int) -> None:
+        source, due = self._devices[file], time.monotonic() + self._delay
+        with suppress(BlockingIOError):
+            for _ in range(_BATCH):
+                packet = os.read(file, _LARGEST)
+                target = self._routes.get(packet[16:20] if packet[0] >> 4 == 4 else packet[24:40])
+                lost = self._loss and self._drawn.random() < self._loss
+                if target is not None and not lost and len(self._waiting) < _ROOM:
+                    self._waiting.append((due, source, target, packet))
+
+    def _deliver(self) -> None:
+        waiting, now = self._waiting, time.monotonic()
+        while waiting and waiting[0][0] <= now:
+            _, source, target, packet = waiting.popleft()
+            if self._connected[source] and self._connected[target]:
+                # A device takes no packets while it is down.
+                with suppress(OSError):
+                    os.write(self._files[target], packet)
+
+    def _obey(self) -> bool:
+        order = os.read(0, 2)
+        if order:
+            self._connected[order[0]] = bool(order[1])
+            os.write(1, b".")
+        return bool(order)
+
+
+def _device(namespace: str) -> int:
+    """Move to a namespace, and return the file of its new device."""
+    with Path("/run/netns", namespace).open() as entered:
+        if ctypes.CDLL(None, use_errno=True).setns(entered.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    # Linux alone has it, as it has these devices.
+    import fcntl
+
+    file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _IFF_TUN | _IFF_NO_PI))
+    return file
+
+
+def main() -> None:
+    """Run the program of this module."""
+    delay, loss, seed, *hosts = sys.argv[1:]
+    places = [host.partition("=") for host in hosts]
+    relay = Relay(float(delay), float(loss), int(seed), {address: name for name, _, address in places})
+    # Packets wait for their delay only: neither for a processor, nor for other timers to expire with theirs.
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
+    os.write(1, b".")
+    relay.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -42,7 +42,7 @@ gpu: ## the tests on a GPU, or on a fake one, with the torch that PYTHON has (8 
 matrix: $(STAMP) ## the tests on each Python that is here, with the oldest torch and the newest (an hour or more)
 	$(PY) -m nox $(ARGS)
 
-bench: $(STAMP) ## answer every question in benchmarks/, and write docs/benchmarks.md (half an hour)
+bench: $(STAMP) ## run every program of benchmarks/, and make docs/benchmarks.md of the outputs (half an hour)
 	$(PY) benchmarks/_report.py $(ARGS)
 
 lint: $(STAMP) ## style, types and floors

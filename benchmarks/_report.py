@@ -1,44 +1,26 @@
-"""Run every benchmark in this folder, and write the results to docs/benchmarks.md.
+"""Run every benchmark in this folder, write its output to docs/benchmarks/, and make docs/benchmarks.md of all outputs.
 
     python benchmarks/_report.py [--only mpi_against_bare ...]
 
 With `--only`, the other results stay unchanged: each has its own date and machine. `--only` without a name measures
-nothing: it lists the programs that have no results yet.
+nothing: it makes the page and its picture of the outputs that are there.
 The machine should be otherwise idle.
 """
 
 from __future__ import annotations
 
-import ast
 import platform
-import re
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+import _chart
+import _page
 from _questions import parser
+from _raw import Raw
 
 from unisono.tools import bench
-
-HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "benchmarks.md"
-COMMAND = re.compile(r"^`python benchmarks/(\w+\.py)`", re.MULTILINE)
-HEAD = """\
-# Benchmarks
-
-What `make bench` measured. Ratios are medians of neighbouring samples in one run, with quartiles; every result was
-verified. A line with MISSED did not keep its bound in that run.
-
-On a virtual machine the same program can take several times as long for minutes at a time, when the host has
-put the two processors far from each other: what one processor has just written is then slow to read for the other.
-"""
-
-
-def questions(only: list[str]) -> list[Path]:
-    """Return the scripts in order, or only those named, if any."""
-    scripts = sorted(path for path in HERE.glob("*.py") if not path.name.startswith("_"))
-    return [path for path in scripts if not only or path.stem in only]
 
 
 def machine() -> str:
@@ -49,25 +31,8 @@ def machine() -> str:
     return f"{datetime.now(UTC).date()}, {here['processors']} cores ({here['processor']}), {system}, {python}"
 
 
-def known() -> dict[str, str]:
-    """Return the sections of the page, by script."""
-    _, *sections = PAGE.read_text().split("\n## ") if PAGE.exists() else [""]
-    return {found[1]: f"## {text.rstrip()}\n" for text in sections if (found := COMMAND.search(text))}
-
-
-def title(script: Path) -> str:
-    """Return the heading of a script's section: the first sentence of its docstring."""
-    text = ast.get_docstring(ast.parse(script.read_text())) or script.stem
-    return f"## {text.splitlines()[0].rstrip('.')}"
-
-
-def unmeasured(script: Path) -> str:
-    """Return the section of a script that has no results yet."""
-    return f"{title(script)}\n\n`python benchmarks/{script.name}` has not been run yet on an idle machine.\n"
-
-
-def section(script: Path) -> str:
-    """Run a script, and return its section: title and output."""
+def measured(script: Path) -> Raw:
+    """Run a script, show its output, and return it."""
     print(f"== {script.name}", flush=True)
     lines = []
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as running:
@@ -77,25 +42,26 @@ def section(script: Path) -> str:
             lines.append(line)
     if running.returncode:
         raise SystemExit(f"{script.name} failed")
-    command = f"`python benchmarks/{script.name}` ({machine()})"
-    return f"{title(script)}\n\n{command}\n\n```text\n{''.join(lines)}```\n"
+    return Raw(f"python benchmarks/{script.name}", machine(), "".join(lines))
 
 
-def write(new: dict[str, str]) -> None:
-    """Write the page with new sections, those known, and one for each script without results."""
-    answers = {script.name: unmeasured(script) for script in questions([])} | known() | new
-    PAGE.write_text("\n".join([HEAD, *(answers[name] for name in sorted(answers) if (HERE / name).exists())]))
+def write() -> None:
+    """Write the page and its picture."""
+    _page.write()
+    _chart.PATH.write_text(_chart.chart())
 
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--only", nargs="*", help="scripts, without .py; none: only list those without results")
-    options = arguments.parse_args()
-    write({})
-    for script in [] if options.only == [] else questions(options.only or []):
-        # Write after each script, because all of them take long.
-        write({script.name: section(script)})
-    print(f"written: {PAGE.relative_to(HERE.parent)}")
+    arguments.add_argument("--only", nargs="*", help="scripts, without .py; none: only make the page")
+    only = arguments.parse_args().only
+    write()
+    for script in _page.scripts():
+        if only is None or script.stem in only:
+            measured(script).write(script.stem)
+            # Write after each script, because all of them take long.
+            write()
+    print(f"written: {_page.PATH.relative_to(_page.HERE.parent)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""The page docs/benchmarks.md: a picture, a table for each question, and links to the output of every program."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import _tables
+from _raw import Raw
+
+HERE = Path(__file__).parent
+PATH = HERE.parent / "docs" / "benchmarks.md"
+HEAD = """\
+# Benchmarks
+
+{method}
+
+![Own time over gloo's, by the size of the message](pictures/benchmarks.svg)
+
+The picture shows medians, with quartiles as thin vertical lines, for ordinary memory and warm caches.
+The first two tables have the figures of some sizes.
+"""
+METHOD = (
+    "What `make bench` measured{where}. Candidates take turns in one run, and a ratio is the median of neighbouring"
+    " samples, with quartiles in brackets; all results were verified. **MISSED** marks a figure that did not meet its"
+    " bound in that run. On a virtual machine the same program can take several times as long for minutes at a time,"
+    " while the host has placed the two processors far from each other."
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A heading, the program that answers it, what is measured, and the function that makes the table."""
+
+    heading: str
+    program: str
+    measured: str
+    table: Callable[[str], str]
+
+
+QUESTIONS = (
+    Question(
+        "Network: tcp and gloo",
+        "network",
+        "Time of an all_reduce on backend tcp and on torch's gloo, both over the loopback device of one host. Bounds"
+        " are on gloo/own, and cover other collectives and cold caches too.",
+        _tables.sweep,
+    ),
+    Question(
+        "Shared memory: shm and gloo",
+        "shm_against_gloo",
+        "Time of an all_reduce on backend shm and on torch's gloo, on one host. Bounds are on gloo/own, and cover other"
+        " collectives, 8 ranks, registered memory and cold caches too.",
+        _tables.sweep,
+    ),
+    Question(
+        "Training steps on one host",
+        "averager_against_ddp",
+        "Time of a training step alone, in torch's DDP on gloo, and with a GradientAverager on shared memory. Exposed"
+        " time is what averaging adds to the step alone; processor time is what it adds to that of the process.",
+        _tables.steps,
+    ),
+    Question(
+        "Two hosts",
+        "two_hosts",
+        "Time of an all_reduce on backend shm+tcp over that of torch's gloo, between two network namespaces with 2"
+        " ranks each. Links are free (not limited), near (1 Gbit/s) and far (100 Mbit/s, 2 ms each way).",
+        _tables.links,
+    ),
+    Question(
+        "Remote calls: unisono and torch",
+        "rpc_against_torch",
+        "Time of a remote call that returns nothing, and of one that carries 1 MiB, by `un.rpc` and by torch's"
+        " `rpc_sync` (TensorPipe), between two processes of one host.",
+        _tables.calls,
+    ),
+    Question(
+        "Checkpoints",
+        "checkpoint_speed",
+        "Time to save and to load the state of a model, on the same disk, by unisono, torch.save with fsync,"
+        " torch.distributed.checkpoint (DCP), and raw writing. Cold is a load after dropping the files from memory.",
+        _tables.saves,
+    ),
+    Question(
+        "Cost of checks",
+        "checking_cost",
+        'What `check="auto"` and `check="full"` add to an all_reduce between 2 ranks, in microseconds and as a fraction'
+        " of the time without checks.",
+        _tables.checks,
+    ),
+)
+
+
+def scripts() -> list[Path]:
+    """Return all programs in order."""
+    return sorted(path for path in HERE.glob("*.py") if not path.name.startswith("_"))
+
+
+def page() -> str:
+    """Return the page made of the files of raw output."""
+    known = {script.stem: Raw.read(script.stem) for script in scripts()}
+    asked = [raw for question in QUESTIONS if (raw := known[question.program])]
+    machines = dict.fromkeys(raw.machine for raw in asked)
+    dates = sorted({raw.date for raw in asked})
+    where = f" from {dates[0]} to {dates[-1]} on {'; '.join(machines)}" if asked else ""
+    others = [entry(script, known[script.stem]) for script in scripts()]
+    return "\n".join(
+        [
+            HEAD.format(method=filled(METHOD.format(where=where))),
+            *(section(question, known[question.program]) for question in QUESTIONS),
+            "## Raw output of each program\n",
+            *others,
+            "",
+        ]
+    )
+
+
+def section(question: Question, raw: Raw | None) -> str:
+    """Return the section of a question: its table, the conditions of the run, and links."""
+    name = question.program
+    head = f"## {question.heading}\n\n{filled(question.measured)}\n"
+    command = raw.command if raw else f"python benchmarks/{name}.py"
+    program = f"[`{command}`](../benchmarks/{name}.py)"
+    if raw is None:
+        return f"{head}\n{program} has not been run yet on an idle machine.\n"
+    run = filled(f"{program}, {raw.conditions.rstrip('.')}. [Raw output](benchmarks/{name}.txt).")
+    table = question.table(raw.output) or last_lines(raw.output)
+    wrong = [f"**{line[2:]}**\n\n" for line in raw.output.splitlines() if re.match("# wrong elements: (?!none)", line)]
+    return f"{head}\n{table}\n\n{''.join(wrong)}{run}\n"
+
+
+def filled(text: str) -> str:
+    """Return a paragraph in lines of at most 120 characters."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def last_lines(output: str) -> str:
+    """Return the end of an output without a known table."""
+    return "\n".join(["```text", *output.splitlines()[-8:], "```"])
+
+
+def entry(script: Path, raw: Raw | None) -> str:
+    """Return the line of a program in the list: the first line of its docstring, and a link to its output."""
+    title = (ast.get_docstring(ast.parse(script.read_text())) or script.stem).splitlines()[0].rstrip(".:")
+    if raw is None:
+        return f"- {title}: `{script.name}` has not been run yet on an idle machine."
+    missed = sum("MISSED" in line for line in raw.output.splitlines())
+    found = f", {missed} bound{'s' if missed > 1 else ''} MISSED" if missed else ""
+    return f"- [{title}](benchmarks/{script.stem}.txt): `{script.name}`, {raw.date}{found}."
+
+
+def write() -> None:
+    PATH.write_text(page())

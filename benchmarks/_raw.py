@@ -1,0 +1,126 @@
+"""Files of raw output in docs/benchmarks/, and the figures that programs print in common formats.
+
+A file begins with the command, and a paragraph with date, machine and conditions; output follows an empty line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.tools.bench import Spread, parse_sizes
+
+FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
+
+_TITLE = re.compile(r"# (\w+), (\d+) ranks?, ([\w+]+), (\w+) memory, (\w+) caches;")
+_NUMBER = r"-?[\d.]+(?:e[-+]?\d+)?"
+_FOUND = rf"(?P<found>{_NUMBER})x?(?: \({_NUMBER} to {_NUMBER}\))?"
+_WANTED = rf"(?P<wanted>at (?:least|most) (?P<bound>{_NUMBER}))"
+_BOUNDS = (
+    rf"(?P<verdict>met|MISSED) +(?P<what>.+): (?P<figure>{_FOUND}), {_WANTED} wanted",
+    # As checkpoint_speed.py and rpc_against_torch.py printed them until 2026-11-23.
+    rf"(?P<what>.+?) {{2,}}(?P<figure>{_FOUND})(?: times the state)?; wanted: {_WANTED}.*",
+    rf"(?P<what>.+ us): +(?P<figure>{_FOUND}); {_WANTED}x: (?P<verdict>kept|MISSED)",
+)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """The output of one program, with the command, and the date, machine and conditions of the run."""
+
+    command: str
+    conditions: str
+    output: str
+
+    @classmethod
+    def read(cls, name: str) -> Raw | None:
+        """Return the results of a program, None if there are none yet."""
+        path = FOLDER / f"{name}.txt"
+        if not path.exists():
+            return None
+        head, _, output = path.read_text().partition("\n\n")
+        command, _, conditions = head.partition("\n")
+        return cls(command, conditions, output)
+
+    def write(self, name: str) -> None:
+        FOLDER.mkdir(exist_ok=True)
+        (FOLDER / f"{name}.txt").write_text(f"{self.command}\n{self.conditions}\n\n{self.output}")
+
+    @property
+    def date(self) -> str:
+        return self.conditions[:10]
+
+    @property
+    def machine(self) -> str:
+        """The machine and its versions, without the conditions of this run."""
+        return " ".join(self.conditions.split())[12:].partition(";")[0]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One size in a table of unisono.tools.bench: times as printed, and their ratio, own over the peer's."""
+
+    collective: str
+    ranks: int
+    memory: str
+    caches: str
+    nbytes: int
+    own_us: str
+    peer_us: str
+    ratio: Spread
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A figure beside its bound, as printed."""
+
+    what: str
+    figure: str
+    wanted: str
+    met: bool
+
+    @property
+    def verdict(self) -> str:
+        return "met" if self.met else "**MISSED**"
+
+
+def timed(output: str) -> Iterator[Timed]:
+    """Yield the lines of all tables of unisono.tools.bench that have a peer."""
+    title, columns = None, list[str]()
+    for line in output.splitlines():
+        if found := _TITLE.match(line):
+            title = found
+        elif line.split()[:3] == ["#", "size", "count"]:
+            columns = line.split()[1:]
+        elif title and len(columns) > 11 and re.match(r" +\d", line):
+            cells = line.split()
+            # The columns of the first peer are its time, its time over that of unisono, and the quartiles of that.
+            at = columns.index("#wrong") + 1
+            low, high = cells[at + 2].split("..")
+            # With two decimals, 0.00 stands for less than 0.005.
+            own_over_peer = Spread(*(1 / max(float(each), 0.005) for each in (high, cells[at + 1], low)))
+            kind = title[1], int(title[2]), title[4], title[5]
+            yield Timed(*kind, int(cells[0]), cells[columns.index("time")], cells[at], own_over_peer)
+
+
+def bounds(output: str) -> list[Bound]:
+    """Return all figures that have a bound."""
+    return [bound for line in output.splitlines() if (bound := _bound(line))]
+
+
+def _bound(line: str) -> Bound | None:
+    for form in _BOUNDS:
+        if found := re.fullmatch(form, line):
+            figure, bound = float(found["found"]), float(found["bound"])
+            within = figure >= bound if "least" in found["wanted"] else figure <= bound
+            verdict = found.groupdict().get("verdict")
+            met = within if verdict is None else verdict != "MISSED"
+            return Bound(found["what"], found["figure"], found["wanted"], met)
+    return None
+
+
+def size(text: str) -> int:
+    """Return the bytes of a size as `shown_size` prints it."""
+    return parse_sizes(text.replace(" ", ""))[0]

@@ -1,0 +1,113 @@
+"""docs/benchmarks.md and its picture are made of the raw outputs beside them, and show every missed bound."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.tools.bench import Against, Finding, Result, Settings, Spread, heading, line
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+report: Any = importlib.import_module("_report")
+page, chart, tables, raw = (
+    report._page,
+    report._chart,
+    importlib.import_module("_tables"),
+    importlib.import_module("_raw"),
+)
+MADE = "run python benchmarks/_report.py --only"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for raw outputs, still empty."""
+    monkeypatch.setattr(raw, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def network(ranks: int, gloo_over_own: float) -> str:
+    """The output of network.py for one size."""
+    ratio = Spread(gloo_over_own / 2, gloo_over_own, gloo_over_own * 2)
+    against = {"gloo": Against(100.0, ratio, 0)}
+    time = Spread(40.0, 50.0, 60.0)
+    result = Result("all_reduce", ranks, 1024, 256, "float32", "sum", "native", time, 0, 9, against)
+    settings = Settings(backend="tcp", ranks=ranks, sizes=(1024,), against=("gloo",))
+    return f"{heading(settings)}\n{line(result)}\n{Finding(f'{ranks} ranks, 1 KiB, gloo/own', ratio, 2.5)}\n"
+
+
+def test_page_is_made_of_the_raw_outputs() -> None:
+    assert page.PATH.read_text() == page.page(), MADE
+    assert chart.PATH.read_text() == chart.chart(), MADE
+
+
+def test_every_program_with_results_is_linked() -> None:
+    found = {path.stem for path in (ROOT / "docs" / "benchmarks").iterdir()}
+    assert found <= {script.stem for script in page.scripts()}
+    assert all(f"(benchmarks/{name}.txt)" in page.page() for name in found)
+
+
+def test_tables_show_every_missed_bound() -> None:
+    for question in page.QUESTIONS:
+        found = raw.Raw.read(question.program)
+        missed = sum("MISSED" in line for line in found.output.splitlines()) if found else 0
+        assert page.section(question, found).count("**MISSED**") >= missed, question.heading
+
+
+def test_table_and_picture_of_the_network(folder: Path) -> None:
+    assert "tcp, 2 ranks: no results" in chart.chart()
+    raw.Raw("python benchmarks/network.py", "2026-01-02, 2 cores", network(2, 5.0) + network(4, 2.0)).write("network")
+    shown = page.page()
+    assert "| 1 KiB | 50.00 | 100.0 | 0.20 (0.10 to 0.40) | 50.00 | 100.0 | 0.50 (0.25 to 1.00) |" in shown
+    assert "1 of 2 bounds were met in this run; missed:" in shown
+    assert "| 4 ranks, 1 KiB, gloo/own | 2.00 (1.00 to 4.00) | at least 2.5 | **MISSED** |" in shown
+    assert "from 2026-01-02 to 2026-01-02 on 2 cores." in shown
+    assert "tcp, 2 ranks: no results" not in chart.chart()
+
+
+def test_missed_bounds_of_other_formats() -> None:
+    remote = f"{Finding('shm, 1 MiB, own 2.0 us, torch 1.0 us, torch/own', Spread(0.4, 0.5, 0.6), 2)}\n"
+    assert "| shm, 1 MiB | 2.0 us | 1.0 us | 0.50 (0.40 to 0.60) | at least 2: **MISSED** |" in tables.calls(remote)
+    checked = "shm, 8 B, auto: 8.9 us unchecked, +9.0 us (+101.1 %)\n  MISSED: at most 5 us below 64 KiB\n"
+    assert "| 8 B | 8.9 | +9.0 (+101.1 %), **MISSED** |" in tables.checks(checked)
+    save = "save ours    4.00 ms (3.00 to 5.00)\nsave dcp    2.00 ms (1.00 to 3.00)\n"
+    assert "**MISSED**" in tables.saves(f"{save}{Finding('save: ours / DCP', Spread(1.5, 2.0, 2.5), 1, most=True)}")
+    step = (
+        "mlp  2 ranks, shm: step alone 1.0 ms, ddp 3.0, ours 2.0; ours/ddp 0.67; exposed 0.50 (0.40 to 0.60;"
+        " 0.25 wanted; a barrier alone 0.00); processor 0.23 (0.33 wanted)"
+    )
+    assert "0.50 (0.40 to 0.60; at most 0.25, **MISSED**) | 0.23 (at most 0.33) |" in tables.steps(step)
+
+
+def test_training_steps_between_hosts_are_shown() -> None:
+    bound = Finding("2 + 2 ranks, far, 1 MiB, own/gloo", Spread(0.6, 0.8, 0.9), 0.7, most=True)
+    output = f"# training step, DDP on gloo/own: 1.50 (1.40 to 1.60)\n{bound}"
+    assert "| 1 MiB | 0.80 (0.60 to 0.90), at most 0.7: **MISSED** |" in tables.links(output)
+    assert "| training step, gloo/own | 1.50 (1.40 to 1.60) |" in tables.links(output)
+
+
+def test_unknown_output_is_shown_by_its_last_lines(folder: Path) -> None:
+    question = page.QUESTIONS[0]
+    shown = page.section(
+        question, raw.Raw("python benchmarks/network.py", "2026-01-02, here", "not measured: no device\n")
+    )
+    assert "```text\nnot measured: no device\n```" in shown
+
+
+def test_wrong_results_are_shown(folder: Path) -> None:
+    output = f"{network(2, 5.0)}# wrong elements: 3 of gloo\n"
+    shown = page.section(page.QUESTIONS[0], raw.Raw("python benchmarks/network.py", "2026-01-02, here", output))
+    assert "**wrong elements: 3 of gloo**" in shown
+
+
+def test_output_is_kept_beside_the_page(folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "question.py"
+    script.write_text("print('42 us')")
+    report.measured(script).write("question")
+    found = raw.Raw.read("question")
+    assert (found.command, found.output) == ("python benchmarks/question.py", "42 us\n")
+    assert found.conditions == report.machine()

@@ -112,7 +112,8 @@ def test_error_before_the_update_drops_one_step_on_all_ranks(backend: str, kind:
     assert second[1] == "no such loss"
     for losses in (first, second):
         # One step of 0.1 along a gradient of ones, and none that was dropped.
-        assert losses[2] == pytest.approx(losses[0] - 0.2)
+        # The difference may be small, and the weights are of float32.
+        assert losses[2] == pytest.approx(losses[0] - 0.2, abs=1e-6)
 
 
 def leave(comm: un.Communicator, kind: str) -> str:

@@ -68,6 +68,7 @@ def arrived(near: socket.socket, far: socket.socket, count: int) -> list[int]:
     for number in range(count):
         near.sendto(number.to_bytes(2, "big"), far.getsockname())
         if number % 20 == 19:
+            # Datagrams have no flow control.
             time.sleep(0.001)
     found: list[int] = []
     with contextlib.suppress(TimeoutError):

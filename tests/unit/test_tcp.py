@@ -73,18 +73,18 @@ def outcomes(comm: un.Communicator, name: str, cases: list[tuple[str, int, torch
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", [*REDUCING, *MOVING])
 def test_both_executors_have_the_same_bits(name: str, size: int) -> None:
-    compare(name, size, DTYPES if name in REDUCING else DTYPES[:1], LENGTHS)
+    assert_same_bits(name, size, DTYPES if name in REDUCING else DTYPES[:1], LENGTHS)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("name", [*REDUCING, *MOVING])
 def test_bits_are_the_same_at_the_edges(name: str, size: int) -> None:
-    compare(name, size, ALL_DTYPES if name in REDUCING else DTYPES[:1], LENGTHS)
-    compare(name, size, DTYPES[:1], EDGES)
+    assert_same_bits(name, size, ALL_DTYPES if name in REDUCING else DTYPES[:1], LENGTHS)
+    assert_same_bits(name, size, DTYPES[:1], EDGES)
 
 
-def compare(name: str, size: int, dtypes: Sequence[torch.dtype], lengths: Sequence[int]) -> None:
+def assert_same_bits(name: str, size: int, dtypes: Sequence[torch.dtype], lengths: Sequence[int]) -> None:
     cases = [
         (algorithm, numel, dtype)
         for dtype in dtypes
@@ -114,6 +114,7 @@ WRONG: dict[str, Any] = {
 def differs(comm: un.Communicator, what: str, numel: int) -> tuple[str, bool, float]:
     tensor = torch.full((numel,), float(comm.rank))
     if comm.rank == 3:
+        # Time for the others to go as far as they can without this rank; no outcome depends on it.
         time.sleep(0.1)
     began = time.monotonic()
     try:
@@ -155,7 +156,7 @@ def test_ranks_without_the_native_core_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def crossing(comm: un.Communicator) -> list[float]:
-    """100 MiB that nobody receives yet do not hold up another communicator's collective, or other messages."""
+    """100 MiB without a posted receive do not hold up another communicator's collective, or other messages."""
     other, peer = comm.dup(), 1 - comm.rank
     long = comm.isend(torch.full((25 << 20,), float(comm.rank)), peer, tag=1)
     few = torch.ones(2)

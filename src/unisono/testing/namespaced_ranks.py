@@ -261,10 +261,16 @@ class Network:
     def _make(self) -> None:
         hosts, switch, slow = range(len(self.addresses)), f"{self._stem}-switch", self._delay > 0 or self._loss > 0
         names = [*map(self.name, hosts), switch]
-        quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         guard = ["sh", "-c", _REMOVE, "sh", *names]
         # In a session of its own, which Ctrl-C and a kill of the caller's process group do not reach.
-        self._guard = subprocess.Popen(guard, text=True, start_new_session=True, **quiet)  # type: ignore[call-overload]
+        self._guard = subprocess.Popen(
+            guard,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         for name in names:
             _run("ip", "netns", "add", name)
         if slow and not _has_netem():
@@ -296,11 +302,17 @@ class Network:
             _run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", "netem", *way)
 
     def _start_relay(self) -> None:
-        program = Path(__file__).with_name("network_relay.py")
+        program = str(Path(__file__).with_name("network_relay.py"))
         hosts = [f"{self.name(number)}={address}" for number, address in enumerate(self.addresses)]
         words = [sys.executable, "-I", "-S", program, repr(self._delay), repr(self._loss), str(self._seed), *hosts]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self._relay = subprocess.Popen(words, start_new_session=True, bufsize=0, **pipes)  # type: ignore[call-overload]
+        self._relay = subprocess.Popen(
+            words,
+            start_new_session=True,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         self._await_relay()
 
     def _await_relay(self) -> None:

@@ -209,7 +209,7 @@ _SLICE_S = 0.02
 
 
 class Bytes(Protocol):
-    """What carries the bytes of messages in one direction: a `Ring`, or a connection."""
+    """Carrier of the bytes of messages in one direction: a `Ring`, or a connection."""
 
     @property
     def available(self) -> int:

@@ -137,7 +137,7 @@ class TcpCollectives(NativeCalls):
     def leave(self) -> None:
         """Notify ranks that wait for this one. A connection that ends without this notice is that of a lost rank."""
         for connection in self._connections if self.broken is None else ():
-            # Where the other end has gone, nobody waits.
+            # The other end may have gone already.
             with contextlib.suppress(OSError):
                 connection.send(_FAREWELL)
                 connection.shutdown(socket.SHUT_WR)

@@ -258,7 +258,7 @@ class TcpMessages:
     def leave(self) -> None:
         """Notify ranks that wait for this one. Sent messages still arrive."""
         for peer, connection in self._connections.items():
-            # Where the other end has gone, nobody waits.
+            # The other end may have gone already.
             with contextlib.suppress(OSError):
                 if not self._out[peer].pending:
                     connection.send(FAREWELL)

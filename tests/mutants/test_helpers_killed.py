@@ -18,7 +18,7 @@ def test_conformance_kills_mutant(path: Path, monkeypatch: pytest.MonkeyPatch) -
     mutant = load(path)
     mutant.put_in(monkeypatch)
     with pytest.raises(Exception, match=mutant.ERROR):
-        BY_NAME[mutant.CHECK](World("thread", timeout=1.0))
+        BY_NAME[mutant.CHECK](World("thread", timeout=10.0))
 
 
 def test_mutants_exist() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -257,3 +259,25 @@ def test_report_names_rank_and_line_with_threads(name: str) -> None:
 @pytest.mark.parametrize("name", sampled(11))
 def test_report_names_rank_and_line_with_processes(name: str, backend: str) -> None:
     check(name, pool(backend, 3).run(hang, name))
+
+
+def test_failed_communicator_that_was_let_go_is_told_of() -> None:
+    gone, done = threading.Event(), threading.Event()
+
+    def program(comm: Any) -> str:
+        if comm.rank == 0:
+            with pytest.raises(CommTimeoutError):
+                comm.dup().barrier(timeout=0.2)
+            gc.collect()
+            gone.set()
+            done.wait(30)
+            return ""
+        comm.dup()
+        gone.wait(30)
+        with pytest.raises(CommTimeoutError) as raised:
+            comm.barrier(timeout=0.2)
+        done.set()
+        return str(raised.value)
+
+    told = run_ranks(program, 2, "thread")[1]
+    assert re.search(r"\n  rank 0 .*barrier #1 at test_hang_reports.py", told), told

@@ -464,7 +464,7 @@ class Engine:
         if not self.closed:
             self.activity.log_event("error", f"{type(error).__name__} in {where}: {text_of(error)}".partition("\n")[0])
         if self.broken is None:
-            self.activity.timed_out = isinstance(error, CommTimeoutError)
+            self.activity.fail(timed_out=isinstance(error, CommTimeoutError))
             error = with_hang_report(error, self.control, self.group)
         own = to_cause(error, self.group.rank, where)
         first = self.broken or self._first_cause(own, error)

@@ -147,6 +147,11 @@ class Activity:
         if self.record is not None and self.now is not None and not self.broken:
             self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(*self.now))
 
+    def fail(self, *, timed_out: bool) -> None:
+        """Mark the communicator as failed. Reports tell of it even if the program lets go of the communicator."""
+        self.timed_out = timed_out
+        _LAST_FAILED.append(self)
+
     def log_event(self, kind: str, text: str) -> None:
         """Record another event."""
         if self.record is not None:
@@ -189,6 +194,10 @@ class Activity:
             "last": self.last(),
             "broken": self.broken,
         }
+
+
+_LAST_FAILED: deque[Activity] = deque(maxlen=_KEPT)
+"""Kept alive: a rank whose communicator has failed and is gone has still made calls."""
 
 
 class Recorder(Protocol):

@@ -12,10 +12,12 @@
 
 #include "call.hpp"
 #include "gradient_copy.hpp"
+#include "shm/byte_ring.hpp"
 #include "shm/collectives.hpp"
 #include "shm/p2p_ring.hpp"
 #include "shm/shared_words.hpp"
-#include "tcp/executor.hpp"
+#include "steps/executor.hpp"
+#include "tcp/sockets.hpp"
 
 namespace nb = nanobind;
 
@@ -45,8 +47,8 @@ class PythonWaitCallbacks : public WaitCallbacks {
     PyThreadState* saved_ = nullptr;
 };
 
-// The first word of a signature of a non-native call.
-constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56;
+// The first word of a signature of a call that ranks compare by a hash: without kernels, or with an algorithm's steps.
+constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56, kStepsCall = uint64_t{0xFE} << 56;
 
 char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
 
@@ -90,10 +92,11 @@ class Calls {
     }
     virtual ~Calls() = default;
 
-    // The tensors to write and to read; if the call exchanges a part per rank, the longer one holds them all.
+    // The tensors to write and to read; if the call exchanges a part per rank, the longer one holds them all. With the
+    // steps at an address, or, if it is 0, as the core prefers.
     int call(int type, int op, int dtype, int root, uintptr_t target, int64_t written, uintptr_t source, int64_t read,
-             double deadline) {
-        CollectiveCall& call = begin(type, op, dtype, root, deadline);
+             double deadline, uintptr_t program) {
+        CollectiveCall& call = begin(type, op, dtype, root, deadline, program_of(program));
         switch (call.type) {
             case OpType::barrier: break;
             case OpType::all_reduce: call.outputs.push_back({pointer(target), written}); break;
@@ -125,9 +128,22 @@ class Calls {
     // Addresses and counts of the tensors to write, and of those to read. Averages are divided on request.
     int call_lists(int type, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
                    const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
-                   const std::vector<int64_t>& read, bool divides, double deadline) {
-        add_buffers(begin(type, op, dtype, root, deadline), targets, written, sources, read);
+                   const std::vector<int64_t>& read, bool divides, double deadline, uintptr_t program) {
+        add_buffers(begin(type, op, dtype, root, deadline, program_of(program)), targets, written, sources, read);
         return start(op, dtype, divides);
+    }
+
+    // A call of the general path, with the steps of the caller's algorithm. `lengths` are those of all ranks' parts,
+    // where they differ.
+    int call_program(const Program& program, int type, int op, int dtype, int root,
+                     const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,
+                     const std::vector<uintptr_t>& sources, const std::vector<int64_t>& read,
+                     const std::vector<int64_t>& lengths, double deadline) {
+        CollectiveCall& call = begin(type, op, dtype, root, deadline, &program);
+        add_buffers(call, targets, written, sources, read);
+        call.sign_counts();
+        lengths_ = lengths;
+        return run();
     }
 
     // Whether there is a kernel for a reduction.
@@ -138,7 +154,9 @@ class Calls {
     virtual void prepare(int, int) {}
     virtual Status carry_out(CollectiveCall& call) = 0;
 
-    CollectiveCall& begin(int type, int op, int dtype, int root, double deadline) {
+    CollectiveCall& begin(int type, int op, int dtype, int root, double deadline, const Program* program = nullptr) {
+        program_ = program;
+        lengths_.clear();
         call_.type = OpType{type};
         call_.inputs.clear();
         call_.outputs.clear();
@@ -170,12 +188,35 @@ class Calls {
         });
     }
 
+    // Describes the present call to an executor.
+    StepsCall& steps_of(const CollectiveCall& call) {
+        const bool moves = call.type != OpType::barrier;
+        steps_.program = moves ? program_ : nullptr;
+        steps_.chunks.clear();
+        steps_.sends.clear();
+        steps_.receives.clear();
+        if (moves) cut(call);
+        steps_.reduction = call.reduction;
+        steps_.divisor = call.divisor;
+        steps_.width = static_cast<size_t>(call.width);
+        // Where there is no root, each rank's result depends on all contributions.
+        steps_.hears_all = call.root < 0;
+        steps_.signature = signature(call);
+        steps_.deadline = call.deadline;
+        steps_.callbacks = call.callbacks;
+        return steps_;
+    }
+
     const CollectiveCall& current() const { return call_; }
     int64_t width_of(int dtype) const { return dtypes_.at(static_cast<size_t>(dtype)).width; }
 
     const int rank_, size_;
+    // The steps of the present call; null for none.
+    const Program* program_ = nullptr;
+    StepsCall steps_;
 
   private:
+    static const Program* program_of(uintptr_t address) { return reinterpret_cast<const Program*>(address); }
     static int unsupported() { return static_cast<int>(Status::unsupported); }
 
     const Reduction& reduction(int op, int dtype) const {
@@ -198,156 +239,6 @@ class Calls {
         call_.sign_counts();
         prepare(op, dtype);
         return run();
-    }
-
-    std::vector<DType> dtypes_;
-    CollectiveCall call_;
-};
-
-// Collectives and messages in shared memory.
-class Core : public Calls {
-  public:
-    Core(uintptr_t words, uintptr_t stages, uintptr_t rings, int64_t stage_bytes, int rank, int size,
-         bool oversubscribed, const std::vector<std::pair<std::string, int64_t>>& dtypes)
-        : Calls(rank, size, dtypes),
-          collectives_(reinterpret_cast<Word*>(words), pointer(stages), static_cast<size_t>(stage_bytes), rank, size,
-                       oversubscribed),
-          rings_(collectives_.shared_barrier, pointer(rings)) {}
-
-    // A message of this many elements, to or from another rank.
-    int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
-        const int64_t nbytes = count * width_of(dtype);
-        const Header header{tag, count, dtype};
-        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
-            return rings_.send(peer, header, pointer(address), nbytes, deadline, callbacks);
-        });
-    }
-    int receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
-        const int64_t nbytes = count * width_of(dtype);
-        const Header header{tag, count, dtype};
-        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
-            return rings_.receive(peer, header, pointer(address), nbytes, deadline, callbacks);
-        });
-    }
-
-    // Messages moved by Python, whose waits use the core.
-    uint64_t progress() const { return rings_.progress(); }
-    void wake(int peer) { rings_.wake(peer); }
-    int wait_for_messages(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress,
-                          double deadline) {
-        return run_interruptible(0, [&](WaitCallbacks& callbacks) {
-            return rings_.wait(to, from, progress, deadline, callbacks);
-        });
-    }
-
-    // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
-    int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
-        CollectiveCall& call = begin(0, 0, 0, -1, deadline);
-        call.signature = {kGeneralCall, digest, 0, 0};
-        return run_interruptible(0, [&](WaitCallbacks& callbacks) {
-            call.callbacks = &callbacks;
-            return counts.empty() ? collectives_.barrier(call) : collectives_.check_pairs(call, counts);
-        });
-    }
-
-    void abort() { collectives_.shared_barrier.abort(); }
-    int missing() const { return collectives_.shared_barrier.missing(); }
-    double waited_s() const { return collectives_.shared_barrier.waited_s(); }
-
-    void expect_symmetric_memory() { collectives_.expect_symmetric_memory(); }
-    void add_segment(uint64_t number, uintptr_t rows, int64_t stride) {
-        collectives_.add_segment({number, pointer(rows), stride});
-    }
-    void remove_segment(uint64_t number) { collectives_.remove_segment(number); }
-
-  private:
-    // Read-only tensors must not be divided before.
-    bool divides_before(const CollectiveCall& call) const override {
-        return call.reduction.divide_before && call.type == OpType::all_reduce;
-    }
-    Status carry_out(CollectiveCall& call) override { return collectives_.run(call); }
-
-    Collectives collectives_;
-    MessageRings rings_;
-};
-
-// Collectives over the sockets of one rank: an algorithm's steps in one call.
-class TcpCore : public Calls {
-  public:
-    // `choose` returns the program for a collective, an operation, a dtype, a root or -1, and a number of bytes.
-    TcpCore(int rank, const std::vector<int>& sockets, bool oversubscribed,
-            const std::vector<std::pair<std::string, int64_t>>& dtypes, nb::callable choose)
-        : Calls(rank, static_cast<int>(sockets.size()), dtypes),
-          executor_(rank, sockets, oversubscribed),
-          choose_(std::move(choose)) {}
-
-    // A call of the general path, with the caller's algorithm. `lengths` are those of all ranks' parts, where they differ.
-    int call_program(const Program& program, int type, int op, int dtype, int root,
-                     const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,
-                     const std::vector<uintptr_t>& sources, const std::vector<int64_t>& read,
-                     const std::vector<int64_t>& lengths, double deadline) {
-        CollectiveCall& call = begin(type, op, dtype, root, deadline);
-        add_buffers(call, targets, written, sources, read);
-        call.sign_counts();
-        lengths_ = lengths;
-        program_ = &program;
-        return run();
-    }
-
-    // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
-    int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
-        steps_.program = nullptr;
-        steps_.chunks.clear();
-        const auto half = counts.begin() + static_cast<std::ptrdiff_t>(counts.size() / 2);
-        steps_.sends.assign(counts.begin(), half);
-        steps_.receives.assign(half, counts.end());
-        steps_.signature = digest;
-        steps_.deadline = deadline;
-        return run_interruptible(0, [&](WaitCallbacks& callbacks) {
-            steps_.callbacks = &callbacks;
-            return executor_.run(steps_);
-        });
-    }
-
-    void abort() { executor_.abort(); }
-    uint32_t number() const { return executor_.number(); }
-    int missing() const { return executor_.missing(); }
-    double waited_s() const { return executor_.waited_s(); }
-
-  private:
-    // Programs are kept by the first word of a call's signature, and its size class.
-    using Key = std::pair<uint64_t, int>;
-
-    void prepare(int op, int dtype) override {
-        const CollectiveCall& call = current();
-        lengths_.clear();
-        program_ = nullptr;
-        if (call.type == OpType::barrier) return;
-        int64_t nbytes = static_cast<int64_t>(call.signature.words[1]) * call.width;
-        if (call.type == OpType::gather || call.type == OpType::scatter) nbytes *= size_;
-        int bits = 0;
-        while (bits < 62 && int64_t{1} << bits < nbytes) bits++;
-        nb::object& kept = programs_[Key{call.signature.words[0], bits}];
-        if (!kept.is_valid()) kept = choose_(static_cast<int>(call.type), op, dtype, call.root, int64_t{1} << bits);
-        program_ = nb::cast<const Program*>(kept);
-    }
-
-    Status carry_out(CollectiveCall& call) override {
-        const bool moves = call.type != OpType::barrier;
-        steps_.program = moves ? program_ : nullptr;
-        steps_.chunks.clear();
-        steps_.sends.clear();
-        steps_.receives.clear();
-        if (moves) cut(call);
-        steps_.reduction = call.reduction;
-        steps_.divisor = call.divisor;
-        steps_.width = static_cast<size_t>(call.width);
-        // Where there is no root, each rank's result depends on all contributions.
-        steps_.hears_all = call.root < 0;
-        steps_.signature = signature(call);
-        steps_.deadline = call.deadline;
-        steps_.callbacks = call.callbacks;
-        return executor_.run(steps_);
     }
 
     // What stands for a call on every rank that makes it.
@@ -420,12 +311,153 @@ class TcpCore : public Calls {
         }
     }
 
-    Executor executor_;
+    std::vector<DType> dtypes_;
+    CollectiveCall call_;
+    // The lengths of all ranks' parts, where a call of the general path has them.
+    std::vector<int64_t> lengths_;
+};
+
+// Collectives and messages in shared memory.
+class Core : public Calls {
+  public:
+    // The memory of counters and staging buffers, of the rings of messages, and of those of algorithms' steps.
+    Core(uintptr_t words, uintptr_t stages, uintptr_t rings, uintptr_t steps, int64_t stage_bytes, int rank, int size,
+         bool oversubscribed, const std::vector<std::pair<std::string, int64_t>>& dtypes)
+        : Calls(rank, size, dtypes),
+          collectives_(reinterpret_cast<Word*>(words), pointer(stages), static_cast<size_t>(stage_bytes), rank, size,
+                       oversubscribed),
+          rings_(collectives_.shared_barrier, pointer(rings)),
+          executor_(rank, size, oversubscribed, collectives_.shared_barrier, pointer(steps)) {}
+
+    // A message of this many elements, to or from another rank.
+    int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+        const int64_t nbytes = count * width_of(dtype);
+        const Header header{tag, count, dtype};
+        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
+            return rings_.send(peer, header, pointer(address), nbytes, deadline, callbacks);
+        });
+    }
+    int receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+        const int64_t nbytes = count * width_of(dtype);
+        const Header header{tag, count, dtype};
+        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
+            return rings_.receive(peer, header, pointer(address), nbytes, deadline, callbacks);
+        });
+    }
+
+    // Messages moved by Python, whose waits use the core.
+    uint64_t progress() const { return rings_.progress(); }
+    void wake(int peer) { rings_.wake(peer); }
+    int wait_for_messages(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress,
+                          double deadline) {
+        return run_interruptible(0, [&](WaitCallbacks& callbacks) {
+            return rings_.wait(to, from, progress, deadline, callbacks);
+        });
+    }
+
+    // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
+    int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
+        CollectiveCall& call = begin(0, 0, 0, -1, deadline);
+        call.signature = {kGeneralCall, digest, 0, 0};
+        return run_interruptible(0, [&](WaitCallbacks& callbacks) {
+            call.callbacks = &callbacks;
+            return counts.empty() ? collectives_.barrier(call) : collectives_.check_pairs(call, counts);
+        });
+    }
+
+    void abort() {
+        executor_.abort();
+        collectives_.shared_barrier.abort();
+    }
+    int missing() const { return collectives_.shared_barrier.missing(); }
+    double waited_s() const { return collectives_.shared_barrier.waited_s(); }
+
+    void expect_symmetric_memory() { collectives_.expect_symmetric_memory(); }
+    void add_segment(uint64_t number, uintptr_t rows, int64_t stride) {
+        collectives_.add_segment({number, pointer(rows), stride});
+    }
+    void remove_segment(uint64_t number) { collectives_.remove_segment(number); }
+
+  private:
+    // Read-only tensors must not be divided before.
+    bool divides_before(const CollectiveCall& call) const override {
+        return !program_ && call.reduction.divide_before && call.type == OpType::all_reduce;
+    }
+
+    Status carry_out(CollectiveCall& call) override { return program_ ? carry_out_steps(call) : collectives_.run(call); }
+
+    // Ranks agree in a round of the barrier, so that the first bytes may already be written to where they belong.
+    Status carry_out_steps(CollectiveCall& call) {
+        StepsCall& steps = steps_of(call);
+        call.signature = {kStepsCall, steps.signature, 0, 0};
+        std::vector<int64_t> counts(std::move(steps.sends));
+        counts.insert(counts.end(), steps.receives.begin(), steps.receives.end());
+        steps.sends.clear();
+        steps.receives.clear();
+        Status status = counts.empty() ? collectives_.barrier(call) : collectives_.check_pairs(call, counts);
+        if (status != Status::ok) return status;
+        steps.agreed = true;
+        status = executor_.run(steps);
+        if (status != Status::ok) collectives_.shared_barrier.record_failure(executor_.missing(), executor_.waited_s());
+        return status;
+    }
+
+    Collectives collectives_;
+    MessageRings rings_;
+    Executor<RingNetwork> executor_;
+};
+
+// Collectives over the sockets of one rank: an algorithm's steps in one call.
+class TcpCore : public Calls {
+  public:
+    // `choose` returns the program for a collective, an operation, a dtype, a root or -1, and a number of bytes.
+    TcpCore(int rank, const std::vector<int>& sockets, bool oversubscribed,
+            const std::vector<std::pair<std::string, int64_t>>& dtypes, nb::callable choose)
+        : Calls(rank, static_cast<int>(sockets.size()), dtypes),
+          executor_(rank, static_cast<int>(sockets.size()), oversubscribed, sockets),
+          choose_(std::move(choose)) {}
+
+    // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
+    int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
+        steps_.program = nullptr;
+        steps_.chunks.clear();
+        const auto half = counts.begin() + static_cast<std::ptrdiff_t>(counts.size() / 2);
+        steps_.sends.assign(counts.begin(), half);
+        steps_.receives.assign(half, counts.end());
+        steps_.signature = digest;
+        steps_.deadline = deadline;
+        return run_interruptible(0, [&](WaitCallbacks& callbacks) {
+            steps_.callbacks = &callbacks;
+            return executor_.run(steps_);
+        });
+    }
+
+    void abort() { executor_.abort(); }
+    uint32_t number() const { return executor_.number(); }
+    int missing() const { return executor_.missing(); }
+    double waited_s() const { return executor_.waited_s(); }
+
+  private:
+    // Programs are kept by the first word of a call's signature, and its size class.
+    using Key = std::pair<uint64_t, int>;
+
+    void prepare(int op, int dtype) override {
+        const CollectiveCall& call = current();
+        if (call.type == OpType::barrier || program_) return;
+        int64_t nbytes = static_cast<int64_t>(call.signature.words[1]) * call.width;
+        if (call.type == OpType::gather || call.type == OpType::scatter) nbytes *= size_;
+        int bits = 0;
+        while (bits < 62 && int64_t{1} << bits < nbytes) bits++;
+        nb::object& kept = programs_[Key{call.signature.words[0], bits}];
+        if (!kept.is_valid()) kept = choose_(static_cast<int>(call.type), op, dtype, call.root, int64_t{1} << bits);
+        program_ = nb::cast<const Program*>(kept);
+    }
+
+    Status carry_out(CollectiveCall& call) override { return executor_.run(steps_of(call)); }
+
+    Executor<Sockets> executor_;
     nb::callable choose_;
     std::map<Key, nb::object> programs_;
-    const Program* program_ = nullptr;
-    std::vector<int64_t> lengths_;
-    StepsCall steps_;
 };
 
 // Addresses and lengths of the memory to write, and addresses of the memory to copy from.
@@ -454,12 +486,17 @@ NB_MODULE(_native, module) {
         .def(nb::init<nb::handle>())
         .def("__getitem__", &SharedWords::load)
         .def("__setitem__", &SharedWords::store);
-    nb::class_<Core>(module, "Core")
-        .def(nb::init<uintptr_t, uintptr_t, uintptr_t, int64_t, int, int, bool,
+    nb::class_<Program>(module, "Program")
+        .def(nb::init<const std::vector<int64_t>&, int, int, uint64_t>())
+        .def_prop_ro("address", [](const Program& program) { return reinterpret_cast<uintptr_t>(&program); });
+    nb::class_<Calls>(module, "Calls")
+        .def("call", &Calls::call)
+        .def("call_lists", &Calls::call_lists)
+        .def("call_program", &Calls::call_program)
+        .def("has_kernel", &Calls::has_kernel);
+    nb::class_<Core, Calls>(module, "Core")
+        .def(nb::init<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int, int, bool,
                       const std::vector<std::pair<std::string, int64_t>>&>())
-        .def("call", &Core::call)
-        .def("call_lists", &Core::call_lists)
-        .def("has_kernel", &Core::has_kernel)
         .def("send", &Core::send)
         .def("receive", &Core::receive)
         .def("wait_for_messages", &Core::wait_for_messages)
@@ -472,14 +509,9 @@ NB_MODULE(_native, module) {
         .def_prop_ro("progress", &Core::progress)
         .def_prop_ro("missing", &Core::missing)
         .def_prop_ro("waited_s", &Core::waited_s);
-    nb::class_<Program>(module, "Program").def(nb::init<const std::vector<int64_t>&, int, int, uint64_t>());
-    nb::class_<TcpCore>(module, "TcpCore")
+    nb::class_<TcpCore, Calls>(module, "TcpCore")
         .def(nb::init<int, const std::vector<int>&, bool, const std::vector<std::pair<std::string, int64_t>>&,
                       nb::callable>())
-        .def("call", &TcpCore::call)
-        .def("call_lists", &TcpCore::call_lists)
-        .def("call_program", &TcpCore::call_program)
-        .def("has_kernel", &TcpCore::has_kernel)
         .def("compare", &TcpCore::compare)
         .def("abort", &TcpCore::abort)
         .def_prop_ro("number", &TcpCore::number)

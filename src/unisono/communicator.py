@@ -373,8 +373,7 @@ class Communicator:
             >>> un.launch(program, nprocs=4, backend="thread")[3]
             [10.0, 20.0]
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_ALL_REDUCE, tensor, None, op, None, timeout):
+        if not async_op and self._engine.try_collective(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout):
             return None
         call = self._engine.make(_ALL_REDUCE, tensor, op=op, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -415,8 +414,7 @@ class Communicator:
             >>> un.launch(program, nprocs=3, backend="thread")
             [1, 3, 3]
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_REDUCE, tensor, None, op, dst, timeout):
+        if not async_op and self._engine.try_collective(_REDUCE, tensor, None, op, dst, algorithm, timeout):
             return None
         call = self._engine.make(_REDUCE, tensor, op=op, root=dst, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -465,8 +463,9 @@ class Communicator:
             >>> un.launch(program, nprocs=2, backend="thread")
             [0.0, 20.0]
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_REDUCE_SCATTER, output, input_list, op, None, timeout):
+        if not async_op and self._engine.try_collective(
+            _REDUCE_SCATTER, output, input_list, op, None, algorithm, timeout
+        ):
             return None
         call = self._engine.make(_REDUCE_SCATTER, output, input_list, op=op, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -507,8 +506,9 @@ class Communicator:
             >>> un.launch(program, nprocs=2, backend="thread")
             [[0.0, 2.0], [4.0, 6.0]]
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_REDUCE_SCATTER_SINGLE, output, input, op, None, timeout):
+        if not async_op and self._engine.try_collective(
+            _REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, timeout
+        ):
             return None
         call = self._engine.make(_REDUCE_SCATTER_SINGLE, output, input, op=op, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -529,8 +529,7 @@ class Communicator:
 
         Cost: ceil(log2 p) rounds of one byte.
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_BARRIER, None, None, None, None, timeout):
+        if not async_op and self._engine.try_collective(_BARRIER, None, None, None, None, algorithm, timeout):
             return None
         call = self._engine.make(_BARRIER, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -600,8 +599,7 @@ class Communicator:
             >>> un.launch(program, nprocs=3, backend="thread")
             [1, 1, 1]
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_BROADCAST, tensor, None, None, src, timeout):
+        if not async_op and self._engine.try_collective(_BROADCAST, tensor, None, None, src, algorithm, timeout):
             return None
         call = self._engine.make(_BROADCAST, tensor, root=src, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -646,8 +644,7 @@ class Communicator:
             >>> un.launch(program, nprocs=3, backend="thread")
             [0.0, 1.0, 2.0]
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_SCATTER, tensor, scatter_list, None, src, timeout):
+        if not async_op and self._engine.try_collective(_SCATTER, tensor, scatter_list, None, src, algorithm, timeout):
             return None
         call = self._engine.make(_SCATTER, tensor, scatter_list, root=src, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -690,8 +687,7 @@ class Communicator:
             >>> un.launch(program, nprocs=3, backend="thread")
             [None, None, [0.0, 1.0, 2.0]]
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_GATHER, gather_list, tensor, None, dst, timeout):
+        if not async_op and self._engine.try_collective(_GATHER, gather_list, tensor, None, dst, algorithm, timeout):
             return None
         call = self._engine.make(_GATHER, gather_list, tensor, root=dst, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -731,8 +727,9 @@ class Communicator:
             >>> un.launch(program, nprocs=2, backend="thread")[0]
             [[0.0], [1.0, 1.0]]
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_ALL_GATHER, tensor_list, tensor, None, None, timeout):
+        if not async_op and self._engine.try_collective(
+            _ALL_GATHER, tensor_list, tensor, None, None, algorithm, timeout
+        ):
             return None
         call = self._engine.make(_ALL_GATHER, tensor_list, tensor, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -767,8 +764,9 @@ class Communicator:
             >>> un.launch(program, nprocs=2, backend="thread")[0]
             [[1.0, 2.0], [11.0, 12.0]]
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_ALL_GATHER_SINGLE, output, input, None, None, timeout):
+        if not async_op and self._engine.try_collective(
+            _ALL_GATHER_SINGLE, output, input, None, None, algorithm, timeout
+        ):
             return None
         call = self._engine.make(_ALL_GATHER_SINGLE, output, input, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -811,8 +809,9 @@ class Communicator:
             >>> un.launch(program, nprocs=2, backend="thread")
             [[0.0, 10.0], [1.0, 11.0]]
         """
-        plain = algorithm is None and not async_op
-        if plain and self._engine.try_collective(_ALL_TO_ALL, output_list, input_list, None, None, timeout):
+        if not async_op and self._engine.try_collective(
+            _ALL_TO_ALL, output_list, input_list, None, None, algorithm, timeout
+        ):
             return None
         call = self._engine.make(_ALL_TO_ALL, output_list, input_list, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
@@ -866,8 +865,8 @@ class Communicator:
             [[0, 10], [1, 2, 11, 12]]
         """
         splits = output_split_sizes, input_split_sizes
-        plain = algorithm is None and not async_op and splits == (None, None)
-        if plain and self._engine.try_collective(_ALL_TO_ALL_SINGLE, output, input, None, None, timeout):
+        plain = not async_op and splits == (None, None)
+        if plain and self._engine.try_collective(_ALL_TO_ALL_SINGLE, output, input, None, None, algorithm, timeout):
             return None
         call = self._engine.make(_ALL_TO_ALL_SINGLE, output, input, algorithm=algorithm, timeout=timeout, splits=splits)
         return self._engine.run(call, async_op=async_op)

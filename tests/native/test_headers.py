@@ -23,7 +23,7 @@ def sanitized(sanitizers: str) -> list[str]:
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 @pytest.mark.parametrize("sanitizers", ["thread", pytest.param("address,undefined", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", ["ranks", "tcp_ranks"])
+@pytest.mark.parametrize("name", ["ranks", "steps_ranks"])
 def test_ranks_as_threads(name: str, sanitizers: str, tmp_path: Path) -> None:
     assert ran(sanitized(sanitizers), [], name, tmp_path) == (0, "0 failed\n", "")
 
@@ -31,7 +31,7 @@ def test_ranks_as_threads(name: str, sanitizers: str, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 def test_many_random_calls(tmp_path: Path) -> None:
-    assert ran(sanitized("thread"), [], "tcp_ranks", tmp_path, "12") == (0, "0 failed\n", "")
+    assert ran(sanitized("thread"), [], "steps_ranks", tmp_path, "12") == (0, "0 failed\n", "")
 
 
 @pytest.mark.soak
@@ -40,9 +40,9 @@ def test_mutated_frames_are_refused(tmp_path: Path) -> None:
     """Ten seconds of the fuzzer. Ten minutes by hand, from any script number on:
 
     g++ -std=c++17 -O1 -g -fno-strict-aliasing -pthread -fsanitize=address,undefined -Isrc/native
-    tests/native/tcp_fuzzer.cpp -o /tmp/fuzzer && /tmp/fuzzer 600 1000
+    tests/native/steps_fuzzer.cpp -o /tmp/fuzzer && /tmp/fuzzer 600 1000
     """
-    status, output, errors = ran(sanitized("address,undefined"), [], "tcp_fuzzer", tmp_path, "10")
+    status, output, errors = ran(sanitized("address,undefined"), [], "steps_fuzzer", tmp_path, "10")
     assert (status, output) == (0, "0 failed\n")
     assert re.fullmatch(r"[1-9]\d* runs\n", errors)
 

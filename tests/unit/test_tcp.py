@@ -91,8 +91,9 @@ def assert_same_bits(name: str, size: int, dtypes: Sequence[torch.dtype], length
         for algorithm in serving(name, size, rounded=dtype.is_floating_point or dtype.is_complex, uneven=False)
         for numel in lengths
     ]
-    found = pool("tcp", max(4, size)).run(outcomes, name, cases, size=size)
-    assert found == run_ranks(outcomes, size, "thread", name, cases)
+    expected = run_ranks(outcomes, size, "thread", name, cases)
+    for backend in ("tcp", "shm"):
+        assert pool(backend, max(4, size)).run(outcomes, name, cases, size=size) == expected
 
 
 WRONG: dict[str, Any] = {

@@ -30,6 +30,11 @@ class SharedBarrier {
     int missing() const { return missing_; }
     double waited_s() const { return waited_s_; }
 
+    void record_failure(int missing, double waited_s) {
+        missing_ = missing;
+        waited_s_ = waited_s;
+    }
+
     // From any thread: ends every present and future wait of this rank.
     void abort() {
         aborted_.store(true, std::memory_order_release);
@@ -100,8 +105,8 @@ class SharedBarrier {
             if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
             // The peer may have arrived before it left.
             if (at(peer, kLeft).load(std::memory_order_acquire) && !ready())
-                return record_failure(Status::peer_left, peer, start);
-            if (monotonic_s() > deadline) return record_failure(Status::timeout, peer, start);
+                return failed(Status::peer_left, peer, start);
+            if (monotonic_s() > deadline) return failed(Status::timeout, peer, start);
             if (callbacks.interrupted()) return Status::interrupted;
             sleep(ready);
         }
@@ -133,9 +138,8 @@ class SharedBarrier {
             if (r != rank) wake(r);
     }
 
-    Status record_failure(Status status, int peer, double start) {
-        missing_ = peer;
-        waited_s_ = monotonic_s() - start;
+    Status failed(Status status, int peer, double start) {
+        record_failure(peer, monotonic_s() - start);
         return status;
     }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "shm/barrier.hpp"
+#include "shm/byte_ring.hpp"
 
 namespace unisono {
 
@@ -19,13 +20,12 @@ struct Header {
 
 class MessageRings {
   public:
-    MessageRings(SharedBarrier& barrier, char* memory)
-        : barrier_(barrier), controls_(memory), data_(memory + barrier.size * barrier.size * kControlBytes) {}
+    MessageRings(SharedBarrier& barrier, char* memory) : barrier_(barrier), rings_(barrier, memory) {}
 
     // Returns when the whole message is in the ring. No other message to that rank may be in flight.
     Status send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline,
                 WaitCallbacks& callbacks) {
-        const Ring ring = ring_of(barrier_.rank, peer);
+        const ByteRing ring = rings_.between(barrier_.rank, peer);
         uint64_t written = ring.written().load(std::memory_order_relaxed);
         const auto room = [&] { return ring.room(written); };
         const auto fits_header = [&] { return room() >= static_cast<int64_t>(kCacheLine); };
@@ -35,23 +35,23 @@ class MessageRings {
         written += kCacheLine;
         for (int64_t sent = 0; sent < nbytes;) {
             // The first bytes are published with the header, if there is room: a short message wakes the reader once.
-            if (room() <= 0) publish(ring.written(), written, peer);
+            if (room() <= 0) rings_.publish(ring.written(), written, peer);
             status = barrier_.wait_until([&] { return room() > 0; }, peer, deadline, callbacks);
             if (status != Status::ok) return status;
             const uint64_t step = ring.contiguous(written, static_cast<uint64_t>(std::min(room(), nbytes - sent)));
             std::memcpy(ring.at(written), from + sent, step);
             sent += static_cast<int64_t>(step);
             written += sent < nbytes ? step : padded(step, nbytes);
-            if (sent < nbytes) publish(ring.written(), written, peer);
+            if (sent < nbytes) rings_.publish(ring.written(), written, peer);
         }
-        publish(ring.written(), written, peer);
+        rings_.publish(ring.written(), written, peer);
         return Status::ok;
     }
 
     // Unsupported, with no effect, if the next message is not the expected one.
     Status receive(int peer, const Header& expected, char* to, int64_t nbytes, double deadline,
                    WaitCallbacks& callbacks) {
-        const Ring ring = ring_of(peer, barrier_.rank);
+        const ByteRing ring = rings_.between(peer, barrier_.rank);
         uint64_t read = ring.read().load(std::memory_order_relaxed);
         const auto available = [&] { return ring.written().load(std::memory_order_acquire) - read; };
         Status status = barrier_.wait_until([&] { return available() > 0; }, peer, deadline, callbacks);
@@ -66,9 +66,9 @@ class MessageRings {
             std::memcpy(to + received, ring.at(read), step);
             received += static_cast<int64_t>(step);
             read += received < nbytes ? step : padded(step, nbytes);
-            if (received < nbytes) publish(ring.read(), read, peer);
+            if (received < nbytes) rings_.publish(ring.read(), read, peer);
         }
-        publish(ring.read(), read, peer);
+        rings_.publish(ring.read(), read, peer);
         return Status::ok;
     }
 
@@ -89,11 +89,11 @@ class MessageRings {
                 WaitCallbacks& callbacks) {
         const auto ready = [&] {
             for (int peer : to) {
-                const Ring ring = ring_of(barrier_.rank, peer);
+                const ByteRing ring = rings_.between(barrier_.rank, peer);
                 if (ring.room(ring.written().load(std::memory_order_relaxed)) > 0) return true;
             }
             for (int peer : from) {
-                const Ring ring = ring_of(peer, barrier_.rank);
+                const ByteRing ring = rings_.between(peer, barrier_.rank);
                 const uint64_t read = ring.read().load(std::memory_order_relaxed);
                 if (ring.written().load(std::memory_order_acquire) != read) return true;
             }
@@ -106,46 +106,17 @@ class MessageRings {
     }
 
   private:
-    static constexpr uint64_t kRingBytes = 128 << 10, kCacheLine = 64;
-    static constexpr int kControlBytes = 128;
+    static constexpr uint64_t kCacheLine = ByteRing::kCacheLine;
     // A peer that moves messages in Python takes longer than a call of the core.
     static constexpr double kYieldS = 200e-6;
-
-    // One end of a ring. Both ends count bytes from the beginning; each count has one writer.
-    struct Ring {
-        char *control, *data;
-
-        Word& written() const { return *reinterpret_cast<Word*>(control); }
-        Word& read() const { return *reinterpret_cast<Word*>(control + kCacheLine); }
-        char* at(uint64_t count) const { return data + count % kRingBytes; }
-        int64_t room(uint64_t count) const {
-            return static_cast<int64_t>(kRingBytes - (count - read().load(std::memory_order_acquire)));
-        }
-        // Number of bytes up to `limit` before the ring wraps.
-        uint64_t contiguous(uint64_t count, uint64_t limit) const {
-            return std::min(limit, kRingBytes - count % kRingBytes);
-        }
-    };
-
-    Ring ring_of(int from, int to) const {
-        const int pair = from * barrier_.size + to;
-        return {controls_ + pair * kControlBytes, data_ + pair * static_cast<int64_t>(kRingBytes)};
-    }
 
     static uint64_t padded(uint64_t step, int64_t total) {
         return step + (-static_cast<uint64_t>(total) & (kCacheLine - 1));
     }
 
-    // Release: earlier writes, or reads, are complete before the other end sees the count.
-    void publish(Word& counter, uint64_t value, int peer) {
-        counter.store(value, std::memory_order_release);
-        std::atomic_thread_fence(std::memory_order_seq_cst);
-        barrier_.wake(peer);
-    }
-
     std::atomic<uint64_t> progress_{0};
     SharedBarrier& barrier_;
-    char *const controls_, *const data_;
+    const ByteRings rings_;
 };
 
 }  // namespace unisono

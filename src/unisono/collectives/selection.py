@@ -19,7 +19,7 @@ from unisono.core.tensors import numels
 from unisono.core.transport import Transport
 from unisono.core.types import ReduceOp
 
-__all__ = ["AUTO", "FEWEST_BYTES", "Needs", "Selection", "cheapest", "explain", "message_bytes"]
+__all__ = ["AUTO", "FEWEST_BYTES", "Needs", "Selection", "cheapest", "explain", "message_bytes", "serves"]
 
 AUTO = "auto"
 FEWEST_BYTES = "fewest_bytes"
@@ -106,7 +106,9 @@ class Selection:
             return cheapest(needs, nbytes, self._transport.latency_s, self._transport.second_per_byte)
         if requested == FEWEST_BYTES:
             return cheapest(needs, self._size, 0.0, 1.0)
-        if requested.partition(":")[0] in ALGORITHMS[call.name] and _meets(requested, needs, not _is_uniform(call)):
+        if requested.partition(":")[0] in ALGORITHMS[call.name] and serves(
+            requested, needs, uneven=not _is_uniform(call)
+        ):
             return requested
         names = [NATIVE] * native + _serving(needs, uneven=not _is_uniform(call))
         refusal = _refusal(self._transport, call, needs, requested)
@@ -176,10 +178,11 @@ def message_bytes(call: Call, size: int) -> int:
 
 
 def _serving(needs: Needs, *, uneven: bool = False) -> list[str]:
-    return [name for name in ALGORITHMS[needs.collective].names() if _meets(name, needs, uneven)]
+    return [name for name in ALGORITHMS[needs.collective].names() if serves(name, needs, uneven=uneven)]
 
 
-def _meets(name: str, needs: Needs, uneven: bool) -> bool:
+def serves(name: str, needs: Needs, *, uneven: bool) -> bool:
+    """Return whether an algorithm serves a call with these needs, and, if `uneven`, with parts of different lengths."""
     algorithm = find(needs.collective, name)
     served = algorithm.serves(needs.size, rounded=needs.rounded, balanced=needs.balanced, uneven=uneven)
     # In a single round the root reduces in the order of the call's own ranks.

@@ -159,6 +159,7 @@ class Engine:
         input: Tensors,
         op: object,
         root: int | None,
+        algorithm: str | None,
         timeout: Timeout | None,
         /,
     ) -> bool:
@@ -176,9 +177,9 @@ class Engine:
         record = activity.enter(what.name, self._calls + 1, detail, (caller.f_code, caller.f_lasti))
         self._inside.add(here)
         try:
-            status = fast.try_collective(what, output, input, op, root, activity.since + limit)
+            status = fast.try_collective(what, output, input, op, root, algorithm, activity.since + limit)
             if status is Status.MISMATCH:
-                fast.mismatch(self.make(what, output, input, op=op, root=root).fingerprint)
+                fast.mismatch(self.make(what, output, input, op=op, root=root, algorithm=algorithm).fingerprint)
             if status is Status.OK:
                 # Transports write past torch's functions.
                 if output is not None and (root is None or what.writes(self.group.rank, root)):
@@ -314,8 +315,8 @@ class Engine:
         origin: tuple[int, str] | None = None,
     ) -> None:
         """Make a call, as `make`, and return when it is done; on the fast path if it needs nothing else."""
-        plain = algorithm is None and not lengths and origin is None
-        if not (plain and self.try_collective(what, output, input, op, root, timeout)):
+        plain = not lengths and origin is None
+        if not (plain and self.try_collective(what, output, input, op, root, algorithm, timeout)):
             call = self.make(
                 what,
                 output,

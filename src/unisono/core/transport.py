@@ -314,7 +314,14 @@ class FastPath(Protocol):
     """
 
     def try_collective(
-        self, what: Collective, output: Tensors, input: Tensors, op: object, root: int | None, deadline: float
+        self,
+        what: Collective,
+        output: Tensors,
+        input: Tensors,
+        op: object,
+        root: int | None,
+        algorithm: str | None,
+        deadline: float,
     ) -> Status:
         """Make the call. Return `UNSUPPORTED`, with no effect, for the general path; `MISMATCH` if ranks' calls differ.
 
@@ -322,7 +329,7 @@ class FastPath(Protocol):
             what: The collective.
             output: What is written, as the caller gave it: a tensor or one a rank; None where nothing is.
             input: What is read, where that is something else.
-            op, root: As the caller gave them, where there are such.
+            op, root, algorithm: As the caller gave them, where there are such.
             deadline: On the monotonic clock.
         """
         ...

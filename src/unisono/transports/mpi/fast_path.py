@@ -46,9 +46,18 @@ class MpiFastPath:
         self.mismatch = mismatch
 
     def try_collective(
-        self, collective: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float
+        self,
+        collective: Collective,
+        output: Any,
+        input: Any,
+        op: Any,
+        root: Any,
+        algorithm: str | None,
+        deadline: float,
     ) -> Status:
-        """As of `FastPath`."""
+        """As of `FastPath`: no algorithms' steps."""
+        if algorithm is not None:
+            return Status.UNSUPPORTED
         if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
             return Status.UNSUPPORTED
         if not collective.moves:

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from unisono.collectives.native_calls import DTYPE_CODES, NativeCalls, Programs, known_dtypes
 from unisono.core.call import Fingerprint
-from unisono.core.native_calls import DTYPE_CODES, NativeCalls, known_dtypes
 from unisono.core.tensors import as_flat, copy_back
 from unisono.core.transport import Status
 from unisono.core.types import MAX_TAG
@@ -24,9 +24,11 @@ class ShmFastPath(NativeCalls):
     Args:
         module: The native core.
         barrier: The counters that the core shares with Python.
-        words, stages, rings: Addresses of the counters, of two staging buffers per rank, and of the message rings.
+        words, stages, rings, steps: Addresses of the counters, of two staging buffers per rank, of the rings of
+            messages, and of those of algorithms' steps.
         stage_bytes: The length of a staging buffer.
         oversubscribed: Whether there are more ranks than processors: then a wait yields immediately.
+        cost: Latency and seconds per byte of a message.
         queues: The memory of the rings.
         mismatch: Raises the error of ranks with different calls.
     """
@@ -38,14 +40,16 @@ class ShmFastPath(NativeCalls):
         words: int,
         stages: int,
         rings: int,
+        steps: int,
         stage_bytes: int,
         oversubscribed: bool,
+        cost: tuple[float, float],
         queues: memoryview,
         mismatch: Callable[[Fingerprint], NoReturn],
     ) -> None:
         rank, size = barrier.rank, barrier.size
-        core = module.Core(words, stages, rings, stage_bytes, rank, size, oversubscribed, known_dtypes())
-        super().__init__(core, rank, size)
+        core = module.Core(words, stages, rings, steps, stage_bytes, rank, size, oversubscribed, known_dtypes())
+        super().__init__(core, rank, size, Programs(module, rank, size, *cost))
         self.rings = MessageRings(barrier, queues, core)
         self._barrier, self._mismatch = barrier, mismatch
 

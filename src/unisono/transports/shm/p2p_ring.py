@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
-from unisono.core.native_calls import DTYPE_CODES, DTYPES
+from unisono.collectives.native_calls import DTYPE_CODES, DTYPES
 from unisono.core.tensors import view_of
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Message, Recv, Send, Timeout

@@ -49,7 +49,7 @@ class ShmTransport(Transport):
     """Transport in shared memory of one group: a barrier, two staging buffers per rank, and rings for messages.
 
     Collectives are those of the native core. Without it, or without a kernel for the reduction, they are put together
-    from messages. Memory of p ranks: 2 MiB for each rank and 128 KiB for each ordered pair, allocated on first
+    from messages. Memory of p ranks: 2 MiB for each rank and 256 KiB for each ordered pair, allocated on first
     touch, and freed with the last process; messages of any length pass through it.
     The waiting thread itself completes a call; there is no helper thread. `background` is set if each rank, when they
     connected, had a core beside those of torch's threads.
@@ -76,20 +76,24 @@ class ShmTransport(Transport):
             _INFO.pack_into(memory, _INFOS + _INFO.size * group.rank, spare, build.encode()[:15])
             return memory
 
-        memory = map_shared(group, control, "memory", rings + MessageRings.nbytes(size), options.timeout_s, mapped)
+        steps = rings + MessageRings.nbytes(size)
+        memory = map_shared(group, control, "memory", steps + MessageRings.nbytes(size), options.timeout_s, mapped)
         infos = [_INFO.unpack_from(memory, _INFOS + _INFO.size * rank) for rank in range(size)]
         self.background = all(spares for spares, _ in infos)
         with torch.inference_mode(mode=False):
             data = torch.frombuffer(memory, dtype=torch.uint8)
         words = words_of(memoryview(memory)[barrier:stages])
         self._barrier = SharedBarrier(words, data.data_ptr() + barrier, group.rank, size)
-        queues = memoryview(memory)[rings:]
+        queues = memoryview(memory)[rings:steps]
         if module is not None and _all_native([build for _, build in infos], group):
             begin = data.data_ptr()
-            where = begin + barrier, begin + stages, begin + rings
+            where = begin + barrier, begin + stages, begin + rings, begin + steps
             # Memory is unmapped when its last user is freed, so no reference cycle may contain this object.
             differ = _weak_method(self._raise_mismatch)
-            self._native = ShmFastPath(module, self._barrier, *where, _STAGE_BYTES, size > cores(), queues, differ)
+            cost = self.latency_s, self.second_per_byte
+            self._native = ShmFastPath(
+                module, self._barrier, *where, _STAGE_BYTES, size > cores(), cost, queues, differ
+            )
             self.fast_path, self._rings = self._native, self._native.rings
             self._symmetric = SymmetricMemory(group, control, options.timeout_s, self._native.core)
         else:
@@ -137,19 +141,21 @@ class ShmTransport(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def supports(self, call: Call) -> bool:
-        if self._native is None or call.lengths:
-            return False
-        return call.op is None or self._native.has_kernel(call)
+        return not call.lengths and self._carries(call)
+
+    def _carries(self, call: Call) -> bool:
+        """Return whether the core carries out a call with any algorithm: all but reductions without a kernel."""
+        return self._native is not None and (call.op is None or self._native.has_kernel(call))
 
     def agree(self, call: Call, deadline: float) -> None:
         """Compare calls by messages, and backward calls, in a separate round. Native ones compare in their first."""
-        if self._native is not None and (call.steps is not None or call.fingerprint.adjoint_of is not None):
+        separate = call.fingerprint.adjoint_of is not None or not self._carries(call)
+        if self._native is not None and separate:
             self._native.compare(call.fingerprint, deadline)
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        if call.steps is not None:
+        if self._native is None or not self._carries(call):
             return super().run(call, over)
-        assert self._native is not None
         return Deferred(partial(self._native.carry, call), call.timeout)
 
     def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:

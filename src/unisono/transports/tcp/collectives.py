@@ -9,20 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
-import xxhash
 
-from unisono.collectives.algorithms import find
-from unisono.collectives.executor import Schedule, ScratchPool
-from unisono.collectives.selection import Needs, cheapest
+from unisono.collectives.native_calls import NativeCalls, Programs, known_dtypes
 from unisono.control.mesh import Mesh, say_farewell
 from unisono.control.sockets import invalidate_after_fork
-from unisono.core.call import Call, Fingerprint, explain
-from unisono.core.collective import COLLECTIVES, FAMILIES
+from unisono.core.call import Fingerprint, explain
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.native_calls import DTYPES, OP_CODES, NativeCalls, codes_of, known_dtypes, memory_of
 from unisono.core.transport import Options, Status
-from unisono.core.types import ReduceOp
 from unisono.errors import CommError, MismatchError, UnavailableError
 from unisono.host.cpu_count import cores
 from unisono.host.native import core_build, native
@@ -31,41 +25,7 @@ __all__ = ["TcpCollectives", "connected"]
 
 _MISMATCH_TIMEOUT_S = 10.0
 _FAREWELL = struct.pack("<QIIQ", 0, 0, 4, 0)
-"""A frame of src/native/tcp/link.hpp."""
-_FAMILY = {collective.number: collective.family for collective in COLLECTIVES.values()}
-_ROUNDED = frozenset(OP_CODES[op.value] for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT))
-
-
-class _Programs:
-    """Algorithms as the core has them.
-
-    Args:
-        module: The native core.
-        rank, size: This rank, and the number of ranks.
-        latency_s, second_per_byte: Cost of a message, by which an algorithm is chosen.
-    """
-
-    def __init__(self, module: Any, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
-        self._module, self._rank, self._size = module, rank, size
-        self._cost = latency_s, second_per_byte
-        self._scratch = ScratchPool()
-        self._made: dict[tuple[Schedule, str], Any] = {}
-
-    def choose(self, number: int, op: int, dtype: int, root: int, nbytes: int) -> Any:
-        """Return the algorithm with the least cost for calls of up to `nbytes`; the core keeps it for others."""
-        family = _FAMILY[number]
-        inexact = bool(dtype) and (DTYPES[dtype - 1].is_floating_point or DTYPES[dtype - 1].is_complex)
-        rounded = inexact and op in _ROUNDED
-        label = cheapest(Needs(family, self._size, rounded, balanced=False, rotated=root > 0), nbytes, *self._cost)
-        algorithm = find(family, label)
-        return self.of(Schedule(algorithm, self._rank, self._size, max(0, root), 0, self._scratch), label)
-
-    def of(self, schedule: Schedule, label: str) -> Any:
-        """Return the program of an algorithm's steps."""
-        if (schedule, label) not in self._made:
-            number = xxhash.xxh3_64_intdigest(label.encode())
-            self._made[schedule, label] = self._module.Program(schedule.numbers(), schedule.chunks, self._size, number)
-        return self._made[schedule, label]
+"""A frame of src/native/steps/link.hpp."""
 
 
 class TcpCollectives(NativeCalls):
@@ -86,10 +46,10 @@ class TcpCollectives(NativeCalls):
     ) -> None:
         module, rank, size = native(), group.rank, group.size
         assert module is not None
-        self._programs = _Programs(module, rank, size, self.latency_s, self.second_per_byte)
+        programs = Programs(module, rank, size, self.latency_s, self.second_per_byte)
         sockets = [connections[peer].fileno() if peer != rank else -1 for peer in range(size)]
-        core = module.TcpCore(rank, sockets, size > cores(), known_dtypes(), self._programs.choose)
-        super().__init__(core, rank, size)
+        core = module.TcpCore(rank, sockets, size > cores(), known_dtypes(), programs.cheapest)
+        super().__init__(core, rank, size, programs)
         self._group, self._control, self._timeout_s = group, control, timeout_s
         self._connections = list(connections.values())
         self.broken: BaseException | None = None
@@ -113,18 +73,6 @@ class TcpCollectives(NativeCalls):
         values = self._control.exchange(self._group, topic, fingerprint._replace(call=0).values(), timeout)
         problem = explain([Fingerprint(*value) for value in values])
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
-
-    def carry(self, call: Call, deadline: float) -> None:
-        """Carry out a call as a transport receives it, with the caller's algorithm if there is one."""
-        if not isinstance(call.steps, Schedule):
-            super().carry(call, deadline)
-            return
-        program = self._programs.of(call.steps, call.fingerprint.algorithm or "")
-        root = -1 if call.root is None else call.root
-        memory = *memory_of(call.outputs), *memory_of(call.inputs)
-        number = FAMILIES[call.name].number
-        status = self.core.call_program(program, number, *codes_of(call), root, *memory, list(call.lengths), deadline)
-        self.check(status, call.fingerprint)
 
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
         """As of `FastPath`: no messages."""

@@ -1,10 +1,11 @@
-// Collectives over connections: this rank's part of an algorithm in one call.
+// Collectives over links to other ranks: this rank's part of an algorithm in one call.
 //
 // Nothing moves before all agree: no rank writes memory of the caller, or returns, before it has heard that every rank
 // makes the same call. Each frame names the call. A rank whose result depends on the contributions of all ranks has heard
 // of all when the algorithm ends; short messages are therefore carried out in memory of our own, and copied at the end.
 // Before long messages, and beside the short ones of a rooted collective, ranks spread the news of their calls by
 // dissemination: in round k to the rank 2^k further, after hearing from the ranks of the rounds before.
+// Where ranks have other means to agree, such as a barrier in shared memory, they do so before the call.
 // Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
 #pragma once
 
@@ -13,18 +14,17 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
-#include <poll.h>
 #include <sched.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include "call.hpp"
 #include "kernels/platform.hpp"
 #include "kernels/reduce_kernels.hpp"
-#include "tcp/link.hpp"
-#include "tcp/program.hpp"
+#include "steps/link.hpp"
+#include "steps/program.hpp"
+#include "steps/wanted.hpp"
 
 namespace unisono {
 
@@ -58,6 +58,8 @@ struct StepsCall {
     size_t width = 1;
     // Whether every rank's result depends on the contributions of all.
     bool hears_all = false;
+    // Whether all ranks are known to make the same call.
+    bool agreed = false;
     // Where each pair of ranks has a length of its own: what this rank sends to each, and what it expects of each.
     std::vector<int64_t> sends, receives;
     uint64_t signature = 0;
@@ -65,20 +67,20 @@ struct StepsCall {
     WaitCallbacks* callbacks = nullptr;
 };
 
+// A network makes streams of bytes to the other ranks, and sleeps until some of them can move bytes.
+template <class Network>
 class Executor {
   public:
-    // The sockets to the other ranks, by rank; they do not block, and belong to the caller. Its own is ignored.
-    Executor(int rank, const std::vector<int>& sockets, bool oversubscribed)
-        : rank_(rank), size_(static_cast<int>(sockets.size())), tries_(oversubscribed ? 1 : kTries),
-          wakeup_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-        for (int fd : sockets) links_.emplace_back(fd);
-        for (int peer = 0; peer < size_; peer++) {
+    template <class... Arguments>
+    Executor(int rank, int size, bool oversubscribed, Arguments&&... network)
+        : rank_(rank), size_(size), tries_(oversubscribed ? 1 : kTries), network_(std::forward<Arguments>(network)...) {
+        for (int peer = 0; peer < size; peer++) links_.emplace_back(network_.stream(peer));
+        for (int peer = 0; peer < size; peer++) {
             if (peer == rank) continue;
             exchange_.sends.push_back({peer, {{peer, peer + 1}}});
-            exchange_.receives.push_back({peer, {{size_ + peer, size_ + peer + 1}}});
+            exchange_.receives.push_back({peer, {{size + peer, size + peer + 1}}});
         }
     }
-    ~Executor() { close(wakeup_); }
     Executor(const Executor&) = delete;
     Executor& operator=(const Executor&) = delete;
 
@@ -103,8 +105,7 @@ class Executor {
     // From any thread: ends the present call, and all later ones.
     void abort() {
         aborted_.store(true, std::memory_order_release);
-        const uint64_t one = 1;
-        [[maybe_unused]] const ssize_t written = write(wakeup_, &one, sizeof one);
+        network_.wake();
     }
 
     uint32_t number() const { return number_; }
@@ -113,8 +114,9 @@ class Executor {
     double waited_s() const { return waited_s_; }
 
   private:
+    using Link = unisono::Link<typename Network::Stream>;
+
     static constexpr int kTries = 50;
-    static constexpr int kSliceMs = 50;
     static constexpr size_t kPieceBytes = 32 << 10;
     static constexpr size_t kEagerBytes = 64 << 10;
     static constexpr size_t kSliceBytes = 1 << 20;
@@ -172,8 +174,8 @@ class Executor {
             longest = std::max(longest, chunk.count);
         }
         const size_t length = std::max<size_t>(1, kSliceBytes / call.width / std::max<size_t>(1, call.chunks.size()));
-        eager_ = call.program && total <= kEagerBytes;
-        spreads_ = !(eager_ && call.hears_all && call.sends.empty());
+        eager_ = !call.agreed && call.program && total <= kEagerBytes;
+        spreads_ = !call.agreed && !(eager_ && call.hears_all && call.sends.empty());
         sets_aside_ = true;
         if (call.program) {
             call_bytes_ = total;
@@ -181,10 +183,11 @@ class Executor {
             for (int64_t& frames : frames_left_) frames *= 1 + static_cast<int64_t>(longest / length);
         }
         incoming_.clear();
-        if (!eager_) {
+        if (spreads_ && !eager_) {
             const Status status = advance([&] { return all_heard() && all_drained(); });
-            if (status != Status::ok || !call.program) return status;
+            if (status != Status::ok) return status;
         }
+        if (!call.program) return Status::ok;
         width_ = call.width;
         for (size_t begin = 0; begin == 0 || begin < longest; begin += length) {
             slice_.clear();
@@ -354,23 +357,17 @@ class Executor {
         return -1;
     }
 
-    // Sleeps until a connection can move bytes; returns whether the caller has been interrupted.
+    // Sleeps until a link can move bytes; returns whether the caller has been interrupted.
     bool sleep() {
-        polled_.clear();
-        polled_.push_back({wakeup_, POLLIN, 0});
+        wanted_.clear();
         for (int peer = 0; peer < size_; peer++) {
-            Link& link = links_[static_cast<size_t>(peer)];
+            const Link& link = links_[static_cast<size_t>(peer)];
             if (peer == rank_ || link.lost()) continue;
             // A frame that is for later stays; what follows it need not be read yet.
-            const int events = (link.has_header() ? 0 : POLLIN) | (link.drained() ? 0 : POLLOUT);
-            if (events) polled_.push_back({link.fd(), static_cast<short>(events), 0});
+            const Wanted wanted{peer, !link.has_header(), !link.drained()};
+            if (wanted.bytes || wanted.room) wanted_.push_back(wanted);
         }
-        call_->callbacks->before_sleep();
-        // As a double: a deadline may be farther away than an int has milliseconds.
-        const double left = (call_->deadline - monotonic_s()) * 1000 + 1;
-        const int slice = static_cast<int>(std::max(0.0, std::min<double>(kSliceMs, left)));
-        const int ready = poll(polled_.data(), polled_.size(), slice);
-        return ready <= 0 && call_->callbacks->interrupted();
+        return network_.sleep(wanted_, call_->deadline, *call_->callbacks);
     }
 
     // -- receiving --------------------------------------------------------------------------------
@@ -543,7 +540,8 @@ class Executor {
             for (Link& link : links_) link.flush();
     }
 
-    const int rank_, size_, tries_, wakeup_;
+    const int rank_, size_, tries_;
+    Network network_;
     std::vector<Link> links_;
     // The step in which ranks tell each other lengths.
     Step exchange_{};
@@ -565,7 +563,7 @@ class Executor {
     size_t call_bytes_ = 0;
     std::vector<int64_t> frames_left_;
     std::vector<Contribution> contributions_;
-    std::vector<pollfd> polled_;
+    std::vector<Wanted> wanted_;
     std::unique_ptr<char[]> arena_;
     size_t arena_bytes_ = 0;
     alignas(16) char piece_[kPieceBytes];

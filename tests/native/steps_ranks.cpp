@@ -1,4 +1,4 @@
-// The executor of src/native/tcp without Python: ranks are threads over socket pairs. Each result is compared with one
+// The executor of src/native/steps without Python: ranks are threads over socket pairs, or over rings in memory. Each result is compared with one
 // computed in one thread. Built with sanitizers by tests/native/test_headers.py; prints the failures. An argument is
 // the number of rounds of random calls.
 #include <cstdio>
@@ -6,7 +6,8 @@
 #include <limits>
 #include <thread>
 
-#include "tcp_cases.hpp"
+#include "ring_mesh.hpp"
+#include "steps_cases.hpp"
 
 namespace {
 
@@ -18,35 +19,56 @@ void expect(bool holds, const char* what, int64_t number) {
     failures_found++;
 }
 
-using Function = std::function<void(int, Executor&)>;
+using TcpExecutor = Executor<Sockets>;
+
+std::unique_ptr<TcpExecutor> executor_of(const SocketMesh& mesh, int rank) {
+    const auto& sockets = mesh.sockets[static_cast<size_t>(rank)];
+    return std::make_unique<TcpExecutor>(rank, static_cast<int>(sockets.size()), true, sockets);
+}
+std::unique_ptr<Executor<RingNetwork>> executor_of(const RingMesh& mesh, int rank) {
+    return std::make_unique<Executor<RingNetwork>>(rank, mesh.size, true, mesh.barrier_of(rank), mesh.rings());
+}
+int size_of(const SocketMesh& mesh) { return static_cast<int>(mesh.sockets.size()); }
+int size_of(const RingMesh& mesh) { return mesh.size; }
 
 // Executors live until all ranks are done.
-void run_ranks(const SocketMesh& mesh, const Function& function) {
-    const int size = static_cast<int>(mesh.sockets.size());
-    std::vector<std::unique_ptr<Executor>> executors;
-    for (int rank = 0; rank < size; rank++)
-        executors.push_back(std::make_unique<Executor>(rank, mesh.sockets[static_cast<size_t>(rank)], true));
+template <class Mesh, class Function>
+void run_ranks(const Mesh& mesh, const Function& function) {
+    const int size = size_of(mesh);
+    std::vector<decltype(executor_of(mesh, 0))> executors;
+    for (int rank = 0; rank < size; rank++) executors.push_back(executor_of(mesh, rank));
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; rank++)
         threads.emplace_back([&, rank] { function(rank, *executors[static_cast<size_t>(rank)]); });
     for (std::thread& thread : threads) thread.join();
 }
 
-void run_work(Work& work, Executor& executor, int rank, int64_t number) {
+template <class Network>
+void run_work(Work& work, Executor<Network>& executor, int rank, int64_t number) {
     const Status status = executor.run(work.call);
     if (status == Status::ok && work.is_correct()) return;
     std::printf("rank %d: status %d, waits for %d\n", rank, static_cast<int>(status), executor.missing());
     expect(false, "a call", number);
 }
 
-void run_case(const Case& made, int rank, int size, Executor& executor, int64_t number) {
+void run_case(const Case& made, int rank, int size, TcpExecutor& executor, int64_t number) {
     Work work(made, rank, size);
     run_work(work, executor, rank, number);
 }
 
-// Calls one after the other, the same on all ranks.
-void run_cases(const SocketMesh& mesh, const std::vector<Case>& cases) {
-    const int size = static_cast<int>(mesh.sockets.size());
+// As in shared memory: ranks meet before each call, and know what they send each other.
+void agree(const SocketMesh&, int, StepsCall&) {}
+void agree(const RingMesh& mesh, int rank, StepsCall& call) {
+    call.sends.clear();
+    call.receives.clear();
+    const Status met = mesh.barrier_of(rank).arrive_and_wait(nullptr, call.deadline, *call.callbacks);
+    expect(met == Status::ok, "a meeting", rank);
+}
+
+// Calls one after the other, the same on all ranks. Ranks may have agreed on each before.
+template <class Mesh>
+void run_cases(const Mesh& mesh, const std::vector<Case>& cases, bool agreed = false) {
+    const int size = size_of(mesh);
     std::vector<std::vector<std::unique_ptr<Work>>> works;
     for (const Case& made : cases) {
         const auto all = contributions(made, size);
@@ -54,18 +76,19 @@ void run_cases(const SocketMesh& mesh, const std::vector<Case>& cases) {
         for (int rank = 0; rank < size; rank++) works.back().push_back(std::make_unique<Work>(made, rank, size, all));
     }
     const double deadline = monotonic_s() + 60;
-    run_ranks(mesh, [&](int rank, Executor& executor) {
+    run_ranks(mesh, [&](int rank, auto& executor) {
         for (size_t n = 0; n < works.size(); n++) {
             Work& work = *works[n][static_cast<size_t>(rank)];
             work.call.deadline = deadline;
+            work.call.agreed = agreed;
+            if (agreed) agree(mesh, rank, work.call);
             run_work(work, executor, rank, static_cast<int64_t>(n));
         }
     });
 }
 
 // Every collective at lengths around the limits of short calls (64 KiB), of pieces (32 KiB) and of slices (1 MiB).
-void lengths(int size, int64_t nbytes) {
-    const SocketMesh mesh(size);
+std::vector<Case> cases_of_length(int size, int64_t nbytes) {
     std::vector<Case> cases;
     for (int n = 0; n < kKinds; n++) {
         const Kind kind{n};
@@ -78,16 +101,23 @@ void lengths(int size, int64_t nbytes) {
         if (parts) uneven[static_cast<size_t>(std::min<int64_t>(parts, size) - 1)] = nbytes / 2;
         cases.push_back({kind, dtype, uneven, 0, false, cases.size() + 1});
     }
-    run_cases(mesh, cases);
+    return cases;
+}
+void lengths(int size, int64_t nbytes) {
+    const auto cases = cases_of_length(size, nbytes);
+    run_cases(SocketMesh(size), cases);
+    for (const bool agreed : {false, true}) run_cases(RingMesh(size), cases, agreed);
 }
 
-// Bytes are forwarded in pieces of random length, so that headers and elements are cut anywhere.
-void random_calls(int size, uint64_t seed, int calls, int64_t longest, size_t piece) {
-    const SocketMesh mesh(size, piece, seed);
+std::vector<Case> random_cases(int size, uint64_t seed, int calls, int64_t longest) {
     Random random(seed);
     std::vector<Case> cases;
     for (int n = 0; n < calls; n++) cases.push_back(random_case(random, size, longest));
-    run_cases(mesh, cases);
+    return cases;
+}
+// Bytes are forwarded in pieces of random length, so that headers and elements are cut anywhere.
+void random_calls(int size, uint64_t seed, int calls, int64_t longest, size_t piece) {
+    run_cases(SocketMesh(size, piece, seed), random_cases(size, seed, calls, longest));
 }
 
 // -- failures ------------------------------------------------------------------------------------
@@ -108,7 +138,7 @@ Case case_of(Kind kind, int64_t count, int size) {
 
 void mismatches(int size, int odd, Kind kind, int64_t count) {
     const SocketMesh mesh(size);
-    run_ranks(mesh, [&](int rank, Executor& executor) {
+    run_ranks(mesh, [&](int rank, TcpExecutor& executor) {
         run_case(case_of(Kind::compare, 0, size), rank, size, executor, rank);
         Work work(case_of(kind, count, size), rank, size);
         if (rank == odd) work.call.signature++;
@@ -120,7 +150,7 @@ void mismatches(int size, int odd, Kind kind, int64_t count) {
 
 void unequal_pairs(int size, Kind kind) {
     const SocketMesh mesh(size);
-    run_ranks(mesh, [&](int rank, Executor& executor) {
+    run_ranks(mesh, [&](int rank, TcpExecutor& executor) {
         Work work(case_of(kind, 100, size), rank, size);
         if (rank == 0) work.call.sends[1]++;
         expect(executor.run(work.call) == Status::mismatch, "a mismatch of pairs", rank);
@@ -132,7 +162,7 @@ void unequal_pairs(int size, Kind kind) {
 void timeouts(Kind kind, int64_t count) {
     const int size = 3, absent = 2;
     const SocketMesh mesh(size);
-    run_ranks(mesh, [&](int rank, Executor& executor) {
+    run_ranks(mesh, [&](int rank, TcpExecutor& executor) {
         if (rank == absent) return;
         Work work(case_of(kind, count, size), rank, size);
         const double started = monotonic_s();
@@ -146,7 +176,7 @@ void timeouts(Kind kind, int64_t count) {
 void closed_peers(Kind kind, int64_t count) {
     const int size = 3, absent = 2;
     const SocketMesh mesh(size);
-    run_ranks(mesh, [&](int rank, Executor& executor) {
+    run_ranks(mesh, [&](int rank, TcpExecutor& executor) {
         run_case(case_of(Kind::compare, 0, size), rank, size, executor, rank);
         if (rank == absent) return mesh.leave(rank);
         Work work(case_of(kind, count, size), rank, size);
@@ -157,7 +187,7 @@ void closed_peers(Kind kind, int64_t count) {
 // Another thread aborts a call that waits; later ones end too.
 void aborts() {
     const SocketMesh mesh(2);
-    run_ranks(mesh, [&](int rank, Executor& executor) {
+    run_ranks(mesh, [&](int rank, TcpExecutor& executor) {
         if (rank) return;
         Work work(case_of(Kind::compare, 0, 2), rank, 2), later(case_of(Kind::ring_all_reduce, 10, 2), rank, 2);
         std::thread other([&] {
@@ -175,7 +205,7 @@ void aborts() {
 void ranks_ahead(int64_t count) {
     const int size = 4;
     const SocketMesh mesh(size);
-    run_ranks(mesh, [&](int rank, Executor& executor) {
+    run_ranks(mesh, [&](int rank, TcpExecutor& executor) {
         for (int n = 0; n < 12; n++) {
             if (rank == n % size) usleep(300);
             const Kind kind = n % 3 ? Kind::chain_broadcast : Kind::direct_all_reduce;
@@ -196,7 +226,7 @@ void interruptions() {
     };
     for (const bool throws : {false, true}) {
         const SocketMesh mesh(2);
-        Executor executor(0, mesh.sockets[0], true);
+        TcpExecutor executor(0, 2, true, mesh.sockets[0]);
         fill_socket(mesh.sockets[0][1]);
         Interrupts callbacks(throws);
         for (int n = 0; n < 2; n++) {
@@ -217,7 +247,7 @@ void interruptions() {
 // Calls that a wrong algorithm leads to: steps with chunks or ranks that the call does not have.
 void misfits() {
     const SocketMesh mesh(2);
-    Executor executor(0, mesh.sockets[0], true);
+    TcpExecutor executor(0, 2, true, mesh.sockets[0]);
     const auto check = [&](Kind kind, const std::function<void(StepsCall&)>& change) {
         Work work(case_of(kind, 10, 2), 0, 2);
         change(work.call);
@@ -240,7 +270,7 @@ void far_deadlines() {
     };
     for (const double left : {1e9, std::numeric_limits<double>::infinity()}) {
         const SocketMesh mesh(2);
-        Executor executor(0, mesh.sockets[0], true);
+        TcpExecutor executor(0, 2, true, mesh.sockets[0]);
         Counts callbacks;
         Work work(case_of(Kind::compare, 0, 2), 0, 2);
         work.call.callbacks = &callbacks;
@@ -257,7 +287,7 @@ void far_deadlines() {
 // -- peers that are no executors -------------------------------------------------------------------
 // Rank 0 of a group whose other ranks send what a test says.
 struct Alone {
-    explicit Alone(int size) : mesh(size), executor(0, mesh.sockets[0], true) {}
+    explicit Alone(int size) : mesh(size), executor(0, size, true, mesh.sockets[0]) {}
 
     void send(int from, const void* bytes, size_t nbytes) const {
         const ssize_t sent = ::send(mesh.sockets[static_cast<size_t>(from)][0], bytes, nbytes, MSG_NOSIGNAL);
@@ -271,7 +301,7 @@ struct Alone {
     }
 
     SocketMesh mesh;
-    Executor executor;
+    TcpExecutor executor;
 };
 
 struct Sent {
@@ -349,7 +379,7 @@ struct Stream {
     int turn = 1;
 
     void feed() {
-        if (sent == aborts_at) const_cast<Executor&>(alone->executor).abort();
+        if (sent == aborts_at) const_cast<TcpExecutor&>(alone->executor).abort();
         if (sent++ >= limit) return;
         turn = 3 - turn;
         alone->send(turn, &sent, sizeof(float));
@@ -427,6 +457,8 @@ int main(int count, char** arguments) {
         random_calls(size, seed + 1000, 20, 300'000, 0);
         random_calls(size, seed + 2000, 40, 100'000, 4001);
         random_calls(size, seed + 3000, 40, 2'000, 7);
+        for (const bool agreed : {false, true})
+            run_cases(RingMesh(size), random_cases(size, seed + 4000 + agreed, 200, 100'000), agreed);
     }
     for (const int64_t elements : {100, 9'000}) ranks_ahead(elements);
     all_failures();

@@ -1,16 +1,14 @@
-// One end of a TCP connection to another rank, and the frames that travel on it.
+// One end of a stream of bytes to and from another rank, and the frames that travel on it.
 #pragma once
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <deque>
 #include <memory>
 #include <vector>
 
-#include <sys/socket.h>
 #include <sys/uio.h>
 
 namespace unisono {
@@ -28,14 +26,14 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 24);
 
+// A stream moves bytes without waiting, and knows whether it has ended.
+template <class Stream>
 class Link {
   public:
-    // The socket does not block, and belongs to the caller.
-    explicit Link(int fd) : fd_(fd) {}
+    explicit Link(const Stream& stream) : stream_(stream) {}
 
-    int fd() const { return fd_; }
-    // The connection has ended, or its other rank says that it makes no more calls.
-    bool lost() const { return lost_; }
+    // The stream has ended, or its other rank says that it makes no more calls.
+    bool lost() const { return cut_ || stream_.lost(); }
     bool left() const { return left_; }
     void mark_left() { left_ = true; }
 
@@ -45,27 +43,23 @@ class Link {
     }
     bool drained() const { return out_.empty(); }
 
-    // Sends what the socket takes; returns whether that was anything.
+    // Sends what the stream takes; returns whether that was anything.
     bool flush() {
         bool moved = false;
-        while (!out_.empty() && !lost_) {
-            const ssize_t sent = send_some(out_.front());
-            if (sent < 0) {
-                if (errno == EINTR) continue;
-                lost_ = lost_ || (errno != EAGAIN && errno != EWOULDBLOCK);
-                break;
-            }
-            moved = true;
+        while (!out_.empty() && !cut_) {
             Outgoing& frame = out_.front();
-            frame.sent += static_cast<size_t>(sent);
+            const size_t sent = send_some(frame);
+            if (!sent) break;
+            moved = true;
+            frame.sent += sent;
             if (frame.sent == sizeof(FrameHeader) + frame.header.nbytes) out_.pop_front();
         }
         return moved;
     }
 
-    // Drops frames that are not sent. A frame that is cut leaves the connection useless.
+    // Drops frames that are not sent. A frame that is cut leaves the stream useless.
     void drop() {
-        if (!out_.empty() && out_.front().sent) lost_ = true;
+        if (!out_.empty() && out_.front().sent) cut_ = true;
         out_.clear();
     }
 
@@ -124,7 +118,7 @@ class Link {
     }
 
   private:
-    static constexpr size_t kBufferBytes = 64 << 10, kDirectBytes = 16 << 10, kMaxParts = 64;
+    static constexpr size_t kMaxParts = 64;
 
     struct Aside {
         FrameHeader header;
@@ -133,7 +127,7 @@ class Link {
     };
 
     size_t receive_buffered(char* to, size_t nbytes) {
-        if (at_ == end_ && nbytes >= kDirectBytes) return receive(to, nbytes);
+        if (at_ == end_ && nbytes >= Stream::kDirectBytes) return stream_.receive(to, nbytes);
         if (at_ == end_) {
             at_ = end_ = 0;
             fill();
@@ -150,7 +144,7 @@ class Link {
         size_t sent;
     };
 
-    ssize_t send_some(const Outgoing& frame) {
+    size_t send_some(const Outgoing& frame) {
         std::array<iovec, kMaxParts> parts;
         size_t count = 0, skipped = frame.sent;
         const auto add = [&](const void* from, size_t nbytes) {
@@ -163,29 +157,17 @@ class Link {
         };
         add(&frame.header, sizeof(FrameHeader));
         for (const iovec& part : frame.parts) add(part.iov_base, part.iov_len);
-        msghdr message{};
-        message.msg_iov = parts.data();
-        message.msg_iovlen = count;
-        return sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        return stream_.send(parts.data(), count);
     }
 
-    size_t receive(char* to, size_t nbytes) {
-        for (;;) {
-            const ssize_t got = recv(fd_, to, nbytes, MSG_DONTWAIT);
-            if (got > 0) return static_cast<size_t>(got);
-            if (got < 0 && errno == EINTR) continue;
-            lost_ = lost_ || got == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
-            return 0;
-        }
-    }
-    void fill() { end_ += receive(buffer_.get() + end_, kBufferBytes - end_); }
+    void fill() { end_ += stream_.receive(buffer_.get() + end_, Stream::kReadAheadBytes - end_); }
 
-    const int fd_;
-    bool lost_ = false, left_ = false;
+    Stream stream_;
+    bool cut_ = false, left_ = false;
     std::deque<Outgoing> out_;
     std::deque<Aside> aside_;
     bool takes_aside_ = false;
-    std::unique_ptr<char[]> buffer_{new char[kBufferBytes]};
+    std::unique_ptr<char[]> buffer_{new char[Stream::kReadAheadBytes]};
     size_t at_ = 0, end_ = 0;
     FrameHeader header_{};
 };

@@ -7,16 +7,20 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+import xxhash
 
+from unisono.collectives.algorithms import ALGORITHMS, find
+from unisono.collectives.executor import Schedule, ScratchPool
+from unisono.collectives.selection import Needs, cheapest, serves
 from unisono.core.call import Call, Fingerprint, hash_of
-from unisono.core.collective import FAMILIES, Collective
+from unisono.core.collective import COLLECTIVES, FAMILIES, Collective
 from unisono.core.failure import connection_error, left_error
 from unisono.core.tensors import as_flat, copy_back
 from unisono.core.transport import Status
 from unisono.core.types import ReduceOp
 from unisono.core.work import missing_ranks_error
 
-__all__ = ["DTYPES", "DTYPE_CODES", "OP_CODES", "NativeCalls", "codes_of", "known_dtypes", "memory_of"]
+__all__ = ["DTYPES", "DTYPE_CODES", "OP_CODES", "NativeCalls", "Programs", "codes_of", "known_dtypes", "memory_of"]
 
 OP_CODES: dict[str, int] = {op.value: code for code, op in enumerate(ReduceOp, 1)}
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -25,6 +29,59 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
 
 _OF_BARRIER = OP_CODES["bor"]
 _OPS = (str, ReduceOp)
+_FAMILY = {collective.number: collective.family for collective in COLLECTIVES.values()}
+_ROUNDED = frozenset(OP_CODES[op.value] for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT))
+
+
+class Programs:
+    """Algorithms' steps as a core has them.
+
+    Args:
+        module: The native core.
+        rank, size: This rank, and the number of ranks.
+        latency_s, second_per_byte: Cost of a message.
+    """
+
+    def __init__(self, module: Any, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
+        self._module, self._rank, self._size = module, rank, size
+        self._cost = latency_s, second_per_byte
+        self._scratch = ScratchPool()
+        self._made: dict[tuple[Schedule, str], Any] = {}
+        self._addresses: dict[tuple[int, int, int, str], int] = {}
+
+    def cheapest(self, number: int, op: int, dtype: int, root: int, nbytes: int) -> Any:
+        """Return the steps with the least cost for calls of up to `nbytes`.
+
+        Args:
+            number, op, dtype, root: As the core has them.
+            nbytes: Bytes of the whole message.
+        """
+        inexact = bool(dtype) and (DTYPES[dtype - 1].is_floating_point or DTYPES[dtype - 1].is_complex)
+        needs = Needs(_FAMILY[number], self._size, inexact and op in _ROUNDED, balanced=False, rotated=root > 0)
+        return self._made_of(needs, root, cheapest(needs, nbytes, *self._cost))
+
+    def address_of(self, number: int, op: int, root: int, label: str) -> int:
+        """Return the address of the steps of the caller's algorithm; 0 if the general path has to look at the call."""
+        key = number, op, root, label
+        if type(label) is not str:
+            return 0
+        if key not in self._addresses:
+            needs = Needs(_FAMILY[number], self._size, op in _ROUNDED, balanced=False, rotated=root > 0)
+            known = label.partition(":")[0] in ALGORITHMS[needs.collective]
+            fits = known and serves(label, needs, uneven=True)
+            self._addresses[key] = self._made_of(needs, root, label).address if fits else 0
+        return self._addresses[key]
+
+    def _made_of(self, needs: Needs, root: int, label: str) -> Any:
+        algorithm = find(needs.collective, label)
+        return self.of(Schedule(algorithm, self._rank, self._size, max(0, root), 0, self._scratch), label)
+
+    def of(self, schedule: Schedule, label: str) -> Any:
+        """Return the steps of a schedule of a named algorithm."""
+        if (schedule, label) not in self._made:
+            number = xxhash.xxh3_64_intdigest(label.encode())
+            self._made[schedule, label] = self._module.Program(schedule.numbers(), schedule.chunks, self._size, number)
+        return self._made[schedule, label]
 
 
 class NativeCalls(ABC):
@@ -33,30 +90,49 @@ class NativeCalls(ABC):
     Args:
         core: The native core.
         rank, size: This rank, and the number of ranks.
+        programs: The steps of algorithms.
     """
 
-    def __init__(self, core: Any, rank: int, size: int) -> None:
-        self.core, self._rank, self._size = core, rank, size
+    def __init__(self, core: Any, rank: int, size: int, programs: Programs) -> None:
+        self.core, self._rank, self._size, self._programs = core, rank, size, programs
 
     # -- calls as the caller made them ---------------------------------------------------------------
     def try_collective(
-        self, collective: Collective, output: Any, input: Any, op: Any, root: Any, deadline: float
+        self,
+        collective: Collective,
+        output: Any,
+        input: Any,
+        op: Any,
+        root: Any,
+        algorithm: str | None,
+        deadline: float,
     ) -> Status:
         """As of `FastPath`."""
         if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
             return Status.UNSUPPORTED
-        operation, root = 0, -1 if root is None else root
-        if not collective.moves:
-            return self._ended(self.core.call(collective.number, _OF_BARRIER, 0, root, 0, 0, 0, 0, deadline))
+        operation, steps, root = 0, 0, -1 if root is None else root
         if collective.reduces:
             operation = OP_CODES.get(op, 0) if type(op) in _OPS else 0
             if not operation:
                 return Status.UNSUPPORTED
+        if algorithm is not None:
+            steps = self._programs.address_of(collective.number, operation, root, algorithm)
+            if not steps:
+                return Status.UNSUPPORTED
+        if not collective.moves:
+            return self._ended(self.core.call(collective.number, _OF_BARRIER, 0, root, 0, 0, 0, 0, deadline, steps))
         sides = self._single if collective.packed or collective.in_place else self._lists
-        return sides(collective, output, input, operation, root, deadline)
+        return sides(collective, output, input, operation, root, steps, deadline)
 
     def _single(
-        self, collective: Collective, output: Any, input: Any, operation: int, root: int, deadline: float
+        self,
+        collective: Collective,
+        output: Any,
+        input: Any,
+        operation: int,
+        root: int,
+        steps: int,
+        deadline: float,
     ) -> Status:
         # The root of a broadcast only reads its tensor, and so does each non-root rank of a reduce.
         written = root < 0 or (self._rank == root) == (collective.root == "dst")
@@ -74,15 +150,21 @@ class NativeCalls(ABC):
                 return Status.UNSUPPORTED
             address, count = source.data_ptr(), source.numel()
         dtype = DTYPE_CODES[target.dtype]
-        status = self.core.call(
-            collective.number, operation, dtype, root, target.data_ptr(), target.numel(), address, count, deadline
-        )
+        memory = target.data_ptr(), target.numel(), address, count
+        status = self.core.call(collective.number, operation, dtype, root, *memory, deadline, steps)
         if target is not output and written and status == Status.OK:
             copy_back(output, target)
         return Status.OK if status == Status.OK else self._ended(status)
 
     def _lists(
-        self, collective: Collective, output: Any, input: Any, operation: int, root: int, deadline: float
+        self,
+        collective: Collective,
+        output: Any,
+        input: Any,
+        operation: int,
+        root: int,
+        steps: int,
+        deadline: float,
     ) -> Status:
         dtype, flats = None, list[tuple[list[torch.Tensor], Sequence[torch.Tensor]]]()
         for given, many, name, written in (
@@ -102,9 +184,10 @@ class NativeCalls(ABC):
             flats.append((flat, tensors))
         if dtype is None:
             return Status.UNSUPPORTED
+        number, code = collective.number, DTYPE_CODES[dtype]
         (targets, outputs), (sources, _) = flats
         memory = *memory_of(targets), *memory_of(sources)
-        status = self.core.call_lists(collective.number, operation, DTYPE_CODES[dtype], root, *memory, True, deadline)
+        status = self.core.call_lists(number, operation, code, root, *memory, True, deadline, steps)
         if status == Status.OK:
             for tensor, result in zip(outputs, targets, strict=True):
                 if result is not tensor:
@@ -117,11 +200,17 @@ class NativeCalls(ABC):
         return not call.inputs or bool(self.core.has_kernel(*codes_of(call)))
 
     def carry(self, call: Call, deadline: float) -> None:
-        """Carry out a call as a transport receives it."""
-        root = -1 if call.root is None else call.root
+        """Carry out a call as a transport receives it, with the caller's algorithm if there is one."""
+        number, root = FAMILIES[call.name].number, -1 if call.root is None else call.root
         memory = *memory_of(call.outputs), *memory_of(call.inputs)
-        number = FAMILIES[call.name].number
-        self.check(self.core.call_lists(number, *codes_of(call), root, *memory, False, deadline), call.fingerprint)
+        if call.steps is None:
+            status = self.core.call_lists(number, *codes_of(call), root, *memory, False, deadline, 0)
+        else:
+            assert isinstance(call.steps, Schedule)
+            program = self._programs.of(call.steps, call.fingerprint.algorithm or "")
+            lengths = list(call.lengths)
+            status = self.core.call_program(program, number, *codes_of(call), root, *memory, lengths, deadline)
+        self.check(status, call.fingerprint)
 
     def compare(self, fingerprint: Fingerprint, deadline: float, *, shapes: bool = False) -> None:
         """Compare everything in separate rounds; return when all ranks are known to make the same call."""

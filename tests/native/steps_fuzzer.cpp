@@ -1,4 +1,4 @@
-// A mutating fuzzer of what the executor of src/native/tcp receives. Real ranks make some calls, and what they send to
+// A mutating fuzzer of what the executor of src/native/steps receives. Real ranks make some calls, and what they send to
 // one rank is recorded; then that rank makes the calls again with peers that send the recorded frames, mutated. One
 // thread does both: peers send whenever the executor is about to sleep. A seed gives the same bytes again.
 //
@@ -12,7 +12,7 @@
 
 #include <sys/ioctl.h>
 
-#include "tcp_cases.hpp"
+#include "steps_cases.hpp"
 
 #ifdef __SANITIZE_ADDRESS__
 extern "C" {
@@ -120,7 +120,7 @@ Script record(uint64_t number) {
         std::vector<std::thread> threads;
         for (int rank = 0; rank < script.size; rank++)
             threads.emplace_back([&, rank] {
-                Executor executor(rank, mesh.sockets[static_cast<size_t>(rank)], true);
+                Executor<Sockets> executor(rank, script.size, true, mesh.sockets[static_cast<size_t>(rank)]);
                 for (const Case& made : script.cases) {
                     Work work(made, rank, script.size);
                     if (executor.run(work.call) != Status::ok) std::abort();
@@ -354,7 +354,7 @@ void replay(const Script& script, Random& random, bool mutates) {
     const bool ends = mutates && below(random, 8);
     const Ending ending = !ends ? Ending::none : below(random, 2) ? Ending::closes : Ending::leaves;
     Peers peers(script, streams, random, ending);
-    Executor executor(script.rank, peers.sockets, true);
+    Executor<Sockets> executor(script.rank, script.size, true, peers.sockets);
     bool failed = false;
     for (size_t call = 0; call < count; call++) {
         Work work = script.work(call);

@@ -1,4 +1,4 @@
-// Calls of the executor of src/native/tcp: an algorithm's steps, one rank's memory, and the result that one thread
+// Calls of the executor of src/native/steps: an algorithm's steps, one rank's memory, and the result that one thread
 // computes from the inputs of all ranks.
 #pragma once
 
@@ -9,7 +9,8 @@
 #include <string>
 
 #include "socket_mesh.hpp"
-#include "tcp/executor.hpp"
+#include "steps/executor.hpp"
+#include "tcp/sockets.hpp"
 
 using namespace unisono;
 

@@ -1,0 +1,101 @@
+// The connections of one rank to the others, as what carries the frames of an executor.
+#pragma once
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <vector>
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "call.hpp"
+#include "kernels/platform.hpp"
+#include "steps/wanted.hpp"
+
+namespace unisono {
+
+class Sockets {
+  public:
+    // One connection. The socket does not block, and belongs to the caller.
+    class Stream {
+      public:
+        // A read takes what is there, since it costs a system call; long messages are read to where they belong.
+        static constexpr size_t kReadAheadBytes = 64 << 10, kDirectBytes = 16 << 10;
+
+        explicit Stream(int fd) : fd_(fd) {}
+
+        // The connection has ended.
+        bool lost() const { return lost_; }
+
+        // Sends what the socket takes; returns the number of bytes.
+        size_t send(const iovec* parts, size_t count) {
+            msghdr message{};
+            message.msg_iov = const_cast<iovec*>(parts);
+            message.msg_iovlen = count;
+            return moved([&] { return sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL); }, false);
+        }
+        // Reads what has arrived; returns the number of bytes.
+        size_t receive(char* to, size_t nbytes) {
+            return moved([&] { return recv(fd_, to, nbytes, MSG_DONTWAIT); }, true);
+        }
+
+      private:
+        template <class Function>
+        size_t moved(const Function& function, bool zero_is_end) {
+            if (lost_) return 0;
+            for (;;) {
+                const ssize_t count = function();
+                if (count > 0) return static_cast<size_t>(count);
+                if (count < 0 && errno == EINTR) continue;
+                lost_ = count == 0 ? zero_is_end : errno != EAGAIN && errno != EWOULDBLOCK;
+                return 0;
+            }
+        }
+
+        int fd_;
+        bool lost_ = false;
+    };
+
+    // By rank; what is at this rank's own place is ignored.
+    explicit Sockets(const std::vector<int>& fds) : fds_(fds), wakeup_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+    ~Sockets() { close(wakeup_); }
+    Sockets(const Sockets&) = delete;
+    Sockets& operator=(const Sockets&) = delete;
+
+    Stream stream(int peer) { return Stream(fds_[static_cast<size_t>(peer)]); }
+
+    // Sleeps until a connection can move bytes, or for 50 ms; returns whether the caller has been interrupted.
+    bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
+        polled_.clear();
+        polled_.push_back({wakeup_, POLLIN, 0});
+        for (const Wanted& one : wanted) {
+            const int events = (one.bytes ? POLLIN : 0) | (one.room ? POLLOUT : 0);
+            polled_.push_back({fds_[static_cast<size_t>(one.peer)], static_cast<short>(events), 0});
+        }
+        callbacks.before_sleep();
+        // As a double: a deadline may be farther away than an int has milliseconds.
+        const double left = (deadline - monotonic_s()) * 1000 + 1;
+        const int slice = static_cast<int>(std::max(0.0, std::min<double>(kSliceMs, left)));
+        const int ready = poll(polled_.data(), polled_.size(), slice);
+        return ready <= 0 && callbacks.interrupted();
+    }
+
+    // From any thread: ends the present sleep, and all later ones.
+    void wake() {
+        const uint64_t one = 1;
+        [[maybe_unused]] const ssize_t written = write(wakeup_, &one, sizeof one);
+    }
+
+  private:
+    static constexpr int kSliceMs = 50;
+
+    const std::vector<int> fds_;
+    const int wakeup_;
+    std::vector<pollfd> polled_;
+};
+
+}  // namespace unisono

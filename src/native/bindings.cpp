@@ -472,6 +472,16 @@ void copy_gradients(const std::vector<uintptr_t>& destinations, const std::vecto
                       total >= kNonTemporalBytes);
 }
 
+// As methods of each core: those of a bound base class take longer to call.
+template <class Bound>
+Bound& add_calls(Bound&& bound) {
+    using Type = typename std::decay_t<Bound>::Type;
+    return bound.def("call", &Type::call)
+        .def("call_lists", &Type::call_lists)
+        .def("call_program", &Type::call_program)
+        .def("has_kernel", &Type::has_kernel);
+}
+
 }  // namespace
 }  // namespace unisono
 
@@ -489,12 +499,7 @@ NB_MODULE(_native, module) {
     nb::class_<Program>(module, "Program")
         .def(nb::init<const std::vector<int64_t>&, int, int, uint64_t>())
         .def_prop_ro("address", [](const Program& program) { return reinterpret_cast<uintptr_t>(&program); });
-    nb::class_<Calls>(module, "Calls")
-        .def("call", &Calls::call)
-        .def("call_lists", &Calls::call_lists)
-        .def("call_program", &Calls::call_program)
-        .def("has_kernel", &Calls::has_kernel);
-    nb::class_<Core, Calls>(module, "Core")
+    add_calls(nb::class_<Core>(module, "Core"))
         .def(nb::init<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int, int, bool,
                       const std::vector<std::pair<std::string, int64_t>>&>())
         .def("send", &Core::send)
@@ -509,7 +514,7 @@ NB_MODULE(_native, module) {
         .def_prop_ro("progress", &Core::progress)
         .def_prop_ro("missing", &Core::missing)
         .def_prop_ro("waited_s", &Core::waited_s);
-    nb::class_<TcpCore, Calls>(module, "TcpCore")
+    add_calls(nb::class_<TcpCore>(module, "TcpCore"))
         .def(nb::init<int, const std::vector<int>&, bool, const std::vector<std::pair<std::string, int64_t>>&,
                       nb::callable>())
         .def("compare", &TcpCore::compare)

@@ -150,8 +150,8 @@ class NativeCalls(ABC):
                 return Status.UNSUPPORTED
             address, count = source.data_ptr(), source.numel()
         dtype = DTYPE_CODES[target.dtype]
-        memory = target.data_ptr(), target.numel(), address, count
-        status = self.core.call(collective.number, operation, dtype, root, *memory, deadline, steps)
+        number, into, written_count = collective.number, target.data_ptr(), target.numel()
+        status = self.core.call(number, operation, dtype, root, into, written_count, address, count, deadline, steps)
         if target is not output and written and status == Status.OK:
             copy_back(output, target)
         return Status.OK if status == Status.OK else self._ended(status)

@@ -1,4 +1,4 @@
-"""Torch's own tests of process groups on one backend: `python c10d_suite.py BACKEND OUTCOMES.json`.
+"""Torch's own tests of process groups on one backend: `python c10d_suite.py BACKEND OUTCOMES.json [TRANSPORT]`.
 
 Of the environment, torch takes the number of ranks (WORLD_SIZE) and the backend whose tests are wanted (BACKEND).
 Written for each test: "passed", "skipped", or the text of its failure.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.testing._internal.distributed import distributed_test as c10d
 
-import unisono.interop  # noqa: F401
+from unisono.interop import GroupOptions
 
 
 class Suite(c10d.TestDistBackend, c10d.DistributedTest._DistTestBase):
@@ -44,8 +44,10 @@ def outcome(name: str) -> str:
     return "skipped" if result.skipped else "passed"
 
 
-def main(backend: str, outcomes: str) -> None:
+def main(backend: str, outcomes: str, transport: str = "auto") -> None:
     torch.set_num_threads(1)
+    # Torch's tests pass no options.
+    GroupOptions.__init__.__defaults__ = (transport, *(GroupOptions.__init__.__defaults__ or ())[1:])
     # Torch has chosen the tests, at import, by the name of a backend that it knows; the groups are of this one.
     c10d.BACKEND = backend
     # For this name alone, tests of a part of the ranks run on fewer than eight.

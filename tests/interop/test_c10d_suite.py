@@ -36,7 +36,7 @@ REMAINING = {
 """Tests that pass on gloo alone, by the message of their failure here."""
 
 
-def outcomes(ranks: int, folder: Path) -> list[dict[str, str]]:
+def outcomes(ranks: int, folder: Path, transport: str) -> list[dict[str, str]]:
     """Return the outcome of every test, on gloo and on unisono."""
     # To torch's tests, gloo is what a backend of the CPU is called; without GPUs they are all for the CPU.
     torch_asks = {"BACKEND": "gloo", "WORLD_SIZE": str(ranks), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "60"}
@@ -46,7 +46,7 @@ def outcomes(ranks: int, folder: Path) -> list[dict[str, str]]:
     running = []
     for file in files:
         with file.with_suffix(".log").open("w") as log:
-            call = [sys.executable, SUITE, file.name, file]
+            call = [sys.executable, SUITE, file.name, file, transport]
             running.append(subprocess.Popen(call, env=environment, stdout=log, stderr=log))
     assert [process.wait() for process in running] == [0, 0]
     return [json.loads(file.read_text()) for file in files]
@@ -54,9 +54,9 @@ def outcomes(ranks: int, folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_c10d_tests_pass_as_on_gloo(ranks: int, tmp_path: Path) -> None:
-    on_gloo, here = outcomes(ranks, tmp_path)
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "shm"), (3, "shm"), (4, "shm"), (8, "shm"), (4, "tcp")])
+def test_c10d_tests_pass_as_on_gloo(ranks: int, transport: str, tmp_path: Path) -> None:
+    on_gloo, here = outcomes(ranks, tmp_path, transport)
     passing = {name for name, outcome in on_gloo.items() if outcome == "passed"}
     remaining = {name: here[name] for name in passing if here[name] != "passed"}
     reasons = {name: words for words, names in REMAINING.items() for name in names}

@@ -96,6 +96,22 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
+@pytest.mark.parametrize("text", ["20000", "9-3", "1-70000", "a-b", "-5", "0-9"])
+def test_range_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("UNISONO_PORT_RANGE", text)
+    assert the_problem("ports").text.startswith(f"UNISONO_PORT_RANGE is {text!r}, which is no range of ports")
+
+
+def test_range_of_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("UNISONO_PORT_RANGE", f"{port}-{port}")
+        assert (
+            the_problem("ports").text == f"no port of UNISONO_PORT_RANGE {port}-{port} is free, so no rank can listen"
+        )
+    assert "1 of the 1 ports" in find("ports")[-1].text
+
+
 @pytest.mark.parametrize("master", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "localhost"}])
 def test_occupied_port(monkeypatch: pytest.MonkeyPatch, taken: int, master: dict[str, str]) -> None:
     for name, value in {**master, "MASTER_PORT": str(taken)}.items():

@@ -53,6 +53,26 @@ def test_garbage_gets_no_reply(server: Server, client: SocketControl, garbage: b
     assert works(client)
 
 
+def test_other_version_is_refused_in_a_sentence(server: Server) -> None:
+    with socket.create_connection(server.address) as newer:
+        newer.sendall(b"unisono9" + bytes(HELLO_BYTES - 8))
+        # What the newer one needs to say which versions there are.
+        assert everything(newer).startswith(b"unisono2")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: answer_once(listener, b"unisono9" + bytes(HELLO_BYTES - 8)))
+        thread.start()
+        with pytest.raises(CommError, match="speaks protocol 9 of unisono, and this rank protocol 2; install the same"):
+            connect(listener.getsockname(), SECRET, SOON)
+        thread.join()
+
+
+def answer_once(listener: socket.socket, answer: bytes) -> None:
+    peer, _ = listener.accept()
+    with peer:
+        peer.sendall(answer)
+        everything(peer)
+
+
 def test_wrong_proof_closes_the_connection(server: Server, client: SocketControl) -> None:
     greeting = Hello(b"a guess", client=True)
     with socket.create_connection(server.address) as stranger:

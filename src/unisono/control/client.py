@@ -374,6 +374,8 @@ def _reach(address: tuple[str, int], secret: bytes, timeout: float, rank: int | 
     try:
         return ClientConnection(*handshake.connect(address, secret, timeout, rank))
     except handshake.AuthenticationError as error:
+        if error.versions:
+            raise CommError(f"the control plane at {address[0]}:{address[1]} {error.versions}") from error
         if not error.other_secret:
             raise CommError(
                 f"the program at {address[0]}:{address[1]} is not a control plane of unisono; choose another port"

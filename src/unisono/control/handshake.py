@@ -27,11 +27,12 @@ class AuthenticationError(Exception):
 
     Attributes:
         other_secret: Whether the secret is what differs.
+        versions: What to say of a peer with another version of this package; empty for others.
     """
 
-    def __init__(self, *, other_secret: bool) -> None:
-        super().__init__("the secrets differ" if other_secret else "the peer is not unisono")
-        self.other_secret = other_secret
+    def __init__(self, *, other_secret: bool, versions: str = "") -> None:
+        super().__init__("the secrets differ" if other_secret else versions or "the peer is not unisono")
+        self.other_secret, self.versions = other_secret, versions
 
 
 class Handshake:
@@ -54,7 +55,7 @@ class Handshake:
         self.peer, self.deadline = peer, time.monotonic() + _WITHIN_S
         self._hello, self._client = Hello(secret, client=client, rank=rank), client
         self._met, self._arrived = False, b""
-        self._expected = HELLO_BYTES + PROOF_BYTES if client else HELLO_BYTES
+        self._expected = HELLO_BYTES
 
     @property
     def rank(self) -> int | None:
@@ -84,19 +85,23 @@ class Handshake:
             return None
         data, self._arrived = self._arrived, b""
         if not self._met:
-            self._meet(data[:HELLO_BYTES])
-            if not self._client:
-                return None
-            data = data[HELLO_BYTES:]
+            self._meet(data)
+            return None
         return self._conclude(data)
 
     def _meet(self, hello: bytes) -> None:
         if not self._hello.meet(hello):
-            raise AuthenticationError(other_secret=False)
+            versions = self._hello.versions(hello)
+            if versions and not self._client:
+                # So that the client, too, can say why.
+                with contextlib.suppress(OSError):
+                    self.peer.sendall(self._hello.hello)
+            raise AuthenticationError(other_secret=False, versions=versions)
         self._met = True
+        self._expected = PROOF_BYTES
         if not self._client:
             self.peer.sendall(self._hello.hello + self._hello.proof())
-            self._expected = PROOF_BYTES + RANK_BYTES
+            self._expected += RANK_BYTES
 
     def _conclude(self, proof: bytes) -> Channel:
         if not self._hello.accepts(proof):

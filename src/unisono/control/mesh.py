@@ -121,8 +121,8 @@ class Mesh:
             return None
         try:
             self._links[rank] = connect(address, secret, max(_LEAST_S, deadline - time.monotonic()), self._group.rank)
-        except AuthenticationError:
-            return CommError(f"the program at {host}:{port} is not rank {rank}", peer=rank)
+        except AuthenticationError as error:
+            return CommError(f"the program at {host}:{port} {error.versions or f'is not rank {rank}'}", peer=rank)
         except OSError as error:
             return CommTimeoutError(self._unreachable(rank, host, port, error), peer=rank)
         return None

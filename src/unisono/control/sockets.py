@@ -22,6 +22,7 @@ from unisono.errors import CommError, UnavailableError
 __all__ = [
     "HELLO_BYTES",
     "MAX_FRAME_BYTES",
+    "PORT_RANGE",
     "PROOF_BYTES",
     "RANK_BYTES",
     "Channel",
@@ -32,6 +33,7 @@ __all__ = [
     "find_secret",
     "invalidate_after_fork",
     "listen",
+    "port_range",
     "recv_exactly",
     "refuse_if_shared",
     "secret_bytes",
@@ -93,12 +95,50 @@ def tune(peer: socket.socket) -> None:
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket at exactly this address.
+PORT_RANGE = "UNISONO_PORT_RANGE"
+"""The variable with the ports at which ranks may listen, such as "20000-20099"."""
+
+
+def port_range() -> range | None:
+    """Return the ports at which ranks may listen; None for any that the system gives out.
 
     Raises:
-        CommError: The address cannot be listened at; the message names the reason and the fix.
+        CommError: The variable is no range of ports.
+
+    Example:
+        >>> port_range() is None
+        True
     """
+    text = os.environ.get(PORT_RANGE)
+    if not text:
+        return None
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16):
+        raise CommError(f"{PORT_RANGE} is {text!r}, which is no range of ports, such as 20000-20099")
+    return range(int(first), int(last) + 1)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket at exactly this address; for port 0, at any port that ranks may listen at.
+
+    Raises:
+        CommError: The address cannot be listened at, or as of `port_range`; the message names the reason and the fix.
+    """
+    ports = port_range() if port == 0 else None
+    if ports is None:
+        return _listen(host, port)
+    # Ranks of one host begin at different places.
+    start = os.getpid() % len(ports)
+    for candidate in (*ports[start:], *ports[:start]):
+        try:
+            return _listen(host, candidate)
+        except CommError as error:
+            if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
+                raise
+    raise CommError(f"cannot listen at {host}: all ports of {PORT_RANGE}={os.environ[PORT_RANGE]} are taken")
+
+
+def _listen(host: str, port: int) -> socket.socket:
     listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -141,7 +181,9 @@ def recv_exactly(peer: socket.socket, count: int) -> bytes:
 MAX_FRAME_BYTES = 64 << 20
 PROOF_BYTES = 32
 
-_WORD = b"unisono2"
+_NAME, _PROTOCOL = b"unisono", b"2"
+"""The protocol's number changes with the bytes of any connection between ranks."""
+_WORD = _NAME + _PROTOCOL
 _NONCE_BYTES = 32
 HELLO_BYTES = len(_WORD) + _NONCE_BYTES
 
@@ -224,6 +266,17 @@ class Hello:
         """Record the peer's hello. Return False if it belongs to another protocol."""
         self._theirs = hello[len(_WORD) :]
         return len(hello) == HELLO_BYTES and hello.startswith(_WORD)
+
+    @staticmethod
+    def versions(hello: bytes) -> str:
+        """Return the sentence for a hello of this package's with another protocol number; empty for others'."""
+        number = hello[len(_NAME) : len(_WORD)]
+        if not hello.startswith(_NAME) or number == _PROTOCOL or not number.isdigit():
+            return ""
+        return (
+            f"speaks protocol {number.decode()} of unisono, and this rank protocol {_PROTOCOL.decode()}; install the "
+            "same version of unisono for all ranks"
+        )
 
     def proof(self) -> bytes:
         """Return the bytes that prove to the peer that this side knows the secret."""

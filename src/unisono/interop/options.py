@@ -24,8 +24,8 @@ class GroupOptions:
     """Wishes for one group, given as `pg_options` to `init_process_group` or `new_group`; equal on all ranks.
 
     Attributes:
-        transport: What carries the group: "shm", "gloo", or "auto" for shared memory where all its ranks
-            are on one host, else gloo.
+        transport: What carries the group: "shm", "tcp", "gloo", or "auto" for shared memory where all its ranks
+            are on one host, else tcp, or gloo where a rank has no native core.
         check: As for `unisono.init`.
         chunk_bytes: As for `unisono.init`.
 

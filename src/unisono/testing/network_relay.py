@@ -71,8 +71,11 @@ class Relay:
             for _ in range(_BATCH):
                 packet = os.read(file, _LARGEST)
                 target = self._routes.get(packet[16:20] if packet[0] >> 4 == 4 else packet[24:40])
+                if target is None:
+                    # Such as the kernel's own announcements to a group: they come when they like, and draw nothing.
+                    continue
                 lost = self._loss and self._drawn.random() < self._loss
-                if target is not None and not lost and len(self._waiting) < _ROOM:
+                if not lost and len(self._waiting) < _ROOM:
                     self._waiting.append((due, source, target, packet))
 
     def _deliver(self) -> None:

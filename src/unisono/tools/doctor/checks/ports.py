@@ -1,4 +1,4 @@
-"""Check that the rendezvous port of the ranks is free."""
+"""Check that the rendezvous port of the ranks is free, and ports of the range that they listen in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from unisono.bootstrap.slurm import port_of, step
-from unisono.control.sockets import listen
+from unisono.control.sockets import PORT_RANGE, listen, port_range
 from unisono.errors import CommError
 from unisono.host.mpi_library import number
 from unisono.tools.doctor.checks.launcher import launched
@@ -22,7 +22,28 @@ _USUAL = 29500
 
 
 def check(_target: Target) -> Iterator[Finding]:
-    """Listen at the port for a moment."""
+    """Listen at the ports for a moment."""
+    yield from _rendezvous()
+    yield from _range()
+
+
+def _range() -> Iterator[Finding]:
+    text, mend = os.environ.get(PORT_RANGE), f"export {PORT_RANGE}=20000-20099   # ports that the firewall lets through"
+    try:
+        ports = port_range()
+    except CommError as error:
+        yield problem(error.message, mend)
+        return
+    if ports is None:
+        return
+    free = sum(_obstacle(ANYWHERE, port) is None for port in ports)
+    if free:
+        yield ok(f"{free} of the {len(ports)} ports of {PORT_RANGE} {text} are free")
+    else:
+        yield problem(f"no port of {PORT_RANGE} {text} is free, so no rank can listen", mend)
+
+
+def _rendezvous() -> Iterator[Finding]:
     port, why, mend = _meeting()
     host = os.environ.get("MASTER_ADDR", "")
     if not 0 < port < 65536:

@@ -64,7 +64,10 @@ def adopt(
         control = SocketControl((host, port), secret, timeout_s, host_rank=0)
         undo.callback(control.close)
         options = Options(kind, str(device), timeout_s, control.local_host, chunk_bytes)
-        transport = TorchTransport(Group.world(rank, size, name), backend, control, options, owned=False)
+        world = Group.world(rank, size, name)
+        # Only members of a group can meet.
+        control.join(world)
+        transport = TorchTransport(world, backend, control, options, owned=False)
         return transport, control, options, undo.pop_all().close
 
 

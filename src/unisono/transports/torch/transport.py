@@ -20,33 +20,30 @@ from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Capabilities, Mailbox, Options, Transport
-from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Send, Timeout, Work
-from unisono.core.work import Completion, WorkGroup, resolve_timeout
-from unisono.errors import ClosedError, CommError, CommTimeoutError
+from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
+from unisono.core.work import Completion, resolve_timeout
+from unisono.errors import ClosedError, CommError
+from unisono.transports.tcp.collectives import connected
 from unisono.transports.tcp.mailbox import TcpMailbox
-from unisono.transports.thread import MessageQueue, ThreadTransport
+from unisono.transports.tcp.messages import TcpMessages
 from unisono.transports.torch.collectives import NATIVE, carries, start
 from unisono.transports.torch.errors import translated
 from unisono.transports.torch.gloo_sockets import Sockets
-from unisono.transports.torch.point_to_point import Envelopes
 from unisono.transports.torch.process_groups import backend_of
 
 __all__ = ["TRANSPORT", "TorchTransport"]
 
 _SLICE_S = 0.1
-_ONE_READ_BYTES = 1 << 16
-"""Longest message that mostly arrives in one read of its connection."""
 
 _threads = DaemonThreadPool("unisono torch")
-_FIRST_TAG = 1 << 28
-"""Above the tags that the owner of a wrapped group is likely to use."""
 
 
 class TorchTransport(Transport):
     """A torch process group, driven directly: no default group, no names registered with torch.
 
-    With gloo, users' messages travel in an envelope with their length and dtype, because a gloo
-    receive that does not fit ends the process. Collectives need none: they are compared before.
+    Collectives are torch's own. With gloo, messages, and algorithms that consist of them, travel over connections of
+    this package: a wait of gloo can neither be ended nor polled, and a receive that does not fit ends the process.
+    With nccl they are nccl's.
     """
 
     native = NATIVE
@@ -55,28 +52,34 @@ class TorchTransport(Transport):
     second_per_byte = 1e-9
 
     def __init__(
-        self, group: Group, backend: Any, control: ControlPlane, options: Options, *, owned: bool = True
+        self,
+        group: Group,
+        backend: Any,
+        control: ControlPlane,
+        options: Options,
+        *,
+        sockets: Sockets | None = None,
+        owned: bool = True,
     ) -> None:
         self.group, self._backend, self._control, self._options = group, backend, control, options
         self._owned = owned
-        self._upward: Any = None
-        self._sockets = Sockets()
+        self._sockets = sockets or Sockets()
         self._flying: list[Any] = []
         self._lock = threading.Lock()
-        self._stores: list[ControlStore] = []
         declared = self.declared(options.backend)
         self.devices, self.host_staged, self.native = declared.devices, declared.host_staged, declared.native
         self._cuda = "cpu" not in self.devices
         self.tags = self.any_source = not self._cuda
         self._broken: BaseException | None = None
-        self._envelopes = Envelopes(group, self._start, options.timeout_s)
-        # Gloo has no connection from a rank to itself.
-        self._to_oneself = ThreadTransport(group, MessageQueue(), options.timeout_s)
+        self._store: ControlStore | None = None
+        self._messages: TcpMessages | None = None
+        if not self._cuda:
+            self._messages = TcpMessages(group.rank, connected(group, control, options, "messages"))
         invalidate_after_fork(self)
 
     def invalidate_after_fork(self) -> None:
-        """Keep torch's backends for good in a forked child: their destructors wait for the parent's threads."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._backend, self._upward)))
+        """Keep torch's backend for good in a forked child: its destructor waits for the parent's threads."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
 
     @classmethod
     def declared(cls, backend: str) -> Capabilities:
@@ -87,14 +90,9 @@ class TorchTransport(Transport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TorchTransport:
+        # The communicator reports failures; only members of the group can meet.
+        control.join(group)
         made = cls._made(group, control, options, lazy=False)
-        if options.backend == "gloo":
-            # Gloo writes a message in the caller's thread, under a lock of the connection, if its receive is known
-            # already. Meanwhile its own thread cannot read from that connection, and spins, with few cores for a
-            # whole tick of the scheduler. So incoming and outgoing data use different connections.
-            store = ControlStore(control, f"torch/{group.name}/upward", group=group)
-            made._upward = _backend(group, control, store, options, made._sockets, lazy=False)
-            made._stores.append(store)
         made._sockets.look()
         return made
 
@@ -102,17 +100,18 @@ class TorchTransport(Transport):
     def _made(cls, group: Group, control: ControlPlane, options: Options, *, lazy: bool) -> TorchTransport:
         store = ControlStore(control, f"torch/{group.name}", group=group)
         sockets = Sockets()
-        made = cls(group, _backend(group, control, store, options, sockets, lazy=lazy), control, options)
-        made._sockets = sockets
+        made = cls(
+            group, _backend(group, control, store, options, sockets, lazy=lazy), control, options, sockets=sockets
+        )
         # C++ holds only its part of a store, which fails without the Python part.
-        made._stores.append(store)
+        made._store = store
         return made
 
     def split(self, group: Group) -> TorchTransport:
         return self._made(group, self._control, self._options, lazy=True)
 
     def mailbox(self, group: Group) -> Mailbox:
-        # Gloo's waits cannot be polled, so messages that no caller waits for get separate connections.
+        # What no caller waits for must not be mixed with what one does.
         return TcpMailbox(group, self._control, self._options.address, self._options.timeout_s)
 
     def reconfigure(self, group: Group) -> TorchTransport:
@@ -120,45 +119,22 @@ class TorchTransport(Transport):
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
+        if self._messages is not None:
+            return self._messages.post(batch, self._options.timeout_s)
         if self._broken is not None:
             return Completion.ended(self._broken)
-        own = [message for message in batch if message.peer == self.rank]
-        if own:
-            others = [message for message in batch if message.peer != self.rank]
-            works = [self._to_oneself.post(own), *([self.post(others)] if others else [])]
-            return WorkGroup(works, self._options.timeout_s, _SLICE_S)
-        if self._cuda:
-            return self._post_grouped(batch)
-        if batch and batch[0].tag != COLLECTIVE_TAG:
-            return self._envelopes.post(batch)
-        ordered = batch if self._upward is not None else sorted(batch, key=_send_first)
-        moving = [(m, self._start(m, _FIRST_TAG, self._direction(m))) for m in ordered if m.tensor.numel()]
-        return _GlooWork(moving, self._options.timeout_s, lambda: self._broken)
-
-    def iprobe(self, peer: int, tag: int) -> bool:
-        return self._to_oneself.iprobe(peer, tag) if peer == self.rank else self._envelopes.iprobe(peer, tag)
-
-    def _direction(self, message: Message) -> Any:
-        """Return the set of connections for a schedule's messages in this direction, if there are two sets."""
-        upward = (message.peer > self.group.rank) == isinstance(message, Send)
-        return self._backend if self._upward is None or not upward else self._upward
-
-    def _start(self, message: Message, wire_tag: int, backend: Any = None) -> Any:
-        """Start torch's own work of one message."""
-        backend = backend or self._backend
-        try:
-            if isinstance(message, Recv):
-                return backend.recv([message.tensor], message.peer, wire_tag)
-            return backend.send([message.tensor], message.peer, wire_tag)
-        except RuntimeError as error:
-            raise translated(error, [message]) from error
-
-    def _post_grouped(self, batch: Sequence[Message]) -> Work:
-        """Post a batch as NCCL does: in one launch on the device's stream."""
+        # In one launch on the device's stream.
         self._backend._start_coalescing()
         for message in batch:
-            self._start(message, 0)
-        return _GlooWork([(batch[0], self._backend._end_coalescing())] if batch else [], self._options.timeout_s)
+            move = self._backend.recv if isinstance(message, Recv) else self._backend.send
+            try:
+                move([message.tensor], message.peer, 0)
+            except RuntimeError as error:
+                raise translated(error, [message]) from error
+        return _TorchWork(self._backend._end_coalescing() if batch else None, self._options.timeout_s, batch)
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        return super().iprobe(peer, tag) if self._messages is None else self._messages.holds(peer, tag)
 
     # -- native collectives --------------------------------------------------------------------
     def supports(self, call: Call) -> bool:
@@ -167,29 +143,29 @@ class TorchTransport(Transport):
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         if call.steps is not None:
             return super().run(call, over)
-        return self._in_flight(partial(start, self._backend, call)) or _GlooWork([], self._options.timeout_s)
-
-    def _in_flight(self, begin: Callable[[], Any]) -> Work | None:
-        """Begin work and record it as in flight. Return None if there is none to wait for."""
         # An abort, called from another thread, has to see the work in flight.
         with self._lock:
             if self._broken is not None:
                 raise self._broken
             try:
-                work = begin()
+                work = start(self._backend, call)
             except RuntimeError as error:
                 raise translated(error, []) from error
-            if work is None:
-                return None
             # A rank lost before it was connected never answers, and only the wait of this work can be ended.
-            waited = _GlooWork([(None, work)], self._options.timeout_s, lambda: self._broken)
+            waited = _TorchWork(work, self._options.timeout_s, broken=lambda: self._broken)
             if self._owned:
-                self._flying = [known for known in self._flying if known.unfinished()] + [waited]
+                self._flying = [known for known in self._flying if not known.is_finished()] + [waited]
         return waited
 
     # -- end -----------------------------------------------------------------------------------
+    def leave(self) -> None:
+        if self._messages is not None:
+            self._messages.leave()
+
     def close(self) -> None:
         self._end(ClosedError("the communicator is closed"), lambda: False)
+        if self._messages is not None:
+            self._messages.close()
 
     def abort(self, cause: BaseException) -> None:
         # Ends gloo's own waits, here and at the peers.
@@ -197,24 +173,17 @@ class TorchTransport(Transport):
 
     def _end(self, cause: BaseException, shut: Callable[[], bool]) -> None:
         """Detach the backend. Keep it while it waits: releasing a waiting gloo group blocks until its wait ends."""
-        self._envelopes.close(cause)
-        self._to_oneself.abort(cause)
+        if self._messages is not None and self._broken is None:
+            self._messages.abort(cause)
         with self._lock:
             self._broken = self._broken or cause
-            works = [work for known in self._flying for work in known.unfinished()]
+            works = [known.work for known in self._flying if not known.is_finished()]
             if shut() or works:
-                _threads.run(partial(self._sockets.abandon, (self._backend, self._upward), works))
+                _threads.run(partial(self._sockets.abandon, self._backend, works))
             # Works keep their own references.
             self._flying = []
-            if self._upward is not None:
-                self._upward = _DetachedGroup(cause)
             if self._owned:
                 self._backend = _DetachedGroup(cause)
-
-
-def _send_first(message: Message) -> bool:
-    """Return the sort key that posts sends before receives: on one connection, data should meet no writing caller."""
-    return isinstance(message, Recv)
 
 
 class _DetachedGroup:
@@ -227,89 +196,52 @@ class _DetachedGroup:
         raise self._cause
 
 
-class _GlooWork(Work):
-    """Torch's works of one batch. Gloo messages support waiting only."""
+class _TorchWork(Work):
+    """Torch's work of a collective, or of a batch of messages on a device; None if nothing moves."""
 
     def __init__(
         self,
-        works: Sequence[tuple[Message | None, Any]],
+        work: Any,
         timeout_s: float,
+        messages: Sequence[Message] = (),
         broken: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
-        self._works, self._timeout_s, self._broken = works, timeout_s, broken
+        self.work, self._timeout_s, self._messages, self._broken = work, timeout_s, messages, broken
         self._error: BaseException | None = None
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        self._wait(timeout, self._works)
-        self._works = []
-
-    def wait_received(self, timeout: Timeout | None = None) -> None:
-        self._wait(timeout, [item for item in self._works if isinstance(item[0], Recv)])
-        self._works = [item for item in self._works if not isinstance(item[0], Recv)]
-
-    def _wait(self, timeout: Timeout | None, works: Sequence[tuple[Message | None, Any]]) -> None:
         if self._error is not None:
             raise self._error
-        if any(message is not None and message.tensor.nbytes > _ONE_READ_BYTES for message, _ in works):
-            self._wait_beside(timeout, works)
-        else:
-            self._wait_here(timeout, works)
-
-    def _wait_beside(self, timeout: Timeout | None, works: Sequence[tuple[Message | None, Any]]) -> None:
-        """Wait in another thread. Gloo does not end the wait for a message whose connection broke halfway."""
-        done = Completion(0.0)
-
-        def wait() -> None:
-            try:
-                self._wait_here(timeout, works)
-            except BaseException as error:
-                done.complete(error)
-            else:
-                done.complete()
-
-        _threads.run(wait)
-        while not done.is_completed():
-            try:
-                done.wait(_SLICE_S)
-            except CommTimeoutError:
-                self._error = self._error or self._broken()
-                if self._error is not None:
-                    raise self._error from None
-        done.wait()
-
-    def _wait_here(self, timeout: Timeout | None, works: Sequence[tuple[Message | None, Any]]) -> None:
         started = time.monotonic()
-        deadline = started + resolve_timeout(timeout, self._timeout_s)
-        for message, work in works:
-            try:
-                _wait_for(work, deadline, None if message is not None else self._broken)
-            except CommError as error:
-                self._error = error
-                raise
-            except RuntimeError as error:
-                waited = time.monotonic() - started
-                self._error = translated(error, [message] if message is not None else [], waited)
-                raise self._error from error
+        try:
+            if self.work is not None:
+                _wait_for(self.work, started + resolve_timeout(timeout, self._timeout_s), self._broken)
+        except CommError as error:
+            self._error = error
+            raise
+        except RuntimeError as error:
+            self._error = translated(error, self._messages, time.monotonic() - started)
+            raise self._error from error
 
-    def unfinished(self) -> list[Any]:
-        """Return torch's works that may be running: torch never reports a reduce_scatter of gloo as completed."""
-        return [work for _, work in self._works if not work.is_completed()]
+    def is_finished(self) -> bool:
+        """Return whether torch's work has ended: it never reports a reduce_scatter of gloo as completed."""
+        return self.work is None or bool(self.work.is_completed())
 
     def is_completed(self) -> bool:
-        return self._error is not None or all(work.is_completed() for _, work in self._works)
+        return self._error is not None or self.is_finished()
 
     def exception(self) -> BaseException | None:
         return self._error
 
     def get_future(self) -> torch.futures.Future[None]:
-        raise NotImplementedError("messages inside a collective have no future; call wait()")
+        raise NotImplementedError("torch's own work inside a collective has no future; call wait()")
 
 
-def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | None] | None) -> None:
-    """Wait for torch's work. A message wait that ends early breaks its connection; a collective's can be repeated."""
+def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | None]) -> None:
+    """Wait for torch's work, in slices, after each of which the wait can be ended."""
     while True:
         left = deadline - time.monotonic()
-        last = broken is None or left <= _SLICE_S or work.is_completed()
+        last = left <= _SLICE_S or work.is_completed()
         try:
             # A timeout of zero would mean no timeout.
             work.wait(timedelta(seconds=max(left if last else _SLICE_S, 0.001)))
@@ -319,7 +251,7 @@ def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | N
         except RuntimeError:
             if last:
                 raise
-            cause = broken() if broken is not None else None
+            cause = broken()
             if cause is not None:
                 raise cause from None
         else:

@@ -22,7 +22,7 @@ HEAD = """\
 ![Own time over gloo's, by the size of the message](pictures/benchmarks.svg)
 
 The picture shows medians, with quartiles as thin vertical lines, for ordinary memory and warm caches.
-The first two tables have the figures of some sizes.
+The first tables have the figures of some sizes.
 """
 METHOD = (
     "What `make bench` measured{where}. Candidates take turns in one run, and a ratio is the median of neighbouring"
@@ -46,8 +46,9 @@ QUESTIONS = (
     Question(
         "Network: tcp and gloo",
         "network",
-        "Time of an all_reduce on backend tcp and on torch's gloo, both over the loopback device of one host. Bounds"
-        " are on gloo/own, and cover other collectives and cold caches too.",
+        "Time of an all_reduce on backend tcp, on torch's gloo, and on Open MPI over TCP where it is installed, all"
+        " over the loopback device of one host. Bounds are on gloo/own and mpi/own, and cover other collectives,"
+        " messages and cold caches too.",
         _tables.sweep,
     ),
     Question(

@@ -68,6 +68,7 @@ class Timed:
     caches: str
     nbytes: int
     own_us: str
+    peer: str
     peer_us: str
     ratio: Spread
 
@@ -102,7 +103,7 @@ def timed(output: str) -> Iterator[Timed]:
             # With two decimals, 0.00 stands for less than 0.005.
             own_over_peer = Spread(*(1 / max(float(each), 0.005) for each in (high, cells[at + 1], low)))
             kind = title[1], int(title[2]), title[4], title[5]
-            yield Timed(*kind, int(cells[0]), cells[columns.index("time")], cells[at], own_over_peer)
+            yield Timed(*kind, int(cells[0]), cells[columns.index("time")], columns[at], cells[at], own_over_peer)
 
 
 def bounds(output: str) -> list[Bound]:

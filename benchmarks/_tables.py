@@ -13,6 +13,7 @@ from unisono.tools.bench import Spread, markdown, shown_size
 
 SHOWN = (8, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 100 << 20)
 MISSED = "**MISSED**"
+SWEPT = {"gloo": "gloo", "mpi": "Open MPI"}
 STEP = re.compile(
     r"(\w+) +(\d+) ranks, \S+: step alone +([\d.]+) ms, ddp +([\d.]+), ours +([\d.]+); ours/ddp ([\d.]+);"
     r" exposed ([\d.]+) \(([\d.]+) to ([\d.]+); ([\d.]+) wanted;.*\); processor ([\d.]+) \(([\d.]+) wanted\)"
@@ -39,20 +40,29 @@ def verdicts(found: list[Bound]) -> str:
 
 
 def sweep(output: str) -> str:
-    """Return times and ratios of all_reduce by size, on 2 and 4 ranks, and the bounds of the whole run."""
+    """Return a table of all_reduce for each peer, and the bounds of the whole run."""
+    tables = [table for peer in SWEPT if (table := by_size(output, peer))]
+    return "\n\n".join(filter(None, (*tables, verdicts(bounds(output))))) if tables else ""
+
+
+def by_size(output: str, peer: str) -> str:
+    """Return times and ratios of all_reduce by size, on 2 and 4 ranks."""
     by_ranks: dict[int, dict[int, Timed]] = {2: {}, 4: {}}
+    kind = "all_reduce", peer, "ordinary", "warm"
     for each in timed(output):
-        if (each.collective, each.memory, each.caches) == ("all_reduce", "ordinary", "warm") and each.ranks in by_ranks:
+        if (each.collective, each.peer, each.memory, each.caches) == kind and each.ranks in by_ranks:
             by_ranks[each.ranks][each.nbytes] = each
-    sizes = [nbytes for nbytes in SHOWN if any(nbytes in column for column in by_ranks.values())]
-    if not sizes:
-        return ""
-    header = ["message", *(f"{n} ranks: {what}" for n in by_ranks for what in ("own, us", "gloo, us", "own/gloo"))]
+    shown = [nbytes for nbytes in SHOWN if any(nbytes in column for column in by_ranks.values())]
+    name = SWEPT[peer]
+    header = [
+        "message",
+        *(f"{n} ranks: {what}" for n in by_ranks for what in ("own, us", f"{name}, us", f"own/{name}")),
+    ]
     rows = [
         [shown_size(nbytes), *(cell for each in by_ranks.values() for cell in cells(each.get(nbytes)))]
-        for nbytes in sizes
+        for nbytes in shown
     ]
-    return "\n\n".join(filter(None, (markdown(header, rows), verdicts(bounds(output)))))
+    return markdown(header, rows) if rows else ""
 
 
 def cells(found: Timed | None) -> tuple[str, str, str]:

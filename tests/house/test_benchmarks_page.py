@@ -30,14 +30,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def network(ranks: int, gloo_over_own: float) -> str:
+def network(ranks: int, peer_over_own: float, peer: str = "gloo") -> str:
     """The output of network.py for one size."""
-    ratio = Spread(gloo_over_own / 2, gloo_over_own, gloo_over_own * 2)
-    against = {"gloo": Against(100.0, ratio, 0)}
+    ratio = Spread(peer_over_own / 2, peer_over_own, peer_over_own * 2)
+    against = {peer: Against(100.0, ratio, 0)}
     time = Spread(40.0, 50.0, 60.0)
     result = Result("all_reduce", ranks, 1024, 256, "float32", "sum", "native", time, 0, 9, against)
-    settings = Settings(backend="tcp", ranks=ranks, sizes=(1024,), against=("gloo",))
-    return f"{heading(settings)}\n{line(result)}\n{Finding(f'{ranks} ranks, 1 KiB, gloo/own', ratio, 2.5)}\n"
+    settings = Settings(backend="tcp", ranks=ranks, sizes=(1024,), against=(peer,))
+    return f"{heading(settings)}\n{line(result)}\n{Finding(f'{ranks} ranks, 1 KiB, {peer}/own', ratio, 2.5)}\n"
 
 
 def test_page_is_made_of_the_raw_outputs() -> None:
@@ -67,6 +67,18 @@ def test_table_and_picture_of_the_network(folder: Path) -> None:
     assert "| 4 ranks, 1 KiB, gloo/own | 2.00 (1.00 to 4.00) | at least 2.5 | **MISSED** |" in shown
     assert "from 2026-01-02 to 2026-01-02 on 2 cores." in shown
     assert "tcp, 2 ranks: no results" not in chart.chart()
+
+
+def test_open_mpi_has_a_table_of_its_own(folder: Path) -> None:
+    raw.Raw("python benchmarks/network.py", "2026-01-02, 2 cores", network(2, 5.0)).write("network")
+    before = chart.chart()
+    output = f"{network(2, 5.0)}# Open MPI v5\n{network(2, 2.0, 'mpi')}"
+    raw.Raw("python benchmarks/network.py", "2026-01-02, 2 cores", output).write("network")
+    gloo, mpi, _ = tables.sweep(output).split("\n\n", 2)
+    assert "| 1 KiB | 50.00 | 100.0 | 0.20 (0.10 to 0.40) |" in gloo
+    assert "2 ranks: own/Open MPI" in mpi
+    assert "| 1 KiB | 50.00 | 100.0 | 0.50 (0.25 to 1.00) |" in mpi
+    assert chart.chart() == before
 
 
 def test_missed_bounds_of_other_formats() -> None:

@@ -28,6 +28,7 @@ class Gloo(Peer):
 
     Attributes:
         device: Where gloo listens, as its `create_device` takes it.
+        group: The ProcessGroupGloo, for operations that are not collectives.
     """
 
     device: ClassVar[dict[str, str]] = {"hostname": "127.0.0.1"}
@@ -47,15 +48,15 @@ class Gloo(Peer):
         options._threads = 2
         # Keep the store alive: the group uses it until it is destroyed.
         self._store = dist.FileStore(str(folder / "gloo"), comm.size)
-        self._group: Any = dist.ProcessGroupGloo(self._store, comm.rank, comm.size, options)
+        self.group: Any = dist.ProcessGroupGloo(self._store, comm.rank, comm.size, options)
         self._rank = comm.rank
 
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
-        start = _START[workload.collective](self._group, workload, slot, self._rank)
+        start = _START[workload.collective](self.group, workload, slot, self._rank)
         return lambda: start().wait()
 
     def close(self) -> None:
-        self._group.shutdown()
+        self.group.shutdown()
 
 
 def _reduce_op(workload: Workload) -> Any:

@@ -17,6 +17,7 @@
 #include "shm/p2p_ring.hpp"
 #include "shm/shared_words.hpp"
 #include "steps/executor.hpp"
+#include "tcp/messages.hpp"
 #include "tcp/sockets.hpp"
 
 namespace nb = nanobind;
@@ -410,11 +411,13 @@ class Core : public Calls {
 // Collectives over the sockets of one rank: an algorithm's steps in one call.
 class TcpCore : public Calls {
   public:
-    // `choose` returns the program for a collective, an operation, a dtype, a root or -1, and a number of bytes.
-    TcpCore(int rank, const std::vector<int>& sockets, bool oversubscribed,
+    // The sockets of collectives, and those of messages. `choose` returns the program for a collective, an operation, a
+    // dtype, a root or -1, and a number of bytes.
+    TcpCore(int rank, const std::vector<int>& sockets, const std::vector<int>& messages, bool oversubscribed,
             const std::vector<std::pair<std::string, int64_t>>& dtypes, nb::callable choose)
         : Calls(rank, static_cast<int>(sockets.size()), dtypes),
           executor_(rank, static_cast<int>(sockets.size()), oversubscribed, sockets),
+          messages_(messages, oversubscribed),
           choose_(std::move(choose)) {}
 
     // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
@@ -432,7 +435,24 @@ class TcpCore : public Calls {
         });
     }
 
-    void abort() { executor_.abort(); }
+    // A message of this many elements, to or from another rank.
+    int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+        const int64_t nbytes = count * width_of(dtype);
+        return run_message(peer, nbytes, [&](WaitCallbacks& callbacks) {
+            return messages_.send(peer, {tag, count, dtype}, pointer(address), nbytes, deadline, callbacks);
+        });
+    }
+    int receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+        const int64_t nbytes = count * width_of(dtype);
+        return run_message(peer, nbytes, [&](WaitCallbacks& callbacks) {
+            return messages_.receive(peer, {tag, count, dtype}, pointer(address), nbytes, deadline, callbacks);
+        });
+    }
+
+    void abort() {
+        executor_.abort();
+        messages_.abort();
+    }
     uint32_t number() const { return executor_.number(); }
     int missing() const { return executor_.missing(); }
     double waited_s() const { return executor_.waited_s(); }
@@ -455,7 +475,15 @@ class TcpCore : public Calls {
 
     Status carry_out(CollectiveCall& call) override { return executor_.run(steps_of(call)); }
 
+    template <class Function>
+    int run_message(int peer, int64_t nbytes, const Function& function) {
+        const int status = run_interruptible(nbytes, function);
+        if (status != static_cast<int>(Status::ok)) executor_.record_failure(peer, messages_.waited_s());
+        return status;
+    }
+
     Executor<Sockets> executor_;
+    SocketMessages messages_;
     nb::callable choose_;
     std::map<Key, nb::object> programs_;
 };
@@ -515,8 +543,10 @@ NB_MODULE(_native, module) {
         .def_prop_ro("missing", &Core::missing)
         .def_prop_ro("waited_s", &Core::waited_s);
     add_calls(nb::class_<TcpCore>(module, "TcpCore"))
-        .def(nb::init<int, const std::vector<int>&, bool, const std::vector<std::pair<std::string, int64_t>>&,
-                      nb::callable>())
+        .def(nb::init<int, const std::vector<int>&, const std::vector<int>&, bool,
+                      const std::vector<std::pair<std::string, int64_t>>&, nb::callable>())
+        .def("send", &TcpCore::send)
+        .def("receive", &TcpCore::receive)
         .def("compare", &TcpCore::compare)
         .def("abort", &TcpCore::abort)
         .def_prop_ro("number", &TcpCore::number)

@@ -26,6 +26,7 @@ class TestThreadsOnUnevenHosts(TransportConformance):
 THREE_HOSTS = World("shm+tcp", hosts=((0, 2), (1,), (3,)))
 SAMPLE = (
     "abort_ends_every_wait",
+    "barrier_waits_for_all_ranks",
     "failed_rank_is_reported_to_the_others",
     "future_completes_without_polling",
     "all_gather_equals_reference",

@@ -8,6 +8,7 @@
 
 #include "ring_mesh.hpp"
 #include "steps_cases.hpp"
+#include "tcp/messages.hpp"
 
 namespace {
 
@@ -419,7 +420,60 @@ void streams() {
     expect(run_stream(60, 1000) == Status::aborted && stream.sent < 20'000, "an aborted stream", stream.sent);
 }
 
+// -- messages ------------------------------------------------------------------------------------
+void messages(uint64_t seed) {
+    const SocketMesh mesh(2);
+    SocketMessages near(mesh.sockets[0], true), far(mesh.sockets[1], true);
+    WaitCallbacks callbacks;
+    const double deadline = monotonic_s() + 60;
+    Random lengths(seed);
+    std::vector<Bytes> sent;
+    for (int n = 0; n < 60; n++) sent.emplace_back(lengths() % (n % 4 ? 300 : 300'000), static_cast<char>(n));
+    std::thread sender([&] {
+        for (size_t n = 0; n < sent.size(); n++) {
+            const auto nbytes = static_cast<int64_t>(sent[n].size());
+            const Header header{static_cast<int64_t>(n), nbytes, 1};
+            expect(near.send(1, header, sent[n].data(), nbytes, deadline, callbacks) == Status::ok, "a send", nbytes);
+        }
+    });
+    for (size_t n = 0; n < sent.size(); n++) {
+        Bytes got(sent[n].size());
+        const auto nbytes = static_cast<int64_t>(got.size());
+        const Header header{static_cast<int64_t>(n), nbytes, 1}, other{static_cast<int64_t>(n), nbytes + 1, 1};
+        Bytes untouched(got.size() + 1, 'u');
+        const Status refused = far.receive(0, other, untouched.data(), nbytes + 1, deadline, callbacks);
+        expect(refused == Status::unsupported && untouched == Bytes(got.size() + 1, 'u'), "another message", nbytes);
+        const Status status = far.receive(0, header, got.data(), nbytes, deadline, callbacks);
+        expect(status == Status::ok && got == sent[n], "a message", nbytes);
+    }
+    sender.join();
+}
+
+void messages_that_fail() {
+    const SocketMesh mesh(2);
+    SocketMessages near(mesh.sockets[0], true), far(mesh.sockets[1], true);
+    WaitCallbacks callbacks;
+    Bytes bytes(10);
+    const Header header{1, 10, 1};
+    const auto receive = [&](SocketMessages& end, int peer, double seconds) {
+        return end.receive(peer, header, bytes.data(), 10, monotonic_s() + seconds, callbacks);
+    };
+    expect(receive(far, 0, 0.05) == Status::timeout && far.waited_s() >= 0.05, "a late message", 0);
+    const ssize_t part = ::send(mesh.sockets[0][1], &header, 10, MSG_NOSIGNAL);
+    expect(part == 10 && receive(far, 0, 0.05) == Status::unsupported, "a part of a header", 0);
+    std::thread other([&] {
+        usleep(20'000);
+        near.abort();
+    });
+    const double started = monotonic_s();
+    expect(receive(near, 1, 60) == Status::aborted && monotonic_s() - started < 30, "an abort", 0);
+    other.join();
+    mesh.leave(0);
+    expect(far.send(0, header, bytes.data(), 10, monotonic_s() + 5, callbacks) == Status::peer_lost, "a lost peer", 0);
+}
+
 void all_failures() {
+    messages_that_fail();
     for (const int64_t count : {0, 10, 17'000}) {
         for (const Kind kind : {Kind::ring_all_reduce, Kind::chain_broadcast, Kind::gather, Kind::all_gather})
             for (const int size : {2, 4})
@@ -457,6 +511,7 @@ int main(int count, char** arguments) {
         random_calls(size, seed + 1000, 20, 300'000, 0);
         random_calls(size, seed + 2000, 40, 100'000, 4001);
         random_calls(size, seed + 3000, 40, 2'000, 7);
+        messages(seed);
         for (const bool agreed : {false, true})
             run_cases(RingMesh(size), random_cases(size, seed + 4000 + agreed, 200, 100'000), agreed);
     }

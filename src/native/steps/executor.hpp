@@ -112,6 +112,10 @@ class Executor {
     // The rank that the last failed call waited for, and the duration of that call.
     int missing() const { return missing_; }
     double waited_s() const { return waited_s_; }
+    void record_failure(int missing, double waited_s) {
+        missing_ = missing;
+        waited_s_ = waited_s;
+    }
 
   private:
     using Link = unisono::Link<typename Network::Stream>;

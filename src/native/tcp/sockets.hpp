@@ -42,6 +42,10 @@ class Sockets {
         size_t receive(char* to, size_t nbytes) {
             return moved([&] { return recv(fd_, to, nbytes, MSG_DONTWAIT); }, true);
         }
+        // The same, but the bytes stay.
+        size_t peek(char* to, size_t nbytes) {
+            return moved([&] { return recv(fd_, to, nbytes, MSG_DONTWAIT | MSG_PEEK); }, true);
+        }
 
       private:
         template <class Function>

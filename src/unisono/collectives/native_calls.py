@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import xxhash
@@ -17,10 +18,20 @@ from unisono.core.collective import COLLECTIVES, FAMILIES, Collective
 from unisono.core.failure import connection_error, left_error
 from unisono.core.tensors import as_flat, copy_back
 from unisono.core.transport import Status
-from unisono.core.types import ReduceOp
+from unisono.core.types import MAX_TAG, ReduceOp
 from unisono.core.work import missing_ranks_error
 
-__all__ = ["DTYPES", "DTYPE_CODES", "OP_CODES", "NativeCalls", "Programs", "codes_of", "known_dtypes", "memory_of"]
+__all__ = [
+    "DTYPES",
+    "DTYPE_CODES",
+    "OP_CODES",
+    "MessageEnds",
+    "NativeCalls",
+    "Programs",
+    "codes_of",
+    "known_dtypes",
+    "memory_of",
+]
 
 OP_CODES: dict[str, int] = {op.value: code for code, op in enumerate(ReduceOp, 1)}
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -84,6 +95,24 @@ class Programs:
         return self._made[schedule, label]
 
 
+class MessageEnds(Protocol):
+    """What moves the messages that the core does not.
+
+    Attributes:
+        lock: Held while bytes are moved.
+        idle: Whether no message is in flight here, so that the core may move the next message by itself.
+        held: Whether it is doing so.
+    """
+
+    lock: threading.RLock
+    idle: bool
+    held: bool
+
+    def has_read(self, peer: int, tag: int) -> bool:
+        """Return whether the next message with this tag may have been read already, at least in part."""
+        ...
+
+
 class NativeCalls(ABC):
     """Native collectives of one group. Calls that the core does not support are refused, and take the general path.
 
@@ -91,10 +120,13 @@ class NativeCalls(ABC):
         core: The native core.
         rank, size: This rank, and the number of ranks.
         programs: The steps of algorithms.
+        messages: What else moves messages where the core does; None if it moves none.
     """
 
-    def __init__(self, core: Any, rank: int, size: int, programs: Programs) -> None:
-        self.core, self._rank, self._size, self._programs = core, rank, size, programs
+    def __init__(
+        self, core: Any, rank: int, size: int, programs: Programs, messages: MessageEnds | None = None
+    ) -> None:
+        self.core, self._rank, self._size, self._programs, self._messages = core, rank, size, programs, messages
 
     # -- calls as the caller made them ---------------------------------------------------------------
     def try_collective(
@@ -194,10 +226,43 @@ class NativeCalls(ABC):
                     copy_back(tensor, result)
         return self._ended(status)
 
+    # -- blocking messages ---------------------------------------------------------------------------
+    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
+        """As of `FastPath`: only while no other messages are in flight."""
+        return (
+            self._messages is not None
+            and self._messages.idle
+            and type(peer) is int
+            and 0 <= peer < self._size
+            and peer != self._rank
+            and type(tag) is int
+            and 0 <= tag <= MAX_TAG
+            and isinstance(tensor, torch.Tensor)
+        )
+
+    def try_message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
+        """As of `FastPath`. A receive is refused if another message comes first."""
+        messages, receives = self._messages, name == "recv"
+        flat = as_flat(tensor, "tensor", written=receives)
+        if flat is None or messages is None or (receives and messages.has_read(peer, tag)):
+            return Status.UNSUPPORTED
+        move = self.core.receive if receives else self.core.send
+        with messages.lock:
+            messages.held = True
+            try:
+                status = move(peer, tag, DTYPE_CODES[flat.dtype], flat.data_ptr(), flat.numel(), deadline)
+            finally:
+                messages.held = False
+        if receives and flat is not tensor and status == Status.OK:
+            copy_back(tensor, flat)
+        return self._ended(status)
+
     # -- calls of the general path -------------------------------------------------------------------
-    def has_kernel(self, call: Call) -> bool:
-        """Return whether there is a kernel for a reduction, or nothing to reduce."""
-        return not call.inputs or bool(self.core.has_kernel(*codes_of(call)))
+    def carries(self, call: Call) -> bool:
+        """Return whether `carry` serves a call: with any algorithm, but no reduction without a kernel."""
+        if not (call.steps is None or isinstance(call.steps, Schedule)):
+            return False
+        return call.op is None or not call.inputs or bool(self.core.has_kernel(*codes_of(call)))
 
     def carry(self, call: Call, deadline: float) -> None:
         """Carry out a call as a transport receives it, with the caller's algorithm if there is one."""

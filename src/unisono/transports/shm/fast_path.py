@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
-
-from unisono.collectives.native_calls import DTYPE_CODES, NativeCalls, Programs, known_dtypes
+from unisono.collectives.native_calls import NativeCalls, Programs, known_dtypes
 from unisono.core.call import Fingerprint
-from unisono.core.tensors import as_flat, copy_back
-from unisono.core.transport import Status
-from unisono.core.types import MAX_TAG
 from unisono.transports.shm.barrier import SharedBarrier
 from unisono.transports.shm.p2p_ring import MessageRings
 
@@ -49,8 +44,8 @@ class ShmFastPath(NativeCalls):
     ) -> None:
         rank, size = barrier.rank, barrier.size
         core = module.Core(words, stages, rings, steps, stage_bytes, rank, size, oversubscribed, known_dtypes())
-        super().__init__(core, rank, size, Programs(module, rank, size, *cost))
         self.rings = MessageRings(barrier, queues, core)
+        super().__init__(core, rank, size, Programs(module, rank, size, *cost), self.rings)
         self._barrier, self._mismatch = barrier, mismatch
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
@@ -59,33 +54,3 @@ class ShmFastPath(NativeCalls):
 
     def _cause(self) -> BaseException | None:
         return self._barrier.broken
-
-    # -- messages ------------------------------------------------------------------------------------
-    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """As of `FastPath`: only while no other messages are in flight, which the rings move."""
-        return (
-            self.rings.idle
-            and type(peer) is int
-            and 0 <= peer < self._size
-            and peer != self._rank
-            and type(tag) is int
-            and 0 <= tag <= MAX_TAG
-            and isinstance(tensor, torch.Tensor)
-        )
-
-    def try_message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
-        """As of `FastPath`. A receive is refused if another message comes first."""
-        rings, receives = self.rings, name == "recv"
-        flat = as_flat(tensor, "tensor", written=receives)
-        if flat is None or (receives and tag in rings.early[peer]):
-            return Status.UNSUPPORTED
-        move = self.core.receive if receives else self.core.send
-        with rings.lock:
-            rings.held = True
-            try:
-                status = move(peer, tag, DTYPE_CODES[flat.dtype], flat.data_ptr(), flat.numel(), deadline)
-            finally:
-                rings.held = False
-        if receives and flat is not tensor and status == Status.OK:
-            copy_back(tensor, flat)
-        return self._ended(status)

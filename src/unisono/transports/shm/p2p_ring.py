@@ -404,10 +404,7 @@ class MessageRings:
         core: The native core, or None.
 
     Attributes:
-        early: For each peer, by tag, the messages read from its ring that wait for a receive.
-        lock: Held while bytes are moved.
-        idle: Whether no message is in flight here, so that the native core may move the next message by itself.
-        held: Whether it is doing so.
+        lock, idle, held: As of `MessageEnds`.
     """
 
     @staticmethod
@@ -424,7 +421,7 @@ class MessageRings:
         self._in = [Incoming(ring, peer, barrier.rank) for peer, ring in enumerate(incoming)]
         self._sending: dict[int, _RingEnd] = {}
         self._receiving: dict[int, _RingEnd] = {}
-        self.early = [end.early for end in self._in]
+        self._early = [end.early for end in self._in]
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
         """Start messages, and move them as far as possible. A thread that waits for the work moves the rest."""
@@ -445,6 +442,10 @@ class MessageRings:
                     self._in[peer].post(message, work)
             self.move()
         return work
+
+    def has_read(self, peer: int, tag: int) -> bool:
+        """As of `MessageEnds`."""
+        return tag in self._early[peer]
 
     def pending(self) -> list[CountdownWork]:
         """The works that are not done."""

@@ -141,20 +141,17 @@ class ShmTransport(Transport):
 
     # -- collectives ---------------------------------------------------------------------------
     def supports(self, call: Call) -> bool:
-        return not call.lengths and self._carries(call)
-
-    def _carries(self, call: Call) -> bool:
-        """Return whether the core carries out a call with any algorithm: all but reductions without a kernel."""
-        return self._native is not None and (call.op is None or self._native.has_kernel(call))
+        return self._native is not None and not call.lengths and self._native.carries(call)
 
     def agree(self, call: Call, deadline: float) -> None:
         """Compare calls by messages, and backward calls, in a separate round. Native ones compare in their first."""
-        separate = call.fingerprint.adjoint_of is not None or not self._carries(call)
-        if self._native is not None and separate:
+        if self._native is None:
+            return
+        if call.fingerprint.adjoint_of is not None or not self._native.carries(call):
             self._native.compare(call.fingerprint, deadline)
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        if self._native is None or not self._carries(call):
+        if self._native is None or not self._native.carries(call):
             return super().run(call, over)
         return Deferred(partial(self._native.carry, call), call.timeout)
 

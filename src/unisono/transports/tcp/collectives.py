@@ -6,9 +6,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Self
-
-import torch
+from typing import NoReturn, Self
 
 from unisono.collectives.native_calls import NativeCalls, Programs, known_dtypes
 from unisono.control.mesh import Mesh, say_farewell
@@ -16,10 +14,11 @@ from unisono.control.sockets import invalidate_after_fork
 from unisono.core.call import Fingerprint, explain
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.transport import Options, Status
+from unisono.core.transport import Options
 from unisono.errors import CommError, MismatchError, UnavailableError
 from unisono.host.cpu_count import cores
 from unisono.host.native import core_build, native
+from unisono.transports.tcp.messages import TcpMessages
 
 __all__ = ["TcpCollectives", "connected"]
 
@@ -36,27 +35,35 @@ class TcpCollectives(NativeCalls):
     Args:
         group, control, timeout_s: The ranks, their control plane, and their time limit.
         connections: By rank; they do not block, and end with this object.
+        messages: Moves messages, over connections of its own; None if there are none.
     """
 
     latency_s = 30e-6
     second_per_byte = 5e-10
 
     def __init__(
-        self, group: Group, control: ControlPlane, timeout_s: float, connections: Mapping[int, socket.socket]
+        self,
+        group: Group,
+        control: ControlPlane,
+        timeout_s: float,
+        connections: Mapping[int, socket.socket],
+        messages: TcpMessages | None,
     ) -> None:
         module, rank, size = native(), group.rank, group.size
         assert module is not None
         programs = Programs(module, rank, size, self.latency_s, self.second_per_byte)
         sockets = [connections[peer].fileno() if peer != rank else -1 for peer in range(size)]
-        core = module.TcpCore(rank, sockets, size > cores(), known_dtypes(), programs.cheapest)
-        super().__init__(core, rank, size, programs)
+        moved = [] if messages is None else messages.sockets(size)
+        core = module.TcpCore(rank, sockets, moved, size > cores(), known_dtypes(), programs.cheapest)
+        super().__init__(core, rank, size, programs, messages)
         self._group, self._control, self._timeout_s = group, control, timeout_s
         self._connections = list(connections.values())
+        self.messages = messages
         self.broken: BaseException | None = None
         invalidate_after_fork(self)
 
     @classmethod
-    def connect(cls, group: Group, control: ControlPlane, options: Options) -> Self:
+    def connect(cls, group: Group, control: ControlPlane, options: Options, *, with_messages: bool = False) -> Self:
         """Connect all ranks of a group that have a native core of the same build. Collective.
 
         Raises:
@@ -64,7 +71,10 @@ class TcpCollectives(NativeCalls):
             CommError: Ranks have different builds of it, or cannot reach each other.
         """
         _check_builds(control.exchange(group, "builds of the core", core_build(), options.timeout_s))
-        return cls(group, control, options.timeout_s, connected(group, control, options, "calls"))
+        messages = None
+        if with_messages:
+            messages = TcpMessages(group.rank, connected(group, control, options, "messages"))
+        return cls(group, control, options.timeout_s, connected(group, control, options, "calls"), messages)
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
         """As of `FastPath`."""
@@ -73,14 +83,6 @@ class TcpCollectives(NativeCalls):
         values = self._control.exchange(self._group, topic, fingerprint._replace(call=0).values(), timeout)
         problem = explain([Fingerprint(*value) for value in values])
         raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
-
-    def takes(self, tensor: Any, peer: int, tag: int) -> bool:
-        """As of `FastPath`: no messages."""
-        return False
-
-    def try_message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
-        """As of `FastPath`: no messages."""
-        return Status.UNSUPPORTED
 
     def leave(self) -> None:
         """Notify ranks that wait for this one. A connection that ends without this notice is that of a lost rank."""

@@ -14,6 +14,7 @@ from unisono.control.sockets import invalidate_after_fork
 from unisono.core.failure import connection_error, left_error
 from unisono.core.types import Message, Send
 from unisono.core.work import CountdownWork, missing_ranks_error
+from unisono.errors import CommError
 from unisono.transports.shm.p2p_ring import FAREWELL, HEADER_BYTES, Incoming, Outgoing, RingWork
 
 __all__ = ["Stream", "TcpMessages"]
@@ -48,6 +49,11 @@ class Stream:
             self._at = self._end = 0
             self._fill()
         return self._end - self._at
+
+    @property
+    def buffered(self) -> bool:
+        """Whether bytes of the next message have been read."""
+        return self._at < self._end
 
     def write(self, content: bytes | memoryview, more: bool = False) -> int:
         """Send as much of a part as the connection takes; return how many bytes that was.
@@ -115,6 +121,9 @@ class TcpMessages:
     Args:
         rank: This rank.
         connections: By rank; they do not block, and end with this object. This rank's own is made here.
+
+    Attributes:
+        lock, idle, held: As of `MessageEnds`.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
@@ -130,7 +139,7 @@ class TcpMessages:
         self._out[rank], self._in[rank] = Outgoing(to_oneself), Incoming(from_oneself, rank, rank)
         self._sending: dict[int, Outgoing] = {}
         self._receiving: dict[int, Incoming] = {}
-        self._lock = threading.RLock()
+        self.lock, self.idle, self.held = threading.RLock(), True, False
         # A thread that waits for bytes; the others wait for it.
         self._turn = threading.Condition(threading.Lock())
         self._polls = False
@@ -146,7 +155,9 @@ class TcpMessages:
         if self.broken is not None:
             work.complete(self.broken)
             return work
-        with self._lock:
+        with self.lock:
+            if self.held:
+                raise CommError("a message was begun inside another message, as by a signal handler")
             for message in batch:
                 peer = message.peer
                 if isinstance(message, Send):
@@ -160,9 +171,17 @@ class TcpMessages:
             self._ring()
         return work
 
+    def sockets(self, size: int) -> list[int]:
+        """Return the descriptors of the connections, by rank; -1 for this rank."""
+        return [self._connections[peer].fileno() if peer != self._rank else -1 for peer in range(size)]
+
+    def has_read(self, peer: int, tag: int) -> bool:
+        """As of `MessageEnds`."""
+        return tag in self._in[peer].early or self._streams[peer].buffered
+
     def holds(self, peer: int, tag: int) -> bool:
         """Move what can be moved. Return whether a message with this tag has arrived that no receive waits for."""
-        with self._lock:
+        with self.lock:
             self._receiving[peer] = end = self._in[peer]
             end.probed = tag
             self._move()
@@ -174,7 +193,7 @@ class TcpMessages:
 
     def _move(self) -> bool:
         moved = False
-        with self._lock:
+        with self.lock:
             for peer, out in list(self._sending.items()):
                 moved |= out.move()
                 if not out.pending:
@@ -183,6 +202,7 @@ class TcpMessages:
                 moved |= end.move()
                 if not end.pending:
                     self._receiving.pop(peer, None)
+            self.idle = not self._sending and not self._receiving
         return moved
 
     def _wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
@@ -209,7 +229,7 @@ class TcpMessages:
 
     def _poll(self, timeout_s: float) -> None:
         events = {self._ear.fileno(): select.POLLIN}
-        with self._lock:
+        with self.lock:
             for peers, event in ((self._sending, select.POLLOUT), (self._receiving, select.POLLIN)):
                 for peer in peers:
                     end = self._end(peer, sends=event == select.POLLOUT)
@@ -248,7 +268,7 @@ class TcpMessages:
     def abort(self, cause: BaseException) -> None:
         """End every wait with an error, from any thread."""
         self.broken = cause
-        with self._lock:
+        with self.lock:
             ends: list[Outgoing | Incoming] = [*self._out.values(), *self._in.values()]
             works = [work for end in ends for work in end.works()]
         for work in works:

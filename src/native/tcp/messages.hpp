@@ -1,0 +1,108 @@
+// Messages between two ranks over a connection of their own, with the bytes of transports/tcp/messages.py: a header, as
+// in transports/shm/p2p_ring.py, and the contents. Nothing is read ahead, so that Python can move the next message.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <sys/uio.h>
+
+#include "call.hpp"
+#include "kernels/platform.hpp"
+#include "shm/p2p_ring.hpp"
+#include "steps/wanted.hpp"
+#include "tcp/sockets.hpp"
+
+namespace unisono {
+
+class SocketMessages {
+  public:
+    // The sockets to the other ranks, by rank; they do not block, and belong to the caller. Its own is ignored.
+    SocketMessages(const std::vector<int>& sockets, bool oversubscribed)
+        : network_(sockets), tries_(oversubscribed ? 1 : kTries) {
+        for (int peer = 0; peer < static_cast<int>(sockets.size()); peer++) streams_.push_back(network_.stream(peer));
+    }
+
+    // Returns when the connection has taken the whole message.
+    Status send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline,
+                WaitCallbacks& callbacks) {
+        constexpr size_t head = sizeof header;
+        const size_t total = head + static_cast<size_t>(nbytes);
+        const char* const first = reinterpret_cast<const char*>(&header);
+        size_t sent = 0;
+        const auto move = [&] {
+            const size_t skipped = sent < head ? 0 : sent - head;
+            const iovec rest{const_cast<char*>(from) + skipped, total - head - skipped};
+            const iovec parts[2] = {{const_cast<char*>(first) + sent, sent < head ? head - sent : 0}, rest};
+            const size_t step = sent < head ? stream(peer).send(parts, 2) : stream(peer).send(&rest, 1);
+            sent += step;
+            return step > 0;
+        };
+        return move_until([&] { return sent == total; }, move, {peer, false, true}, deadline, callbacks);
+    }
+
+    // Unsupported, with no effect, if the next message is not the expected one, or has not arrived to its header's end.
+    Status receive(int peer, const Header& expected, char* to, int64_t nbytes, double deadline,
+                   WaitCallbacks& callbacks) {
+        Header header;
+        size_t there = 0;
+        const auto peek = [&] {
+            there = stream(peer).peek(reinterpret_cast<char*>(&header), sizeof header);
+            return there > 0;
+        };
+        const Wanted wanted{peer, true, false};
+        Status status = move_until([&] { return there > 0; }, peek, wanted, deadline, callbacks);
+        if (status != Status::ok) return status == Status::peer_lost ? Status::unsupported : status;
+        if (there < sizeof header || std::memcmp(&header, &expected, sizeof header) != 0) return Status::unsupported;
+        stream(peer).receive(reinterpret_cast<char*>(&header), sizeof header);
+        size_t received = 0;
+        const auto move = [&] {
+            const size_t step = stream(peer).receive(to + received, static_cast<size_t>(nbytes) - received);
+            received += step;
+            return step > 0;
+        };
+        return move_until([&] { return received == static_cast<size_t>(nbytes); }, move, wanted, deadline, callbacks);
+    }
+
+    // From any thread: ends every present and future wait.
+    void abort() {
+        aborted_.store(true, std::memory_order_release);
+        network_.wake();
+    }
+
+    // The duration of the last wait.
+    double waited_s() const { return waited_s_; }
+
+  private:
+    static constexpr int kTries = 50;
+
+    Sockets::Stream& stream(int peer) { return streams_[static_cast<size_t>(peer)]; }
+
+    template <class Done, class Move>
+    Status move_until(const Done& done, const Move& move, const Wanted& wanted, double deadline,
+                      WaitCallbacks& callbacks) {
+        const double started = monotonic_s();
+        for (int idle = 0; !done();) {
+            if (move()) {
+                idle = 0;
+                continue;
+            }
+            if (stream(wanted.peer).lost()) return Status::peer_lost;
+            if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
+            if (++idle < tries_) continue;
+            waited_s_ = monotonic_s() - started;
+            if (monotonic_s() > deadline) return Status::timeout;
+            if (network_.sleep({wanted}, deadline, callbacks)) return Status::interrupted;
+        }
+        return Status::ok;
+    }
+
+    Sockets network_;
+    const int tries_;
+    std::vector<Sockets::Stream> streams_;
+    std::atomic<bool> aborted_{false};
+    double waited_s_ = 0;
+};
+
+}  // namespace unisono

@@ -55,7 +55,7 @@ from unisono.tools.bench.ranks import measure
 
 BACKEND, PEER = "shm+tcp", "torch"
 SIZES = "8,1K,16K,64K,1M,16M"
-LINKS = {
+LINKS: dict[str, dict[str, Any]] = {
     "free": {"rate": None},
     "near": {"rate": "1gbit"},
     "far": {"rate": "100mbit", "burst": "16kb", "delay": "2ms"},
@@ -154,7 +154,7 @@ def measured(link: str, given: Settings, trained_s: float) -> list[Finding]:
     """Measure one link, print its table, and return the figures that have bounds."""
     each, reports = given.ranks // 2, list[Report]()
     turn = multiprocessing.get_context("forkserver").Barrier(given.ranks + 1)
-    with Network(2, **LINKS[link]) as network, tempfile.TemporaryDirectory() as folder:  # type: ignore[arg-type]
+    with Network(2, **LINKS[link]) as network, tempfile.TemporaryDirectory() as folder:
         folders = Path(folder, "a"), Path(folder, "b")
         for made in folders:
             made.mkdir()

@@ -97,7 +97,7 @@ def test_packets_are_lost_at_random(way: str) -> None:
 
 def test_relay_loses_the_same_packets_again(way: str) -> None:
     if way != "relay":
-        pytest.skip("netem draws anew each time")
+        pytest.skip("netem draws other losses each time, since it has no seed")
     found: list[list[int]] = []
     for seed in (1, 1, 2):
         with Network(2, None, loss=0.5, seed=seed) as network, receiver(network, 1) as far, bound(network, 0) as near:

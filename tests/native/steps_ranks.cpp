@@ -369,7 +369,7 @@ void refused_frames() {
         return Frames{{{s, 1, data, 8}, 8}, {{s, 1, data, 60'000}, 0}};
     });
     // The root receives nothing, but waits for news.
-    check("a frame for nobody", Status::mismatch, sends, [&](uint64_t s) { return Frames{{{s, 1, data, 8}, 8}}; });
+    check("a frame without a receiver", Status::mismatch, sends, [&](uint64_t s) { return Frames{{{s, 1, data, 8}, 8}}; });
 }
 
 // -- bytes that never stop -------------------------------------------------------------------------

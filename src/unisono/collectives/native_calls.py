@@ -96,7 +96,7 @@ class Programs:
 
 
 class MessageEnds(Protocol):
-    """What moves the messages that the core does not.
+    """Messages of one rank, moved in Python while the core does not.
 
     Attributes:
         lock: Held while bytes are moved.
@@ -120,7 +120,7 @@ class NativeCalls(ABC):
         core: The native core.
         rank, size: This rank, and the number of ranks.
         programs: The steps of algorithms.
-        messages: What else moves messages where the core does; None if it moves none.
+        messages: Those that Python moves, where the core moves others; None if it moves none.
     """
 
     def __init__(
@@ -244,10 +244,13 @@ class NativeCalls(ABC):
         """As of `FastPath`. A receive is refused if another message comes first."""
         messages, receives = self._messages, name == "recv"
         flat = as_flat(tensor, "tensor", written=receives)
-        if flat is None or messages is None or (receives and messages.has_read(peer, tag)):
+        if flat is None or messages is None:
             return Status.UNSUPPORTED
         move = self.core.receive if receives else self.core.send
         with messages.lock:
+            # Another thread may have begun a message since `takes`.
+            if not messages.idle or (receives and messages.has_read(peer, tag)):
+                return Status.UNSUPPORTED
             messages.held = True
             try:
                 status = move(peer, tag, DTYPE_CODES[flat.dtype], flat.data_ptr(), flat.numel(), deadline)

@@ -11,6 +11,7 @@
 #include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/strides.h>
 #include <sys/mman.h>
 #include <torch/library.h>
 
@@ -169,6 +170,8 @@ REGISTER_ALLOCATOR(kFake, &memory)
 struct Pinned final : c10::Allocator {
     static void release(void* data) {
         Lock lock(machine().lock);
+        // In a destructor, so it ends the process, as torch's does on a GPU.
+        TORCH_CHECK(machine().failure.empty(), "fake device: ", machine().failure);
         machine().pinned.erase(data);
         std::free(data);
     }
@@ -325,6 +328,7 @@ void move(const View& from, const View& to) {
     to.tensor().copy_(from.tensor());
 }
 
+// As torch does for GPUs, what comes to the host is conjugated and negated there: at once, also if it comes later.
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
     const Device device = source.is_cpu() ? target.device() : source.device();
     const Key stream = here(device.index());
@@ -344,11 +348,15 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
         std::shared_ptr<void> held;
         if (target.is_cpu()) held = std::make_shared<c10::Storage>(target.storage());
         if (target.is_cpu() && !as_kernel && !is_pinned(target.data_ptr())) ++machine().pageable;
-        put(stream, [from = View(source), to = View(target)] { move(from, to); }, held);
+        View from(source), to(target);
+        if (target.is_cpu()) to.conj = from.conj, to.neg = from.neg;
+        put(stream, [from, to] { move(from, to); }, held);
         if (target.is_cpu() && as_kernel) drain(stream);
     }
     const bool crosses = source.is_cpu() || target.is_cpu();
     if (crosses && !non_blocking && !as_kernel) synchronize(stream);
+    if (target.is_cpu() && source.is_conj() != target.is_conj()) target.conj_physical_();
+    if (target.is_cpu() && source.is_neg() != target.is_neg()) target.neg_();
     return target;
 }
 
@@ -406,7 +414,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
            [](at::Tensor& t, at::Storage source, int64_t offset, at::IntArrayRef sizes,
               at::IntArrayRef strides) -> at::Tensor& {
                t.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
-               t.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+               // Torch leaves the strides out where elements lie in order.
+               const auto in_order = c10::contiguous_strides(sizes);
+               t.unsafeGetTensorImpl()->set_sizes_and_strides(
+                   sizes, strides.empty() ? at::IntArrayRef(in_order) : strides, offset);
                return t;
            });
     m.impl("_copy_from", &copy_from);

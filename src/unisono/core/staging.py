@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from unisono.core.flight_recorder import callers_place, site_text
 from unisono.core.tensors import copy_back
-from unisono.errors import MismatchError
+from unisono.errors import CommError, MismatchError
 
 __all__ = [
     "ACCELERATORS",
@@ -57,6 +57,7 @@ class Staging:
     ) -> None:
         self._away = away
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pinned: list[torch.Tensor] = []
         self._own = {} if streams is None else streams
         self._events: dict[torch.device, torch.Event] = {}
         self.before: list[Callable[[], object]] = []
@@ -94,7 +95,8 @@ class Staging:
         if like.device.type in self._away:
             # Pinned memory is what an accelerator copies to and from at full speed, and without the host.
             pinned = like.device.type in ACCELERATORS
-            return torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=pinned)
+            self._pinned.append(torch.empty(numel, dtype=like.dtype, device="cpu", pin_memory=pinned))
+            return self._pinned[-1]
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def write_back(self, buffer: list[Any], tensor: torch.Tensor) -> None:
@@ -111,7 +113,8 @@ class Staging:
     def begin(self) -> None:
         """Copy the inputs, and run the functions that come before any data moves."""
         for target, tensor in self._copies:
-            target.copy_(tensor, non_blocking=True)
+            # Torch conjugates and negates in the host's memory, where a copy may arrive later.
+            target.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
         if self._copies:
             self._synchronize()
         for action in self.before:
@@ -140,8 +143,15 @@ class Staging:
         streams = self._streams()
         for stream, event in zip(streams, self._events.values(), strict=True):
             stream.wait_event(event)
-        with entered(streams):
-            yield
+        try:
+            with entered(streams):
+                yield
+        except RuntimeError as error:
+            if not isinstance(error, CommError):
+                # A kernel has failed. Torch ends a process that frees pinned memory then, before it can say so.
+                for pinned in self._pinned:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pinned))
+            raise
 
     def _synchronize(self) -> None:
         """Wait until the call's work on accelerators is done."""

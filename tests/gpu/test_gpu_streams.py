@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import fake_device
 import pytest
 import torch
-from gpu_devices import BACKWARD, GPU, NCCL, PAIRS, THREAD, Place, listed
+from gpu_devices import BACKWARD, GPU, NCCL, PAIRS, THREAD, Place, listed, share_gpus
 from gpu_direct import Direct
 from torch import nn
 
@@ -191,6 +191,51 @@ def test_call_does_not_wait_for_later_work(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", ALL)
+@pytest.mark.parametrize("call", [blocking, asynchronous, by_ring, queued])
+def test_call_follows_a_second_of_work(place: Place, call: Callable[..., torch.Tensor]) -> None:
+    """A limit on the wait for what is queued before a call must not end the group."""
+
+    def program(comm: un.Communicator) -> list[float]:
+        x = torch.zeros(COUNT, device=comm.device)
+        for _ in range(10):
+            fill_late(x, 1.0)
+        found = [call(comm, x).cpu().unique().tolist() for _ in range(2)]
+        comm.barrier()
+        return [number for each in found for number in each]
+
+    size = place.size
+    assert place.run(program) == [[size, size**2]] * size
+
+
+@pytest.mark.parametrize("place", listed(*NCCL))
+def test_nccl_leaves_the_host_free(place: Place) -> None:
+    def program(comm: un.Communicator) -> tuple[bool, list[float]]:
+        x = torch.zeros(COUNT, device=comm.device)
+        comm.all_reduce(x)
+        comm.barrier()
+        for _ in range(10):
+            fill_late(x, 1.0)
+        comm.all_reduce(x)
+        busy = not torch.accelerator.current_stream(comm.device).query()
+        return busy, x.cpu().unique().tolist()
+
+    assert place.run(program) == [(True, [place.size])] * place.size
+
+
+@pytest.mark.parametrize("place", listed(*NCCL))
+def test_close_leaves_nccl_its_data(place: Place) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        other, x = comm.dup(), torch.zeros(COUNT, device=comm.device)
+        for _ in range(10):
+            fill_late(x, 1.0)
+        other.all_reduce(x)
+        other.close()
+        return x.cpu().unique().tolist()
+
+    assert place.run(program) == [[place.size]] * place.size
+
+
+@pytest.mark.parametrize("place", ALL)
 def test_dropped_tensors_live_until_the_call_has_ended(place: Place) -> None:
     def program(comm: un.Communicator) -> list[float]:
         works = [comm.all_reduce(torch.ones(COUNT, device=comm.device), "max", async_op=True) for _ in range(4)]
@@ -226,7 +271,7 @@ def test_gradients_of_branches_on_several_streams_are_averaged(place: Place) -> 
         averager.remove()
         return torch.cat([b.weight.grad.flatten() for b in branches]).cpu().unique().tolist()
 
-    assert place.run(program) == [[1.5]] * place.size
+    assert place.run(program) == [[(place.size + 1) / 2]] * place.size
 
 
 @pytest.mark.parametrize("place", STAGED)
@@ -253,7 +298,8 @@ def test_call_waits_for_its_copies_only(place: Place) -> None:
         assert (device_waits, unpinned) == (0, 0)
 
 
-def reduce_after_a_failed_kernel(comm: un.Communicator) -> str:
+def reduce_after_a_failed_kernel(comm: un.Communicator, caught: bool) -> str:
+    share_gpus(comm)
     x = torch.ones(COUNT, device=comm.device)
     comm.all_reduce(x)
     if comm.rank == 1:
@@ -263,16 +309,28 @@ def reduce_after_a_failed_kernel(comm: un.Communicator) -> str:
             fake_device.fail(x, "assertion in a kernel")
     try:
         comm.all_reduce(x)
+        return str(x.sum().item())
     except un.CommError as error:
         return f"from rank {error.peer}: {error}"
     except RuntimeError as error:
+        if not caught:
+            raise
         return str(error)
-    return "no error"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_failed_kernel_is_an_error_on_every_rank(backend: str) -> None:
-    first, second = un.launch(reduce_after_a_failed_kernel, 2, backend, device=GPU, timeout=30)
+    first, second = un.launch(reduce_after_a_failed_kernel, 2, backend, args=(True,), device=GPU, timeout=30)
     assert "assert" in second
     assert first.startswith("from rank 1")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_failed_kernel_is_the_error_of_a_launch(backend: str) -> None:
+    """With nccl, a thread of torch's ends the process, and prints why."""
+    with pytest.raises(RuntimeError, match="assert") as caught:
+        un.launch(reduce_after_a_failed_kernel, 2, backend, args=(False,), device=GPU, timeout=30)
+    assert not isinstance(caught.value, un.CommError)
+    assert "raised on rank 1 of 2" in caught.value.__notes__

@@ -386,6 +386,10 @@ class Engine:
             work = transport.run(call)
             work.wait(max(0.0, deadline - time.monotonic()))
             call.staging.end()
+            failed = work.exception()
+            if failed is not None:
+                # On a stream, the group's end comes after the wait.
+                raise failed
         if then is not None:
             with self._carrying_out(call, refusals=False):
                 second = then()

@@ -56,8 +56,12 @@ def _reduces(call: Call, cuda: bool) -> bool:
     return call.op in _ARITHMETIC or not dtype.is_floating_point
 
 
-def start(backend: Any, call: Call) -> Any:
-    """Start torch's work of this call; None if there is no data to move."""
+def start(backend: Any, call: Call, device: int | None = None) -> Any:
+    """Start torch's work of this call, on a GPU if it is one of nccl's; None if there is no data to move."""
+    if call.name == "barrier":
+        options = dist.BarrierOptions()
+        options.device_ids = [] if device is None else [device]
+        return backend.barrier(options)
     tensors = (*call.inputs, *call.outputs)
     if tensors and not any(t.numel() for t in tensors):
         return None
@@ -106,10 +110,6 @@ def _all_gather(backend: Any, call: Call) -> Any:
     return backend.allgather([[_bytes(t) for t in call.outputs]], [_bytes(call.inputs[0])])
 
 
-def _barrier(backend: Any, call: Call) -> Any:
-    return backend.barrier()
-
-
 _START: dict[str, Callable[[Any, Call], Any]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
@@ -118,10 +118,9 @@ _START: dict[str, Callable[[Any, Call], Any]] = {
     "gather": _gather,
     "scatter": _scatter,
     "all_gather": _all_gather,
-    "barrier": _barrier,
 }
 
-NATIVE = frozenset(_START)
+NATIVE = frozenset({*_START, "barrier"})
 """Supported collectives. all_to_all is missing: torch needs even parts or one tensor, the schedule takes any."""
 
 

@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from unisono.transports.torch.process_groups import backend_of
 __all__ = ["TRANSPORT", "TorchTransport"]
 
 _SLICE_S = 0.1
+_LOOK_EVERY_S = 0.001
 
 _threads = DaemonThreadPool("unisono torch")
 
@@ -43,7 +45,7 @@ class TorchTransport(Transport):
 
     Collectives are torch's own. With gloo, messages, and algorithms that consist of them, travel over connections of
     this package: a wait of gloo can neither be ended nor polled, and a receive that does not fit ends the process.
-    With nccl they are nccl's.
+    With nccl they are nccl's, and a wait is one of the current stream: see `_follow`.
     """
 
     native = NATIVE
@@ -64,11 +66,12 @@ class TorchTransport(Transport):
         self.group, self._backend, self._control, self._options = group, backend, control, options
         self._owned = owned
         self._sockets = sockets or Sockets()
-        self._flying: list[Any] = []
+        self._flying: list[_TorchWork] = []
         self._lock = threading.Lock()
         declared = self.declared(options.backend)
         self.devices, self.host_staged, self.native = declared.devices, declared.host_staged, declared.native
         self._cuda = "cpu" not in self.devices
+        self._device = torch.device(options.device).index if self._cuda else None
         self.tags = self.any_source = not self._cuda
         self._broken: BaseException | None = None
         self._store: ControlStore | None = None
@@ -123,15 +126,21 @@ class TorchTransport(Transport):
             return self._messages.post(batch, self._options.timeout_s)
         if self._broken is not None:
             return Completion.ended(self._broken)
-        # In one launch on the device's stream.
+        if not batch:
+            return Completion.ended()
+        # In one launch on the device's stream, which is left in any case: the thread's next group would be part of it.
         self._backend._start_coalescing()
-        for message in batch:
-            move = self._backend.recv if isinstance(message, Recv) else self._backend.send
-            try:
-                move([message.tensor], message.peer, 0)
-            except RuntimeError as error:
-                raise translated(error, [message]) from error
-        return _TorchWork(self._backend._end_coalescing() if batch else None, self._options.timeout_s, batch)
+        try:
+            for message in batch:
+                move = self._backend.recv if isinstance(message, Recv) else self._backend.send
+                # Nccl knows few dtypes.
+                move([message.tensor.view(torch.uint8)], message.peer, 0)
+            work = self._backend._end_coalescing()
+        except RuntimeError as error:
+            with suppress(RuntimeError):
+                self._backend._end_coalescing()
+            raise translated(error, batch) from error
+        return self._flown(work, _follow)
 
     def iprobe(self, peer: int, tag: int) -> bool:
         return super().iprobe(peer, tag) if self._messages is None else self._messages.holds(peer, tag)
@@ -148,13 +157,16 @@ class TorchTransport(Transport):
             if self._broken is not None:
                 raise self._broken
             try:
-                work = start(self._backend, call)
+                work = start(self._backend, call, self._device)
             except RuntimeError as error:
                 raise translated(error, []) from error
             # A rank lost before it was connected never answers, and only the wait of this work can be ended.
-            waited = _TorchWork(work, self._options.timeout_s, broken=lambda: self._broken)
-            if self._owned:
-                self._flying = [known for known in self._flying if not known.is_finished()] + [waited]
+            return self._flown(work, _follow if self._cuda else partial(_wait_for, broken=lambda: self._broken))
+
+    def _flown(self, work: Any, wait_for: Callable[[Any, float], bool]) -> Work:
+        waited = _TorchWork(work, self._options.timeout_s, wait_for)
+        if self._owned:
+            self._flying = [known for known in self._flying if not known.is_finished()] + [waited]
         return waited
 
     # -- end -----------------------------------------------------------------------------------
@@ -163,6 +175,8 @@ class TorchTransport(Transport):
             self._messages.leave()
 
     def close(self) -> None:
+        if self._cuda:
+            self._land()
         self._end(ClosedError("the communicator is closed"), lambda: False)
         if self._messages is not None:
             self._messages.close()
@@ -171,19 +185,37 @@ class TorchTransport(Transport):
         # Ends gloo's own waits, here and at the peers.
         self._end(cause, self._sockets.shut)
 
+    def _land(self) -> None:
+        """Return when nccl has moved all data, or the group has failed: the caller's streams may need the results."""
+        deadline = time.monotonic() + self._options.timeout_s
+        while not all(work.is_finished() for work in self._flying):
+            if self._broken is not None or time.monotonic() > deadline:
+                return
+            time.sleep(_LOOK_EVERY_S)
+
     def _end(self, cause: BaseException, shut: Callable[[], bool]) -> None:
         """Detach the backend. Keep it while it waits: releasing a waiting gloo group blocks until its wait ends."""
         if self._messages is not None and self._broken is None:
             self._messages.abort(cause)
         with self._lock:
-            self._broken = self._broken or cause
-            works = [known.work for known in self._flying if not known.is_finished()]
-            if shut() or works:
-                _threads.run(partial(self._sockets.abandon, self._backend, works))
+            first, self._broken = self._broken is None, self._broken or cause
+            stuck = [known for known in self._flying if not known.is_finished()]
+            for known in stuck if self._cuda else ():
+                # What its stream does now is not what was asked for.
+                known.fail(cause)
             # Works keep their own references.
             self._flying = []
-            if self._owned:
-                self._backend = _DetachedGroup(cause)
+            backend = self._backend
+            if not self._owned:
+                return
+            self._backend = _DetachedGroup(cause)
+        if self._cuda and first:
+            # An abort ends kernels that wait for a lost rank. A group that is only dropped leaks, and torch says so. On
+            # a device that has failed, neither works.
+            with suppress(RuntimeError):
+                (backend.abort if stuck else backend.shutdown)()
+        elif not self._cuda and (shut() or stuck):
+            _threads.run(partial(self._sockets.abandon, backend, [known.work for known in stuck]))
 
 
 class _DetachedGroup:
@@ -197,16 +229,16 @@ class _DetachedGroup:
 
 
 class _TorchWork(Work):
-    """Torch's work of a collective, or of a batch of messages on a device; None if nothing moves."""
+    """Torch's work of a collective, or of a batch of nccl's messages.
 
-    def __init__(
-        self,
-        work: Any,
-        timeout_s: float,
-        messages: Sequence[Message] = (),
-        broken: Callable[[], BaseException | None] = lambda: None,
-    ) -> None:
-        self.work, self._timeout_s, self._messages, self._broken = work, timeout_s, messages, broken
+    Args:
+        work: Torch's; None if nothing moves.
+        timeout_s: Of a wait without another timeout.
+        wait_for: Waits for it until a deadline; whether the data has moved then.
+    """
+
+    def __init__(self, work: Any, timeout_s: float, wait_for: Callable[[Any, float], bool]) -> None:
+        self.work, self._timeout_s, self._wait_for = work, timeout_s, wait_for
         self._error: BaseException | None = None
 
     def wait(self, timeout: Timeout | None = None) -> None:
@@ -215,17 +247,27 @@ class _TorchWork(Work):
         started = time.monotonic()
         try:
             if self.work is not None:
-                _wait_for(self.work, started + resolve_timeout(timeout, self._timeout_s), self._broken)
+                over = self._wait_for(self.work, started + resolve_timeout(timeout, self._timeout_s))
+                # It keeps its tensors.
+                self.work = None if over else self.work
         except CommError as error:
             self._error = error
             raise
         except RuntimeError as error:
-            self._error = translated(error, self._messages, time.monotonic() - started)
+            self._error = translated(error, [], time.monotonic() - started)
             raise self._error from error
+
+    def fail(self, cause: BaseException) -> None:
+        """Note that the group has failed before the data had moved."""
+        self._error = cause
 
     def is_finished(self) -> bool:
         """Return whether torch's work has ended: it never reports a reduce_scatter of gloo as completed."""
-        return self.work is None or bool(self.work.is_completed())
+        try:
+            return self.work is None or bool(self.work.is_completed())
+        except RuntimeError:
+            # Of a device that has failed, and does nothing more.
+            return True
 
     def is_completed(self) -> bool:
         return self._error is not None or self.is_finished()
@@ -237,8 +279,17 @@ class _TorchWork(Work):
         raise NotImplementedError("torch's own work inside a collective has no future; call wait()")
 
 
-def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | None]) -> None:
-    """Wait for torch's work, in slices, after each of which the wait can be ended."""
+def _follow(work: Any, _deadline: float) -> bool:
+    """Let the current stream wait for nccl's work, and return, as torch's own wait.
+
+    What the stream still has to do before may take any time, and torch aborts the whole group where a limit passes.
+    """
+    work.wait()
+    return False
+
+
+def _wait_for(work: Any, deadline: float, *, broken: Callable[[], BaseException | None]) -> bool:
+    """Wait for gloo's work, in slices, after each of which the wait can be ended."""
     while True:
         left = deadline - time.monotonic()
         last = left <= _SLICE_S or work.is_completed()
@@ -255,7 +306,7 @@ def _wait_for(work: Any, deadline: float, broken: Callable[[], BaseException | N
             if cause is not None:
                 raise cause from None
         else:
-            return
+            return True
 
 
 def _backend(

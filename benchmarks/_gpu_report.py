@@ -10,6 +10,7 @@ of neighbouring samples. Torch's groups take no devices but CUDA: on others, uni
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -56,8 +57,9 @@ def torchs_group(comm: un.Communicator, backend: str, store: str) -> dist.Proces
     """Return torch's group of the same ranks, where it takes the device."""
     if comm.device.type != "cuda":
         return None
-    limit = timedelta(seconds=60)
-    dist.init_process_group(backend, f"file://{store}", rank=comm.rank, world_size=comm.size, timeout=limit)
+    limit, device = timedelta(seconds=60), comm.device if backend == "nccl" else None
+    where = {"rank": comm.rank, "world_size": comm.size, "device_id": device}
+    dist.init_process_group(backend, f"file://{store}", timeout=limit, **where)
     return dist.group.WORLD
 
 
@@ -70,12 +72,16 @@ def model_on(device: torch.device) -> nn.Module:
 
 def program(comm: un.Communicator, backend: str, store: str, seconds: float) -> list[tuple[str, float, float | None]]:
     """Return the name, the seconds and the ratio of each measurement."""
+    if comm.size > torch.cuda.device_count():
+        # So that ranks of nccl may share a GPU: each is a host of its own then.
+        os.environ["NCCL_HOSTID"] = f"rank {comm.rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     group = torchs_group(comm, backend, store)
     rows = []
     for nbytes in SIZES:
-        x, y = (torch.ones(nbytes // 4, device=comm.device) for _ in range(2))
-        theirs = None if group is None else partial(dist.all_reduce, y, dist.ReduceOp.MAX)
-        found = measured(comm, partial(comm.all_reduce, x, "max"), theirs, seconds)
+        x, y = (torch.zeros(nbytes // 4, device=comm.device) for _ in range(2))
+        theirs = None if group is None else partial(dist.all_reduce, y)
+        found = measured(comm, partial(comm.all_reduce, x), theirs, seconds)
         rows.append((f"all_reduce of {nbytes:,} bytes", *found))
     batch = torch.randn(SAMPLES, WIDTH, device=comm.device)
     averaged = model_on(comm.device)
@@ -96,7 +102,7 @@ def program(comm: un.Communicator, backend: str, store: str, seconds: float) -> 
 def places(kind: str) -> Iterator[tuple[str, int, str]]:
     """Yield unisono's backends, numbers of ranks and torch's backends to compare with."""
     if kind == "cuda":
-        yield from (("nccl", n, "nccl") for n in sorted({1, torch.cuda.device_count()}))
+        yield from (("nccl", n, "nccl") for n in sorted({1, 2, torch.cuda.device_count()}))
     yield from ((backend, n, "gloo") for backend in ("shm", "gloo") for n in (2, 4))
 
 

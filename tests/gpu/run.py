@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
+import tomllib
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,9 +26,7 @@ OWN = ROOT / ".venv/bin/python"
 PACKAGES = ROOT / ".gpu-packages"
 LIMIT_S = 8 * 60.0
 INSTALL_WITHIN_S = 90.0
-NEEDED = {"cloudpickle": "cloudpickle", "pytest": "pytest", "safetensors": "safetensors"}
-NEEDED |= {"typing_extensions": "typing-extensions", "xxhash": "xxhash"}
-"""Modules, and the packages that have them."""
+TESTS_NEED = ("pytest", "safetensors")
 # The project's own options need plug-ins that may be missing here; its other tests' conftest needs Hypothesis.
 OPTIONS = ("-c", os.devnull, "--rootdir", str(ROOT), "--confcutdir", str(ROOT / "tests/gpu"), "-p", "no:cacheprovider")
 REPORT = ("benchmarks/_gpu_report.py", "--page", "docs/benchmarks-gpu.md")
@@ -91,22 +91,32 @@ def what_there_is() -> str:
 
 def install() -> list[str]:
     """Install what is missing; the packages that are missing still."""
-    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
+    missing = lacking()
     if missing:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "0"]
         pip += ["--timeout", "10", "--constraint", "constraints.txt", "--target", str(PACKAGES), *missing]
         within(INSTALL_WITHIN_S, pip, dict(os.environ))
         # The folder may be new.
         importlib.invalidate_caches()
-    return [package for module, package in NEEDED.items() if find_spec(module) is None]
+    return lacking()
+
+
+def lacking() -> list[str]:
+    """Packages that are not here, of those that the project and these tests need beside torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = (re.split("[^A-Za-z0-9-]", needed)[0] for needed in project["dependencies"])
+    here = {found.name.lower().replace("_", "-") for found in distributions()}
+    return [name for name in (*own, *TESTS_NEED) if name not in here]
 
 
 def compile_extension() -> None:
     """Build it in place, if there is a compiler; without it, all is as it is, but slower."""
     compiler = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     within(INSTALL_WITHIN_S, compiler, dict(os.environ))
-    built = ROOT / "src/unisono" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-    print("with the native core" if built.exists() else "without the native core, which could not be built")
+    sys.path.insert(0, str(ROOT / "src"))
+    from unisono.host.native import native
+
+    print("with the native core" if native() else "without the native core, which could not be built")
 
 
 def command(arguments: list[str]) -> list[str]:

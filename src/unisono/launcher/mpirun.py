@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -74,7 +75,9 @@ def _survival(mpirun: str, on_failure: str) -> list[str]:
     if on_failure != "continue":
         return []
     said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    return ["--with-ft", "ulfm"] if "Open MPI" in said else []
+    # Version 4 has no such option, and ends the job with its first rank.
+    version = re.search(r"Open MPI\D+(\d+)", said)
+    return ["--with-ft", "ulfm"] if version and int(version[1]) >= 5 else []
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha1
 from typing import Any
 
@@ -154,6 +156,28 @@ def test_ranks_without_the_native_core_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("UNISONO_NO_EXTENSIONS", "1")
     with pytest.raises(UnavailableError, match=r"needs unisono's native core, which rank 0 has not.*'gloo'"):
         un.launch(kills, 2, "tcp")
+
+
+def without_descriptors(comm: un.Communicator, short: int) -> tuple[str, float]:
+    """One rank may listen, and then open no more files."""
+    known, files = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    if comm.rank == short:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, known[1]))
+        with suppress(OSError):
+            while True:
+                files.append(os.open(os.devnull, os.O_RDONLY))
+        os.close(files.pop())
+    started = time.monotonic()
+    with pytest.raises(un.CommError) as caught:
+        comm.dup()
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_rank_without_descriptors_is_named(short: int) -> None:
+    for text, took_s in un.launch(without_descriptors, 2, "tcp", args=(short,), timeout=20):
+        assert f"rank {short} cannot open a connection to each of the other ranks: Too many open files" in text
+        assert took_s < 5
 
 
 def crossing(comm: un.Communicator) -> list[float]:

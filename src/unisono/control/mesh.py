@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import select
 import selectors
@@ -30,6 +31,8 @@ _LEAST_S = 0.1
 _LAST_PROOF_WITHIN_S = 5.0
 _FAREWELL_S = 0.3
 _READ_BYTES = 64 << 10
+_SPARE = 4
+"""Descriptors that are needed while ranks connect."""
 
 
 def say_farewell(connections: Sequence[socket.socket]) -> None:
@@ -86,6 +89,7 @@ class Mesh:
             undo.callback(self._close)
             try:
                 listener = undo.enter_context(listen(self._address, 0))
+                _reserve(listener, len(self._ranks) - 1)
             except CommError as error:
                 self._publish(f"at {rank}", ("", 0))
                 conclude([CommError(f"rank {rank} {error.message}", peer=rank)])
@@ -143,6 +147,19 @@ class Mesh:
     def _close(self) -> None:
         for peer, _ in self._links.values():
             peer.close()
+
+
+def _reserve(listener: socket.socket, connections: int) -> None:
+    """Raise unless so many connections can be opened; else a peer waits in vain to be accepted."""
+    try:
+        with contextlib.ExitStack() as copies:
+            for _ in range(connections + _SPARE):
+                copies.callback(os.close, os.dup(listener.fileno()))
+    except OSError as error:
+        raise CommError(
+            f"cannot open a connection to each of the other ranks: {error.strerror}. The limit of this process is "
+            f"{os.sysconf('SC_OPEN_MAX')}: raise it (`ulimit -n`), or close communicators that are not needed"
+        ) from error
 
 
 class _Accepting:

@@ -115,6 +115,13 @@ class Stream:
         return count
 
 
+def _pair() -> Sequence[socket.socket]:
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    return ends
+
+
 class TcpMessages:
     """All messages of one rank. Of the threads that wait, one moves those of all peers.
 
@@ -128,24 +135,19 @@ class TcpMessages:
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
         self._rank = rank
-        self._own = socket.socketpair()
-        for end in self._own:
-            end.setblocking(False)
+        # From and to this rank, and to wake the thread that polls: made when they are needed.
+        self._own: Sequence[socket.socket] = ()
+        self._bell: Sequence[socket.socket] = ()
         self._connections = dict(connections)
         self._streams = {peer: Stream(connection) for peer, connection in connections.items()}
-        to_oneself, from_oneself = map(Stream, self._own)
         self._out = {peer: Outgoing(stream) for peer, stream in self._streams.items()}
         self._in = {peer: Incoming(stream, peer, rank) for peer, stream in self._streams.items()}
-        self._out[rank], self._in[rank] = Outgoing(to_oneself), Incoming(from_oneself, rank, rank)
         self._sending: dict[int, Outgoing] = {}
         self._receiving: dict[int, Incoming] = {}
         self.lock, self.idle, self.held = threading.RLock(), True, False
         # A thread that waits for bytes; the others wait for it.
         self._turn = threading.Condition(threading.Lock())
         self._polls = False
-        self._bell, self._ear = socket.socketpair()
-        for end in (self._bell, self._ear):
-            end.setblocking(False)
         self.broken: BaseException | None = None
         invalidate_after_fork(self)
 
@@ -160,6 +162,7 @@ class TcpMessages:
                 raise CommError("a message was begun inside another message, as by a signal handler")
             for message in batch:
                 peer = message.peer
+                self._have(peer)
                 if isinstance(message, Send):
                     self._sending[peer] = self._out[peer]
                     self._out[peer].post(message, work)
@@ -170,6 +173,13 @@ class TcpMessages:
         if self._polls:
             self._ring()
         return work
+
+    def _have(self, peer: int) -> None:
+        """Connect this rank to itself, for its first message there."""
+        if peer not in self._out:
+            self._own = _pair()
+            to_oneself, from_oneself = map(Stream, self._own)
+            self._out[peer], self._in[peer] = Outgoing(to_oneself), Incoming(from_oneself, peer, peer)
 
     def sockets(self, size: int) -> list[int]:
         """Return the descriptors of the connections, by rank; -1 for this rank."""
@@ -182,6 +192,7 @@ class TcpMessages:
     def holds(self, peer: int, tag: int) -> bool:
         """Move what can be moved. Return whether a message with this tag has arrived that no receive waits for."""
         with self.lock:
+            self._have(peer)
             self._receiving[peer] = end = self._in[peer]
             end.probed = tag
             self._move()
@@ -228,7 +239,9 @@ class TcpMessages:
                 raise missing_ranks_error(time.monotonic() - started, missing())
 
     def _poll(self, timeout_s: float) -> None:
-        events = {self._ear.fileno(): select.POLLIN}
+        self._bell = self._bell or _pair()
+        ear = self._bell[1]
+        events = {ear.fileno(): select.POLLIN}
         with self.lock:
             for peers, event in ((self._sending, select.POLLOUT), (self._receiving, select.POLLIN)):
                 for peer in peers:
@@ -240,7 +253,7 @@ class TcpMessages:
             watch.register(end, event)
         watch.poll(timeout_s * 1000)
         with contextlib.suppress(OSError):
-            self._ear.recv(4096)
+            ear.recv(4096)
 
     def _end(self, peer: int, *, sends: bool) -> int:
         """Return the descriptor of a rank's connection; -1 if it has ended."""
@@ -261,9 +274,10 @@ class TcpMessages:
                 raise left_error(rank) if stream.left else connection_error(rank)
 
     def _ring(self) -> None:
-        # A full bell still wakes the waiting thread; a closed one need not.
+        # A full bell still wakes the waiting thread; a closed one need not. Without one, it has yet to look.
         with contextlib.suppress(OSError):
-            self._bell.send(b"!")
+            for bell in self._bell[:1]:
+                bell.send(b"!")
 
     def abort(self, cause: BaseException) -> None:
         """End every wait with an error, from any thread."""
@@ -291,5 +305,5 @@ class TcpMessages:
 
     def invalidate_after_fork(self) -> None:
         """Close every descriptor."""
-        for end in (*self._connections.values(), *self._own, self._bell, self._ear):
+        for end in (*self._connections.values(), *self._own, *self._bell):
             end.close()

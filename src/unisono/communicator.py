@@ -36,7 +36,7 @@ from unisono.core.notebook import html_table
 from unisono.core.tensors import Buffer, check_apart, check_reducible, check_tensor, parse_op
 from unisono.core.transport import Mailbox, Options, Transport
 from unisono.core.types import Message, Recv, ReduceOp, Send, Timeout, Work
-from unisono.core.work import ResultWork, resolve_timeout
+from unisono.core.work import ResultWork, resolve_timeout, seconds_left
 from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
 from unisono.host.network import host_identity
 from unisono.transports.tcp.collectives import TcpCollectives
@@ -123,7 +123,8 @@ class Communicator:
         if check not in ("auto", "full", "off"):
             raise ValueError(f"check must be 'auto', 'full' or 'off', not {check!r}")
         self._check = check
-        self._control, self._options = control, options
+        self._control = control
+        self._options = options
         self._splits = self._rebuilds = self._barriers = self._mailboxes = 0
         self._compared: dict[str, int] = {}
         self._before_close: list[Callable[[], None]] = []
@@ -223,7 +224,8 @@ class Communicator:
         """
         from unisono.transports.torch.from_group import adopt, resolve_group
 
-        group, timeout_s = resolve_group(group), resolve_timeout(timeout)
+        group = resolve_group(group)
+        timeout_s = resolve_timeout(timeout)
         if make := getattr(group, "make_communicator", None):
             # A `UnisonoGroup`, whose module imports this one.
             made: Communicator = make(timeout_s, chunk_bytes, check)
@@ -552,7 +554,8 @@ class Communicator:
             [None, None, None]
         """
         self._engine.enter("monitored_barrier")
-        engine, limit = self._engine, resolve_timeout(timeout, self._engine.options.timeout_s)
+        engine = self._engine
+        limit = resolve_timeout(timeout, self._engine.options.timeout_s)
         self._barriers += 1
         record = "monitored_barrier", None, "", callers_place()
         engine.activity.note(*record)
@@ -1101,7 +1104,8 @@ class Communicator:
         self._engine.enter("gather_object")
         self._check_rank(dst, "dst")
         data = encode(obj, self.rank, trusted)
-        buffer, here = self._bytes(data), self.rank == dst
+        buffer = self._bytes(data)
+        here = dst == self.rank
         lengths = [self._blank(8).view(torch.int64) for _ in range(self.size)] if here else None
         self.gather(self._numbers([buffer.numel()]), lengths, dst)
         counts = [int(n.item()) for n in lengths] if lengths is not None else [0] * self.size
@@ -1442,17 +1446,17 @@ class Communicator:
         # It becomes a part of the name: True and 1 are one color.
         color = color if color is None else int(color)
         self._splits += 1
-        group, timeout, ending = self._engine.group, self._options.timeout_s, self._engine.ending
+        group = self._engine.group
+        request = color, key, self._engine.ending.dropped_parts()
         try:
-            wishes = self._control.exchange(
-                group, f"split #{self._splits}", (color, key, ending.dropped_parts()), timeout
-            )
+            requests = self._control.exchange(group, f"split #{self._splits}", request, self._options.timeout_s)
         except CommError as error:
             raise_caused(self._engine.report_failure(error, "split", self._splits), error)
-        ending.release([wish[2] for wish in wishes])
+        self._engine.ending.release([dropped for _, _, dropped in requests])
         if color is None:
             return None
-        ranks = sorted((r for r, wish in enumerate(wishes) if wish[0] == color), key=lambda r: (wishes[r][1], r))
+        keys = {rank: key for rank, (chosen, key, _) in enumerate(requests) if chosen == color}
+        ranks = sorted(keys, key=lambda rank: (keys[rank], rank))
         child = group.child(f"{self._splits}.{color}", ranks)
         # From now on the child group detects a lost rank, even before that rank has joined.
         self._control.join(child)
@@ -1495,9 +1499,10 @@ class Communicator:
             self._check_rank(rank, f"ranks[{index}]")
         if len(set(ranks)) != len(ranks) or not ranks:
             raise ValueError(f"ranks must be distinct, and at least one, not {ranks}")
-        number, timeout = self._splits + 1, self._options.timeout_s
+        number = self._splits + 1
+        topic = f"subgroup #{number}"
         try:
-            lists = self._control.agree(self._engine.group, f"subgroup #{number}", tuple(ranks), timeout)
+            lists = self._control.agree(self._engine.group, topic, tuple(ranks), self._options.timeout_s)
         except CommError as error:
             raise_caused(self._engine.report_failure(error, "subgroup", number), error)
         if lists is not None:
@@ -1577,7 +1582,9 @@ class Communicator:
         while made is None:
             made = self._attempt(grow, deadline)
         made._engine.replace(self._engine)
-        made._before_close, self._before_close, self._successor = self._before_close, [], made
+        made._before_close = self._before_close
+        self._before_close = []
+        self._successor = made
         self._control.leave(self._engine.group)
         return made
 
@@ -1587,7 +1594,7 @@ class Communicator:
         self._rebuilds += 1
         try:
             rebuilt = self._control.rebuild(
-                group, self._rebuilds, _left(deadline), grow=grow, terms=self._terms() if grow else b""
+                group, self._rebuilds, seconds_left(deadline), grow=grow, terms=self._terms() if grow else b""
             )
         except CommError as error:
             raise error.locate(rank=group.rank, size=group.size, operation="rebuild") from None
@@ -1601,7 +1608,7 @@ class Communicator:
             self._control.report_failure(new, to_cause(error, new.rank, "rebuild"))
             self._control.leave(new)
             again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
-            if not again or not _left(deadline):
+            if not again or not seconds_left(deadline):
                 raise
             return None
 
@@ -1610,7 +1617,7 @@ class Communicator:
         transport = self._plain().reconfigure(new)
         try:
             made = Communicator(transport, self._control, self._options, check=self._check)
-            self._control.exchange(new, "rebuilt", None, max(_left(deadline), 1.0))
+            self._control.exchange(new, "rebuilt", None, max(seconds_left(deadline), 1.0))
         except BaseException as error:
             transport.abort(error)
             raise
@@ -1676,15 +1683,16 @@ class Communicator:
             >>> plan.algorithm in un.algorithms.serving("all_reduce", 4), plan.predicted_s < 1
             (True, True)
         """
-        family, reduced = family_of(collective), parse_op(op)
+        family = family_of(collective)
+        reduced = parse_op(op)
         if nbytes < 0:
             raise ValueError(f"nbytes must be at least 0, not {nbytes}")
         if family.reduces:
             check_reducible(reduced, dtype)
         self._engine.enter("plan")
         machine = self._engine.tuner.machine()
-        exact = not (dtype.is_floating_point or dtype.is_complex)
-        rounded = family.reduces and reduced in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) and not exact
+        rounded = family.reduces and reduced in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
+        rounded = rounded and (dtype.is_floating_point or dtype.is_complex)
         balanced = rounded and self._engine.options.deterministic
         needs = Needs(collective, self.size, rounded, balanced, rotated=False)
         why = "set by the argument"
@@ -1883,7 +1891,3 @@ class Communicator:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Communicator belongs to one process; create a Communicator in each rank with init or launch")
-
-
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())

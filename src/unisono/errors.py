@@ -59,8 +59,14 @@ class CommError(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.message = message
-        self.rank, self.size, self.group, self.operation, self.call = rank, size, group, operation, call
-        self.peer, self.nbytes, self.waited_s = peer, nbytes, waited_s
+        self.rank = rank
+        self.size = size
+        self.group = group
+        self.operation = operation
+        self.call = call
+        self.peer = peer
+        self.nbytes = nbytes
+        self.waited_s = waited_s
 
     def locate(self, **known: Any) -> Self:
         """Fill in attributes that are still unset.

@@ -107,7 +107,8 @@ def _of_linear(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any]) -> to
     name, handle, place, op, root, tag, sends, receives = call
     if op == "avg" and name != "all_reduce":
         # The adjoint only moves data.
-        grad, op = grad / place[1], "sum"
+        grad = grad / place[1]
+        op = "sum"
     return _apply(grad, receipt, ADJOINTS[name], handle, place, op, root, tag, receives, sends)
 
 

@@ -43,7 +43,8 @@ def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, 
         [([1.0, 2.0], 4.0), ([1.0, 2.0], 2.0)]
     """
     check_floating(tensor, "all_gather")
-    n, size = tensor.numel(), comm.size
+    n = tensor.numel()
+    size = comm.size
     return apply(tensor.reshape(-1), comm, "all_gather", [n], [n] * size).view(size, *tensor.shape).unbind()
 
 
@@ -168,7 +169,8 @@ def all_to_all_single(
     check_floating(tensor, "all_to_all_single")
     if not tensor.dim():
         raise ValueError("un.autograd.all_to_all_single takes a tensor with at least one dimension")
-    rows, width = tensor.shape[0], math.prod(tensor.shape[1:])
+    rows = tensor.shape[0]
+    width = math.prod(tensor.shape[1:])
     sends = _sizes(input_split_sizes, rows, comm.size, "input_split_sizes")
     receives = _sizes(output_split_sizes, rows, comm.size, "output_split_sizes")
     if sum(sends) != rows:

@@ -108,7 +108,9 @@ def _collective(
     sends: list[int],
     receives: list[int],
 ) -> torch.Tensor:
-    what, engine, rank = COLLECTIVES[name], comm._engine, comm.rank
+    what = COLLECTIVES[name]
+    engine = comm._engine
+    rank = comm.rank
     y = x.clone(memory_format=torch.contiguous_format) if what.in_place else x.new_zeros(sum(receives))
     sides = _sides(what, x, y, sends, receives, rank, root)
     engine.block(what, *sides, op=op if what.reduces else None, root=root if what.root else None, origin=origin)

@@ -76,7 +76,8 @@ def gather(tensor: torch.Tensor, comm: Communicator, dst: int) -> tuple[torch.Te
     """
     check_floating(tensor, "gather")
     check_rank(dst, "dst", comm.size)
-    n, size = tensor.numel(), comm.size
+    n = tensor.numel()
+    size = comm.size
     return apply(tensor.reshape(-1), comm, "gather", [n], [n] * size, root=dst).view(size, *tensor.shape).unbind()
 
 
@@ -169,5 +170,6 @@ def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> to
     check_floating(tensor, "recv")
     check_rank(src, "src", comm.size, other_than=comm.rank)
     # No element is read: what is passed on is the place in the graph.
-    place, n = tensor.reshape(-1)[:0], tensor.numel()
+    place = tensor.reshape(-1)[:0]
+    n = tensor.numel()
     return apply(place, comm, "recv", [0], [n], root=src, tag=tag).view(tensor.shape)

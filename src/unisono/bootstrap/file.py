@@ -166,7 +166,8 @@ class _UnreachableError(Exception):
 
 
 def _try(path: Path, published: _RendezvousFile, claim: Claim) -> Rendezvous:
-    patience_s, reach_within_s = max(claim.left_s, 1.0), min(max(claim.left_s, 0.1), _REACH_WITHIN_S)
+    patience_s = max(claim.left_s, 1.0)
+    reach_within_s = min(max(claim.left_s, 0.1), _REACH_WITHIN_S)
     try:
         control = SocketControl(
             (published.host, published.port),

@@ -50,7 +50,8 @@ def find(request: Request) -> Rendezvous:
     """
     started = launched()
     if started is not None:
-        request.rank, request.size = started.rank, started.size
+        request.rank = started.rank
+        request.size = started.size
     mpi = library()
     check_world(mpi, (started and started.size) or 1)
     world = mpi.COMM_WORLD
@@ -112,7 +113,8 @@ class _HelloExchange:
     """Short messages from all ranks to rank 0, and from rank 0 to all, with a time limit. No pickle."""
 
     def __init__(self, comm: Any, claim: Claim) -> None:
-        self._comm, self._claim = comm, claim
+        self._comm = comm
+        self._claim = claim
 
     def collect(self) -> list[tuple[str, str]]:
         """Collect every rank's host, on rank 0. If ranks are missing, notify the others, and raise."""
@@ -190,7 +192,8 @@ def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
     if isinstance(known, MpiAbortGuard):
         return known
     made = MpiAbortGuard(mpi, rank, size)
-    sys.excepthook, sys.exit = made.fail, made.leave
+    sys.excepthook = made.fail
+    sys.exit = made.leave
     return made
 
 
@@ -203,8 +206,10 @@ class MpiAbortGuard:
     """
 
     def __init__(self, mpi: Any, rank: int, size: int) -> None:
-        self._mpi, self._who = mpi, f"rank {rank} of {size}"
-        self._process, self._open = os.getpid(), 0
+        self._mpi = mpi
+        self._who = f"rank {rank} of {size}"
+        self._process = os.getpid()
+        self._open = 0
         self._excepthook = sys.excepthook
 
     def await_closing(self, rendezvous: Rendezvous) -> None:

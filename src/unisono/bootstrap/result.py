@@ -93,6 +93,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Leave without an error. Idempotent. A server of this process serves the others until they have left."""
-        release, self.release = self.release, nothing
+        release = self.release
+        self.release = nothing
         self.control.close()
         release()

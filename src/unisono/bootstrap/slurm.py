@@ -31,7 +31,9 @@ _log = logging.getLogger("unisono")
 # Slurm numbers steps not started by srun (batch script, interactive, external) from the top.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_FIRST_PORT, _PORTS, _STRIDE = 15000, 16384, 1009
+_FIRST_PORT = 15000
+_PORTS = 16384
+_STRIDE = 1009
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ def step() -> Step | None:
 
 
 def _meet(task: Step, request: Request) -> Rendezvous:
-    request.rank, request.size = task.rank, task.size
+    request.rank = task.rank
+    request.size = task.size
     port = env_number("MASTER_PORT")
     if port is None:
         port = port_of(task.job, task.number)
@@ -184,7 +187,9 @@ class _Reader:
     """Reads from left to right; one method for each rule of the grammar."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._at, self._depth = text, 0, 0
+        self._text = text
+        self._at = 0
+        self._depth = 0
 
     def read(self) -> list[str]:
         names = self._separated(self._item)
@@ -230,7 +235,8 @@ class _Reader:
         numbers = self._matched(_RANGE)
         if numbers is None:
             return self._item()
-        first, last = int(numbers[1]), int(numbers[2])
+        first = int(numbers[1])
+        last = int(numbers[2])
         if first > last:
             raise ValueError(f"{self._text!r} is not a list of hosts: the range {numbers[0]} goes down")
         self._bound(last - first + 1)

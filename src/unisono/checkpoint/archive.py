@@ -51,7 +51,9 @@ class Archive(Mapping[str, torch.Tensor]):
         self.manifest, _ = read_manifest(storage)
         self.manifest.check_sizes(storage.sizes())
         self._files = Files(storage, self.manifest)
-        self._where, self._map_location, self._check = storage.where, map_location, check
+        self._where = storage.where
+        self._map_location = map_location
+        self._check = check
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.manifest.tensors[name]
@@ -81,7 +83,8 @@ class Archive(Mapping[str, torch.Tensor]):
 
     def _joined(self, name: str, entry: TensorEntry) -> torch.Tensor:
         flat = torch.empty(entry.nbytes, dtype=torch.uint8)
-        memory, bad = memory_of(flat), []
+        memory = memory_of(flat)
+        bad = []
         for window in windows_of(self.manifest, [name]):
             for block in window.blocks:
                 if block.name is not None:

@@ -68,7 +68,8 @@ class Checkpointer:
         self.keep, self.every, self.background = index(keep), index(every), background
         if keep < 1 or every < 1:
             raise ValueError(f"keep={keep} and every={every} must be at least 1")
-        self._storage, self._comm = storage_at(directory), comm
+        self._storage = storage_at(directory)
+        self._comm = comm
         self._saving: SaveHandle | None = None
         self._saved = False
         # Names of checkpoints that this object has saved, or that were there before.
@@ -109,7 +110,8 @@ class Checkpointer:
         if not 0 <= step < 10**10:
             raise ValueError(f"step={step} must be from 0 to 10**10 - 1")
         self.wait()
-        storage, extra = self._storage.child(f"{_PREFIX}{step:010d}"), {"step": step}
+        storage = self._storage.child(f"{_PREFIX}{step:010d}")
+        extra = {"step": step}
         self._known.add(storage.name)
         if self.background:
             after = partial(self._rotate, storage.name)
@@ -169,7 +171,8 @@ class Checkpointer:
         Raises:
             CheckpointError, MismatchError, TypeError: The save has failed. Raised once.
         """
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             saving.wait()
 

@@ -42,7 +42,10 @@ class CollectiveScope:
     def __init__(
         self, comm: Communicator | None, operation: str, path: str | None = None, timeout: Timeout | None = None
     ) -> None:
-        self.comm, self._operation, self._path, self._timeout = comm, operation, path, timeout
+        self.comm = comm
+        self._operation = operation
+        self._path = path
+        self._timeout = timeout
         self.rank, self.size = (comm.rank, comm.size) if comm is not None else (0, 1)
 
     def all_or_none(self, step: Callable[[], Any]) -> list[Any]:

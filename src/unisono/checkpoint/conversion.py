@@ -82,18 +82,21 @@ def differences(first: Archive, second: Archive) -> list[str]:
         if name not in first or name not in second:
             found.append(f"{name}: only in the {'second' if name not in first else 'first'}")
             continue
-        one, other = first.manifest.tensors[name], second.manifest.tensors[name]
+        one = first.manifest.tensors[name]
+        other = second.manifest.tensors[name]
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             found.append(f"{name}: {one.dtype} {list(one.shape)}, {other.dtype} {list(other.shape)}")
         elif not torch.equal(as_bytes(first[name]), as_bytes(second[name])):
             found.append(f"{name}: {_distance(first[name], second[name])}")
-    mine, theirs = leaves(first.manifest.state), leaves(second.manifest.state)
+    mine = leaves(first.manifest.state)
+    theirs = leaves(second.manifest.state)
     pairs = {name: (mine.get(name, "(absent)"), theirs.get(name, "(absent)")) for name in (*mine, *theirs)}
     return found + [f"{name}: {one}, {other}" for name, (one, other) in pairs.items() if one != other]
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> str:
     if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
+        one = torch.view_as_real(one)
+        other = torch.view_as_real(other)
     apart = (one.double() - other.double()).abs()
     return f"{int((apart != 0).sum())} of {apart.numel()} elements differ, by up to {apart.max().item():.3g}"

@@ -50,7 +50,8 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
         ...
         unisono.errors.MismatchError: ...'lr': rank 1 differs from rank 0 (0.0 on rank 0; 0.1 on rank 1)...
     """
-    team, advice = CollectiveScope(comm, "assert_in_sync"), "un.checkpoint.sync(state, comm) makes them equal"
+    team = CollectiveScope(comm, "assert_in_sync")
+    advice = "un.checkpoint.sync(state, comm) makes them equal"
     made: list[tuple[Captured, Snapshot]] = []
 
     def take_apart() -> None:

@@ -41,7 +41,8 @@ class CheckpointError(CommError):
         self, message: str = "", *, path: str | None = None, tensors: Sequence[str] = (), **known: Any
     ) -> None:
         super().__init__(message, **known)
-        self.path, self.tensors = path, tuple(tensors)
+        self.path = path
+        self.tensors = tuple(tensors)
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -54,7 +55,8 @@ class CheckpointError(CommError):
 
 def _rebuild(rebuild: Any, kind: Any, message: str, fields: Any, path: str | None, tensors: tuple[str, ...]) -> Any:
     error = rebuild(kind, message, fields)
-    error.path, error.tensors = path, tensors
+    error.path = path
+    error.tensors = tensors
     return error
 
 

@@ -256,7 +256,10 @@ class TensorLoader:
         cached: bool,
         same: bool,
     ) -> None:
-        self._files, self._restoration, self._host, self._cached = files, restoration, host, cached
+        self._files = files
+        self._restoration = restoration
+        self._host = host
+        self._cached = cached
         self._wanted = wanted
         self._on_bytes = on_bytes
         self._check = bool(options.check)
@@ -296,7 +299,8 @@ class TensorLoader:
             shard.local.copy_(destination.tensor())
 
     def _add_shard(self, name: str, shard: TensorShard) -> Destination:
-        saved, local = self._restoration.entries[name].dtype, shard.local
+        saved = self._restoration.entries[name].dtype
+        local = shard.local
         part = TensorEntry(saved, tuple(local.shape))
         destination = Destination(
             part, local if local.dtype == saved else None, local.device, shard.start * saved.itemsize
@@ -450,12 +454,15 @@ class Destination:
             # Strided memory cannot be filled by runs of bytes: collect them first.
             made = _blank(entry, device)
             flat = as_bytes(made)
-        self._made, self._flat, self._start = made, flat, start
+        self._made = made
+        self._flat = flat
+        self._start = start
         self._memory = memory_of(flat) if flat.device.type == "cpu" else None
 
     def put(self, offset: int, data: torch.Tensor) -> None:
         """Copy in uint8 values as the tensor's bytes from `offset` on."""
-        low, high = max(offset, self._start), min(offset + data.numel(), self._start + self._flat.numel())
+        low = max(offset, self._start)
+        high = min(offset + data.numel(), self._start + self._flat.numel())
         if low < high:
             self._flat[low - self._start : high - self._start].copy_(data[low - offset : high - offset])
 

@@ -27,7 +27,9 @@ FILE = re.compile(r"([0-9a-f]{16})-\d{5}\.safetensors")
 """Names of files of tensors: the save's number, and the rank that wrote the file."""
 
 _FORMAT = "unisono.checkpoint"
-_HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
+_HEAD = b'{"digest":"'
+_MIDDLE = b'","manifest":'
+_TAIL = b"}\n"
 _BEGIN = len(_HEAD) + 32 + len(_MIDDLE)
 _HEX = re.compile(r"[0-9a-f]{32}")
 _VERSION_FIELD = re.compile(rb'"format":"unisono.checkpoint","version":(\d{1,9})[,}]')
@@ -223,7 +225,8 @@ def _opened(data: bytes | bytearray, nbytes: int) -> dict[str, Any]:
     check_cost(cost_of(data), nbytes)
     try:
         content = json.loads(str(body, "ascii"))
-        version, kind = content["version"], content["format"]
+        version = content["version"]
+        kind = content["format"]
     except (ValueError, RecursionError, LookupError, TypeError):
         raise FormatError(f"{MANIFEST} was not written by unisono") from None
     if kind != _FORMAT or version != VERSION or content.get("digest") != ALGORITHM:

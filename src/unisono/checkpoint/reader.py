@@ -67,7 +67,8 @@ def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | No
     """
     needed = []
     for name in dict.fromkeys(names):
-        offset, wanted = 0, (ranges or {}).get(name)
+        offset = 0
+        wanted = (ranges or {}).get(name)
         for piece in manifest.tensors[name].pieces:
             cut = zip(blocks(piece.start, piece.stop), piece.digests, strict=True)
             for (start, stop), digest in cut:
@@ -117,7 +118,8 @@ class Files:
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self._storage, self._manifest = storage, manifest
+        self._storage = storage
+        self._manifest = manifest
         # A user's storage need not define it.
         self.cached = bool(getattr(storage, "kept", False))
         self.identities: dict[int, list[int] | None] = {}
@@ -170,7 +172,8 @@ class Files:
             hold: Keep their bytes in memory, so that they are not read again.
         """
         longest = max((block.stop - block.start for window in windows for block in window.blocks), default=0)
-        bad, spare = [], memoryview(bytearray(0 if hold else longest))
+        bad = []
+        spare = memoryview(bytearray(0 if hold else longest))
         for number, window in enumerate(windows):
             self.prefetch(windows, number)
             for block in window.blocks:

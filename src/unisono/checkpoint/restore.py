@@ -128,7 +128,9 @@ class Restorer:
         self.early = Wanted()
         self.late = Wanted()
         self.values: dict[str, torch.Tensor] = {}
-        self.entries, self._source, self._strict = entries, source, strict
+        self.entries = entries
+        self._source = source
+        self._strict = strict
         self._problems: list[str] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -209,7 +211,8 @@ class Restorer:
     def _match_container(self, target: Any, node: Node, path: str, mode: _Mode, fresh: bool) -> _Build:
         if isinstance(target, Enum) and tag_of(node) == "$enum" and node["$enum"][2] in type(target).__members__:
             return lambda: type(target)[node["$enum"][2]]
-        items, elements = entries_of(node), elements_of(node)
+        items = entries_of(node)
+        elements = elements_of(node)
         firm = mode in ("top", "strict") and not (isinstance(node, dict) and tag_of(node) == "$numbers")
         if isinstance(target, dict) and items is not None:
             like = empty_of(node)

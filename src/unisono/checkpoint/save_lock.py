@@ -22,7 +22,8 @@ _STALE_S = 3600.0
 
 _FORM = {"id": str, "pid": int, "started": int, "space": str, "time": float, "replaced": list}
 
-_WAITS, _WAIT_S = 5, 0.05
+_WAITS = 5
+_WAIT_S = 0.05
 """A lock that says nothing after these waits is one whose writer has died."""
 
 _running: set[str] = set()

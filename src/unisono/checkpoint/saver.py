@@ -56,7 +56,8 @@ def commit(
         made.append(make())
         return made[0].ranges
 
-    held, save_id = team.all_or_none(ranges), team.first(lambda: secrets.token_hex(8))
+    held = team.all_or_none(ranges)
+    save_id = team.first(lambda: secrets.token_hex(8))
     snapshot = made[0]
     team.compare(
         lambda: storage.where.encode() + snapshot.fingerprint(),
@@ -99,7 +100,8 @@ def _open(storage: Storage, lock: SaveLock) -> None:
 
 def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progress: Progress | None) -> Any:
     """Write this rank's share, and return its entries for the manifest."""
-    total, done = sum(len(p.data) for p in snapshot.portions), 0
+    total = sum(len(p.data) for p in snapshot.portions)
+    done = 0
 
     def on_bytes(count: int) -> None:
         nonlocal done
@@ -335,7 +337,8 @@ def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, l
     data = torch.empty_like(flat) if copy else flat
     if not hashed:
         return (data.copy_(flat) if copy else data), []
-    memory, digests = memory_of(data), []
+    memory = memory_of(data)
+    digests = []
     for low, high in blocks(0, len(flat)):
         state = hasher()
         for start in range(low, high, CHUNK):
@@ -368,13 +371,15 @@ def check_ranges(shards: Mapping[str, TensorShard], held: Sequence[Mapping[str, 
 
 def _problem(found: list[tuple[int, int, int]], shape: torch.Size) -> str | None:
     """Return the first overlap or gap of ranges, which are start, stop and rank."""
-    position, owner = 0, -1
+    position = 0
+    owner = -1
     for start, stop, other in sorted(found):
         if start < position:
             return f"overlap: elements {start} to {min(position, stop)} are on ranks {owner} and {other}"
         if start > position:
             break
-        position, owner = stop, other
+        position = stop
+        owner = other
     if position == shape.numel():
         return None
     listed = ", ".join(f"rank {other} has {start} to {stop}" for start, stop, other in sorted(found)[:8])

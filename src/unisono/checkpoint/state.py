@@ -47,7 +47,8 @@ class PerRank:
     def __init__(self, obj: Any, on_resize: Policy = "modulo") -> None:
         if on_resize not in _POLICIES:
             raise ValueError(f"elsewhere must be one of {', '.join(map(repr, _POLICIES))}, not {on_resize!r}")
-        self.obj, self.on_resize = obj, on_resize
+        self.obj = obj
+        self.on_resize = on_resize
 
     def __repr__(self) -> str:
         return f"PerRank({self.obj!r}, {self.on_resize!r})"

@@ -88,7 +88,8 @@ class Packer:
         self.shards: dict[str, TensorShard] = {}
         self.optimizers: list[tuple[torch.optim.Optimizer, list[Any]]] = []
         self._seen: dict[tuple[Any, ...], str] = {}
-        self._special, self._prefix = special, prefix
+        self._special = special
+        self._prefix = prefix
 
     def pack(self, value: Any, path: str = "", depth: int = 0) -> Node:
         """The tree of a value. `TypeError` names the part that cannot be saved, and its place."""

@@ -143,7 +143,8 @@ def misfit(target: torch.Tensor | TensorShard, entry: TensorEntry) -> str | None
     """Return the reason that a tensor cannot hold the saved values; None if it can."""
     if tuple(target.shape) != entry.shape:
         return f"has shape {entry.shape} in it, {tuple(target.shape)} here"
-    tensor, saved = target.local if isinstance(target, TensorShard) else target, entry.dtype
+    tensor = target.local if isinstance(target, TensorShard) else target
+    saved = entry.dtype
     if tensor.is_meta:
         return None if tensor is target else "is a TensorShard on the meta device here, without memory to fill"
     if has_no_storage(tensor):
@@ -161,7 +162,8 @@ def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
         return not saved.is_complex
     if saved.is_floating_point or saved.is_complex or torch.bool in (saved, here):
         return saved == torch.bool
-    small, large = torch.iinfo(saved), torch.iinfo(here)
+    small = torch.iinfo(saved)
+    large = torch.iinfo(here)
     return large.min <= small.min and small.max <= large.max
 
 

@@ -64,11 +64,13 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
 def _verify(storage: Storage, progress: Progress | None) -> Manifest:
     manifest, _ = read_manifest(storage)
     manifest.check_sizes(storage.sizes())
-    done, suspects = 0, []
+    done = 0
+    suspects = []
     spare = memoryview(bytearray(min(CHUNK, max((file.size for file in manifest.files), default=0))))
     with Files(storage, manifest) as files:
         for index, file in enumerate(manifest.files):
-            source, file_hash = files.open(index), hasher()
+            source = files.open(index)
+            file_hash = hasher()
             for start, stop in blocks(0, file.size, CHUNK):
                 if start % (_AHEAD // 2) == 0:
                     source.prefetch(start, min(start + _AHEAD, file.size))
@@ -256,7 +258,8 @@ def _runs(entries: dict[str, TensorEntry]) -> Iterator[_Run]:
             start = stop
             if filled == BLOCK:
                 yield run
-                run, filled = [], 0
+                run = []
+                filled = 0
     if run:
         yield run
 

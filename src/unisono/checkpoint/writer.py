@@ -57,9 +57,11 @@ def write_file(
     file_hash = hasher()
     file_hash.update(header)
     sink.write(memoryview(header))
-    position, pieces = len(header), []
+    position = len(header)
+    pieces = []
     for portion in portions:
-        memory, found = memory_of(portion.data), []
+        memory = memory_of(portion.data)
+        found = []
         for low, high in blocks(0, len(memory)):
             found.append(_write_block(sink, memory[low:high], file_hash, on_bytes))
         if portion.digests is not None and tuple(found) != portion.digests:
@@ -105,7 +107,8 @@ def _header(save_id: str, portions: Sequence[Shard]) -> bytes:
 def _label(portion: Shard) -> tuple[str, tuple[int, ...]]:
     """Name and shape of a portion; a slice is flat, and named by its range of elements."""
     item = portion.dtype.itemsize
-    first, last = portion.start // item, portion.stop // item
+    first = portion.start // item
+    last = portion.stop // item
     count = 1
     for length in portion.shape:
         count *= length

@@ -114,7 +114,8 @@ def _apart(
     staging: Staging,
 ) -> tuple[Call, torch.Tensor]:
     """Return the call of a collective whose results are other tensors than its contributions."""
-    what, size = checks.what, checks.size
+    what = checks.what
+    size = checks.size
     read, written = checks.sides(output, input, splits)
     reduced = parse_op(op) if what.reduces else None
     like = (written if what.scatters and not what.gathers else read if read.tensors else written).tensors[0]
@@ -310,7 +311,8 @@ class _Checks(NamedTuple):
             raise ValueError(
                 f"{name} must have {self.size} times the {small.numel()} elements of {other}, not {large.numel()}"
             )
-        many, one = _Side((large,), (small.numel(),) * self.size), _Side((small,), (small.numel(),))
+        many = _Side((large,), (small.numel(),) * self.size)
+        one = _Side((small,), (small.numel(),))
         return (many, one) if collective.scatters else (one, many)
 
     def _split_rows(self, tensor: torch.Tensor, sizes: Sequence[int] | None, name: str) -> tuple[int, ...]:
@@ -358,7 +360,8 @@ class _Checks(NamedTuple):
         targets = _labelled(written.parts(), collective.output, collective.gathers, "the tensor")
         check_apart(targets)
         if not collective.pairwise and sources and targets:
-            own_source, own_target = self.rank if collective.scatters else 0, self.rank if collective.gathers else 0
+            own_source = self.rank if collective.scatters else 0
+            own_target = self.rank if collective.gathers else 0
             if sources[own_source][1].data_ptr() == targets[own_target][1].data_ptr():
                 if collective.gathers:
                     del targets[own_target]

@@ -79,7 +79,8 @@ class Layout(ABC):
     def messages(self, move: Move, segment_bytes: int, *, receive: bool = False) -> list[list[Region]]:
         """The regions of each message that a move travels in: one, or several that are packed."""
         found: list[list[Region]] = []
-        packed, most = 0, min(segment_bytes, PACKED_BYTES)
+        packed = 0
+        most = min(segment_bytes, PACKED_BYTES)
         cut = self.targets if receive else self.regions
         for start, stop in ((move.start, move.stop), *move.further):
             for region in cut(start, stop, segment_bytes):
@@ -102,10 +103,15 @@ class Flat(Layout):
     """
 
     def __init__(self, tensor: torch.Tensor, edges: Sequence[int], key: int = 0) -> None:
-        self._tensor, self._edges, self._key = tensor, edges, key
+        self._tensor = tensor
+        self._edges = edges
+        self._key = key
 
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
-        tensor, low, end, found = self._tensor, self._edges[start], self._edges[stop], []
+        tensor = self._tensor
+        low = self._edges[start]
+        end = self._edges[stop]
+        found = []
         step = max(1, segment_bytes // tensor.element_size())
         while low < end:
             high = min(low + step, end)
@@ -129,7 +135,9 @@ class Pieces(Layout):
     def __init__(
         self, tensors: dict[int, torch.Tensor], like: torch.Tensor | None = None, lengths: Sequence[int] = ()
     ) -> None:
-        self._tensors, self._like, self._lengths = tensors, like, lengths
+        self._tensors = tensors
+        self._like = like
+        self._lengths = lengths
 
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         found = []
@@ -154,7 +162,8 @@ class PartialSums(Pieces):
 
     def __init__(self, inputs: Sequence[torch.Tensor], rank: int, output: torch.Tensor) -> None:
         super().__init__({rank: output}, output, numels(inputs))
-        self._inputs, self._received = inputs, set[int]()
+        self._inputs = inputs
+        self._received = set[int]()
 
     def regions(self, start: int, stop: int, segment_bytes: int) -> list[Region]:
         found = []
@@ -201,9 +210,13 @@ class Schedule:
     def __init__(
         self, algorithm: Algorithm, rank: int, size: int, root: int, segment_bytes: int, scratch: ScratchPool
     ) -> None:
-        self.chunks, self._rank, self._size, self._root = algorithm.chunks(size), rank, size, root
+        self.chunks = algorithm.chunks(size)
+        self._rank = rank
+        self._size = size
+        self._root = root
         self._steps = tuple(algorithm.steps((rank - root) % size, size))
-        self._segment_bytes, self._scratch = segment_bytes, scratch
+        self._segment_bytes = segment_bytes
+        self._scratch = scratch
 
     def numbers(self) -> list[int]:
         """Return the steps as src/native/tcp/program.hpp reads them, with the ranks of the calls."""
@@ -292,12 +305,14 @@ class ScratchPool:
     """
 
     def __init__(self, most_bytes: int = 16 << 20) -> None:
-        self._most, self._held = most_bytes, 0
+        self._most = most_bytes
+        self._held = 0
         self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def take(self, regions: list[Region]) -> torch.Tensor:
         """Uninitialised memory for a message, of its dtype and device."""
-        like, numel = regions[0].tensor, 0
+        like = regions[0].tensor
+        numel = 0
         for region in regions:
             numel += region.stop - region.start
         free = self._free.get((numel, like.dtype, like.device))
@@ -330,8 +345,13 @@ class _Run:
         deadline: float,
         spare: ScratchPool,
     ) -> None:
-        self._transport, self._combine, self._deadline = transport, combine, deadline
-        self._rank, self._size, self._root, self._spare = rank, size, root, spare
+        self._transport = transport
+        self._combine = combine
+        self._deadline = deadline
+        self._rank = rank
+        self._size = size
+        self._root = root
+        self._spare = spare
         self.flight: deque[_Batch] = deque()
 
     def carry_out(self, steps: Iterable[Step], layout: Layout, segment_bytes: int) -> None:

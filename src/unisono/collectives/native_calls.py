@@ -54,7 +54,9 @@ class Programs:
     """
 
     def __init__(self, module: Any, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
-        self._module, self._rank, self._size = module, rank, size
+        self._module = module
+        self._rank = rank
+        self._size = size
         self._cost = latency_s, second_per_byte
         self._scratch = ScratchPool()
         self._made: dict[tuple[Schedule, str], Any] = {}
@@ -126,7 +128,11 @@ class NativeCalls(ABC):
     def __init__(
         self, core: Any, rank: int, size: int, programs: Programs, messages: MessageEnds | None = None
     ) -> None:
-        self.core, self._rank, self._size, self._programs, self._messages = core, rank, size, programs, messages
+        self.core = core
+        self._rank = rank
+        self._size = size
+        self._programs = programs
+        self._messages = messages
 
     # -- calls as the caller made them ---------------------------------------------------------------
     def try_collective(
@@ -142,7 +148,9 @@ class NativeCalls(ABC):
         """As of `FastPath`."""
         if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
             return Status.UNSUPPORTED
-        operation, steps, root = 0, 0, -1 if root is None else root
+        operation = 0
+        steps = 0
+        root = -1 if root is None else root
         if collective.reduces:
             operation = OP_CODES.get(op, 0) if type(op) in _OPS else 0
             if not operation:
@@ -168,7 +176,9 @@ class NativeCalls(ABC):
     ) -> Status:
         # The root of a broadcast only reads its tensor, and so does each non-root rank of a reduce.
         written = root < 0 or (self._rank == root) == (collective.root == "dst")
-        target, address, count = as_flat(output, collective.output, written=written), 0, 0
+        target = as_flat(output, collective.output, written=written)
+        address = 0
+        count = 0
         if target is None:
             return Status.UNSUPPORTED
         if collective.packed:
@@ -180,9 +190,12 @@ class NativeCalls(ABC):
                 input.dim() and output.dim() and input.shape[0] % self._size == 0 == output.shape[0] % self._size
             ):
                 return Status.UNSUPPORTED
-            address, count = source.data_ptr(), source.numel()
+            address = source.data_ptr()
+            count = source.numel()
         dtype = DTYPE_CODES[target.dtype]
-        number, into, written_count = collective.number, target.data_ptr(), target.numel()
+        number = collective.number
+        into = target.data_ptr()
+        written_count = target.numel()
         status = self.core.call(number, operation, dtype, root, into, written_count, address, count, deadline, steps)
         if target is not output and written and status == Status.OK:
             copy_back(output, target)
@@ -198,7 +211,8 @@ class NativeCalls(ABC):
         steps: int,
         deadline: float,
     ) -> Status:
-        dtype, flats = None, list[tuple[list[torch.Tensor], Sequence[torch.Tensor]]]()
+        dtype = None
+        flats = list[tuple[list[torch.Tensor], Sequence[torch.Tensor]]]()
         for given, many, name, written in (
             (output, collective.gathers, collective.output, True),
             (input, collective.scatters, collective.input, False),
@@ -216,7 +230,8 @@ class NativeCalls(ABC):
             flats.append((flat, tensors))
         if dtype is None:
             return Status.UNSUPPORTED
-        number, code = collective.number, DTYPE_CODES[dtype]
+        number = collective.number
+        code = DTYPE_CODES[dtype]
         (targets, outputs), (sources, _) = flats
         memory = *memory_of(targets), *memory_of(sources)
         status = self.core.call_lists(number, operation, code, root, *memory, True, deadline, steps)
@@ -242,7 +257,8 @@ class NativeCalls(ABC):
 
     def try_message(self, name: str, tensor: torch.Tensor, peer: int, tag: int, deadline: float) -> Status:
         """As of `FastPath`. A receive is refused if another message comes first."""
-        messages, receives = self._messages, name == "recv"
+        messages = self._messages
+        receives = name == "recv"
         flat = as_flat(tensor, "tensor", written=receives)
         if flat is None or messages is None:
             return Status.UNSUPPORTED
@@ -269,7 +285,8 @@ class NativeCalls(ABC):
 
     def carry(self, call: Call, deadline: float) -> None:
         """Carry out a call as a transport receives it, with the caller's algorithm if there is one."""
-        number, root = FAMILIES[call.name].number, -1 if call.root is None else call.root
+        number = FAMILIES[call.name].number
+        root = -1 if call.root is None else call.root
         memory = *memory_of(call.outputs), *memory_of(call.inputs)
         if call.steps is None:
             status = self.core.call_lists(number, *codes_of(call), root, *memory, False, deadline, 0)
@@ -332,7 +349,8 @@ def known_dtypes() -> list[tuple[str, int]]:
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Return addresses and numbers of elements. Uses loops, because Python 3.11 comprehensions are function calls."""
-    addresses, counts = [], []
+    addresses = []
+    counts = []
     for tensor in tensors:
         addresses.append(tensor.data_ptr())
         counts.append(tensor.numel())
@@ -341,5 +359,6 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
 
 def codes_of(call: Call) -> tuple[int, int]:
     """Return the numbers of a call's operation and dtype; 0 if it has none."""
-    tensors, op = call.inputs or call.outputs, ReduceOp.AVG if call.average else call.op
+    tensors = call.inputs or call.outputs
+    op = ReduceOp.AVG if call.average else call.op
     return 0 if op is None else OP_CODES[op], DTYPE_CODES[tensors[0].dtype] if tensors else 0

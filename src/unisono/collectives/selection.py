@@ -45,8 +45,11 @@ class Selection:
         deterministic: bool = False,
         machine: Callable[[], Machine] | None = None,
     ) -> None:
-        self._transport, self._segment_bytes, self._machine = transport, segment_bytes, machine
-        self._size, self._deterministic = transport.size, deterministic
+        self._transport = transport
+        self._segment_bytes = segment_bytes
+        self._machine = machine
+        self._size = transport.size
+        self._deterministic = deterministic
         self._scratch = ScratchPool()
         self._kept: dict[tuple[Any, ...], _Chosen] = {}
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
@@ -80,7 +83,8 @@ class Selection:
     def _schedule(self, call: Call, label: str) -> Steps:
         key = call.name, label, call.root
         if key not in self._schedules:
-            algorithm, transport = find(call.name, label), self._transport
+            algorithm = find(call.name, label)
+            transport = self._transport
             self._schedules[key] = Schedule(
                 algorithm, transport.rank, transport.size, call.root or 0, self._segment_bytes, self._scratch
             )

@@ -33,7 +33,7 @@ from unisono.core.threads import SerialWorker
 from unisono.core.tracing import SINK, profiler, record_collective, record_message
 from unisono.core.transport import Options, Status, Tensors, Transport
 from unisono.core.types import ReduceOp, Timeout, Work
-from unisono.core.work import Completion, Deferred, resolve_timeout
+from unisono.core.work import Completion, Deferred, resolve_timeout, seconds_left
 from unisono.diagnostics.hang_report import with_hang_report
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
 from unisono.wrappers.trace import observed, waits_of
@@ -79,7 +79,9 @@ class Engine:
     def __init__(
         self, transport: Transport, control: ControlPlane, options: Options, hosts: Sequence[str], *, check: str
     ) -> None:
-        self.transport, self.control, self.options = transport, control, options
+        self.transport = transport
+        self.control = control
+        self.options = options
         self.group = group = transport.group
         self._here = {"rank": group.rank, "size": group.size, "group": group.name}
         self.activity = Activity(group)
@@ -97,7 +99,8 @@ class Engine:
         self._checked = check != "off"
         self._staging = BufferGuard if check == "full" else Staging
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._sink, self._limit_s = SINK, options.timeout_s
+        self._sink = SINK
+        self._limit_s = options.timeout_s
         # Threads that are in a collective; a signal handler there may not start another.
         self._inside: set[int] = set()
         self._helper = SerialWorker(f"unisono {group.name} rank {group.rank}")
@@ -164,13 +167,15 @@ class Engine:
         /,
     ) -> bool:
         """Make a blocking call on the transport's fast path; return False, with no effect, if it needs more."""
-        fast, here = self.fast_path, get_ident()
+        fast = self.fast_path
+        here = get_ident()
         if fast is None or (self.owner != here and self.owner != ANY_THREAD):
             return False
         if self._pending or self._inside or self.broken is not None or self.closed or profiler._is_profiler_enabled:
             return False
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
-        caller, activity = _getframe(2), self.activity
+        caller = _getframe(2)
+        activity = self.activity
         while caller.f_code.co_filename.startswith(NOT_THE_USERS) and caller.f_back is not None:
             caller = caller.f_back
         detail = str(op or "") if root is None else f"root {root}"
@@ -206,13 +211,15 @@ class Engine:
 
     def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: Timeout | None, /) -> bool:
         """Send or receive ("send", "recv") on the fast path; return False, with no effect, if it needs more."""
-        fast, here = self.fast_path, get_ident()
+        fast = self.fast_path
+        here = get_ident()
         if fast is None or self.owner != here or self._inside or self.broken is not None or self.closed:
             return False
         if profiler._is_profiler_enabled or not fast.takes(tensor, peer, tag):
             return False
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
-        caller, activity = _getframe(2), self.activity
+        caller = _getframe(2)
+        activity = self.activity
         while caller.f_code.co_filename.startswith(NOT_THE_USERS) and caller.f_back is not None:
             caller = caller.f_back
         detail = f"{'to' if name == 'send' else 'from'} rank {peer}{f', tag {tag}' if tag else ''}, {tensor.nbytes} B"
@@ -272,7 +279,8 @@ class Engine:
         """
         if after is None and (self.owner != get_ident() or self.closed or self.broken is not None):
             self.enter(what.name)
-        group, transport = self.group, self.transport
+        group = self.group
+        transport = self.transport
         call, like = make_call(
             what,
             output,
@@ -289,9 +297,11 @@ class Engine:
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         algorithm, steps = self._selection.choose(call, algorithm)
         if after is None:
-            number, place = self._calls + 1, callers_place()
+            number = self._calls + 1
+            place = callers_place()
         else:
-            number, place = after.fingerprint.call + 1, after.fingerprint.site
+            number = after.fingerprint.call + 1
+            place = after.fingerprint.site
         fingerprint = _fingerprint(what, call, like, number, algorithm, place, origin)
         return call._replace(
             fingerprint=fingerprint,
@@ -384,7 +394,7 @@ class Engine:
             transport.agree(call, deadline)
             call.staging.begin()
             work = transport.run(call)
-            work.wait(max(0.0, deadline - time.monotonic()))
+            work.wait(seconds_left(deadline))
             call.staging.end()
             failed = work.exception()
             if failed is not None:
@@ -404,7 +414,7 @@ class Engine:
 
         def complete(deadline: float) -> None:
             with self._carrying_out(call):
-                work.wait(max(0.0, deadline - time.monotonic()))
+                work.wait(seconds_left(deadline))
                 call.staging.end()
 
         # A wait ends immediately, with the first cause, if the group has failed.
@@ -416,7 +426,9 @@ class Engine:
 
         Without `refusals`, errors that refuse a call are left out, because every rank raises them.
         """
-        here, fingerprint, activity = get_ident(), call.fingerprint, self.activity
+        here = get_ident()
+        fingerprint = call.fingerprint
+        activity = self.activity
         self._inside.add(here)
         activity.enter(fingerprint.operation, fingerprint.call, fingerprint, fingerprint.site)
         try:
@@ -583,7 +595,8 @@ def _fingerprint(
     written: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
     if not what.in_place:
-        read, written = numels(call.inputs), numels(call.outputs)
+        read = numels(call.inputs)
+        written = numels(call.outputs)
         counts = call.lengths or what.compared_counts(read, written)
     elif like is not None:
         counts = (like.numel(),)

@@ -57,7 +57,9 @@ class _Incoming:
         elif self.long_head is not None:
             self.head = _bytes(self.long_head)
         mail = Envelope(self.peer, self.head, self.bodies)
-        self.rest, self.long_head, self.bodies = None, None, []
+        self.rest = None
+        self.long_head = None
+        self.bodies = []
         return mail
 
     def _open(self) -> None:
@@ -230,7 +232,8 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
         number: Number of the mailbox among the communicator's.
         metadata: As of `Communicator.mailbox`.
     """
-    control, timeout = engine.control, engine.options.timeout_s
+    control = engine.control
+    timeout = engine.options.timeout_s
     group = engine.group.child(f"mail{number}", range(engine.group.size))
     transport = engine.transport.inner if isinstance(engine.transport, Checked) else engine.transport
     control.join(group)

@@ -27,7 +27,8 @@ from unisono.wrappers.trace import traced
 __all__ = ["AnySource", "Matching", "Messages", "PointToPointWork"]
 
 _FOREVER_S = 1e9
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 20e-6, 0.01
+_SHORTEST_NAP_S = 20e-6
+_LONGEST_NAP_S = 0.01
 _TAGS = 256
 _NAMED = 8
 
@@ -44,7 +45,8 @@ class AnySource:
 
     def __init__(self, engine: Engine) -> None:
         # An item that is served may call back, and that may call the communicator.
-        self._engine, self._lock = engine, threading.RLock()
+        self._engine = engine
+        self._lock = threading.RLock()
         self.crew = DaemonThreadPool(f"unisono receives {engine.group.name}")
         self._lines: dict[int, deque[Matching]] = {}
         self._found: dict[int, int] = {}
@@ -89,7 +91,8 @@ class AnySource:
                 self._lines.pop(tag, None)
 
     def _sender(self, tag: int, peers: list[int]) -> int | None:
-        engine, lost = self._engine, list[PeerLostError]()
+        engine = self._engine
+        lost = list[PeerLostError]()
         engine.check("recv")
         # Tags that are equal modulo 256 share a place: a program may use each tag once.
         last = self._found.get(tag % _TAGS, -1)
@@ -116,8 +119,11 @@ class Matching(Work):
     def __init__(
         self, line: AnySource, tag: int, peers: list[int], begin: Callable[[int], Work], timeout_s: float
     ) -> None:
-        self.tag, self.peers = tag, peers
-        self._line, self._begin, self._timeout_s = line, begin, timeout_s
+        self.tag = tag
+        self.peers = peers
+        self._line = line
+        self._begin = begin
+        self._timeout_s = timeout_s
         self._source = -1
         self._begun: Work | None = None
 
@@ -130,7 +136,8 @@ class Matching(Work):
         self._begun = Completion.ended(error)
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        started, limit = time.monotonic(), resolve_timeout(timeout, self._timeout_s)
+        started = time.monotonic()
+        limit = resolve_timeout(timeout, self._timeout_s)
         while (begun := self._served()) is None:
             waited = time.monotonic() - started
             if waited >= limit:
@@ -194,9 +201,14 @@ class PointToPointWork(Work):
         inner: Work,
         staging: Staging,
     ) -> None:
-        self._engine, self._record, self._awaited, self._inner, self._staging = engine, record, awaited, inner, staging
+        self._engine = engine
+        self._record = record
+        self._awaited = awaited
+        self._inner = inner
+        self._staging = staging
         # Messages are counted by themselves: each rank has its own number of them.
-        self._operation, self._number = record[0], engine.activity.messages
+        self._operation = record[0]
+        self._number = engine.activity.messages
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -295,7 +307,8 @@ class Messages:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._any_source = engine, AnySource(engine)
+        self._engine = engine
+        self._any_source = AnySource(engine)
 
     def post(self, operation: str, messages: Sequence[Message]) -> PointToPointWork:
         """Start messages in one call.
@@ -306,7 +319,8 @@ class Messages:
         """
         engine = self._engine
         engine.enter(operation)
-        staging, flat = engine.staging(), list[Message]()
+        staging = engine.staging()
+        flat = list[Message]()
         for message in messages:
             receives = isinstance(message, Recv)
             name = "src" if receives else "dst"
@@ -386,7 +400,8 @@ class Messages:
 
 def _detail(messages: Sequence[Message]) -> str:
     """Return a short description of the messages."""
-    first, more = messages[0], len(messages) - 1
+    first = messages[0]
+    more = len(messages) - 1
     peer = f"rank {first.peer}" if first.peer >= 0 else "any rank"
     way = f"{'from' if isinstance(first, Recv) else 'to'} {peer}"
     tag = f", tag {first.tag}" if first.tag else ""

@@ -15,7 +15,10 @@ from unisono.serialization.functions import dumps
 
 __all__ = ["check_sent", "decode", "encode", "encode_each"]
 
-_PLAIN, _PICKLED, _REFUSED, _WRONG = b"\0", b"\1", b"\2", b"\3"
+_PLAIN = b"\0"
+_PICKLED = b"\1"
+_REFUSED = b"\2"
+_WRONG = b"\3"
 _REASONS: dict[bytes, type[Exception]] = {_REFUSED: TypeError, _WRONG: ValueError}
 """Exceptions to raise where an error arrives instead of a value."""
 

@@ -15,14 +15,16 @@ class PersistentRequest:
     """Call with its arguments, as costly as an asynchronous call; `work` is the `Work` of the last start, or None."""
 
     def __init__(self, call: Callable[[], Work]) -> None:
-        self._call, self._active = call, False
+        self._call = call
+        self._active = False
         self.work: Work | None = None
 
     def start(self) -> None:
         """Make the call, with what the buffers hold now. `RuntimeError` before the `wait` of the previous start."""
         if self._active and self.work is not None and self.work.exception() is None:
             raise RuntimeError("this request has been started before; call wait() before it is started again")
-        self.work, self._active = self._call(), True
+        self.work = self._call()
+        self._active = True
 
     def wait(self, timeout: Timeout | None = None) -> None:
         """Return when the started call is done, as `Work.wait`; immediately if none was started."""

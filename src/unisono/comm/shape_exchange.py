@@ -52,7 +52,11 @@ class ShapeExchange:
     device: torch.device
 
     def __init__(self, collective: Collective, root: int | None, rank: int, size: int, devices: frozenset[str]) -> None:
-        self._what, self._root, self._rank, self._size, self._devices = collective, root or 0, rank, size, devices
+        self._what = collective
+        self._root = root or 0
+        self._rank = rank
+        self._size = size
+        self._devices = devices
         self._refusal: Exception | None = None
         self.header = header_of(collective)
         self.input: Any = None
@@ -66,7 +70,8 @@ class ShapeExchange:
 
         A root that sends gives its refusal to all ranks: they wait for its headers, and know nothing else of it.
         """
-        what, given = self._what, tuple[torch.Tensor, ...]()
+        what = self._what
+        given = tuple[torch.Tensor, ...]()
         if what.contributes(self._rank, self._root):
             try:
                 given = self._checked(tensors)
@@ -87,7 +92,8 @@ class ShapeExchange:
 
     def _checked(self, tensors: Any) -> tuple[torch.Tensor, ...]:
         """Return what this rank sends, if it can be sent."""
-        what, name = self._what, self._what.input
+        what = self._what
+        name = self._what.input
         if what.scatters:
             if tensors is None and what.root is not None:
                 raise ValueError(f"{name} must be given on rank {self._root}, one tensor per rank")
@@ -124,7 +130,8 @@ class ShapeExchange:
                 f"ranks' tensors may differ in their first dimension only: {quoted.replace('torch.', '')}. "
                 "Nothing was sent"
             )
-        what, shapes = self._what, [shape for _, shape in kinds]
+        what = self._what
+        shapes = [shape for _, shape in kinds]
         if what.root is not None and len(set(shapes)) > 1:
             self.lengths = tuple(shape.numel() for shape in shapes)
         if what.receives(self._rank, self._root):

@@ -42,7 +42,10 @@ class Teardown:
     """
 
     def __init__(self, transport: Transport, control: ControlPlane, helper: SerialWorker, timeout_s: float) -> None:
-        self._transport, self._control, self._helper, self._timeout_s = transport, control, helper, timeout_s
+        self._transport = transport
+        self._control = control
+        self._helper = helper
+        self._timeout_s = timeout_s
         self.group = transport.group
         self.closers: list[Callable[[], None]] = []
         self.over = self.dropped = False
@@ -88,8 +91,10 @@ class Teardown:
 
     def inherit(self, other: Teardown) -> None:
         """Take over the closers and subgroups of another teardown."""
-        self.closers, other.closers = other.closers, []
-        self._parts, other._parts = other.left(), []
+        self.closers = other.closers
+        other.closers = []
+        self._parts = other.left()
+        other._parts = []
 
     def left(self) -> list[Teardown]:
         """Return the subgroups that are not closed."""

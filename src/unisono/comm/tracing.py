@@ -121,14 +121,16 @@ class _Reading:
 
     def __init__(self, comm: _Ranks) -> None:
         starts = torch.empty(_ROUNDS, comm.size, dtype=torch.float64, device=comm.device)
-        ends, all_ends = torch.empty(_ROUNDS, dtype=torch.float64), starts.new_empty(comm.size * _ROUNDS)
+        ends = torch.empty(_ROUNDS, dtype=torch.float64)
+        all_ends = starts.new_empty(comm.size * _ROUNDS)
         for number in range(_ROUNDS):
             comm.all_gather_single(starts[number], starts.new_tensor([_now()]))
             for stream in current_streams([comm.device]):
                 stream.synchronize()
             ends[number] = _now()
         comm.all_gather_single(all_ends, ends.to(starts))
-        begun, ended = starts.cpu(), all_ends.cpu().view(comm.size, _ROUNDS).T
+        begun = starts.cpu()
+        ended = all_ends.cpu().view(comm.size, _ROUNDS).T
         least = (begun - ended[:, :1]).amax(0)
         most = (ended - begun[:, :1]).amin(0)
         same = (least <= 0) & (most >= 0)
@@ -142,7 +144,8 @@ def _aligned(clocks: list[_Reading]) -> Callable[[float], float]:
     """Return the map from this rank's clock to that of rank 0; the offset drifts linearly between two readings."""
     if not clocks:
         return lambda moment: moment
-    first, last = clocks[0], clocks[-1]
+    first = clocks[0]
+    last = clocks[-1]
     drift = (last.offset_s - first.offset_s) / max(last.at_s - first.at_s, 1e-9)
     return lambda moment: moment - first.offset_s - drift * (moment - first.at_s)
 

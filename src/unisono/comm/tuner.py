@@ -47,8 +47,11 @@ class Tuner:
     """
 
     def __init__(self, transport: Transport, control: ControlPlane, options: Options, hosts: Sequence[str]) -> None:
-        self._transport, self._control, self._options = transport, control, options
-        self.hosts, self._ranks = hosts, list(Counter(hosts).values())
+        self._transport = transport
+        self._control = control
+        self._options = options
+        self.hosts = hosts
+        self._ranks = list(Counter(hosts).values())
         consecutive = [host for host, before in zip(hosts, [None, *hosts], strict=False) if host != before]
         even = len(set(self._ranks)) == 1 and len(consecutive) == len(self._ranks)
         self._per_host = self._ranks[0] if even else 0
@@ -61,7 +64,8 @@ class Tuner:
         machine = self._machine or self._agree(None)
         sink = SINK.get()
         if sink is not None and sink is not self._traced:
-            group, now = self._transport.group, time.perf_counter()
+            group = self._transport.group
+            now = time.perf_counter()
             detail = {"hash": machine.table.hash, "overrides": dict(machine.table.overrides)}
             name = f"cost table {machine.table.hash}"
             sink(Event("cost_table", name, group.name, group.rank, now, now, 0, detail, group.members[group.rank]))
@@ -108,7 +112,8 @@ class Tuner:
         return (measured or stored or builtin).with_overrides(file.overrides())
 
 
-_FILE, _OVERRIDES = "UNISONO_TUNE_FILE", "UNISONO_ALGORITHM"
+_FILE = "UNISONO_TUNE_FILE"
+_OVERRIDES = "UNISONO_ALGORITHM"
 _log = logging.getLogger("unisono")
 
 
@@ -212,7 +217,8 @@ def measured_table(comm: Any, tuner: Tuner, device: str, seconds: float) -> Cost
         first = tuner.hosts.index(tuner.hosts[comm.rank])
         with comm.split(first) as host:
             inside = _fitted(host, device, seconds / 2, cores())
-        leaders, between = comm.split(0 if first == comm.rank else None), None
+        leaders = comm.split(0 if first == comm.rank else None)
+        between = None
         if leaders is not None:
             with leaders:
                 between = _fitted(leaders, device, seconds / 2, 0)

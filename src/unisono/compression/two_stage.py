@@ -133,9 +133,11 @@ class TwoStage(Codec):
         for tensor in (*others, flat):
             pieces, count = self._cut(tensor.to(torch.float64, copy=True), size)
             magnitudes = pieces.abs()
-            norm, largest = magnitudes.norm(dim=-1, keepdim=True), magnitudes.amax(-1, keepdim=True)
+            norm = magnitudes.norm(dim=-1, keepdim=True)
+            largest = magnitudes.amax(-1, keepdim=True)
             first = self.loss(norm, largest, magnitudes.sum(-1, keepdim=True) / count, count)
-            norm_of_all, largest_of_all = norm_of_all + norm + first, largest_of_all + largest + first
+            norm_of_all = norm_of_all + norm + first
+            largest_of_all = largest_of_all + largest + first
         second = self.loss(norm_of_all, largest_of_all, torch.zeros_like(first), count)
         # A rank books the losses of the piece that it owns.
         return size * float(first.norm() + second.flatten(1).norm(dim=1).max())
@@ -152,7 +154,8 @@ class TwoStage(Codec):
         Divided before anything is summed: no sum of shares can overflow.
         """
         blocks, length = self._grid(flat.numel(), size)
-        total, dtype = size * blocks * length, accumulation_dtype(flat.dtype)
+        total = size * blocks * length
+        dtype = accumulation_dtype(flat.dtype)
         if total == flat.numel() and dtype == flat.dtype:
             shares = flat.div_(size)
         else:

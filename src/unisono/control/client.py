@@ -67,7 +67,8 @@ class SocketControl(ControlClient):
     ) -> None:
         super().__init__(timeout)
         self._host_rank = host_rank
-        self._address, self._on_orphan = address, on_orphan
+        self._address = address
+        self._on_orphan = on_orphan
         self._process = os.getpid()
         self._reading = threading.Lock()
         self._sharing = threading.RLock()
@@ -241,7 +242,8 @@ class ClientConnection:
 
     def __init__(self, peer: socket.socket, channel: Channel) -> None:
         peer.setblocking(False)
-        self._peer, self._channel = peer, channel
+        self._peer = peer
+        self._channel = channel
         self._sending = threading.Lock()
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(peer, select.POLLIN)
@@ -269,7 +271,8 @@ class ClientConnection:
     def serve(self, inspect_socket: InspectSocket) -> None:
         """Answer at an inspect socket, too, while a thread waits for this connection."""
         if inspect_socket.socket is not None:
-            self._inspect_socket, self._inspect_number = inspect_socket, inspect_socket.socket.fileno()
+            self._inspect_socket = inspect_socket
+            self._inspect_number = inspect_socket.socket.fileno()
             self._readable.register(inspect_socket.socket, select.POLLIN)
 
     def receive(self, timeout: float | None) -> list[bytes]:

@@ -138,7 +138,8 @@ class ControlClient(ControlPlane, ABC):
         """Close because the process ends: cleanly, or reporting the error that ends it to every group."""
         self._patience_s = min(self._patience_s, _GRACE_S)
         if self._record is not None and self._members:
-            group, (kind, text) = next(iter(self._members.values())).group, _end_of(error)
+            group = next(iter(self._members.values())).group
+            (kind, text) = _end_of(error)
             self._record.put(kind, group.name, group.rank, None, text)
         for membership in list(self._members.values()):
             if error is not None and self._ended is None:

@@ -32,7 +32,8 @@ class AuthenticationError(Exception):
 
     def __init__(self, *, other_secret: bool, versions: str = "") -> None:
         super().__init__("the secrets differ" if other_secret else versions or "the peer is not unisono")
-        self.other_secret, self.versions = other_secret, versions
+        self.other_secret = other_secret
+        self.versions = versions
 
 
 class Handshake:
@@ -52,9 +53,12 @@ class Handshake:
     """
 
     def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:
-        self.peer, self.deadline = peer, time.monotonic() + _WITHIN_S
-        self._hello, self._client = Hello(secret, client=client, rank=rank), client
-        self._met, self._arrived = False, b""
+        self.peer = peer
+        self.deadline = time.monotonic() + _WITHIN_S
+        self._hello = Hello(secret, client=client, rank=rank)
+        self._client = client
+        self._met = False
+        self._arrived = b""
         self._expected = HELLO_BYTES
 
     @property
@@ -83,7 +87,8 @@ class Handshake:
         self._arrived += data
         if len(self._arrived) < self._expected:
             return None
-        data, self._arrived = self._arrived, b""
+        data = self._arrived
+        self._arrived = b""
         if not self._met:
             self._meet(data)
             return None
@@ -156,7 +161,10 @@ class Acceptor:
         selector: selectors.BaseSelector,
         on_refused: Callable[[int, str], None] = lambda rank, host: None,
     ) -> None:
-        self._listener, self._secret, self._selector, self._on_refused = listener, secret, selector, on_refused
+        self._listener = listener
+        self._secret = secret
+        self._selector = selector
+        self._on_refused = on_refused
         self._pending: dict[socket.socket, Handshake] = {}
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
@@ -199,7 +207,8 @@ class Acceptor:
 
     def tidy(self) -> None:
         """Drop clients that took too long and, if there are too many, the first ones. Call it after each `select`."""
-        now, too_many = time.monotonic(), len(self._pending) - _MAX_PENDING
+        now = time.monotonic()
+        too_many = len(self._pending) - _MAX_PENDING
         for index, handshake in enumerate(list(self._pending.values())):
             if handshake.deadline <= now or index < too_many:
                 self._forget(handshake).close()

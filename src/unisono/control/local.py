@@ -94,7 +94,8 @@ class LocalControl(ControlClient):
 
     def __init__(self, hub: LocalHub, client: int) -> None:
         super().__init__(_PATIENCE_S)
-        self._hub, self._client = hub, client
+        self._hub = hub
+        self._client = client
 
     @property
     def _where(self) -> str:

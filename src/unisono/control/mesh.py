@@ -67,7 +67,11 @@ class Mesh:
     """
 
     def __init__(self, group: Group, control: ControlPlane, topic: str, ranks: Sequence[int], address: str) -> None:
-        self._group, self._control, self._topic, self._ranks, self._address = group, control, topic, ranks, address
+        self._group = group
+        self._control = control
+        self._topic = topic
+        self._ranks = ranks
+        self._address = address
         self._links: dict[int, Link] = {}
 
     def connect(self, timeout: float, within_s: float, conclude: Callable[[list[CommError]], None]) -> dict[int, Link]:
@@ -166,7 +170,9 @@ class _Accepting:
     """Thread that accepts the higher ranks, so that none waits for a lower rank that this one cannot reach."""
 
     def __init__(self, listener: socket.socket, secret: bytes, missing: set[int], links: dict[int, Link]) -> None:
-        self._missing, self._links, self._ended = missing, links, False
+        self._missing = missing
+        self._links = links
+        self._ended = False
         self._thread = threading.Thread(target=self._run, args=(listener, secret), name="unisono mesh", daemon=True)
         self._thread.start()
 

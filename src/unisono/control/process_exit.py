@@ -25,7 +25,8 @@ __all__ = [
 ]
 
 # multiprocessing's finalizers run in its child processes too, which heed no atexit. Higher ones run first.
-CLOSE_HANDLES, CLOSE_SERVERS = 20, 10
+CLOSE_HANDLES = 20
+CLOSE_SERVERS = 10
 _GRACE_S = 2.0
 
 

@@ -186,7 +186,8 @@ class Server:
 
     def _drop(self, connection: Connection) -> None:
         """End a client, whichever of its connections broke; without a bye, it is lost to its groups."""
-        known, news = self._known.pop(connection.serves, None), self._news.pop(connection.serves, None)
+        known = self._known.pop(connection.serves, None)
+        news = self._news.pop(connection.serves, None)
         for ending in (known, news):
             if ending is not None:
                 self._selector.unregister(ending.peer)
@@ -245,7 +246,9 @@ class Connection:
     """
 
     def __init__(self, number: int, peer: socket.socket, channel: Channel) -> None:
-        self.number, self.peer, self._channel = number, peer, channel
+        self.number = number
+        self.peer = peer
+        self._channel = channel
         self.serves = number
         self.clean_exit = False
         self.watched = EVENT_READ

@@ -24,7 +24,8 @@ class SimulatedHub(LocalHub):
 
     def __init__(self, request_s: float, notice_s: float) -> None:
         super().__init__()
-        self.request_s, self.notice_s = request_s, notice_s
+        self.request_s = request_s
+        self.notice_s = notice_s
         self._ranks: dict[tuple[int, str], tuple[int, int]] = {}
         self._missing: dict[tuple[str, str], set[int]] = {}
 

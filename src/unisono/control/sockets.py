@@ -181,7 +181,8 @@ def recv_exactly(peer: socket.socket, count: int) -> bytes:
 MAX_FRAME_BYTES = 64 << 20
 PROOF_BYTES = 32
 
-_NAME, _PROTOCOL = b"unisono", b"2"
+_NAME = b"unisono"
+_PROTOCOL = b"2"
 """The protocol's number changes with the bytes of any connection between ranks."""
 _WORD = _NAME + _PROTOCOL
 _NONCE_BYTES = 32
@@ -204,7 +205,8 @@ class Channel:
     """Encoder of outgoing and verifier of incoming frames, in order."""
 
     def __init__(self, send_key: bytes, receive_key: bytes) -> None:
-        self._send_key, self._receive_key = send_key, receive_key
+        self._send_key = send_key
+        self._receive_key = receive_key
         self._encoded = self._decoded = 0
         self._arrived = bytearray()
 
@@ -258,8 +260,11 @@ class Hello:
     """
 
     def __init__(self, secret: bytes, *, client: bool, rank: int | None = None) -> None:
-        self._secret, self._client, self.rank = secret, client, rank
-        self._nonce, self._theirs = os.urandom(_NONCE_BYTES), b""
+        self._secret = secret
+        self._client = client
+        self.rank = rank
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self._theirs = b""
         self.hello = _WORD + self._nonce
 
     def meet(self, hello: bytes) -> bool:

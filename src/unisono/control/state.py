@@ -350,7 +350,8 @@ class Groups:
         on_failure: Callable[[str, Cause], Outgoing] = lambda name, cause: [],
         on_end: Callable[[str], Outgoing] = lambda name: [],
     ) -> None:
-        self._on_failure, self._on_end = on_failure, on_end
+        self._on_failure = on_failure
+        self._on_end = on_end
         self._groups: dict[str, _Group] = {}
         self._ranks: dict[int, dict[str, int]] = {}
         self._gathering: set[str] = set()
@@ -654,7 +655,8 @@ class Rebuilds:
         """Conclude the attempts that are complete now; called when a rank has arrived or left."""
         out: Outgoing = []
         for key in [key for key in self._open if key[0] == name]:
-            rebuild, present = self._open[key], self._groups.present(name)
+            rebuild = self._open[key]
+            present = self._groups.present(name)
             # A rank that has left gets no answer, and waits for none.
             for rank in rebuild.calls.keys() - present.keys():
                 del rebuild.calls[rank]

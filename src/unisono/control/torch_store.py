@@ -40,7 +40,8 @@ class ControlStore(dist.Store):
         super().__init__()
         self._group = group
         self.set_timeout(timedelta(seconds=timeout_s))
-        self._control, self._prefix = control, prefix
+        self._control = control
+        self._prefix = prefix
 
     def set(self, key: str, value: str | bytes) -> None:
         self._control.set(self._key(key), _bytes(value))

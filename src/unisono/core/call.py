@@ -154,7 +154,8 @@ def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:
         return f"{text}. All ranks must make the same calls in the same order"
     for source, giver in enumerate(prints):
         for target, taker in enumerate(prints):
-            given, taken = _at(giver.sends, target), _at(taker.receives, source)
+            given = _at(giver.sends, target)
+            taken = _at(taker.receives, source)
             if given != taken:
                 return (
                     f"rank {source} sends {given} elements{_site(giver)} to rank {target}, which expects "

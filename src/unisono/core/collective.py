@@ -62,7 +62,8 @@ class Collective:
 
     def __post_init__(self) -> None:
         many = self.scatters or self.gathers
-        pairwise, moves = self.scatters and self.gathers, bool(self.output)
+        pairwise = self.scatters and self.gathers
+        moves = bool(self.output)
         derived = {
             "moves": moves,
             "in_place": not many,

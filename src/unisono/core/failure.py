@@ -101,7 +101,8 @@ def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
         >>> waited_for([1], 2.0)
         'waited 2.0 s for rank 1, which has not arrived. Is it alive, or did it skip a call?'
     """
-    first, others = missing[0], missing[1:]
+    first = missing[0]
+    others = missing[1:]
     where = f" in {topic}" if topic else ""
     begun = "started, and is WORLD_SIZE right?" if topic == "init" else ""
     if not others:

@@ -69,7 +69,8 @@ def format_call(name: str, number: int | None, detail: object, place: Place) -> 
         >>> format_call("all_reduce", 7, "sum", "train.py:12")
         'all_reduce #7 (sum) at train.py:12'
     """
-    site, text = site_text(place), str(detail)
+    site = site_text(place)
+    text = str(detail)
     numbered = "" if number is None else f" #{number}"
     detailed = f" ({text})" if text and name != "barrier" else ""
     return f"{name}{numbered}{detailed}{f' at {site}' if site else ''}"
@@ -98,7 +99,10 @@ class Activity:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.owner = threading.get_ident()
-        self.calls, self.messages, self.inside, self.in_background = 0, 0, False, False
+        self.calls = 0
+        self.messages = 0
+        self.inside = False
+        self.in_background = False
         self.awaited: tuple[PendingMessage, ...] = ()
         self.posted: dict[tuple[str, int, int], int] = {}
         self.now: Record | None = None

@@ -49,7 +49,9 @@ class Registry(Generic[T]):
         group: str | None = None,
         helpers: Collection[str] = (),
     ) -> None:
-        self.kind, self._package, self._attribute = kind, package, attribute
+        self.kind = kind
+        self._package = package
+        self._attribute = attribute
         self._aliases = aliases or {}
         self._group = group or package
         self._hidden = {*self._aliases.values(), *helpers}

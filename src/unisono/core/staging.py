@@ -181,7 +181,8 @@ def entered(streams: Iterable[torch.Stream]) -> Iterator[None]:
     if not own:
         yield
         return
-    index, previous = torch.accelerator.current_device_index(), current_streams(stream.device for stream in own)
+    index = torch.accelerator.current_device_index()
+    previous = current_streams(stream.device for stream in own)
     try:
         for stream in own:
             torch.accelerator.set_stream(stream)
@@ -246,7 +247,8 @@ class BufferGuard(Staging):
     def flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
         tensor = tensor.detach()
         flat = self.scratch(tensor.numel(), tensor)
-        shaped, before = flat.view(tensor.shape), digest(tensor)
+        shaped = flat.view(tensor.shape)
+        before = digest(tensor)
         self.follow([tensor])
         if read:
             shaped.copy_(tensor)

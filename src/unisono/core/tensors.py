@@ -356,10 +356,12 @@ def _capsule_traits(buffer: Any) -> tuple[bool, bool]:
         capsule = buffer.__dlpack__()
     try:
         whole = _Versioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
-        tensor, read_only = whole.tensor, bool(whole.flags & 1)
+        tensor = whole.tensor
+        read_only = bool(whole.flags & 1)
     except ValueError:
         # The first version has no flags.
-        tensor, read_only = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), False
+        tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+        read_only = False
     return read_only, bool(tensor.strides) and any(tensor.strides[i] < 0 for i in range(tensor.ndim))
 
 
@@ -380,7 +382,8 @@ def _of_memory(view: memoryview, name: str, *, written: bool) -> torch.Tensor:
 
 
 def _dtype_of_format(view: memoryview) -> torch.dtype | None:
-    order, code = view.format[:1], view.format.lstrip("@=<>!")
+    order = view.format[:1]
+    code = view.format.lstrip("@=<>!")
     if view.itemsize > 1 and order in ((">", "!") if sys.byteorder == "little" else ("<",)):
         return None
     family = next((dtypes for codes, dtypes in _MEMORY.items() if code in codes), ())

@@ -90,7 +90,8 @@ def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **
 
     The event is recorded also if the block raises, with the error's name.
     """
-    sink, start = SINK.get(), time.perf_counter()
+    sink = SINK.get()
+    start = time.perf_counter()
     shown = f"unisono::{name} {size}".rstrip()
     try:
         with profiler.record_function(shown) if profiler._is_profiler_enabled else nullcontext():
@@ -100,7 +101,8 @@ def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **
         raise
     finally:
         if sink is not None:
-            end, rank = time.perf_counter(), group.rank
+            end = time.perf_counter()
+            rank = group.rank
             sink(Event(kind, name, group.name, rank, start, end, nbytes, detail, group.members[rank]))
 
 
@@ -115,7 +117,8 @@ class ObservedWork(ChainedWork):
 
     def __init__(self, inner: Work, name: str, group: Group) -> None:
         super().__init__(inner)
-        self._name, self._group = f"wait for {name}", group
+        self._name = f"wait for {name}"
+        self._group = group
 
     def wait(self, timeout: Timeout | None = None) -> None:
         with span("wait", self._name, self._group):
@@ -156,7 +159,8 @@ def record_message(sink: Sink, activity: Activity, message: PendingMessage, tag:
 
 def _record(sink: Sink, activity: Activity, spans: list[tuple[str, str, dict[str, object]]], nbytes: int) -> None:
     """Record several views of one call."""
-    end, group = time.perf_counter(), activity.group
+    end = time.perf_counter()
+    group = activity.group
     start = end - (time.monotonic() - activity.since)
     for kind, name, detail in spans:
         sink(Event(kind, name, group.name, group.rank, start, end, nbytes, detail, group.members[group.rank]))

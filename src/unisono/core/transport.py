@@ -432,7 +432,8 @@ class Mailbox(ABC):
     def close(self) -> None:
         """Release all resources. Idempotent."""
         self.closed = True
-        closers, self._closers = self._closers, []
+        closers = self._closers
+        self._closers = []
         for closer in closers:
             closer()
 

@@ -32,6 +32,7 @@ __all__ = [
     "missing_ranks_error",
     "positive_timeout",
     "resolve_timeout",
+    "seconds_left",
     "size_error",
     "timeout_error",
     "wait_any",
@@ -74,7 +75,8 @@ class Completion(Work):
                 return False
             self._error = error
             self._done.set()
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks = self._callbacks
+            self._callbacks = []
         for callback in callbacks:
             callback()
         return True
@@ -160,6 +162,11 @@ def resolve_timeout(timeout: Timeout | None, default_s: float = 0.0) -> float:
     if not 0 <= seconds <= _LONGEST_S:
         raise ValueError(f"timeout must be from 0 to 1e9 seconds, not {timeout!r}")
     return seconds
+
+
+def seconds_left(deadline: float) -> float:
+    """Return the seconds until a deadline on the clock of `time.monotonic`; 0 after it."""
+    return max(0.0, deadline - time.monotonic())
 
 
 def positive_timeout(timeout: Timeout) -> float:
@@ -282,7 +289,9 @@ class Deferred(Work):
     """
 
     def __init__(self, run: Callable[[float], None], timeout_s: float, ready: Callable[[], bool] | None = None) -> None:
-        self._run, self._timeout_s, self._ready = run, timeout_s, ready
+        self._run = run
+        self._timeout_s = timeout_s
+        self._ready = ready
         self._lock = threading.Lock()
         self._over = False
         self._error: BaseException | None = None
@@ -358,7 +367,9 @@ class ChainedWork(Work):
         after: Callable[[], object] | None = None,
         translate: Callable[[BaseException], BaseException] = lambda error: error,
     ) -> None:
-        self._inner, self._after, self._translate = inner, after, translate
+        self._inner = inner
+        self._after = after
+        self._translate = translate
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -402,7 +413,8 @@ class ChainedWork(Work):
     def _continue(self) -> BaseException | None:
         """Make the call unless it was made, and return its error."""
         with self._lock:
-            after, self._after = self._after, None
+            after = self._after
+            self._after = None
             if after is not None:
                 try:
                     after()
@@ -451,7 +463,9 @@ class WorkGroup(Work):
     """
 
     def __init__(self, works: Sequence[Work], timeout_s: float | None = None, poll_s: float | None = None) -> None:
-        self._works, self._timeout_s, self._poll_s = tuple(works), timeout_s, poll_s
+        self._works = tuple(works)
+        self._timeout_s = timeout_s
+        self._poll_s = poll_s
 
     def wait(self, timeout: Timeout | None = None) -> None:
         limit = self._timeout_s if timeout is None else resolve_timeout(timeout)
@@ -461,7 +475,7 @@ class WorkGroup(Work):
 
     def _wait_for(self, work: Work, later: Sequence[Work], deadline: float | None) -> None:
         while True:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left_s = None if deadline is None else seconds_left(deadline)
             polls = bool(later) and self._poll_s is not None and (left_s is None or left_s > self._poll_s)
             try:
                 return work.wait(self._poll_s if polls else left_s)

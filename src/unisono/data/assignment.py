@@ -25,7 +25,8 @@ class AssignmentPartitioner(Partitioner):
     """
 
     def __init__(self, known: torch.Tensor, name: str) -> None:
-        self._known, self._name = known, name
+        self._known = known
+        self._name = name
 
     @abstractmethod
     def assign(self, samples: torch.Tensor, shares: Sequence[float], seed: int) -> torch.Tensor:

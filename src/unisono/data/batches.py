@@ -81,7 +81,9 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._sampler._compare_on(comm)
         if not self._sampler.rule.interleaves:
             raise ValueError("batches of all ranks are cut from one order: partition must deal samples in turns")
-        self.batch_size, self.drop_last, self._empty = size, drop_last, allow_empty_batches
+        self.batch_size = size
+        self.drop_last = drop_last
+        self._empty = allow_empty_batches
         self._check(self.num_replicas)
 
     @property
@@ -135,7 +137,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         Raises:
             ValueError: `steps` is negative, or more than are left of this epoch.
         """
-        left, steps = self._sampler.remaining, operator.index(steps)
+        left = self._sampler.remaining
+        steps = operator.index(steps)
         if not 0 <= steps <= -(-left // self.batch_size):
             raise ValueError(f"{steps} steps cannot have been taken: {left} samples are left of epoch {self.epoch}")
         self._sampler.advance(min(steps * self.batch_size, left))
@@ -172,7 +175,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         chosen = states[like] if like is not None else max(states, key=_progress)
         self._sampler.load_state_dict(chosen)
         self._sampler._compare_on(comm)
-        self.rank, self.num_replicas = rank, size
+        self.rank = rank
+        self.num_replicas = size
 
     def _check(self, ranks: int) -> None:
         count = self._sampler.remaining
@@ -192,7 +196,8 @@ class _Steps(Iterator[list[Any]]):
     """One way through the batches, with the state of the samples that have been given."""
 
     def __init__(self, batches: GlobalBatchSampler, samples: StatefulIterator) -> None:
-        self._batches, self._samples = batches, samples
+        self._batches = batches
+        self._samples = samples
 
     def __next__(self) -> list[Any]:
         of = self._batches

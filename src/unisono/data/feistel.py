@@ -19,7 +19,8 @@ _TILE = 16384
 # Below it, a table is no longer than what the rounds need for themselves, and every order of it is equally likely.
 _TABLE = 4096
 # Odd, and without a pattern: multiplications by them are the round function's only mixing of bits.
-_FIRST, _SECOND = -1640531535, 739982445
+_FIRST = -1640531535
+_SECOND = 739982445
 _MAX = 1 << 62
 
 
@@ -92,7 +93,8 @@ class IndexShuffle(Indices):
 
     def _turned(self, place: int) -> int:
         """`_turn` in numbers of Python, for one place: no tensor is made, which takes longer than ten thousand more."""
-        high, low = place >> self._bits, place & (1 << self._bits) - 1
+        high = place >> self._bits
+        low = place & (1 << self._bits) - 1
         for turn in range(_DOUBLE_ROUNDS):
             low = (low + (self._mixed(high, 2 * turn) >> 32 - self._bits)) & (1 << self._bits) - 1
             high = (high + ((self._mixed(low, 2 * turn + 1) + (1 << 31)) * self._highs >> 32)) % self._highs
@@ -107,8 +109,11 @@ class IndexShuffle(Indices):
         if self._made is None:
             self._made = _Constants(self._keys, self._bits, self._highs)
         c = self._made
-        low, high = torch.bitwise_and(places, c.mask).int(), torch.bitwise_right_shift(places, c.bits)
-        high_half, mixed, spare = high.int(), torch.empty_like(low), torch.empty_like(low)
+        low = torch.bitwise_and(places, c.mask).int()
+        high = torch.bitwise_right_shift(places, c.bits)
+        high_half = high.int()
+        mixed = torch.empty_like(low)
+        spare = torch.empty_like(low)
         wide = torch.empty_like(high)
         for turn in range(_DOUBLE_ROUNDS):
             c.mix(high_half, 2 * turn, mixed, spare)

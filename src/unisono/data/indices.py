@@ -120,7 +120,8 @@ class Selected(Indices):
     """Some places of another sequence. Use `select`, which flattens."""
 
     def __init__(self, base: Indices, places: Places) -> None:
-        self.base, self.places = base, places
+        self.base = base
+        self.places = places
 
     def __len__(self) -> int:
         return len(self.places)
@@ -160,7 +161,8 @@ class Concatenated(Indices):
 
     def at(self, place: int) -> Any:
         number = bisect_right(self._ends, place) - 1
-        value, start = self._parts[number].at(place - self._ends[number]), self._starts[number]
+        value = self._parts[number].at(place - self._ends[number])
+        start = self._starts[number]
         return value + start if start else value
 
     def values(self, places: torch.Tensor) -> list[Any]:

@@ -58,7 +58,8 @@ class Resharding:
 
     def part(self, number: int) -> Indices:
         """The samples of one part, in their order."""
-        positions, length = self.parts[number], self.length(number)
+        positions = self.parts[number]
+        length = self.length(number)
         selected = select(self.rest, [positions[:length]])
         if length <= len(positions):
             return selected
@@ -114,7 +115,8 @@ def in_step(lengths: Sequence[int], total: int) -> list[int]:
         >>> in_step([4, 2, 3], 7), in_step([4, 4, 4], 7)
         ([3, 2, 2], [3, 2, 2])
     """
-    low, high = 0, max(lengths)
+    low = 0
+    high = max(lengths)
     while low < high:
         rounds = (low + high + 1) // 2
         low, high = (rounds, high) if sum(min(rounds, n) for n in lengths) <= total else (low, rounds - 1)

@@ -98,7 +98,10 @@ class PartitionSampler(DistributedSampler[Any]):
         self._compare_on(comm)
         self.rule = resolve(partition, dataset)
         self.shuffle = self.rule.shuffles if shuffle is None else shuffle
-        self.seed, self.epoch, self.drop_last, self.padding = operator.index(seed), 0, drop_last, padding
+        self.seed = operator.index(seed)
+        self.epoch = 0
+        self.drop_last = drop_last
+        self.padding = padding
         self._phases: list[ShardingPhase] = []
         self._pass: EpochProgress | None = None
         # The epoch that was requested since the last pass ended.
@@ -176,7 +179,8 @@ class PartitionSampler(DistributedSampler[Any]):
         Raises:
             ValueError: `count` is negative, or more than `remaining`.
         """
-        current, count = self._now(), operator.index(count)
+        current = self._now()
+        count = operator.index(count)
         if not 0 <= count <= self.remaining:
             raise ValueError(
                 f"rank {self.rank} cannot have trained on {count} more samples: "
@@ -210,8 +214,10 @@ class PartitionSampler(DistributedSampler[Any]):
             self._resume(states, common)
 
     def _resume(self, states: Sequence[dict[str, Any]], common: dict[str, Any]) -> None:
-        self.epoch, self.seed = common["epoch"], common["seed"]
-        self._phases, self._pass = phases_of(common), None
+        self.epoch = common["epoch"]
+        self.seed = common["seed"]
+        self._phases = phases_of(common)
+        self._pass = None
         own = next((each for each in states if each["rank"] == self.rank), None)
         same = common["parts"] == self.num_replicas > 1 and common["settings"] == self.rule.settings()
         if same and own is not None:
@@ -244,8 +250,12 @@ class PartitionSampler(DistributedSampler[Any]):
         old = [state for state in here if state["begun"]]
         common = check_states(old or here[:1], self._identity())
         with unchanged_on_error(self):
-            self.epoch, self.seed, self.rank, self.num_replicas = latest, common["seed"], rank, size
-            self._phases, self._pass = phases_of(common), None
+            self.epoch = latest
+            self.seed = common["seed"]
+            self.rank = rank
+            self.num_replicas = size
+            self._phases = phases_of(common)
+            self._pass = None
             self._compare_on(comm)
             if old:
                 self._close(common, self._counts(old, common, lost=True))
@@ -264,7 +274,9 @@ class PartitionSampler(DistributedSampler[Any]):
         return {"samples": len(self.dataset), "partition": self.rule.fingerprint(), "shuffle": self.shuffle}
 
     def _begin(self, epoch: int) -> None:
-        self.epoch, self._phases, self._pass = epoch, [], None
+        self.epoch = epoch
+        self._phases = []
+        self._pass = None
 
     def _end(self, which: EpochProgress) -> None:
         which.end()

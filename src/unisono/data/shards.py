@@ -104,9 +104,11 @@ class ShardPartition(IterableDataset[T_co]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        self.shards, self._read = list(shards), read
+        self.shards = list(shards)
+        self._read = read
         # This rank's progress: shards that it has completed, and samples of the next.
-        self._done, self._skip = 0, 0
+        self._done = 0
+        self._skip = 0
         # What this process has found out: the samples of shards that it has read, and of the one that it is in.
         self._lengths: list[int] = []
         self._reading = 0
@@ -139,7 +141,9 @@ class ShardPartition(IterableDataset[T_co]):
         Raises:
             ValueError: `count` is negative, or this process has not read so many samples.
         """
-        left, done, skip = operator.index(count), self._done, self._skip
+        left = operator.index(count)
+        done = self._done
+        skip = self._skip
         if left < 0:
             raise ValueError(f"a rank cannot have trained on {count} more samples")
         while left:
@@ -150,10 +154,13 @@ class ShardPartition(IterableDataset[T_co]):
             else:
                 raise ValueError(f"this process has not read {count} more samples; with loader workers it cannot know")
             step = min(left, length - skip)
-            left, skip = left - step, skip + step
+            left = left - step
+            skip = skip + step
             if skip == length:
-                done, skip = done + 1, 0
-        self._done, self._skip = done, skip
+                done = done + 1
+                skip = 0
+        self._done = done
+        self._skip = skip
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's progress as plain values."""
@@ -189,7 +196,8 @@ class ShardPartition(IterableDataset[T_co]):
             self._jobs = [(job[0], job[1]) for job in first["jobs"]]
             self._resumed = True
         if same:
-            self._done, self._skip = by_rank[self.rank]["done"], by_rank[self.rank]["skip"]
+            self._done = by_rank[self.rank]["done"]
+            self._skip = by_rank[self.rank]["skip"]
             self._lengths = [0] * self._done
         else:
             self._close([(by_rank[rank]["done"], by_rank[rank]["skip"]) for rank in range(first["parts"])])
@@ -202,8 +210,13 @@ class ShardPartition(IterableDataset[T_co]):
         return mine[worker::workers]
 
     def _begin(self, epoch: int) -> None:
-        self.epoch, self._resumed = epoch, False
-        self._done, self._skip, self._lengths, self._reading, self._passes = 0, 0, [], 0, WorkerEpochCheck()
+        self.epoch = epoch
+        self._resumed = False
+        self._done = 0
+        self._skip = 0
+        self._lengths = []
+        self._reading = 0
+        self._passes = WorkerEpochCheck()
         order = IndexShuffle(len(self.shards), self.seed, epoch) if self.shuffle else range(len(self.shards))
         self._jobs = [(shard, 0) for shard in order]
 
@@ -225,8 +238,10 @@ class _Reader(Iterator[T_co]):
         self._of = of
         self._alone = worker is None
         self._jobs = of._jobs_of(*((0, 1) if worker is None else (worker.id, worker.num_workers)))
-        self._first, self._skipped = of._done, of._skip
-        self._at, self._taken = 0, 0
+        self._first = of._done
+        self._skipped = of._skip
+        self._at = 0
+        self._taken = 0
         self._items: Iterator[T_co] | None = None
 
     def __next__(self) -> T_co:
@@ -239,7 +254,9 @@ class _Reader(Iterator[T_co]):
                 self._record(False)
                 return item
             self._record(True)
-            self._at, self._taken, self._items = self._at + 1, 0, None
+            self._at = self._at + 1
+            self._taken = 0
+            self._items = None
         raise StopIteration
 
     def _open(self, more: int) -> None:
@@ -250,7 +267,8 @@ class _Reader(Iterator[T_co]):
 
     def _record(self, complete: bool) -> None:
         """Record where shards end in a process without workers, for `advance`."""
-        of, number = self._of, self._first + self._at
+        of = self._of
+        number = self._first + self._at
         if not self._alone or number < len(of._lengths):
             return
         so_far = self._taken + (self._skipped if self._at == 0 else 0)
@@ -262,4 +280,6 @@ class _Reader(Iterator[T_co]):
         return {"at": self._at, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._at, self._taken, self._items = state["at"], state["taken"], None
+        self._at = state["at"]
+        self._taken = state["taken"]
+        self._items = None

@@ -16,21 +16,25 @@ __all__ = ["Source", "StatefulIterator", "walk"]
 
 # The first sample should arrive immediately; later ones in runs that are long enough for vector instructions, and
 # short enough for the cache and for less than a MiB.
-_FIRST, _LONGEST = 1, 4096
+_FIRST = 1
+_LONGEST = 4096
 
 
 class Source:
     """Gives a sequence from some place on in runs, as iterators; at its end it is `over`, and calls `ended`."""
 
     def __init__(self, indices: Indices, start: int, ended: Callable[[], None]) -> None:
-        self._indices, self._at, self._ended = indices, start, ended
+        self._indices = indices
+        self._at = start
+        self._ended = ended
         self._run: Iterator[Any] = iter(())
         self.over = False
 
     def runs(self) -> Iterator[Iterator[Any]]:
         length = _FIRST
         while self._at < len(self._indices):
-            start, self._at = self._at, min(self._at + length, len(self._indices))
+            start = self._at
+            self._at = min(self._at + length, len(self._indices))
             positions = torch.arange(start, self._at, device="cpu") if length > 1 else None
             self._run = iter([self._indices.at(start)] if positions is None else self._indices.values(positions))
             length = min(64 * length, _LONGEST)
@@ -46,7 +50,9 @@ class Source:
     def replace(self, other: Source) -> None:
         """Go on as the other one would."""
         deque(self._run, maxlen=0)
-        self._indices, self._at, self._ended = other._indices, other._at, other._ended
+        self._indices = other._indices
+        self._at = other._at
+        self._ended = other._ended
 
 
 class _StatefulSampler(Protocol):
@@ -78,5 +84,7 @@ def walk(source: Source, sampler: _StatefulSampler, token: Any) -> StatefulItera
     """Return a walk of the source's samples; `token` identifies the pass to the sampler."""
     made = StatefulIterator.from_iterable(source.runs())
     assert isinstance(made, StatefulIterator)
-    made._source, made._sampler, made._token = source, sampler, token
+    made._source = source
+    made._sampler = sampler
+    made._token = token
     return made

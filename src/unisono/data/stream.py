@@ -70,9 +70,11 @@ class StreamPartition(IterableDataset[T_co]):
             raise ValueError(f"batch_size must be 1 or more, but is {batch_size}")
         self.dataset = dataset
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
-        self.batch_size, self.epoch = batch_size, 0
+        self.batch_size = batch_size
+        self.epoch = 0
         # Committed by earlier ranks: all places below the edge but for the holes.
-        self._edge, self._taken = 0, 0
+        self._edge = 0
+        self._taken = 0
         self._holes: list[int] = []
         self._passes = WorkerEpochCheck()
 
@@ -88,7 +90,11 @@ class StreamPartition(IterableDataset[T_co]):
         """
         epoch = operator.index(epoch)
         if epoch != self.epoch:
-            self.epoch, self._edge, self._holes, self._taken, self._passes = epoch, 0, [], 0, WorkerEpochCheck()
+            self.epoch = epoch
+            self._edge = 0
+            self._holes = []
+            self._taken = 0
+            self._passes = WorkerEpochCheck()
         if callable(forward := getattr(self.dataset, "set_epoch", None)):
             forward(epoch)
 
@@ -125,7 +131,10 @@ class StreamPartition(IterableDataset[T_co]):
         if not states or any(s.get("format") != _FORMAT or any(s[k] != states[0][k] for k in keys) for s in states):
             raise ValueError("the states must be those of a StreamPartition, from one job at one time")
         first = states[0]
-        self.epoch, self._edge, self._holes, self._taken = first["epoch"], first["edge"], list(first["holes"]), 0
+        self.epoch = first["epoch"]
+        self._edge = first["edge"]
+        self._holes = list(first["holes"])
+        self._taken = 0
         self._passes = WorkerEpochCheck()
         taken = {s["rank"]: s["taken"] for s in states}
         if first["parts"] == self.num_replicas and self.rank in taken:
@@ -147,7 +156,8 @@ class StreamPartition(IterableDataset[T_co]):
         # The run of neighbours at the end needs no list.
         while left and left[-1] == edge - 1:
             edge = left.pop()
-        self._edge, self._holes = edge, left
+        self._edge = edge
+        self._holes = left
 
 
 class _Share(Iterator[T_co]):
@@ -156,8 +166,10 @@ class _Share(Iterator[T_co]):
     def __init__(self, of: StreamPartition[T_co]) -> None:
         worker = get_worker_info()
         self._worker, self._workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        self._of, self._start = of, of._taken
-        self._read, self._seen = 0, 0
+        self._of = of
+        self._start = of._taken
+        self._read = 0
+        self._seen = 0
         self._items = HiddenWorker(lambda: of.dataset)
         self._holes = frozenset(of._holes)
 
@@ -165,10 +177,12 @@ class _Share(Iterator[T_co]):
         of = self._of
         while True:
             item = next(self._items)
-            position, self._read = self._read, self._read + 1
+            position = self._read
+            self._read = self._read + 1
             if position < of._edge and position not in self._holes:
                 continue
-            number, self._seen = self._seen, self._seen + 1
+            number = self._seen
+            self._seen = self._seen + 1
             turn, part = divmod(number, of.num_replicas)
             if part != of.rank or turn < self._start:
                 continue
@@ -182,4 +196,6 @@ class _Share(Iterator[T_co]):
         self._items = HiddenWorker(lambda: self._of.dataset)
         for _ in zip(range(state["read"]), self._items, strict=False):
             pass
-        self._read, self._seen, self._start = state["read"], state["seen"], state["start"]
+        self._read = state["read"]
+        self._seen = state["seen"]
+        self._start = state["start"]

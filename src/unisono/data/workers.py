@@ -58,7 +58,8 @@ class WorkerEpochCheck:
         """Return, for the second pass, an iterator that raises on `next`: only then does a worker forward errors."""
         if get_worker_info() is None or not resumed:
             return None
-        again, self._begun = self._begun, True
+        again = self._begun
+        self._begun = True
         return _refusal() if again else None
 
 
@@ -103,7 +104,8 @@ def ranks_of(comm: Any = None, num_replicas: int | None = None, rank: int | None
         rank, num_replicas = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     elif num_replicas is None or rank is None:
         raise ValueError("num_replicas and rank belong together; pass both, or a communicator")
-    number, size = operator.index(rank), operator.index(num_replicas)
+    number = operator.index(rank)
+    size = operator.index(num_replicas)
     if not 0 <= number < size:
         raise ValueError(f"rank {number} is out of range: {size} ranks are numbered from 0 to {size - 1}")
     return number, size

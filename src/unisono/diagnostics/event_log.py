@@ -66,7 +66,8 @@ class EventLog:
     """
 
     def __init__(self, path: Path, rank: int, kept: int = _KEPT) -> None:
-        self._kept, self._written = kept, 0
+        self._kept = kept
+        self._written = 0
         nbytes = _HEAD.size + kept * _RECORD_BYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

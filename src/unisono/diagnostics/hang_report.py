@@ -175,7 +175,8 @@ def _verdict(told: dict[int, _Report | None], group: Group) -> tuple[tuple[int, 
     elsewhere = [rank for rank in behind if not (calls[rank] or _NOTHING)["inside"]]
     silent = [rank for rank in calls if not told[rank]]
     if silent and not elsewhere:
-        one, several = "does not answer. Is it stopped, or gone?", "do not answer. Are they stopped, or gone?"
+        one = "does not answer. Is it stopped, or gone?"
+        several = "do not answer. Are they stopped, or gone?"
     else:
         one = "has not arrived. Is it alive, or did it skip a call?"
         several = "have not arrived. Are they alive, or did they skip a call?"

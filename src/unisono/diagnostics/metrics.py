@@ -77,7 +77,8 @@ class Metrics:
         place = {"collective": self._calls, "wait": self._waits}.get(event.kind)
         key = event.name
         if event.kind in ("send", "recv"):
-            place, key = self._calls, event.kind
+            place = self._calls
+            key = event.kind
         if place is not None:
             with self._lock:
                 place[key, event.world_rank].add(event)
@@ -86,7 +87,8 @@ class Metrics:
         """Return all totals in Prometheus' text format, for a file or a server of the program."""
         lines = list[str]()
         with self._lock:
-            calls, waits = sorted(self._calls.items()), sorted(self._waits.items())
+            calls = sorted(self._calls.items())
+            waits = sorted(self._waits.items())
             for name, (kind, text) in _HELP.items():
                 lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
                 for (operation, rank), totals in waits if name == "unisono_wait_seconds" else calls:

@@ -49,7 +49,8 @@ def rank_events(
         row = _OF_KIND.get(event.kind, event.kind)
         lane = _lane(lanes[row], event)
         name = f"begin {event.name}" if event.kind == "begin" else event.name
-        start, end = clock(event.start_s) * 1e6, clock(event.end_s) * 1e6
+        start = clock(event.start_s) * 1e6
+        end = clock(event.end_s) * 1e6
         found.append(
             {
                 "name": name,

@@ -87,7 +87,9 @@ def _matched(events: Iterable[_Json]) -> dict[str, list[dict[int, float]]]:
     names: dict[tuple[str, Any], str] = {}
     times: Counter[tuple[int, str]] = Counter()
     for event in sorted(events, key=lambda event: event["ts"]):
-        rank, name, detail = event["pid"], event["name"], event["args"]
+        rank = event["pid"]
+        name = event["name"]
+        detail = event["args"]
         label = f"{name} of {detail['group']}" if event["cat"] == "bucket" else name
         times[rank, label] += 1
         key = label if event["cat"] == "bucket" else detail["group"], detail.get("call", times[rank, label])
@@ -179,7 +181,8 @@ def _ms(seconds: float | None) -> str:
 _CALLS = 5
 _DEVIATIONS = 4.5
 _LATER_THAN = 0.75
-_SHARE_OF_STEP, _STEADY_SHARE = 0.02, 0.1
+_SHARE_OF_STEP = 0.02
+_STEADY_SHARE = 0.1
 
 
 def find_straggler(

@@ -91,7 +91,8 @@ def hide_frames(error: BaseException) -> None:
         ...     print(error.__traceback__.tb_next)
         None
     """
-    frames, files = list(traceback.walk_tb(error.__traceback__)), _files(error)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    files = _files(error)
     trace: TracebackType | None = None
     for frame, line in (frames[index] for index in reversed(_shown(files))):
         # Without an instruction, whose columns are unknown for another process's frames.
@@ -203,7 +204,8 @@ class _ErrorDisplay:
 
     def _text(self, error: BaseException) -> str:
         """Return what this rank prints about an error, and record it for torchrun."""
-        report, kind = TorchrunReport(), type(error).__name__
+        report = TorchrunReport()
+        kind = type(error).__name__
         follows = isinstance(error, PeerLostError | AbortedError)
         if follows:
             first = report.await_first(_PATIENCE_S if _IS_SHOWN_ELSEWHERE.match(getattr(error, "message", "")) else 0.0)
@@ -271,7 +273,8 @@ class TorchrunReport:
     """
 
     def __init__(self) -> None:
-        path, (attempt, last) = os.environ.get(_FILE), map(os.environ.get, _ATTEMPTS)
+        path = os.environ.get(_FILE)
+        (attempt, last) = map(os.environ.get, _ATTEMPTS)
         # The decorator `record` of torch writes the file before the hook of uncaught errors is called.
         self._path = Path(path) if path and not Path(path).exists() else None
         # As torchrun arranges them: a folder for each attempt, and in it one for each rank.

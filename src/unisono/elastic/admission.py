@@ -18,7 +18,7 @@ from unisono.core.failure import to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options
 from unisono.core.types import Timeout
-from unisono.core.work import positive_timeout
+from unisono.core.work import positive_timeout, seconds_left
 from unisono.errors import AbortedError, CommError, MismatchError
 from unisono.launcher.api import TIMEOUT_S, Wrap
 from unisono.transports.hierarchical import transport_named
@@ -102,7 +102,7 @@ def _taken_in(
 ) -> Communicator:
     """Apply until it goes well: ranks may be lost while the new communicator is made, and then all try again."""
     while True:
-        rebuilt, rank, terms = control.request_admission(max(0.0, deadline - time.monotonic()))
+        rebuilt, rank, terms = control.request_admission(seconds_left(deadline))
         backend, default_s, chunk_bytes, deterministic, check = serialization.decode(terms)
         group = Group(rebuilt.name, rank, rebuilt.members)
         where = "cpu" if device is None else str(device), default_s, control.local_host

@@ -91,8 +91,10 @@ class Recovery:
     def __init__(self, comm: Communicator, *, redundancy: int = 1, **parts: Any) -> None:
         if not isinstance(redundancy, int) or redundancy < 0:
             raise ValueError(f"redundancy must be a number of ranks, not {redundancy!r}")
-        self.comm, self.step = comm, 0
-        self._samples, self._leaving = 0, False
+        self.comm = comm
+        self.step = 0
+        self._samples = 0
+        self._leaving = False
         self._samplers = {name: part for name, part in parts.items() if callable(getattr(part, "rebuild", None))}
         rest = {name: part for name, part in parts.items() if name not in self._samplers}
         self._movers = {name: part for name, part in rest.items() if callable(getattr(part, "move_to", None))}
@@ -180,7 +182,8 @@ class Recovery:
                     "with sharded parts, create Recovery with un.init('thread'), and pass join() the job's"
                 )
             self._snapshots.forget()
-        self.comm, self.step = comm or self.comm, -1
+        self.comm = comm or self.comm
+        self.step = -1
         if not self._went_well(self._follow):
             return self.recover()
         return self.comm
@@ -227,7 +230,8 @@ class Recovery:
 
     def _follow(self) -> bool:
         """Agree on the step, and move everything to the communicator. Return False if ranks have left it."""
-        comm, shots = self.comm, self._snapshots
+        comm = self.comm
+        shots = self._snapshots
         serial = 0 if shots is None else shots.serial if shots.has(shots.serial) else -1
         everyone = comm.all_gather_object((serial, self.step, self._samples, self._leaving))
         leaving = [rank for rank, found in enumerate(everyone) if found[3]]
@@ -246,7 +250,8 @@ class Recovery:
             shots.restore(comm, serial, leader)
         elif any(found[1] != step for found in progress):
             self._sync(leader, behind=self.step != step)
-        self.step, self._samples = step, 0
+        self.step = step
+        self._samples = 0
         for name in sorted(self._samplers):
             self._samplers[name].rebuild(comm, like=leader)
         # No rank goes on before all are here.
@@ -293,7 +298,8 @@ class _Copy:
     """
 
     def __init__(self, index: list[tuple[_Key, int, int, torch.Size, torch.dtype]], memory: torch.Tensor) -> None:
-        self.index, self.memory = index, memory
+        self.index = index
+        self.memory = memory
 
     @classmethod
     def of(cls, shards: Mapping[_Key, TensorShard], device: torch.device) -> _Copy:
@@ -307,7 +313,8 @@ class _Copy:
 
     def shards(self) -> dict[_Key, TensorShard]:
         """Return the shards, in the memory of this copy."""
-        found, start = {}, 0
+        found = {}
+        start = 0
         for key, first, numel, shape, dtype in self.index:
             nbytes = numel * dtype.itemsize
             found[key] = TensorShard(self.memory[start : start + nbytes].view(dtype), first, shape)
@@ -378,7 +385,9 @@ class Snapshots:
     """
 
     def __init__(self, sharded: Mapping[str, Sharded], whole: Mapping[str, Any], redundancy: int) -> None:
-        self._sharded, self._whole, self._redundancy = sharded, whole, redundancy
+        self._sharded = sharded
+        self._whole = whole
+        self._redundancy = redundancy
         self.forget()
 
     def forget(self) -> None:
@@ -470,7 +479,8 @@ class Snapshots:
                 holders = [rank for rank, (copies, _) in have.items() if shard in copies]
                 if not staying or not holders or set(holders) & set(staying):
                     continue
-                src, dst = holders[0], staying[shard % len(staying)]
+                src = holders[0]
+                dst = staying[shard % len(staying)]
                 if comm.rank == src:
                     self._taken[serial].copies[shard].send(comm, dst)
                 elif comm.rank == dst:

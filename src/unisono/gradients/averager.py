@@ -197,13 +197,18 @@ class GradientAverager:
         if average not in ("mean", "sum"):
             raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
         self._named = named_parameters(model)
-        self._names, self._parameters = [n for n, _ in self._named], [p for _, p in self._named]
+        self._names = [n for n, _ in self._named]
+        self._parameters = [p for _, p in self._named]
         self._model = model if isinstance(model, torch.nn.Module) else None
         self._sizes = in_bytes(bucket_cap_mb), in_bytes(first_bucket_mb)
-        self._find_unused, self._sync_buffers = find_unused_parameters, broadcast_buffers
-        self._compression, self._total = compression, average == "sum"
-        self._weights, self._steps = Weights(comm, self._total), [0]
-        self._deterministic, self._shard_count = deterministic or shards is not None, shards
+        self._find_unused = find_unused_parameters
+        self._sync_buffers = broadcast_buffers
+        self._compression = compression
+        self._total = average == "sum"
+        self._weights = Weights(comm, self._total)
+        self._steps = [0]
+        self._deterministic = deterministic or shards is not None
+        self._shard_count = shards
         if self._deterministic and compression is not None:
             raise ValueError("compressed gradients are not summed in the balanced tree of deterministic=True")
         self._syncing = True
@@ -225,7 +230,8 @@ class GradientAverager:
             [3.0, 3.0]
         """
         self._refuse_shards("no_sync(): a shard may run several backward passes, which are added up")
-        before, self._syncing = self._syncing, False
+        before = self._syncing
+        self._syncing = False
         try:
             yield
         finally:
@@ -293,7 +299,8 @@ class GradientAverager:
             [[1.5], [1.5, 2.0]]
         """
         self._refuse_shards("join()")
-        weights, before = self._weights, self._steps[-1]
+        weights = self._weights
+        before = self._steps[-1]
         weights.joining = weights.uneven = True
         try:
             yield
@@ -307,7 +314,8 @@ class GradientAverager:
             tensors = self._parameters if self._model is None else [*self._parameters, *self._model.buffers()]
             broadcast_all(tensors, weights.comm, by_rank.index(max(by_rank)))
         finally:
-            weights.joining, weights.here = False, True
+            weights.joining = False
+            weights.here = True
             weights.forget()
 
     def check(self) -> None:
@@ -386,7 +394,8 @@ class GradientAverager:
             ValueError: It is of another model, or of other bucket sizes, and a codec has state for them.
         """
         codecs = self._codecs()
-        names, saved = [names for names, _ in codecs], state["buckets"]
+        names = [names for names, _ in codecs]
+        saved = state["buckets"]
         if saved != names:
             first = next((pair for pair in zip(saved, names, strict=False) if pair[0] != pair[1]), None)
             ends = [f"{part[0]!r} to {part[-1]!r}" for part in first or ()]
@@ -495,7 +504,8 @@ class GradientAverager:
         agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
         if init_sync:
             share([*self._named, *buffers], comm)
-        self.rank, self.size = comm.rank, comm.size
+        self.rank = comm.rank
+        self.size = comm.size
         self._comms = AveragerComms(comm, deterministic=self._deterministic)
         data = self._comms.data
         how = {"background": data.overlaps and codec is None, "compressed": codec is not None}
@@ -704,7 +714,8 @@ class GradientAverager:
 
     def _learn_order(self, seen: Sequence[torch.Tensor]) -> None:
         """Recreate the buckets, in the order in which rank 0's gradients arrived."""
-        self._seen, numbers = None, {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._seen = None
+        numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         order = list(dict.fromkeys(numbers[id(parameter)] for parameter in seen))
         self._reducer.rearrange(self._comms.control.broadcast_object(order))
         self._hook_chunks()

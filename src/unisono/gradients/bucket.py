@@ -15,7 +15,8 @@ from unisono.utils.bucket_plan import dense_strides
 
 __all__ = ["Bucket"]
 
-_on_cpu, _length = attrgetter("is_cpu"), attrgetter("nbytes")
+_on_cpu = attrgetter("is_cpu")
+_length = attrgetter("nbytes")
 
 _ASKS = 3
 """Header elements with a rank's requests: to handle late gradients, thawed parameters, used gradients."""
@@ -55,8 +56,10 @@ class Bucket:
         scale: float = 1.0,
         name: str = "",
     ) -> None:
-        self.name, self.scale = name, scale
-        self.indices, self.parameters = tuple(indices), list(parameters)
+        self.name = name
+        self.scale = scale
+        self.indices = tuple(indices)
+        self.parameters = list(parameters)
         numels = [p.numel() for p in parameters]
         like = parameters[0]
         self.memory = allocate(sum(numels) + 2 * len(numels) + _ASKS, like.dtype, like.device)
@@ -90,7 +93,8 @@ class Bucket:
     # -- before the reduction -------------------------------------------------------------------
     def take(self, slots: Iterable[int]) -> None:
         """Copy gradients in, or add them to those that are inside, and clear p.grad."""
-        views, grads = [], []
+        views = []
+        grads = []
         for slot in slots:
             parameter = self.parameters[slot]
             grad = parameter.grad
@@ -145,7 +149,8 @@ class Bucket:
             flags: Requests of this rank to all ranks.
             backup: Whether to keep a copy, for `rewind`.
         """
-        first, more = not self.arrived, []
+        first = not self.arrived
+        more = []
         for slot, (index, parameter, inside) in enumerate(zip(self.indices, self.parameters, self.inside, strict=True)):
             held = earlier.get(index) if earlier else None
             has = parameter.grad is not None
@@ -160,7 +165,8 @@ class Bucket:
             self.views[slot].add_(held, alpha=self.scale)
             self.inside[slot] = True
         self._backup = self.memory.clone() if backup else None
-        self.started, self._factor = True, factor
+        self.started = True
+        self._factor = factor
         if not factor:
             # What counts for nothing may be NaN, as a mean over no samples is.
             self.flat.zero_()
@@ -204,7 +210,8 @@ class Bucket:
         if self._backup is not None:
             self.memory.copy_(self._backup)
             self.started = False
-            self.found, self._backup = [], None
+            self.found = []
+            self._backup = None
 
     # -- after it -------------------------------------------------------------------------------
     def read_header(self) -> list[tuple[bool, bool]]:
@@ -255,7 +262,8 @@ class Bucket:
 
 def _copy(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
     """Copy gradients to their places, by the native core where all are plain memory of the same lengths."""
-    core, both = native(), [*places, *grads]
+    core = native()
+    both = [*places, *grads]
     plain = (
         core is not None
         and set(map(type, both)) == {torch.Tensor}
@@ -280,7 +288,8 @@ def _chunks(lengths: Sequence[int], least: int) -> list[Sequence[int]]:
         nbytes += length
         if nbytes >= least and (slot + 1 < len(lengths) or not least):
             chunks.append(range(begin, slot + 1))
-            begin, nbytes = slot + 1, 0
+            begin = slot + 1
+            nbytes = 0
     return [*chunks, range(len(lengths))]
 
 

@@ -64,7 +64,8 @@ class Gossip(PeriodicAction):
         *,
         bucket_cap_mb: float = 25,
     ) -> None:
-        self._cap, self.rounds = bucket_cap_mb, 0
+        self._cap = bucket_cap_mb
+        self.rounds = 0
         self._topology = _topology(topology, comm.size)
         first = mixing(self._topology(comm.size, 0), comm.size)
         facts = [
@@ -100,7 +101,8 @@ class Gossip(PeriodicAction):
         self.rounds = int(state["rounds"])
 
     def _act(self) -> None:
-        size, rank = self._comm.size, self._comm.rank
+        size = self._comm.size
+        rank = self._comm.rank
         rows = mixing(self._topology(size, self.rounds), size)
         self.rounds += 1
         if size > 1 and all(len(row) == size for row in rows):

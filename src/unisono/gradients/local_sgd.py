@@ -57,7 +57,8 @@ class LocalSGD(PeriodicAction):
         average_state: bool = False,
         bucket_cap_mb: float = 25,
     ) -> None:
-        self._average_state, self._cap = average_state, bucket_cap_mb
+        self._average_state = average_state
+        self._cap = bucket_cap_mb
         facts = [("average_state", str(average_state)), ("bucket_cap_mb", str(bucket_cap_mb))]
         super().__init__(model, comm, every, buffers=buffers, facts=facts)
 

@@ -48,7 +48,9 @@ class LogicalShards:
         self._named = named
         self._parameters = [parameter for _, parameter in named]
         self._arrived = set[int]()
-        self._comm, self._count, self._total = comm, count, total
+        self._comm = comm
+        self._count = count
+        self._total = total
         self._open: int | None = None
         self._done = set[int]()
         self._sums = dict[_Node, _Gradients]()
@@ -60,7 +62,8 @@ class LogicalShards:
         if self._open is not None:
             raise RuntimeError(f"shard({number}) was called inside shard({self._open}); leave that first")
         if isinstance(number, bool) or number not in self.local:
-            first, last = self.local[0], self.local[-1]
+            first = self.local[0]
+            last = self.local[-1]
             raise ValueError(f"shard {number!r} is not one of this rank, which has shards {first} to {last}")
         if number in self._done:
             raise ValueError(f"shard {number} has a gradient in this step already; each shard has one context a step")
@@ -117,12 +120,15 @@ class LogicalShards:
             middle = _middle(low, high)
             if (low, middle) not in self._sums or (middle, high) not in self._sums:
                 return
-            left, right = self._sums.pop((low, middle)), self._sums.pop((middle, high))
+            left = self._sums.pop((low, middle))
+            right = self._sums.pop((middle, high))
             self._sums[low, high] = [_plus(*pair) for pair in zip(left, right, strict=True)]
 
     def _path(self, number: int) -> list[_Node]:
         """Return the subtrees that a shard is a part of, the smallest first."""
-        low, high, found = 0, self._count, list[_Node]()
+        low = 0
+        high = self._count
+        found = list[_Node]()
         while high - low > 1:
             found.append((low, high))
             middle = _middle(low, high)

@@ -73,7 +73,8 @@ class NanGuard:
             NotFiniteError: On every rank: which had the first, and in the gradient of which parameter. Its
                 `peer` is that rank.
         """
-        seen, self._seen = self._seen, {}
+        seen = self._seen
+        self._seen = {}
         found = [(self._names[i], self._sizes[i], count) for i, count in seen.items()]
         _tell(self._comm, self._names, found, "the gradient of ")
 

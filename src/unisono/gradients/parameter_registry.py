@@ -59,8 +59,11 @@ class ParameterRegistry:
     ) -> None:
         check_unclaimed(named)
         check_parameters(named)
-        self.model, self.named, self._report = model, named, report
-        self.names, self.parameters = [name for name, _ in named], [p for _, p in named]
+        self.model = model
+        self.named = named
+        self._report = report
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
         self.ids = frozenset(map(id, self.parameters))
         self._implementations = list(map(_implementation, self.parameters))
         self._dtypes = list(map(_dtype, self.parameters))
@@ -212,7 +215,8 @@ class _ModuleHook:
     """A hook that does nothing on copies of the model, pickled ones too: they are not averaged."""
 
     def __init__(self, call: Callable[..., None] | None = None, *, traced: bool = False) -> None:
-        self._call, self._traced = call, traced
+        self._call = call
+        self._traced = traced
 
     def __call__(self, *arguments: Any) -> None:
         if self._call is not None and (self._traced or not torch.compiler.is_dynamo_compiling()):

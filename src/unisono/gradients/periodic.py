@@ -171,7 +171,8 @@ class PeriodicAction(ABC):
         def hook(*_: object) -> None:
             self.step()
 
-        self._hook, self._optimizer = optimizer.register_step_post_hook(hook), optimizer
+        self._hook = optimizer.register_step_post_hook(hook)
+        self._optimizer = optimizer
         return self._hook
 
     def state_dict(self) -> dict[str, Any]:

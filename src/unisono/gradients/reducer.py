@@ -69,9 +69,13 @@ class Reducer:
         saved: SavedGradients,
         reconnect: Callable[[], Communicator],
     ) -> None:
-        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
-        self._comm, self._codec = comm, codec
-        self._weights, self._saved, self._reconnect = weights, saved, reconnect
+        self._names = [name for name, _ in named]
+        self._parameters = [p for _, p in named]
+        self._comm = comm
+        self._codec = codec
+        self._weights = weights
+        self._saved = saved
+        self._reconnect = reconnect
         self._cap, self._first = sizes
         self.background = comm.overlaps and codec is None
         self.buckets: list[Bucket] = []
@@ -88,7 +92,8 @@ class Reducer:
         """Make buckets for these parameters, after those that there are. Collective."""
         for indices in plan_buckets(self._parameters, order, self._cap, None if self.buckets else self._first):
             members = [self._parameters[i] for i in indices]
-            first, last = self._names[indices[0]], self._names[indices[-1]]
+            first = self._names[indices[0]]
+            last = self._names[indices[-1]]
             name = repr(first) if first == last else f"{first!r} to {last!r}"
             bucket = Bucket(indices, members, self._memory, self._scale(members[0].dtype), name)
             self.buckets.append(bucket)
@@ -182,7 +187,8 @@ class Reducer:
                 if first or not all(bucket.can_rewind() for bucket in self.buckets):
                     raise
                 self._rewind(aborted)
-        self._complete, self._repeats = True, False
+        self._complete = True
+        self._repeats = False
         if self.buckets:
             late, *self.asked = self.buckets[-1].asked
             if late:
@@ -213,7 +219,8 @@ class Reducer:
 
     def _start(self, arrived: Set[int] = frozenset(), asks: Sequence[bool] = ()) -> None:
         """Begin the reduction of the next bucket; its memory belongs to that until `_wait`."""
-        bucket, last = self.buckets[self._next], self._next == len(self.buckets) - 1
+        bucket = self.buckets[self._next]
+        last = self._next == len(self.buckets) - 1
         if (failure := self._comm._engine.failure()) is not None:
             # Another rank's pass has failed.
             raise failure
@@ -255,7 +262,8 @@ class Reducer:
 
     def _wait(self, bucket: Bucket) -> None:
         """Return when the bucket holds the means."""
-        work, bucket.work = bucket.work, None
+        work = bucket.work
+        bucket.work = None
         if work is not None:
             try:
                 work.wait()
@@ -277,7 +285,8 @@ class Reducer:
             if bucket.work is not None:
                 self._give_up(bucket)
             bucket.begin()
-        self._factor, self._next = None, 0
+        self._factor = None
+        self._next = 0
         self._halted = self._complete = self.uneven = False
         self.asked = [False, False]
 
@@ -298,7 +307,8 @@ class Reducer:
         for bucket in self.buckets:
             self._give_up(bucket)
             bucket.rewind()
-        self._factor, self._next = None, 0
+        self._factor = None
+        self._next = 0
         self._halted = False
         try:
             self._comm = self._reconnect()
@@ -322,13 +332,16 @@ def observe_bucket(bucket: Bucket, group: Group, names: Sequence[str]) -> Iterat
         group: Group of the communicator that reduces it.
         names: Names of all parameters of the model.
     """
-    nbytes, detail = bucket.memory.nbytes, {"parameters": [names[index] for index in bucket.indices]}
+    nbytes = bucket.memory.nbytes
+    detail = {"parameters": [names[index] for index in bucket.indices]}
     if bucket.observed_s is None:
         bucket.observed_s = time.perf_counter()
     with span("bucket_wait", f"bucket {bucket.name}", group, nbytes, starts=bucket.work is None):
         yield
     if bucket.work is None:
-        start, bucket.observed_s = bucket.observed_s, None
+        start = bucket.observed_s
+        bucket.observed_s = None
         if (sink := SINK.get()) is not None:
-            end, world_rank = time.perf_counter(), group.members[group.rank]
+            end = time.perf_counter()
+            world_rank = group.members[group.rank]
             sink(Event("bucket", bucket.name, group.name, group.rank, start, end, nbytes, detail, world_rank))

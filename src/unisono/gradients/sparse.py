@@ -12,7 +12,8 @@ from unisono.utils.bucket_plan import Named
 
 __all__ = ["average_sparse", "sparse_parameters"]
 
-_NONE, _DENSE = -1, -2
+_NONE = -1
+_DENSE = -2
 """Instead of a number of rows: there is no gradient, or it is not sparse."""
 
 
@@ -83,12 +84,15 @@ def _dense_mean(parameter: torch.Tensor, comm: Communicator, factor: float) -> t
 
 
 def _sparse_mean(parameter: torch.Tensor, comm: Communicator, factor: float, counts: list[int]) -> torch.Tensor:
-    grad, shape, device = parameter.grad, parameter.shape[1:], parameter.device
+    grad = parameter.grad
+    shape = parameter.shape[1:]
+    device = parameter.device
     indices = torch.empty(0, dtype=torch.int64, device=device) if grad is None else grad.indices()[0]
     values = parameter.new_empty((0, *shape)) if grad is None else grad.values()
     all_indices = [torch.empty(n, dtype=torch.int64, device=device) for n in counts]
     all_values = [parameter.new_empty((n, *shape)) for n in counts]
     comm.all_gather(all_indices, indices.contiguous())
     comm.all_gather(all_values, values.mul(factor) if factor else torch.zeros_like(values))
-    places, rows = torch.cat(all_indices)[None], torch.cat(all_values)
+    places = torch.cat(all_indices)[None]
+    rows = torch.cat(all_values)
     return torch.sparse_coo_tensor(places, rows, parameter.shape, check_invariants=False).coalesce()

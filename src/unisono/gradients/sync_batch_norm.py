@@ -160,7 +160,8 @@ def _converted(layer: _BatchNorm, line: Communicator) -> SyncBatchNorm:
     made = SyncBatchNorm(
         layer.num_features, line, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, dup=False
     )
-    made.weight, made.bias = layer.weight, layer.bias
+    made.weight = layer.weight
+    made.bias = layer.bias
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         setattr(made, name, getattr(layer, name))
     return made.train(layer.training)
@@ -203,7 +204,9 @@ def _statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Ten
         own[0], own[1 : channels + 1], own[channels + 1 :] = count, mean, variance.double() * count
     table = own.new_empty((comm.size, own.numel()))
     comm.all_gather_single(table, own)
-    counts, means, squares = table[:, :1], table[:, 1 : channels + 1], table[:, channels + 1 :]
+    counts = table[:, :1]
+    means = table[:, 1 : channels + 1]
+    squares = table[:, channels + 1 :]
     total = int(counts.sum())
     mean = (counts * means).sum(0) / max(total, 1)
     variance = (squares + counts * (means - mean).square()).sum(0) / max(total, 1)
@@ -225,7 +228,9 @@ class _Normalise(torch.autograd.Function):
         comm: Communicator,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight, mean, scale)
-        ctx.total, ctx.comm, ctx.bias_dtype = total, comm, None if bias is None else bias.dtype
+        ctx.total = total
+        ctx.comm = comm
+        ctx.bias_dtype = None if bias is None else bias.dtype
         output = _standard(input, mean, scale)
         if weight is not None:
             output *= _shaped(weight, output)
@@ -239,7 +244,8 @@ class _Normalise(torch.autograd.Function):
         given, weight, mean, scale = ctx.saved_tensors
         standard = _standard(given, mean, scale)
         gradient = gradient.to(standard.dtype)
-        along, sums = (gradient * standard).sum(_dims(given)), gradient.sum(_dims(given))
+        along = (gradient * standard).sum(_dims(given))
+        sums = gradient.sum(_dims(given))
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         for_input = None
         if needs_input:

@@ -33,14 +33,16 @@ class Weights:
     def __init__(self, comm: Communicator, total: bool = False) -> None:
         self._total = total
         self._mine: float | None = None
-        self.joining, self.here = False, True
+        self.joining = False
+        self.here = True
         self.attach(comm)
         self.factor = 1.0
         self.forget()
 
     def attach(self, comm: Communicator) -> None:
         """Use this communicator for the exchange from now on."""
-        self.comm, self._size = comm, comm.size
+        self.comm = comm
+        self._size = comm.size
 
     def say(self, n_samples: float) -> None:
         """This rank's weight in the next step."""
@@ -58,7 +60,8 @@ class Weights:
 
     def agree(self) -> float:
         """This step's factor. Collective where ranks may differ; `AllRanksDone` where none has data."""
-        size, mine = self._size, self._mine
+        size = self._size
+        mine = self._mine
         if not self.uneven:
             return self.factor
         weight = float(self.here) if mine is None or not self.here else mine

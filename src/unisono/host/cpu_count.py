@@ -23,7 +23,8 @@ def cores() -> int:
         >>> 1 <= cores() <= os.cpu_count()
         True
     """
-    limit, seen = quota(), visible()
+    limit = quota()
+    seen = visible()
     return seen if limit is None else min(seen, max(1, int(limit)))
 
 

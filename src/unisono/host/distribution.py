@@ -28,7 +28,8 @@ def source(*extras: str) -> str | None:
         True
     """
     record = _record()
-    url, wanted = record.get("url", ""), f"[{','.join(extras)}]" if extras else ""
+    url = record.get("url", "")
+    wanted = f"[{','.join(extras)}]" if extras else ""
     parts = urlsplit(url)
     if parts.scheme == "file":
         path = unquote(parts.path)

@@ -36,7 +36,8 @@ __all__ = [
 _ROUND = 1000
 _YIELDS = 500
 _give_way: Callable[[], object] = getattr(os, "sched_yield", None) or partial(time.sleep, 0)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+_FIRST_PAUSE_S = 20e-6
+_LONGEST_PAUSE_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class MpiLauncher:
 
 # Rank and size, global and on this host, from the most to the least specific. Slurm sets the last ones too, if it
 # speaks PMI.
-_OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
+_OMPI = "OMPI_COMM_WORLD_"
+_MV2 = "MV2_COMM_WORLD_"
 _VARIABLES = (
     ("Open MPI's mpirun", f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
     ("MVAPICH's mpirun", f"{_MV2}RANK", f"{_MV2}SIZE", f"{_MV2}LOCAL_RANK", f"{_MV2}LOCAL_SIZE"),
@@ -125,7 +127,8 @@ def imported() -> Any:
         import mpi4py
 
         rc = mpi4py.rc
-        before, rc.initialize = rc.initialize, False
+        before = rc.initialize
+        rc.initialize = False
         rc.finalize = True if rc.finalize is None else rc.finalize
         try:
             from mpi4py import MPI

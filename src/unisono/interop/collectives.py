@@ -45,7 +45,9 @@ class Collectives:
     @by_device
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> TorchWork:
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        tensor, op, comm = only(given, "all_reduce"), operation(opts), self._connection.comm
+        tensor = only(given, "all_reduce")
+        op = operation(opts)
+        comm = self._connection.comm
         if tensor.layout != torch.strided:
             return self._do(lambda limit: _sum_sparse(comm, tensor, op, limit), opts, given)
         if op == "avg" and tensor.dtype in _INTEGERS:
@@ -54,7 +56,9 @@ class Collectives:
 
     @by_device
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
-        mine, op, comm = [plain(t) for t in tensors], operation(opts), self._connection.comm
+        mine = [plain(t) for t in tensors]
+        op = operation(opts)
+        comm = self._connection.comm
 
         def all_of_them(limit: float) -> None:
             for tensor in mine:
@@ -64,12 +68,16 @@ class Collectives:
 
     @by_device
     def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
-        tensor, op, comm = only(tensors, "reduce"), operation(opts), self._connection.comm
+        tensor = only(tensors, "reduce")
+        op = operation(opts)
+        comm = self._connection.comm
         return self._do(lambda limit: comm.reduce(tensor, opts.rootRank, op, timeout=limit), opts, tensors)
 
     @by_device
     def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = None) -> TorchWork:
-        output, op, comm = only(outputs, "reduce_scatter"), operation(opts), self._connection.comm
+        output = only(outputs, "reduce_scatter")
+        op = operation(opts)
+        comm = self._connection.comm
         parts = [plain(t) for t in inputs[0]]
         return self._do(lambda limit: comm.reduce_scatter(output, parts, op, timeout=limit), opts, outputs)
 
@@ -79,7 +87,8 @@ class Collectives:
 
     @by_device
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
-        op, comm = operation(opts), self._connection.comm
+        op = operation(opts)
+        comm = self._connection.comm
         pairs = [(plain(output), plain(given)) for output, given in zip(outputs, inputs, strict=True)]
 
         def all_of_them(limit: float) -> None:
@@ -91,19 +100,22 @@ class Collectives:
     # -- movements -----------------------------------------------------------------------------
     @by_device
     def broadcast(self, tensors: Tensors, opts: Any) -> TorchWork:
-        tensor, comm = only(tensors, "broadcast"), self._connection.comm
+        tensor = only(tensors, "broadcast")
+        comm = self._connection.comm
         return self._do(lambda limit: comm.broadcast(tensor, opts.rootRank, timeout=limit), opts, tensors)
 
     @by_device
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> TorchWork:
-        tensor, comm = only(inputs, "all_gather"), self._connection.comm
+        tensor = only(inputs, "all_gather")
+        comm = self._connection.comm
         parts = [plain(t) for t in outputs[0]]
         return self._do(lambda limit: comm.all_gather(parts, tensor, timeout=limit), opts, outputs[0])
 
     @by_device
     def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> TorchWork:
         """`outputs[r][i]` becomes rank r's `inputs[i]`."""
-        comm, mine = self._connection.comm, [plain(t) for t in inputs]
+        comm = self._connection.comm
+        mine = [plain(t) for t in inputs]
         columns = [[plain(t) for t in column] for column in zip(*outputs, strict=True)]
 
         def all_of_them(limit: float) -> None:
@@ -129,13 +141,16 @@ class Collectives:
 
     @by_device
     def gather(self, outputs: Lists, inputs: Tensors, opts: Any) -> TorchWork:
-        tensor, comm, targets = only(inputs, "gather"), self._connection.comm, _list_at_root(outputs)
+        tensor = only(inputs, "gather")
+        comm = self._connection.comm
+        targets = _list_at_root(outputs)
         return self._do(lambda limit: comm.gather(tensor, targets, opts.rootRank, timeout=limit), opts, targets or [])
 
     @by_device
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> TorchWork:
         """Gather as many elements from each rank, one after another: since torch 2.15."""
-        tensor, comm = plain(input), self._connection.comm
+        tensor = plain(input)
+        comm = self._connection.comm
         targets = None
         if opts.rootRank == comm.rank:
             if not output.is_contiguous() or output.numel() != comm.size * tensor.numel():
@@ -148,12 +163,16 @@ class Collectives:
 
     @by_device
     def scatter(self, outputs: Tensors, inputs: Lists, opts: Any) -> TorchWork:
-        tensor, comm, sources = only(outputs, "scatter"), self._connection.comm, _list_at_root(inputs)
+        tensor = only(outputs, "scatter")
+        comm = self._connection.comm
+        sources = _list_at_root(inputs)
         return self._do(lambda limit: comm.scatter(tensor, sources, opts.rootRank, timeout=limit), opts, outputs)
 
     @by_device
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
-        targets, sources, comm = [plain(t) for t in outputs], [plain(t) for t in inputs], self._connection.comm
+        targets = [plain(t) for t in outputs]
+        sources = [plain(t) for t in inputs]
+        comm = self._connection.comm
         return self._do(lambda limit: comm.all_to_all(targets, sources, timeout=limit), opts, outputs)
 
     @by_device
@@ -165,8 +184,11 @@ class Collectives:
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> TorchWork:
-        target, source, comm = plain(output), plain(input), self._connection.comm
-        taken, given = output_split_sizes or None, input_split_sizes or None
+        target = plain(output)
+        source = plain(input)
+        comm = self._connection.comm
+        taken = output_split_sizes or None
+        given = input_split_sizes or None
         return self._do(
             lambda limit: comm.all_to_all_single(target, source, taken, given, timeout=limit), opts, [output]
         )
@@ -174,7 +196,8 @@ class Collectives:
     # -- barriers ------------------------------------------------------------------------------
     @by_device
     def barrier(self, opts: Any = None) -> dist.Work:
-        device, comm = getattr(opts, "device", None), self._connection.comm
+        device = getattr(opts, "device", None)
+        comm = self._connection.comm
         if device is not None and device.type != "cpu":
             return self.others.of(device).barrier(opts)
         return self._do(lambda limit: comm.barrier(timeout=limit), opts, [])
@@ -185,7 +208,8 @@ class Collectives:
         A timeout of zero fails immediately.
         """
         self._barriers += 1
-        connection, topic = self._connection, f"monitored barrier {self._barriers}"
+        connection = self._connection
+        topic = f"monitored barrier {self._barriers}"
         limit = self._timeout_s if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
         self._queue.run(lambda: connection.control.exchange(connection.group, topic, None, limit))
 
@@ -245,7 +269,8 @@ def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: floa
     mine = tensor.detach().coalesce()
     counts = torch.zeros(comm.size, dtype=torch.int64)
     comm.all_gather_single(counts, torch.tensor([mine.values().shape[0]]), timeout=timeout)
-    indices, values = mine.indices().contiguous(), mine.values().contiguous()
+    indices = mine.indices().contiguous()
+    values = mine.values().contiguous()
     all_indices = [indices.new_empty((indices.shape[0], n)) for n in counts.tolist()]
     all_values = [values.new_empty((n, *values.shape[1:])) for n in counts.tolist()]
     comm.all_gather(all_indices, indices, timeout=timeout)

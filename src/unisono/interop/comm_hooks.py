@@ -50,7 +50,8 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
         >>> hook.__qualname__
         'unisono.bf16'
     """
-    pattern, own = resolve(codec), comm.dup()
+    pattern = resolve(codec)
+    own = comm.dup()
     own.allow_any_thread()
     # One thread, so that buckets are averaged in the order in which DDP fills them: the same on all ranks.
     thread = ThreadPoolExecutor(1, "unisono comm hook")
@@ -62,7 +63,8 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
         return codecs[index][1]
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        flat, sizes = bucket.buffer(), [gradient.shape for gradient in bucket.gradients()]
+        flat = bucket.buffer()
+        sizes = [gradient.shape for gradient in bucket.gradients()]
         chosen = codec_for(bucket.index(), (flat.dtype, tuple(sizes)))
         if flat.device.type in ACCELERATORS:
             # Runs immediately, on the stream that filled the buffer.

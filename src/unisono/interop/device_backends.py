@@ -43,7 +43,9 @@ class DeviceBackends:
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout: timedelta, options: object) -> None:
         # The group holds this; in a circle it would outlive its last user.
         self._group_ref = weakref.ref(group)
-        self._store, self._timeout, self._options = store, timeout, options
+        self._store = store
+        self._timeout = timeout
+        self._options = options
         self._made: dict[str, dist.ProcessGroup] = {}
 
     @property
@@ -79,7 +81,8 @@ class DeviceBackends:
 
     def _make(self, kind: str, name: str) -> dist.ProcessGroup:
         store = dist.PrefixStore(f"{kind}/", self._store)
-        rank, size = self._group.rank(), self._group.size()
+        rank = self._group.rank()
+        size = self._group.size()
         backend_type = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
         backend = self._backend(name, store, rank, size)
         if isinstance(backend, dist.ProcessGroup):
@@ -107,12 +110,10 @@ class DeviceBackends:
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, self._timeout)
         backend_options = dist.distributed_c10d._DistributedBackendOptions()
-        backend_options.store, backend_options.group_rank, backend_options.group_size, backend_options.timeout = (
-            store,
-            rank,
-            size,
-            self._timeout,
-        )
+        backend_options.store = store
+        backend_options.group_rank = rank
+        backend_options.group_size = size
+        backend_options.timeout = self._timeout
         return plugin.creator_fn(backend_options, self._options)
 
     def shutdown(self) -> None:
@@ -159,7 +160,8 @@ def by_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
                 finally:
                     torch.autograd._record_function_with_args_exit(entered)
             return method(self, *args, **kwargs)
-        other, name = self.others.of(device), method.__name__
+        other = self.others.of(device)
+        name = method.__name__
         carried: R = getattr(other, name if hasattr(other, name) else _OLDER[name])(*args, **kwargs)
         return carried
 

@@ -59,7 +59,8 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self.others = DeviceBackends(self, store, timeout, others_options)
         self._connection = meet(store, rank, size, self._timeout_s, group_options)
         label = f"unisono {self._connection.group.name} rank {rank}"
-        self._queue, self._progress = SerialQueue(label), Progress(f"{label} messages")
+        self._queue = SerialQueue(label)
+        self._progress = Progress(f"{label} messages")
         self._leaving = Leaving(self._queue, self._progress, self._connection.comm)
         self._dropped = weakref.finalize(self, self._leaving.drop)
         # The end of the process closes what is open then.
@@ -93,7 +94,8 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
         self._desc = desc
 
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
 
     # -- what it carries -----------------------------------------------------------------------
     @property
@@ -127,7 +129,8 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         if device.type != "cpu":
             return self.others.of(device)._end_coalescing(device)
-        works, self._batch = self._batch or [], None
+        works = self._batch or []
+        self._batch = None
         return together(works)
 
     # -- beside it -----------------------------------------------------------------------------
@@ -179,7 +182,9 @@ class Leaving:
     """
 
     def __init__(self, queue: SerialQueue, progress: Progress, comm: Communicator) -> None:
-        self._queue, self._progress, self._comm = queue, progress, comm
+        self._queue = queue
+        self._progress = progress
+        self._comm = comm
         self._dropped = False
         self._over = threading.Event()
         close_at_exit(self)

@@ -104,7 +104,8 @@ class TorchWork(dist.Work):
 
     def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._work, self._tensors = work, list(tensors)
+        self._work = work
+        self._tensors = list(tensors)
 
     def __del__(self) -> None:
         # Sparse tensors have no `nbytes`.

@@ -28,7 +28,8 @@ class _Task(Completion):
     def __init__(self, queue: SerialQueue, job: Job) -> None:
         # No limit here: every job ends by a timeout of its own.
         super().__init__(threading.TIMEOUT_MAX)
-        self._queue, self._job = queue, job
+        self._queue = queue
+        self._job = job
 
     def perform(self) -> None:
         error: BaseException | None = None
@@ -113,7 +114,8 @@ class SerialQueue:
 
     def _start_worker(self) -> None:
         with self._starting:
-            start, self._worker_started = not self._worker_started, True
+            start = not self._worker_started
+            self._worker_started = True
         if start:
             self._threads.run(self._work)
 

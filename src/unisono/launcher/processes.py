@@ -24,6 +24,7 @@ from typing import Any
 
 from unisono.control.server import Server
 from unisono.core.failure import ended_by
+from unisono.core.work import seconds_left
 from unisono.errors import CommError, PeerLostError
 from unisono.host.cpu_count import cores
 from unisono.launcher.job import GRACE_S, Job, Outcome, reported
@@ -43,7 +44,8 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
             "launch was called while a rank was importing your main script; put the call "
             "under if __name__ == '__main__':"
         )
-    context, payload = _context(), dump(job, importable(job.fn))
+    context = _context()
+    payload = dump(job, importable(job.fn))
     server = Server(secret := secrets.token_bytes(32))
     ranks: list[tuple[BaseProcess, connection.Connection]] = []
     ended: list[Outcome] = []
@@ -142,7 +144,7 @@ def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
         process.terminate()
     deadline = time.monotonic() + _END_S
     for process in (*quiet, *reported):
-        process.join(max(0.0, deadline - time.monotonic()))
+        process.join(seconds_left(deadline))
         if process.is_alive():
             process.kill()
             process.join()

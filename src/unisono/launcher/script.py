@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import IO, Any, TextIO
 
 from unisono.core.failure import ended_by
+from unisono.core.work import seconds_left
 from unisono.host import numa
 from unisono.host.cpu_count import cores
 
@@ -140,7 +141,9 @@ class _Attempt:
     """One start of all ranks."""
 
     def __init__(self, job: ScriptJob, number: int, on_failure: str) -> None:
-        self._job, self._number, self._continues = job, number, on_failure == "continue"
+        self._job = job
+        self._number = number
+        self._continues = on_failure == "continue"
         # Ranks that have ended, with their status; and signals, after the rank -1.
         self._events: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._failures: list[tuple[int, int]] = []
@@ -293,7 +296,7 @@ class _Attempt:
                         os.killpg(process.pid, number)
             deadline = time.monotonic() + patience
             for reader in self._readers:
-                reader.join(max(0.0, deadline - time.monotonic()))
+                reader.join(seconds_left(deadline))
 
     def _conclude(self) -> int:
         """Print the first failure, and return its exit status."""
@@ -333,7 +336,8 @@ class _Attempt:
         return report if isinstance(report, dict) else None
 
     def _print_failure(self, rank: int, status: int, report: dict[str, Any] | None) -> None:
-        number, world = self._job.host * self._job.ranks + rank, self._job.hosts * self._job.ranks
+        number = self._job.host * self._job.ranks + rank
+        world = self._job.hosts * self._job.ranks
         how = ended_by(-status) if status < 0 else f"exited with status {status}"
         _print_error(report["text"] if report else f"[rank {number} of {world}] {how}\n")
 

@@ -11,7 +11,8 @@ from typing import Any
 
 __all__ = ["LONGEST_S", "Batch", "Part", "Range", "results"]
 
-_SHORTEST_S, LONGEST_S = 1e-3, 50e-3
+_SHORTEST_S = 1e-3
+LONGEST_S = 50e-3
 """A chunk should take between these times: to exchange one takes about 0.1 ms."""
 
 Range = tuple[int, int]
@@ -40,7 +41,9 @@ class Batch:
         begin: Callable[[], bool] = lambda: True,
         chunksize: int | None = None,
     ) -> None:
-        self.name, self.pack, self.deliver = name, pack, deliver
+        self.name = name
+        self.pack = pack
+        self.deliver = deliver
         self._begin: Callable[[], bool] | None = begin
         self._chunksize = chunksize
         self.seconds: float | None = None
@@ -49,7 +52,8 @@ class Batch:
 
     def wanted(self) -> bool:
         """Return whether calls wait to be sent."""
-        begin, self._begin = self._begin, None
+        begin = self._begin
+        self._begin = None
         if begin is not None and not begin():
             self.todo.clear()
         return bool(self.todo)

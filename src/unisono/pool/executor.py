@@ -194,9 +194,11 @@ class Pool(Executor):
         until = None if timeout is None else time.monotonic() + resolve_timeout(timeout)
         if chunksize is not None and chunksize < 1:
             raise ValueError(f"chunksize must be at least 1, not {chunksize}")
-        scheduler, calls = self._tasks(), [tuple(item) for item in items]
+        scheduler = self._tasks()
+        calls = [tuple(item) for item in items]
         # Calls that were expected to be short, and are not, go back, for others to take.
-        codec, limit_s = self._rank.codec, LONGEST_S if chunksize is None else math.inf
+        codec = self._rank.codec
+        limit_s = LONGEST_S if chunksize is None else math.inf
         arrived: queue.SimpleQueue[Part] = queue.SimpleQueue()
         batch = Batch(
             _name("map", fn),
@@ -223,7 +225,8 @@ class Pool(Executor):
             RuntimeError: A future's callback is to wait for what waits for it. The pool ends nevertheless.
         """
         if self._scheduler is None:
-            first, self._served = not self._served, True
+            first = not self._served
+            self._served = True
             return self._rank.serve() if first else None
         self._scheduler.close()
         if cancel_futures:

@@ -45,7 +45,9 @@ class Scheduler:
     """
 
     def __init__(self, rank: Worker, workers: Sequence[int], retries: int) -> None:
-        self._rank, self._agent, self._retries = rank, rank.agent, retries
+        self._rank = rank
+        self._agent = rank.agent
+        self._retries = retries
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
         self._queue: deque[Batch] = deque()
@@ -191,7 +193,8 @@ class Scheduler:
             self._sent[worker].remove((batch, chunk))
 
     def _ended(self, worker: int, batch: Batch, chunk: Range, future: Any) -> None:
-        outer, self._here.ends = self.ends_here, True
+        outer = self.ends_here
+        self._here.ends = True
         try:
             self._answered(worker, batch, chunk, future)
         finally:

@@ -42,7 +42,8 @@ class Worker:
 
     def __init__(self, comm: Communicator, trusted: bool, initialize: Callable[[], object] | None) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Any] | PeerLostError | None] = queue.SimpleQueue()
-        self._initialize, self.trusted = initialize, trusted
+        self._initialize = initialize
+        self.trusted = trusted
         self.codec: Codec = PickleCodec() if trusted else Codec()
         self.start, self.run, self.stop = self._calls()
         expose = (self.start, self.run, self.stop)
@@ -115,8 +116,11 @@ class Worker:
             chunk = self.codec.unpack(content)
         except Exception as error:
             return self.codec.dumps([]), 0, 0.0, packed(error)
-        fn, kwargs = chunk.fn, chunk.kwargs
-        left, seconds, started = len(chunk.args), 0.0, time.perf_counter()
+        fn = chunk.fn
+        kwargs = chunk.kwargs
+        left = len(chunk.args)
+        seconds = 0.0
+        started = time.perf_counter()
         for args in chunk.args:
             try:
                 value = fn(*args, **kwargs)
@@ -126,7 +130,8 @@ class Worker:
             else:
                 if failed is None:
                     values.append(value)
-            left, seconds = left - 1, time.perf_counter() - started
+            left = left - 1
+            seconds = time.perf_counter() - started
             if seconds > chunk.limit_s:
                 break
         try:

@@ -68,14 +68,17 @@ class Agent:
     ) -> None:
         exposed = ExportTable(trusted, expose)
         self.box, names = comm.mailbox(name)
-        self.rank, self.size, self.name = comm.rank, comm.size, name
+        self.rank = comm.rank
+        self.size = comm.size
+        self.name = name
         self.infos = [WorkerInfo(worker, rank) for rank, worker in enumerate(names)]
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             self.box.close()
             raise ValueError(f"several ranks passed the name {twice[0]!r} to rpc.init; each rank needs its own name")
         self.closed = False
-        thread, self._adopt_thread = f"unisono rpc {name}", partial(set_agent, self)
+        thread = f"unisono rpc {name}"
+        self._adopt_thread = partial(set_agent, self)
         self.workers = Workers(thread, workers, self._adopt_thread)
         self.receiver = Receiver(self.box, self.workers, self._clock, self._adopt_thread, thread)
         self.channel = Channel(self.box, exposed, self.receiver, self.workers.run)
@@ -84,7 +87,8 @@ class Agent:
         self.client = Client(self.channel, self.receiver, self.references, self.infos, timeout_s, wait)
         self.server = Server(self.channel, self.references)
         self.termination = TerminationDetector(self.box, self.alive, self._counts)
-        self.channel.references, self.references.client = self.references, self.client
+        self.channel.references = self.references
+        self.references.client = self.client
         self.receiver.handlers.update(self._handlers())
         self.contexts: Any = None
         self.when_lost: list[Callable[[int], None]] = []
@@ -377,7 +381,8 @@ def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:
 
 _Report = tuple[list[int], list[int]]
 _SEND_S = 0.5
-_SHORTEST_S, _LONGEST_S = 0.01, 0.2
+_SHORTEST_S = 0.01
+_LONGEST_S = 0.2
 
 
 class TerminationDetector:
@@ -393,7 +398,10 @@ class TerminationDetector:
     """
 
     def __init__(self, box: Mailbox, alive: Callable[[], list[int]], counts: Callable[[], _Report | None]) -> None:
-        self._box, self._rank, self._alive, self._counts = box, box.group.rank, alive, counts
+        self._box = box
+        self._rank = box.group.rank
+        self._alive = alive
+        self._counts = counts
         self._lock = threading.Lock()
         self._requested = False
         self._ended = threading.Event()
@@ -422,7 +430,8 @@ class TerminationDetector:
 
     def _missing(self) -> str:
         """Describe the ranks that have not reported that they are done, as far as this rank knows."""
-        rank, alive = self._rank, self._alive()
+        rank = self._rank
+        alive = self._alive()
         if self._counts() is None:
             return "; calls of this rank, or of others to it, are still running"
         if rank != min(alive):
@@ -434,7 +443,8 @@ class TerminationDetector:
 
     def _query_ranks(self) -> None:
         """Query all ranks if this rank, which wants to end, is the deciding one."""
-        rank, alive = self._rank, self._alive()
+        rank = self._rank
+        alive = self._alive()
         if rank == min(alive):
             with self._lock:
                 self._wave += 1
@@ -457,7 +467,8 @@ class TerminationDetector:
         coordinator = min(self._alive())
         with self._lock:
             wave = self._wave
-            new, self._last_report = (coordinator, wave, report) != self._last_report, (coordinator, wave, report)
+            new = (coordinator, wave, report) != self._last_report
+            self._last_report = (coordinator, wave, report)
         if coordinator == self._rank:
             self._record(coordinator, wave, report)
         elif new:
@@ -479,7 +490,8 @@ class TerminationDetector:
 
     def _record(self, peer: int, wave: int, report: _Report) -> None:
         """Handle a report, as the deciding rank."""
-        rank, alive = self._rank, self._alive()
+        rank = self._rank
+        alive = self._alive()
         with self._lock:
             verdict, wave = self._judged(peer, wave, report, alive)
         if verdict == CONFIRM:
@@ -499,7 +511,8 @@ class TerminationDetector:
             return CONFIRM, -self._wave
         self._wave = wave
         self._reports.setdefault(wave, {})[peer] = report
-        now, before = self._reports[wave], self._reports.get(wave - 1)
+        now = self._reports[wave]
+        before = self._reports.get(wave - 1)
         if any(other not in now for other in alive) or not _even(now, alive):
             return None, wave
         if before is not None and all(before.get(other) == now[other] for other in alive):

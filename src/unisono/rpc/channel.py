@@ -82,8 +82,11 @@ class Channel:
     recorder: Recorder
 
     def __init__(self, box: Mailbox, exposed: ExportTable, receiver: Receiver, aside: Callable[[Task], None]) -> None:
-        self.box, self.rank, self.exposed = box, box.group.rank, exposed
-        self._receiver, self._aside = receiver, aside
+        self.box = box
+        self.rank = box.group.rank
+        self.exposed = exposed
+        self._receiver = receiver
+        self._aside = aside
         self._outbox: deque[tuple[int, bytes]] = deque()
         self._posting = threading.Lock()
 
@@ -104,9 +107,15 @@ class Channel:
             CallTypeError: One of them cannot be sent; says which and why.
         """
         kind, number, context = head
-        parts, message, index = MessageWriter((b"", call)), 0, 0
-        parts.endpoint, parts.peer, parts.context = self, peer, context
-        parts.bodies, parts.recorded, parts.undo = [], [], []
+        parts = MessageWriter((b"", call))
+        message = 0
+        index = 0
+        parts.endpoint = self
+        parts.peer = peer
+        parts.context = context
+        parts.bodies = []
+        parts.recorded = []
+        parts.undo = []
         try:
             for index, value in enumerate(values):  # noqa: B007
                 put = _put if self.exposed.trusted else encoders.get(type(value)) or write
@@ -129,15 +138,14 @@ class Channel:
 
     def unpack(self, envelope: Envelope, at: int) -> list[Any]:
         """Return the values of a message from an offset to its end. Raises ValueError for malformed bytes."""
-        view, values = MessageReader(envelope.head), list[Any]()
+        view = MessageReader(envelope.head)
+        values = list[Any]()
         _, _, view.context, view.message = HEADER.unpack_from(view)
-        view.endpoint, view.peer, view.bodies, view.tensors, view.refused = (
-            self,
-            envelope.peer,
-            envelope.bodies,
-            0,
-            None,
-        )
+        view.endpoint = self
+        view.peer = envelope.peer
+        view.bodies = envelope.bodies
+        view.tensors = 0
+        view.refused = None
         try:
             while at < len(view):
                 value, at = decoders[view[at]](view, at + 1, MAX_DEPTH)

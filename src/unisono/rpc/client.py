@@ -139,8 +139,12 @@ class Client:
         timeout_s: float,
         not_counted: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._channel, self._receiver, self._references = channel, receiver, references
-        self._infos, self._timeout_s, self._not_counted = infos, timeout_s, not_counted
+        self._channel = channel
+        self._receiver = receiver
+        self._references = references
+        self._infos = infos
+        self._timeout_s = timeout_s
+        self._not_counted = not_counted
         self._ranks: dict[Any, int] = {key: info.id for info in infos for key in (info, info.id, info.name)}
         self.calls = PendingCalls(len(infos), channel.box.wake, self._result, self._cancel)
         self.closed = False
@@ -160,7 +164,8 @@ class Client:
             raise TypeError(
                 f"args must be a tuple of arguments, not a {type(args).__name__}; for a single argument pass args=(x,)"
             )
-        exposed, peer = self._channel.exposed, self.rank_of(to)
+        exposed = self._channel.exposed
+        peer = self.rank_of(to)
         try:
             name = name_of(func)
         except TypeError:
@@ -222,13 +227,17 @@ class Client:
     def _request(self, call: PendingCall, key: Key | None, args: _Args, kwargs: _Kwargs, result: int = 0) -> None:
         if self.closed:
             raise self.closed_error()
-        channel, calls, peer, name = self._channel, self.calls, call.peer, call.name.encode("utf-8", "surrogatepass")
+        channel = self._channel
+        calls = self.calls
+        peer = call.peer
+        name = call.name.encode("utf-8", "surrogatepass")
         head = protocol.REMOTE if result else protocol.REQUEST, call.number, context.get()
         call_head = CALL.pack(result, *(key or (-1, 0)), len(name), len(args)) + name
         values = (*args, kwargs) if kwargs else args
         content, bodies, undo = channel.pack(peer, head, values, call_head, len(args))
         call.nbytes = len(content) + sum(map(torch.numel, bodies))
-        nested, deadline = request.get() is not None, call.started + call.timeout
+        nested = request.get() is not None
+        deadline = call.started + call.timeout
         if not calls.windows[peer].enter(call.nbytes, deadline, self._not_counted, nested):
             rollback(undo)
             raise call.late()
@@ -272,7 +281,8 @@ class Client:
 
     def closed_error(self) -> ClosedError:
         """Return the error of a call after the agent has been closed."""
-        rank, size = self._channel.rank, len(self._infos)
+        rank = self._channel.rank
+        size = len(self._infos)
         return ClosedError("the RPC agent of this rank is shut down", rank=rank, size=size, operation="rpc")
 
     def _result(self, call: PendingCall) -> Any:
@@ -338,7 +348,10 @@ class RRef(Generic[T]):
         self._bind(references, references.rank, references.own(value))
 
     def _bind(self, references: RRefContext, owner: int, key: Key, confirmation: CallFuture | None = None) -> None:
-        self._references, self._owner, self._key, self._confirmation = references, owner, key, confirmation
+        self._references = references
+        self._owner = owner
+        self._key = key
+        self._confirmation = confirmation
         self.lost = False
 
     def owner(self) -> WorkerInfo:
@@ -445,7 +458,9 @@ class _Proxy:
     __slots__ = ("_call", "_rref", "_timeout")
 
     def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: Timeout | None) -> None:
-        self._rref, self._call, self._timeout = rref, call, timeout
+        self._rref = rref
+        self._call = call
+        self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:

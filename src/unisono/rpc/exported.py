@@ -62,7 +62,8 @@ class _Mark:
     """Makes a function exposed in every process that it comes to by value, as `launch` sends a notebook's."""
 
     def __init__(self, name: str, target: Any) -> None:
-        self.name, self.target = name, target
+        self.name = name
+        self.target = target
         _exposed[name] = target
 
     def __reduce__(self) -> Any:
@@ -172,7 +173,8 @@ def name_of(target: Any) -> str:
 
 
 def _find_name(target: Any) -> str:
-    module, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    module = getattr(target, "__module__", None)
+    qualname = getattr(target, "__qualname__", None)
     if isinstance(qualname, str) and "." not in qualname and getattr(torch, qualname, None) is target:
         return f"torch:{qualname}"
     short = getattr(target, "__name__", None)

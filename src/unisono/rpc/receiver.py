@@ -67,10 +67,13 @@ class Receiver:
         prepare: Callable[[], object],
         name: str,
     ) -> None:
-        self._box, self._workers = box, workers
+        self._box = box
+        self._workers = workers
         self.handlers: dict[int, Handler] = {}
         self.ended: set[int] = set()
-        self._clock, self._prepare, self._name = clock, prepare, name
+        self._clock = clock
+        self._prepare = prepare
+        self._name = name
         self._token = threading.Lock()
         self._swap = threading.Lock()
         self._alarm = threading.Semaphore(0)
@@ -112,7 +115,8 @@ class Receiver:
 
     # -- the receiving thread ------------------------------------------------------------------
     def _receive(self) -> None:
-        mine, box = self._generation, self._box
+        mine = self._generation
+        box = self._box
         quiet_at = 0.0
         look_at = 0.0
         while not self.closed and self._generation == mine:
@@ -191,7 +195,8 @@ class Receiver:
             self._alarm.acquire()
             quiet = 0
             while not self.closed and self._armed:
-                seen, total = self._running, self._runs
+                seen = self._running
+                total = self._runs
                 time.sleep(_TICK_S)
                 if seen and self._replace(seen):
                     self._start(self._watch)
@@ -216,7 +221,8 @@ class Receiver:
     # -- threads waiting for an answer -----------------------------------------------------------------
     def wait_for_reply(self, call: PendingCall) -> None:
         """Wait until a call has ended or its time is up; poll for its answer meanwhile, if that pays."""
-        box, spins = self._box, 0
+        box = self._box
+        spins = 0
         if box.eager and call.peer != box.group.rank and self._token.acquire(blocking=False):
             box.mute_wakeups()
             self._dispatcher = threading.get_ident()
@@ -276,7 +282,9 @@ class Workers:
     """
 
     def __init__(self, name: str, most: int, prepare: Callable[[], object]) -> None:
-        self._name, self._most, self._prepare = name, most, prepare
+        self._name = name
+        self._most = most
+        self._prepare = prepare
         self._tasks: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
         self._available = threading.Condition(self._lock)
@@ -406,7 +414,9 @@ class PendingCall:
     )  # fmt: skip
 
     def __init__(self, number: int, peer: int, name: str, timeout: float, future: CallFuture | None = None) -> None:
-        self.number, self.peer, self.name = number, peer, name
+        self.number = number
+        self.peer = peer
+        self.name = name
         self.timeout = timeout
         self.started = time.monotonic()
         self.future = future
@@ -477,7 +487,8 @@ class FlowControl:
     """
 
     def __init__(self, most_calls: int, most_bytes: int) -> None:
-        self._most_calls, self._most_bytes = most_calls, most_bytes
+        self._most_calls = most_calls
+        self._most_bytes = most_bytes
         self._calls = self._bytes = 0
         self._available = threading.Condition(threading.Lock())
 
@@ -535,7 +546,9 @@ class PendingCalls:
         cancel: Callable[[PendingCall], None],
     ) -> None:
         self.windows = [FlowControl(_MOST_CALLS, _MOST_BYTES) for _ in range(size)]
-        self._wake, self._result, self._cancel = wake, result, cancel
+        self._wake = wake
+        self._result = result
+        self._cancel = cancel
         self.number = itertools.count(1).__next__
         self.sent: Counter[int] = Counter()
         self._open: dict[int, PendingCall] = {}
@@ -591,7 +604,8 @@ class PendingCalls:
 
     def late(self) -> list[PendingCall]:
         """Return the calls with a future that have timed out; each is reported once."""
-        now, found = time.monotonic(), []
+        now = time.monotonic()
+        found = []
         with self._lock:
             while self._due and (self._due[0][0] <= now or self._due[0][1] not in self._open):
                 _, number = heapq.heappop(self._due)
@@ -629,8 +643,10 @@ class PendingCalls:
 
     def _complete(self, future: CallFuture, call: PendingCall) -> None:
         """Complete a future and run its callbacks here. A future completed elsewhere is left as it is."""
-        before, self._here.call = getattr(self._here, "call", None), call
-        within, request_token = context.set(call.within[0]), request.set(call.within[1])
+        before = getattr(self._here, "call", None)
+        self._here.call = call
+        within = context.set(call.within[0])
+        request_token = request.set(call.within[1])
         try:
             value = self._result(call)
         except Exception as raised:

@@ -123,7 +123,8 @@ class RefCounts:
 
     def lose(self, holder: int) -> tuple[list[Any], list[Any]]:
         """Drop all references of a lost rank. Return the freed values, and those that will never be created."""
-        freed, orphans = [], []
+        freed = []
+        orphans = []
         for key, entry in list(self._entries.items()):
             if entry.counts.pop(holder, 0):
                 value = self._free(key, entry)
@@ -166,7 +167,8 @@ class References:
     """
 
     def __init__(self, rank: int, send: Send, blank: Callable[[], Any] = lambda: None) -> None:
-        self.rank, self._send = rank, send
+        self.rank = rank
+        self._send = send
         self.ledger = RefCounts(blank)
         self.lock = threading.Lock()
         self._tokens = itertools.count(1)

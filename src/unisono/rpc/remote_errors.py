@@ -62,7 +62,8 @@ def packed(error: BaseException) -> _Report:
         # Not its whole text: the traceback below holds that, and each further rank would double it.
         text = error.remote_text
     else:
-        kind, text = type(error), text_of(error)
+        kind = type(error)
+        text = text_of(error)
     trace = format_error(error)
     content: Any = (tuple(error.args), dict(vars(error)))
     try:

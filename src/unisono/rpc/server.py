@@ -95,7 +95,8 @@ class Server:
     """
 
     def __init__(self, channel: Channel, references: RRefContext) -> None:
-        self._channel, self._references = channel, references
+        self._channel = channel
+        self._references = references
         self._open: dict[tuple[int, int], _Request] = {}
         self._slow: set[bytes] = set()
         self._quick: set[bytes] = set()
@@ -146,7 +147,8 @@ class Server:
     # -- running -------------------------------------------------------------------------------
     def _serve(self, call: _Request, message: Envelope) -> None:
         call.thread = threading.get_ident()
-        before, within = request.set(call), context.set(call.context)
+        before = request.set(call)
+        within = context.set(call.context)
         started = time.perf_counter()
         try:
             self._answer_with(call, self._run(call, message))
@@ -173,7 +175,8 @@ class Server:
             # The object is counted, even if creating it fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
         values = self._channel.unpack(message, call.at)
-        args, kwargs = values[: call.positional], values[call.positional :] or [{}]
+        args = values[: call.positional]
+        kwargs = values[call.positional :] or [{}]
         if len(args) < call.positional or len(kwargs) > 1:
             raise ValueError(f"rank {message.peer} sent a call with another number of arguments than it declared")
         if call.kind == REQUEST and call.cancelled:
@@ -186,7 +189,8 @@ class Server:
 
     def _function(self, call: _Request, args: list[Any]) -> Callable[..., Any]:
         """Return the function to call; one that was sent along is removed from the arguments."""
-        exposed, references = self._channel.exposed, self._references
+        exposed = self._channel.exposed
+        references = self._references
         if call.key is not None:
             outcome = call.called or references.outcome(call.key)
             return exposed.method(references.value_of(outcome, None), call.target[1:].decode())
@@ -300,9 +304,12 @@ class OwnedValue:
         with self._lock:
             if self.known:
                 return
-            self.value, self.error, self.known = value, error, True
+            self.value = value
+            self.error = error
+            self.known = True
             self.trace = error.__traceback__ if error is not None else None
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks = self._callbacks
+            self._callbacks = []
         for callback in callbacks:
             callback()
 
@@ -354,11 +361,17 @@ class RRefContext:
         not_counted: Callable[[], AbstractContextManager[object]],
         kind: type[Any],
     ) -> None:
-        self.rank, self.infos, self.wake = channel.rank, infos, channel.box.wake
-        self._timeout_s, self._not_counted, self._kind = timeout_s, not_counted, kind
+        self.rank = channel.rank
+        self.infos = infos
+        self.wake = channel.box.wake
+        self._timeout_s = timeout_s
+        self._not_counted = not_counted
+        self._kind = kind
         self._protocol = References(self.rank, channel.send_control, OwnedValue)
-        self.arrived, self.dropped = self._protocol.arrived, self._protocol.dropped
-        self.new_key, self.unused = self._protocol.new_key, self._protocol.unused
+        self.arrived = self._protocol.arrived
+        self.dropped = self._protocol.dropped
+        self.new_key = self._protocol.new_key
+        self.unused = self._protocol.unused
 
     def __len__(self) -> int:
         return len(self._protocol.ledger)

@@ -24,7 +24,9 @@ from unisono.serialization.format import (
 
 __all__ = ["install", "put_items", "take_items"]
 
-_INT64, _FLOAT, _COMPLEX = struct.Struct("<Bq"), struct.Struct("<Bd"), struct.Struct("<Bdd")
+_INT64 = struct.Struct("<Bq")
+_FLOAT = struct.Struct("<Bd")
+_COMPLEX = struct.Struct("<Bdd")
 _INT, _BIG_INT, _REAL, _TWO_REALS = (ord(kind) for kind in "iIfc")
 _TOO_DEEP = "nests deeper than 100 levels, or contains itself"
 

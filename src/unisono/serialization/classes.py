@@ -251,7 +251,8 @@ def _flag(cls: Any, number: int) -> enum.Flag:
     known: enum.Flag | None = cls._value2member_map_.get(number)
     if known is not None:
         return known
-    unknown, kind = number & ~cls._flag_mask_, cls._member_type_
+    unknown = number & ~cls._flag_mask_
+    kind = cls._member_type_
     if number < 0 or (unknown and cls._boundary_ is not enum.KEEP) or kind not in (int, object):
         raise ValueError(f"{cls.__qualname__} has no value {number}")
     member: Any = int.__new__(cls, number) if kind is int else object.__new__(cls)

@@ -38,7 +38,8 @@ class ShardComms:
     def _attach(self, comm: Communicator) -> None:
         self.steps = comm.dup()
         self.steps.allow_any_thread()
-        self.rank, self.size = comm.rank, comm.size
+        self.rank = comm.rank
+        self.size = comm.size
         self.data = self._dup()
 
     def _dup(self) -> Communicator:

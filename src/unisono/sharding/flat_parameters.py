@@ -135,7 +135,8 @@ class FlatParameters:
     def finish_gather(self) -> None:
         """Wait until the parameters can be used."""
         if self._work is not None:
-            work, self._work = self._work, None
+            work = self._work
+            self._work = None
             work.wait()
             self._show_filled()
 
@@ -146,7 +147,8 @@ class FlatParameters:
     def free(self) -> None:
         """Release the memory of the parameters."""
         if self._work is not None:
-            work, self._work = self._work, None
+            work = self._work
+            self._work = None
             with suppress(CommError):
                 work.wait()
         if self.gathered:
@@ -198,7 +200,8 @@ class FlatParameters:
     def take(self, index: int) -> None:
         """Move a parameter's p.grad into `gradient`."""
         parameter = self.parameters[index]
-        grad, parameter.grad = parameter.grad, None
+        grad = parameter.grad
+        parameter.grad = None
         assert grad is not None
         assert self.gradient is not None
         if grad.layout != torch.strided:
@@ -229,7 +232,9 @@ class FlatGradient:
     """
 
     def __init__(self, layout: FlatLayout, comms: ShardComms, dtype: torch.dtype) -> None:
-        self._layout, self._comms, self._dtype = layout, comms, dtype
+        self._layout = layout
+        self._comms = comms
+        self._dtype = dtype
         self._work: Work | None = None
         self.drop()
 
@@ -269,14 +274,16 @@ class FlatGradient:
     def start_reduce(self, *, async_op: bool) -> None:
         """Begin to average what was taken over all ranks. Collective."""
         self.finish_reduce()
-        whole, self._whole = self._whole, None
+        whole = self._whole
+        self._whole = None
         assert whole is not None
         ends = [*self._layout.offsets[1:], self._layout.total]
         for index, (start, end) in enumerate(zip(self._layout.offsets, ends, strict=True)):
             if index not in self.taken:
                 whole[start:end].zero_()
         self.reduced |= self.taken
-        self.taken, self.arrived = set(), set()
+        self.taken = set()
+        self.arrived = set()
         if self._comms.size == 1:
             # Its part is the whole, and so is the average.
             self._new = whole
@@ -290,10 +297,12 @@ class FlatGradient:
     def finish_reduce(self) -> None:
         """Wait for the last reduction."""
         if self._work is not None:
-            work, self._work = self._work, None
+            work = self._work
+            self._work = None
             work.wait()
         if self._new is not None:
-            new, self._new = self._new, None
+            new = self._new
+            self._new = None
             self._sum = new if self._sum is None else self._sum.add_(new)
 
     def commit(self, pieces: Sequence[Piece]) -> None:
@@ -310,7 +319,8 @@ class FlatGradient:
             start = max(0, self._layout.offsets[index] + pieces[index].start - begin)
             grad = self._sum[start : start + len(tensor)].to(tensor.dtype)
             tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
-        self._sum, self.reduced = None, set()
+        self._sum = None
+        self.reduced = set()
 
 
 class ParameterBucket:
@@ -334,7 +344,9 @@ class ParameterBucket:
     def __init__(
         self, indices: Sequence[int], named: Named, comms: ShardComms, master_dtype: torch.dtype | None
     ) -> None:
-        self.indices, self.parameters, self._comms = indices, [p for _, p in named], comms
+        self.indices = indices
+        self.parameters = [p for _, p in named]
+        self._comms = comms
         raised = master_dtype is not None and self.parameters[0].is_floating_point()
         self._dtype = master_dtype if raised else self.parameters[0].dtype
         self.pieces = [
@@ -377,7 +389,8 @@ class ParameterBucket:
 
     def shard(self, slot: int) -> TensorShard:
         """Return this rank's elements of a parameter, in the memory of the parameter."""
-        place, piece = self._place(slot), self.pieces[slot]
+        place = self._place(slot)
+        piece = self.pieces[slot]
         return TensorShard(self._part[place.offset : place.offset + place.numel], piece.start, piece.shape)
 
     @property

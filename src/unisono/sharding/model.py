@@ -98,7 +98,8 @@ class ShardedModel:
     ) -> None:
         named = shardable(model)
         plans = partition(model, units)
-        self._model, self._parameters = model, [p for _, p in named]
+        self._model = model
+        self._parameters = [p for _, p in named]
         self._stepping = False
         self._comms = ShardComms(comm)
         self._settings = [[unit.name for unit in plans], param_dtype, reduce_dtype]
@@ -252,7 +253,8 @@ class ShardedModel:
             >>> un.launch(program, nprocs=2, backend="thread")
             [2.0, 2.0]
         """
-        before, self._runtime.sync = self._runtime.sync, False
+        before = self._runtime.sync
+        self._runtime.sync = False
         try:
             yield
         finally:

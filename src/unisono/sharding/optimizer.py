@@ -117,7 +117,9 @@ class ShardedOptimizer(Optimizer):
         if shard_gradients:
             warn_of_norm_limits(model)
             self._claim = claim(named, "sharded", "ShardedOptimizer")
-        self._named, self._steps, self._touched = named, 0, set[int]()
+        self._named = named
+        self._steps = 0
+        self._touched = set[int]()
         order = [i for i, (_, p) in reversed(list(enumerate(named))) if p.requires_grad]
         frozen = [i for i, (_, p) in enumerate(named) if not p.requires_grad]
         parameters = [p for _, p in named]
@@ -126,7 +128,8 @@ class ShardedOptimizer(Optimizer):
             made = [[ParameterBucket(b, [named[i] for i in b], self._comms, master_dtype) for b in p] for p in plans]
             if isinstance(model, torch.nn.Module):
                 share(list(model.named_buffers()), self._comms.steps)
-        self._buckets, self._frozen = made[0] + made[1], made[1]
+        self._buckets = made[0] + made[1]
+        self._frozen = made[1]
         placed = {i: (b, slot) for b in self._buckets for slot, i in enumerate(b.indices)}
         self._places = [placed[i] for i in range(len(named))]
         self._pieces = [bucket.pieces[slot] for bucket, slot in self._places]
@@ -298,7 +301,8 @@ class ShardedOptimizer(Optimizer):
         """
         if self._sharder is None:
             raise RuntimeError("this optimizer averages no gradients, so it has no no_sync(); see shard_gradients=True")
-        before, self._sharder.sync = self._sharder.sync, False
+        before = self._sharder.sync
+        self._sharder.sync = False
         try:
             yield
         finally:
@@ -356,7 +360,8 @@ class ShardedOptimizer(Optimizer):
         self._share_options()
         state = self._shards.state_dict()
         for index in sorted(self._touched):
-            bucket, piece = self._places[index][0], self._pieces[index]
+            bucket = self._places[index][0]
+            piece = self._pieces[index]
             if bucket.has_master:
                 shard = TensorShard(piece.tensor.detach(), piece.start, piece.shape)
                 state["state"].setdefault(index, {})[_MASTER] = shard
@@ -463,7 +468,9 @@ class ShardedOptimizer(Optimizer):
         return piece.start, piece.start + len(piece.tensor)
 
 
-_MASTER, _PARAMETERS, _STEPS = "master", "parameters", "steps"
+_MASTER = "master"
+_PARAMETERS = "parameters"
+_STEPS = "steps"
 
 
 class GradientSharder:
@@ -482,10 +489,13 @@ class GradientSharder:
     """
 
     def __init__(self, buckets: Sequence[ParameterBucket], comms: ShardComms) -> None:
-        self._buckets, self._comms, self.sync = buckets, comms, True
+        self._buckets = buckets
+        self._comms = comms
+        self.sync = True
         on_cpu = all(p.is_cpu for bucket in buckets for p in bucket.parameters)
         self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=on_cpu)
-        self._next, self._syncing = 0, True
+        self._next = 0
+        self._syncing = True
         self._problem: str | None = None
         self._handles: list[Any] = []
         self._placeholders = [[ShardedGradient.of(parameter) for parameter in bucket.parameters] for bucket in buckets]
@@ -510,7 +520,8 @@ class GradientSharder:
                 raise error from lost
         self._check_placeholders()
         self.follow_zero_grad()
-        self._next, self._syncing = 0, self.sync
+        self._next = 0
+        self._syncing = self.sync
         for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
             bucket.gradient.arrived.clear()
             for parameter, placeholder in zip(bucket.parameters, placeholders, strict=True):
@@ -520,7 +531,8 @@ class GradientSharder:
     @torch.no_grad()
     def _take(self, number: int, slot: int, parameter: torch.Tensor) -> None:
         """Hook: a gradient has been added to p.grad."""
-        bucket, grad = self._buckets[number], parameter.grad
+        bucket = self._buckets[number]
+        grad = parameter.grad
         if grad is None:
             self._problem = (
                 f"a hook has taken the gradient of {bucket.pieces[slot].name!r} away before it was averaged. Make the "

@@ -37,7 +37,8 @@ class Runtime:
     """
 
     def __init__(self, units: Sequence[Unit], comms: ShardComms) -> None:
-        self._units, self._comms = units, comms
+        self._units = units
+        self._comms = comms
         self.sync = True
         self._stream = OneStream({p.device for unit in units for flat in unit.flats for p in flat.parameters})
         self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=self._stream.on_cpu)
@@ -149,7 +150,9 @@ class Runtime:
         self._recover()
         # Parameters may have changed since, so units that an earlier forward has kept are gathered again.
         self.free()
-        self._last, self._latest, self._previous = self._latest, None, None
+        self._last = self._latest
+        self._latest = None
+        self._previous = None
 
     def _recover(self) -> None:
         """Make a new communicator where a pass has failed, and drop the step. Collective then."""
@@ -167,7 +170,8 @@ class Runtime:
         self._stream.check()
         if unit.gathered:
             return
-        backward, overlaps = self._in_backward(), self._comms.data.overlaps
+        backward = self._in_backward()
+        overlaps = self._comms.data.overlaps
         if self._previous is not None:
             self._next[backward, self._previous] = unit
         self._previous = unit
@@ -188,7 +192,9 @@ class Runtime:
 
     # -- backward pass --------------------------------------------------------------------------
     def _begin(self) -> None:
-        self._begun, self._syncing, self._previous = True, self.sync, None
+        self._begun = True
+        self._syncing = self.sync
+        self._previous = None
         for unit in self._units:
             unit.begin_backward()
 
@@ -203,13 +209,15 @@ class Runtime:
                     self._reduce(unit)
             for unit in self._units:
                 unit.commit()
-        self._begun, self._reducing = False, None
+        self._begun = False
+        self._reducing = None
         self.free()
 
     def _fail(self) -> None:
         if not self._begun:
             return
-        self._begun, self._reducing = False, None
+        self._begun = False
+        self._reducing = None
         self._comms.abort("a backward of the sharded model has failed there")
         if sum(unit.drop() for unit in self._units) and not self._syncing:
             warnings.warn("backward() has raised inside no_sync(): gradients of earlier passes are lost", stacklevel=2)

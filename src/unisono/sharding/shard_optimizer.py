@@ -69,7 +69,9 @@ class Piece:
             start: As `start`.
             elements: Memory of the slice.
         """
-        self.start, self.tensor.grad, self.tensor.data = start, None, elements
+        self.start = start
+        self.tensor.grad = None
+        self.tensor.data = elements
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this piece's elements of a tensor of the parameter's shape: a view where its memory allows."""
@@ -583,7 +585,8 @@ def load_entries(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, A
         ValueError: The states have other names, shapes or shards. Nothing is written then.
     """
     if own.keys() != state.keys():
-        lacks, more = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        lacks = sorted(own.keys() - state.keys())
+        more = sorted(state.keys() - own.keys())
         raise ValueError(f"the state is of another model: it lacks {lacks}, and has {more} in addition")
     found = {name: _elements(name, own[name], state[name]) for name in own}
     with torch.no_grad():

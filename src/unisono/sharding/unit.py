@@ -47,7 +47,9 @@ class Unit:
     """
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
-        self.name, self.modules, self.flats = plan.name, plan.modules, flats
+        self.name = plan.name
+        self.modules = plan.modules
+        self.flats = flats
         self.running: list[nn.Module] = []
         self.held = False
         self.call = Call()

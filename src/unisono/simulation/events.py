@@ -46,7 +46,9 @@ class Timeout(Event):
     """The end of a task's patience."""
 
     def __init__(self, task: Task, patient: bool) -> None:
-        self._task, self._number, self.patient = task, task.number, patient
+        self._task = task
+        self._number = task.number
+        self.patient = patient
 
     def live(self) -> bool:
         return self._task.blocked and self._task.number == self._number
@@ -60,7 +62,9 @@ class Timer(Event):
     """Action that a task runs when it is due."""
 
     def __init__(self, doer: Task, due: list[Action], action: Action) -> None:
-        self._doer, self._due, self._action = doer, due, action
+        self._doer = doer
+        self._due = due
+        self._action = action
 
     def fire(self, wake: Callable[[Task], object]) -> None:
         self._due.append(self._action)

@@ -83,7 +83,8 @@ def _clocks() -> list[_Patch]:
     found: list[_Patch] = [(time, "sleep", sleep)]
     for name in ("monotonic", "perf_counter", "time"):
         base_ns = EPOCH_S * 10**9 if name == "time" else 0
-        seconds, nanoseconds = _reader(name, base_ns), _reader(f"{name}_ns", base_ns, integer=True)
+        seconds = _reader(name, base_ns)
+        nanoseconds = _reader(f"{name}_ns", base_ns, integer=True)
         found += [(time, name, seconds), (time, f"{name}_ns", nanoseconds)]
         if name == "monotonic":
             # Names under which these modules have imported it.
@@ -107,7 +108,9 @@ def _reader(name: str, base_ns: int, *, integer: bool = False) -> Callable[[], f
 
 # -- locks and queues ------------------------------------------------------------------------------
 def _locks() -> list[_Patch]:
-    real_lock, real_rlock, real_is_set = threading.Lock, threading.RLock, threading.Event.is_set
+    real_lock = threading.Lock
+    real_rlock = threading.RLock
+    real_is_set = threading.Event.is_set
     python_rlock: Any = threading._PyRLock  # type: ignore[attr-defined]  # not in the annotations of what it is
     # Not in the annotations of what it is.
     real_queue, python_queue = queue.SimpleQueue, queue._PySimpleQueue  # type: ignore[attr-defined]
@@ -143,7 +146,9 @@ def _locks() -> list[_Patch]:
 
 # -- threads ---------------------------------------------------------------------------------------
 def _threads() -> list[_Patch]:
-    real_start, real_join, real_is_alive = threading.Thread.start, threading.Thread.join, threading.Thread.is_alive
+    real_start = threading.Thread.start
+    real_join = threading.Thread.join
+    real_is_alive = threading.Thread.is_alive
 
     def start(thread: threading.Thread) -> None:
         parent = here()
@@ -162,7 +167,8 @@ def _threads() -> list[_Patch]:
         parent.scheduler.admit(task)
 
     def join(thread: threading.Thread, timeout: float | None = None) -> None:
-        me, task = here(), _task_of(thread)
+        me = here()
+        task = _task_of(thread)
         if me is None or task is None:
             return real_join(thread, timeout)
         deadline = None if timeout is None else me.scheduler.now + nanoseconds(timeout)
@@ -212,7 +218,8 @@ def _futures() -> list[_Patch]:
 # -- asyncio ---------------------------------------------------------------------------------------
 def _loops() -> list[_Patch]:
     """Patch asyncio loops, which wait in a selector for the next timer or for a write by another thread."""
-    kind, loops = selectors.DefaultSelector, BaseSelectorEventLoop
+    kind = selectors.DefaultSelector
+    loops = BaseSelectorEventLoop
     real_select = kind.select
     # Not in the annotations of what it is.
     real_write = loops._write_to_self  # type: ignore[attr-defined]
@@ -238,7 +245,8 @@ def _loops() -> list[_Patch]:
 
     def write(loop: Any) -> None:
         real_write(loop)
-        me, task = here(), waiting.get(loop._selector)
+        me = here()
+        task = waiting.get(loop._selector)
         if me is not None and task is not None:
             me.scheduler.wake(task)
 

@@ -55,11 +55,14 @@ class Scheduler:
         on_rank: Callable[[int | None, int], object] = lambda old, new: None,
         preempt: float = 0.0,
     ) -> None:
-        self.seed, self.now = seed, 0
+        self.seed = seed
+        self.now = 0
         self.trace: list[str] = []
         self._random = Random(seed)
         self._patience = int(_PATIENT * patience_s * NS)
-        self._stuck_s, self._on_rank, self._preempt = stuck_s, on_rank, preempt
+        self._stuck_s = stuck_s
+        self._on_rank = on_rank
+        self._preempt = preempt
         self._tasks: list[Task] = []
         # Those that have not ended, in order, by rank.
         self._alive: defaultdict[int | None, dict[Task, None]] = defaultdict(dict)
@@ -118,7 +121,8 @@ class Scheduler:
         task = self._me()
         task.number += 1
         task.polls = 0
-        task.blocked, task.woken = True, False
+        task.blocked = True
+        task.woken = False
         if deadline is not None:
             patient = deadline - self.now >= self._patience and not task.hasty
             self._calendar.add(deadline, Timeout(task, patient))
@@ -128,7 +132,8 @@ class Scheduler:
     def wake(self, task: Task) -> None:
         """Wake a task; no effect if it does not wait."""
         if task.blocked:
-            task.blocked, task.woken = False, True
+            task.blocked = False
+            task.woken = True
             self._ready.append(task)
 
     def throw(self, task: Task, error: BaseException) -> None:
@@ -224,7 +229,8 @@ class Scheduler:
 
     def _raise_pending(self, task: Task) -> None:
         if task.pending is not None:
-            error, task.pending = task.pending, None
+            error = task.pending
+            task.pending = None
             raise error
 
     def _pass_to(self, task: Task | None) -> None:

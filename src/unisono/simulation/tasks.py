@@ -59,7 +59,10 @@ class Task:
     """
 
     def __init__(self, scheduler: TaskScheduler, name: str, rank: int | None, main: bool) -> None:
-        self.scheduler, self.name, self.rank, self.main = scheduler, name, rank, main
+        self.scheduler = scheduler
+        self.name = name
+        self.rank = rank
+        self.main = main
         self.gate = _thread.allocate_lock()
         self.gate.acquire()
         self.thread: threading.Thread | None = None
@@ -86,7 +89,8 @@ def here() -> Task | None:
 @contextmanager
 def as_task(task: Task | None) -> Iterator[None]:
     """Context in which this thread is the given task."""
-    before, _here.task = _here.task, task
+    before = _here.task
+    _here.task = task
     try:
         yield
     finally:

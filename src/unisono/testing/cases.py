@@ -84,7 +84,8 @@ class Case:
         return [[_numbers(self, n, generator) for n in self._given_lengths(rank)] for rank in range(self.size)]
 
     def _given_lengths(self, rank: int) -> Row:
-        what, row = self.what, self.lengths()[rank]
+        what = self.what
+        row = self.lengths()[rank]
         if what.in_place:
             return (self.count,)
         if not what.contributes(rank, self.root):
@@ -97,7 +98,8 @@ class Case:
         Args:
             rank: The receiving rank.
         """
-        what, row = self.what, self.lengths()[rank]
+        what = self.what
+        row = self.lengths()[rank]
         if not what.receives(rank, self.root):
             return ()
         if not what.gathers:

@@ -38,7 +38,8 @@ def check_case(comm: Communicator, case: Case) -> Report:
         >>> [report.complaints for report in un.launch(check_case, 2, "thread", args=(case,))]
         [(), ()]
     """
-    given, what = case.given(), case.what
+    given = case.given()
+    what = case.what
     # Calls that split by rows of the first dimension get one dimension: each row is one element.
     by_rows = what.returns or (what.packed and what.pairwise)
     layout = "every second" if by_rows and case.layout not in LINEAR else case.layout

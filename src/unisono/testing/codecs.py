@@ -101,7 +101,8 @@ def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
     away = float((kept_mean - mine.double()).abs().max())
     allowed = 16 * info.eps * largest + 4 * comm.size * smallest
     assert away <= allowed, f"the result is {away:.3g} away from the mean of what was kept; {allowed:.3g} is rounding"
-    x, k = given[comm.rank].double(), kept.double()
+    x = given[comm.rank].double()
+    k = kept.double()
     lost = float((x - k).norm())
     rounding = 2 * info.eps * float(x.norm() + k.norm()) + math.sqrt(bucket.numel) * comm.size * smallest
     assert lost <= bound * (1 + 1e-6) + rounding, f"{lost:.6g} was lost, more than the declared {bound:.6g}"
@@ -117,7 +118,8 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
     Raises: AssertionError otherwise.
     """
-    fresh, codec = make(), make()
+    fresh = make()
+    codec = make()
     steps = [replace(bucket, seed=bucket.seed + step).contribution(comm.rank) for step in range(4)]
     before = [_averaged(codec, step, comm, bucket) for step in steps[:2]]
     state = codec.state_dict()
@@ -171,7 +173,8 @@ def check_input(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
     Raises: AssertionError otherwise.
     """
-    codec, sizes = make(), bucket.sizes
+    codec = make()
+    sizes = bucket.sizes
     good = bucket.contribution(comm.rank)
     wrong: list[tuple[torch.Tensor, list[torch.Size], torch.Tensor | None]] = [
         (good.to(torch.int32), sizes, None),
@@ -233,11 +236,13 @@ def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 
         codec = error_feedback(codec)
     mine = bucket.contribution(comm.rank)
     mean = torch.stack(bucket.contributions(comm.size)).double().mean(0)
-    total, errors = torch.zeros_like(mean), []
+    total = torch.zeros_like(mean)
+    errors = []
     for step in range(1, steps + 1):
         total += _averaged(codec, mine, comm, bucket)
         errors.append(float((total - step * mean).norm()))
-    early, late = max(errors[: steps // 2]), max(errors[steps // 2 :])
+    early = max(errors[: steps // 2])
+    late = max(errors[steps // 2 :])
     allowed = 1.5 * early + 1e-9 * float(mean.norm())
     assert late <= allowed, f"the error grows: up to {early:.3g} in the first {steps // 2} steps, then to {late:.3g}"
     assert errors[-1] <= steps * float(mean.norm()) / 4, f"after {steps} steps {errors[-1]:.3g} is missing"
@@ -319,7 +324,9 @@ class _Counted(Wrapper):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self.sent, self.latency_s, self.second_per_byte = 0, 0.0, 1.0
+        self.sent = 0
+        self.latency_s = 0.0
+        self.second_per_byte = 1.0
 
     def wrap_child(self, inner: Transport) -> _Counted:
         return _Counted(inner)

@@ -259,7 +259,9 @@ class Network:
         self.close()
 
     def _make(self) -> None:
-        hosts, switch, slow = range(len(self.addresses)), f"{self._stem}-switch", self._delay > 0 or self._loss > 0
+        hosts = range(len(self.addresses))
+        switch = f"{self._stem}-switch"
+        slow = self._delay > 0 or self._loss > 0
         names = [*map(self.name, hosts), switch]
         guard = ["sh", "-c", _REMOVE, "sh", *names]
         # In a session of its own, which Ctrl-C and a kill of the caller's process group do not reach.
@@ -291,7 +293,8 @@ class Network:
                 _run("tc", "-n", host, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *limit)
 
     def _plug_in(self, number: int, switch: str, *, slow: bool) -> None:
-        host, port = self.name(number), _port(number)
+        host = self.name(number)
+        port = _port(number)
         peer = ("peer", "name", port, "netns", switch)
         _run("ip", "-n", host, "link", "add", _INTERFACE, "type", "veth", *peer)
         _run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
@@ -413,7 +416,8 @@ class Network:
         Raises:
             TimeoutError: Nothing comes back, because a host is disconnected or all packets are lost.
         """
-        used, now = self._relay_seconds(), time.monotonic()
+        used = self._relay_seconds()
+        now = time.monotonic()
         before, then = self._reported
         processor = (used - before) / (now - then) if then else 0.0
         round_trip = self._measured_round_trip()
@@ -448,7 +452,8 @@ class Network:
                     sender.sendall(bytes(1 << 16))
 
         def receive() -> tuple[int, float]:
-            received, began = 0, time.perf_counter()
+            received = 0
+            began = time.perf_counter()
             while time.perf_counter() < began + seconds:
                 received += len(receiver.recv(1 << 20))
             return received, time.perf_counter() - began

@@ -24,7 +24,9 @@ from pathlib import Path
 __all__ = ["Relay", "main"]
 
 _CLONE_NEWNET = 0x40000000
-_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_TUNSETIFF = 0x400454CA
+_IFF_TUN = 0x0001
+_IFF_NO_PI = 0x1000
 _PR_SET_TIMERSLACK = 29
 _LARGEST = 1 << 16
 # Reads of one device before packets that are due are delivered.
@@ -54,7 +56,8 @@ class Relay:
 
     def run(self) -> None:
         """Move packets until standard input ends."""
-        waiting, files = self._waiting, [0, *self._files]
+        waiting = self._waiting
+        files = [0, *self._files]
         while True:
             pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
             ready, _, _ = select.select(files, [], [], pause)
@@ -66,7 +69,8 @@ class Relay:
             self._deliver()
 
     def _take(self, file: int) -> None:
-        source, due = self._devices[file], time.monotonic() + self._delay
+        source = self._devices[file]
+        due = time.monotonic() + self._delay
         with suppress(BlockingIOError):
             for _ in range(_BATCH):
                 packet = os.read(file, _LARGEST)
@@ -79,7 +83,8 @@ class Relay:
                     self._waiting.append((due, source, target, packet))
 
     def _deliver(self) -> None:
-        waiting, now = self._waiting, time.monotonic()
+        waiting = self._waiting
+        now = time.monotonic()
         while waiting and waiting[0][0] <= now:
             _, source, target, packet = waiting.popleft()
             if self._connected[source] and self._connected[target]:

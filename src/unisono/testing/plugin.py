@@ -47,7 +47,9 @@ class _Ranks:
     """Ranks of a marked test: the value of its argument `comm` in the process of pytest."""
 
     def __init__(self, size: int | str, backend: str = "thread", **options: Any) -> None:
-        self.size, self.backend, self.options = size, backend, options
+        self.size = size
+        self.backend = backend
+        self.options = options
         self.deadlocked = False
 
     def __repr__(self) -> str:
@@ -158,8 +160,10 @@ def _run_examples(test: Any, arguments: dict[str, Any]) -> None:
     """Run a test of Hypothesis, which calls the inner test for each example."""
     from hypothesis import Phase, settings
 
-    inner, function = test.hypothesis.inner_test, getattr(test, "__func__", test)
-    chosen, default = function._hypothesis_internal_use_settings, settings()
+    inner = test.hypothesis.inner_test
+    function = getattr(test, "__func__", test)
+    chosen = function._hypothesis_internal_use_settings
+    default = settings()
     # The default deadline is some milliseconds, and an example may have to start its ranks.
     deadline = None if chosen.deadline == default.deadline else chosen.deadline
     # An explanation would name lines that ran here, which are those of the library. One mistake fails in several ways

@@ -82,7 +82,8 @@ def where(stacks: Mapping[int, str]) -> str:
 
 def _stacks(running: Mapping[int, int]) -> dict[int, str]:
     """Return the stack of each rank, without frames of the library."""
-    frames, stacks = sys._current_frames(), {}
+    frames = sys._current_frames()
+    stacks = {}
     for rank, thread in dict(running).items():
         lines = traceback.extract_stack(frames.get(thread))
         kept = [line for line in lines if not line.filename.startswith((LIBRARY, threading.__file__))]

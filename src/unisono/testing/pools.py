@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any, Literal, Self
 
+from unisono.core.work import seconds_left
 from unisono.errors import CommError, PeerLostError
 from unisono.launcher.api import launch
 from unisono.launcher.job import GRACE_S, Outcome, conclude, first_failure, reported
@@ -61,8 +62,10 @@ class RankPool:
     """
 
     def __init__(self, size: int, backend: str = "gloo", *, limit_s: float = _LIMIT_S, **options: Any) -> None:
-        self.size, self.backend = size, backend
-        self._limit_s, self._options = limit_s, {"timeout": TIMEOUT_S, **options}
+        self.size = size
+        self.backend = backend
+        self._limit_s = limit_s
+        self._options = {"timeout": TIMEOUT_S, **options}
         self._staff: PoolProcesses | None = None
         self._started_in: Any = None
         self._lock = threading.Lock()
@@ -98,7 +101,8 @@ class RankPool:
             return run_limited(fn, size, self.backend, args, self._limit_s, options)
         program = _by_value(fn, args)
         with self._lock:
-            staff, self._staff = self._ready(), None
+            staff = self._ready()
+            self._staff = None
             ended, usable = staff.run(program, size, self._limit_s, on_failure)
             if usable:
                 self._staff = staff
@@ -117,7 +121,8 @@ class RankPool:
     def close(self) -> None:
         """End the ranks. Idempotent; a later `run` starts new ones."""
         with self._lock:
-            staff, self._staff = self._staff, None
+            staff = self._staff
+            self._staff = None
         if staff is not None:
             staff.close()
 
@@ -210,7 +215,8 @@ class PoolProcesses:
     """
 
     def __init__(self, size: int, backend: str, options: dict[str, Any]) -> None:
-        self._size, self._failures = size, 0
+        self._size = size
+        self._failures = 0
         self._connected: set[tuple[int, int]] = set()
         self._links: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
@@ -293,9 +299,10 @@ class PoolProcesses:
 
     def _collect(self, pending: dict[int, Connection], ended: list[Outcome], limit_s: float, on_failure: str) -> bool:
         """Move ranks from `pending` to `ended` until the time is over; return whether a communicator is broken."""
-        deadline, broken = time.monotonic() + limit_s, False
+        deadline = time.monotonic() + limit_s
+        broken = False
         while pending:
-            ready = wait(list(pending.values()), max(0.0, deadline - time.monotonic()))
+            ready = wait(list(pending.values()), seconds_left(deadline))
             if not ready:
                 break
             for rank in [rank for rank, link in pending.items() if link in ready]:

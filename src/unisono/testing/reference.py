@@ -124,7 +124,8 @@ def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
         >>> reduced([torch.tensor([1.0]), torch.tensor([2.0])], "sum").value
         tensor([3.], dtype=torch.float64)
     """
-    op, dtype = ReduceOp(op), tensors[0].dtype
+    op = ReduceOp(op)
+    dtype = tensors[0].dtype
     if op in _BITS:
         return Expected(reduce(_BITS[op], tensors))
     if op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -145,7 +146,8 @@ def _extreme(stack: torch.Tensor, op: ReduceOp) -> Expected:
 
 
 def _rounded(stack: torch.Tensor, op: ReduceOp) -> Expected:
-    size, info = len(stack), torch.finfo(stack.dtype)
+    size = len(stack)
+    info = torch.finfo(stack.dtype)
     wide = stack.to(torch.complex128 if stack.is_complex() else torch.float64)
     whole = (torch.view_as_real(wide).frac() == 0).all(-1) if wide.is_complex() else wide.frac() == 0
     magnitudes = wide.abs()

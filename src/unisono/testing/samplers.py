@@ -56,7 +56,8 @@ def check_epochs(make: MakeSampler, dataset: Any) -> None:
     Example:
         >>> check_epochs(un.data.PartitionSampler, range(100))
     """
-    sampler, other = make(dataset, num_replicas=1, rank=0), make(dataset, num_replicas=1, rank=0, seed=1)
+    sampler = make(dataset, num_replicas=1, rank=0)
+    other = make(dataset, num_replicas=1, rank=0, seed=1)
     orders = []
     for epoch in (0, 1, 0):
         sampler.set_epoch(epoch)
@@ -123,4 +124,6 @@ def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], d
         for step in range(min(count, len(turns))):
             ranks[(turn + step) % parts].advance(1)
         states = [sampler.state_dict() for sampler in ranks]
-        place, turn, before = place + min(count, len(turns)), turn + min(count, len(turns)), parts
+        place = place + min(count, len(turns))
+        turn = turn + min(count, len(turns))
+        before = parts

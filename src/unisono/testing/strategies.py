@@ -273,7 +273,8 @@ def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int 
         1
     """
     call = draw(calls()) if call is None else call
-    dtype, uneven = draw(dtypes()), draw(st.booleans())
+    dtype = draw(dtypes())
+    uneven = draw(st.booleans())
     op = draw(ops(dtype)) if COLLECTIVES[call].reduces else ReduceOp.SUM
     exact = op not in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) or not (
         dtype.is_floating_point or dtype.is_complex

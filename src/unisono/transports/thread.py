@@ -99,7 +99,8 @@ class MessageQueue:
         with self.lock:
             found = []
             for key in self.keys_of(group, rank):
-                source, sends = key[1], isinstance(self.waiting[key][0][0], Send)
+                source = key[1]
+                sends = isinstance(self.waiting[key][0][0], Send)
                 if (source == rank) == sends:
                     found += [work for _, work in self.remove(key)]
             return found
@@ -124,7 +125,8 @@ class InFlightMessage:
 
     def deliver(self) -> None:
         """Copy the content, or fail both works if that fails."""
-        given, taken = self.sent.tensor, self.expected.tensor
+        given = self.sent.tensor
+        taken = self.expected.tensor
         if given.dtype != taken.dtype or given.numel() != taken.numel():
             sent, expected = (elements(t.numel(), str(t.dtype)) for t in (given, taken))
             for work, peer in ((self.send, self.target), (self.recv, self.source)):
@@ -160,7 +162,9 @@ class ThreadTransport(Transport):
     _deliver: Callable[[InFlightMessage], None] = staticmethod(InFlightMessage.deliver)
 
     def __init__(self, group: Group, queue: MessageQueue, timeout_s: float) -> None:
-        self.group, self._queue, self._timeout_s = group, queue, timeout_s
+        self.group = group
+        self._queue = queue
+        self._timeout_s = timeout_s
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> ThreadTransport:
@@ -168,7 +172,9 @@ class ThreadTransport(Transport):
 
     def post(self, batch: Sequence[Message]) -> Work:
         work = self._work(self._timeout_s, batch)
-        queue, group, rank = self._queue, self.group.name, self.group.rank
+        queue = self._queue
+        group = self.group.name
+        rank = self.group.rank
         with queue.lock:
             broken = queue.broken.get(group, {}).get(rank)
             if broken is not None:
@@ -193,7 +199,9 @@ class ThreadTransport(Transport):
     def agree(self, call: Call, deadline: float) -> None:
         if not (self.checks and call.checked):
             return
-        number, size, queue = call.fingerprint.call, self.group.size, self._queue
+        number = call.fingerprint.call
+        size = self.group.size
+        queue = self._queue
         arrived = Completion(0.0)
         with queue.lock:
             broken = queue.broken.get(self.group.name, {}).get(self.rank)

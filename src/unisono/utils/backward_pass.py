@@ -55,7 +55,10 @@ class BackwardPass:
         *,
         one_thread: bool,
     ) -> None:
-        self._begin, self._end, self._fail, self._one_thread = begin, end, fail, one_thread
+        self._begin = begin
+        self._end = end
+        self._fail = fail
+        self._one_thread = one_thread
         self.forget()
 
     def forget(self) -> None:
@@ -157,7 +160,9 @@ class SavedGradients:
         stays: set[int],
         lies_in_buckets: Callable[[int, torch.Tensor], bool],
     ) -> None:
-        self._parameters, self._stays, self._lies_in_buckets = parameters, stays, lies_in_buckets
+        self._parameters = parameters
+        self._stays = stays
+        self._lies_in_buckets = lies_in_buckets
         self.clear()
 
     def clear(self) -> None:
@@ -216,7 +221,8 @@ class SavedGradients:
     @torch.no_grad()
     def _put_back(self, index: int, parameter: torch.Tensor) -> None:
         assert self._before is not None
-        before, owned = self._before.get(index), self.owned.get(index)
+        before = self._before.get(index)
+        owned = self.owned.get(index)
         if owned is not None and before is not None and owned is not before:
             # The pass has added to the caller's tensor.
             owned.copy_(before)
@@ -286,7 +292,9 @@ def adds_to_leaves(parameters: frozenset[int]) -> bool:
 
 def _leaf(node: Any, parameters: frozenset[int]) -> Any:
     """A node that adds to a leaf's gradient: a parameter's, if the model's output depends on any."""
-    seen, stack, found = {node}, [node], None
+    seen = {node}
+    stack = [node]
+    found = None
     while stack:
         for following, _ in stack.pop().next_functions:
             if following is None or following in seen:

@@ -16,7 +16,8 @@ class Claim:
     """Claim of parameters, which it keeps alive; it ends when its owner does."""
 
     def __init__(self, named: Named, text: str) -> None:
-        self.named, self.text = named, text
+        self.named = named
+        self.text = text
 
 
 _CLAIMS: WeakValueDictionary[int, Claim] = WeakValueDictionary()

@@ -65,8 +65,10 @@ class EMA:
     ) -> None:
         self._model = model
         self._use_buffers = use_buffers
-        self._average, self._comm = get_ema_multi_avg_fn(decay), comm
-        self.n_averaged, self._is_applied = 0, False
+        self._average = get_ema_multi_avg_fn(decay)
+        self._comm = comm
+        self.n_averaged = 0
+        self._is_applied = False
         named = [*model.named_parameters(), *(model.named_buffers() if use_buffers else ())]
         check_parameters(named)
         chosen = [(name, t) for name, t in named if t.is_floating_point() or t.is_complex()]
@@ -146,7 +148,8 @@ class EMA:
         Raises:
             ValueError: It is of another model or of other ranks; nothing is changed.
         """
-        given, mine = state["average"], self.state_dict()["average"]
+        given = state["average"]
+        mine = self.state_dict()["average"]
         if given.keys() != mine.keys():
             raise ValueError(f"the average is of another model: {sorted(given.keys() ^ mine.keys())[:4]}")
         pairs = [(value, _local(name, given[name], value)) for name, value in mine.items()]
@@ -184,7 +187,8 @@ class _Part:
     """This rank's part of the average of tensors of one dtype and device."""
 
     def __init__(self, members: Named, dtype: torch.dtype, comm: Communicator | None) -> None:
-        self._members, self._comm = members, comm
+        self._members = members
+        self._comm = comm
         rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
         self._layout = FlatLayout([tensor.numel() for _, tensor in members], size)
         self._slices = self._layout.slices(rank)

@@ -58,10 +58,12 @@ class FlatLayout:
 
     def slices(self, rank: int) -> list[Slice]:
         """Return the slices in the part of a rank, in order."""
-        low, high = rank * self.part, (rank + 1) * self.part
+        low = rank * self.part
+        high = (rank + 1) * self.part
         found = []
         for index, (offset, numel) in enumerate(zip(self.offsets, self._numels, strict=True)):
-            first, stop = max(offset, low), min(offset + numel, high)
+            first = max(offset, low)
+            stop = min(offset + numel, high)
             if first < stop:
                 found.append(Slice(index, first - offset, stop - first, first - low))
         return found

@@ -72,7 +72,8 @@ def redistribute(
         ]
         sent.append(torch.cat([nothing, *(piece.contiguous().view(torch.uint8).to(comm.device) for piece in slices)]))
     arrived = comm.all_to_all_v(sent)
-    shards, places = {}, [0] * comm.size
+    shards = {}
+    places = [0] * comm.size
     for key, (first, last, shape, dtype) in wanted.items():
         local = torch.empty(last - first, dtype=dtype, device=comm.device)
         for start, stop, rank, _ in plans[comm.rank][key]:

@@ -58,7 +58,8 @@ class Throughput:
     def __init__(self, comm: Communicator | None = None, window: int = 100) -> None:
         if window < 1:
             raise ValueError(f"window must be at least 1 step, not {window}")
-        self._comm, self._samples = comm, 0
+        self._comm = comm
+        self._samples = 0
         self._steps: deque[tuple[float, int]] = deque(maxlen=window + 1)
         self.restart()
 

@@ -29,10 +29,14 @@ class Wrapper(Transport):
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.group = inner.group
-        self.tags, self.any_source, self.checks = inner.tags, inner.any_source, inner.checks
+        self.tags = inner.tags
+        self.any_source = inner.any_source
+        self.checks = inner.checks
         self.balanced = inner.balanced
         self.host_staged = inner.host_staged
-        self.devices, self.latency_s, self.second_per_byte = inner.devices, inner.latency_s, inner.second_per_byte
+        self.devices = inner.devices
+        self.latency_s = inner.latency_s
+        self.second_per_byte = inner.second_per_byte
 
     @abstractmethod
     def wrap_child(self, inner: Transport) -> Self:

@@ -86,7 +86,8 @@ class _Frame:
     """A message as sent: the header, then the bytes."""
 
     def __init__(self, message: Message, number: int) -> None:
-        self._message, self._number = message, number
+        self._message = message
+        self._number = number
         size = _HEADER_BYTES + message.tensor.nbytes
         self.packed = torch.empty(size, dtype=torch.uint8, device=message.tensor.device)
 
@@ -104,7 +105,8 @@ class _Frame:
     def unpack(self) -> None:
         """Copy the content to its destination; `CorruptedError` if it differs from what was sent."""
         data = bytes(self.packed[:_HEADER_BYTES].tolist())
-        header, header_hash = data[: _HEADER.size], _HEADER_HASH.unpack(data[_HEADER.size :])[0]
+        header = data[: _HEADER.size]
+        header_hash = _HEADER_HASH.unpack(data[_HEADER.size :])[0]
         if header_hash != xxhash.xxh3_64_intdigest(header) or not header.startswith(_MAGIC):
             raise self._corrupted("was corrupted (its header)")
         _, number, nbytes, digest = _HEADER.unpack(header)

@@ -78,7 +78,10 @@ class Checked(Wrapper):
         full: bool = False,
     ) -> None:
         super().__init__(inner)
-        self._control, self._options, self._connect, self.full = control, options, connect, full
+        self._control = control
+        self._options = options
+        self._connect = connect
+        self.full = full
         self._comparer: Comparer | None = None
         self.native = inner.native
         self.checks = True
@@ -93,7 +96,8 @@ class Checked(Wrapper):
         else:
             self._agree_by_control_plane(call.fingerprint, deadline)
             # All ranks are known to be here.
-            self._comparer, self._connect = self._connected(), None
+            self._comparer = self._connected()
+            self._connect = None
         return super().agree(call, deadline)
 
     def _agree_by_control_plane(self, fingerprint: Fingerprint, deadline: float) -> None:

@@ -25,7 +25,8 @@ class LinkModel:
     """
 
     def __init__(self, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
-        self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
+        self._latency_s = latency_s
+        self._bytes_per_s = bytes_per_s
         self._free_at: dict[int, float] = {}
 
     def due(self, send: Send, longer_s: float = 0.0) -> float:
@@ -78,7 +79,10 @@ class Delayed(Wrapper):
             raise ValueError(f"latency_s and jitter must not be negative: not {latency_s!r}, {jitter!r}")
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise ValueError(f"bytes_per_s must be positive, not {bytes_per_s!r}")
-        self._latency_s, self._bytes_per_s, self._jitter, self._seed = latency_s, bytes_per_s, jitter, seed
+        self._latency_s = latency_s
+        self._bytes_per_s = bytes_per_s
+        self._jitter = jitter
+        self._seed = seed
         self._slowness = LinkModel(latency_s, bytes_per_s)
         self._chance = Random(f"{seed} {self.group.name} {self.rank}")
         self._late = DelayQueue(inner)

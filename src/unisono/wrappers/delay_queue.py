@@ -94,7 +94,8 @@ class DelayQueue:
                 if held.swap and len(waiting) > 1:
                     waiting[0], waiting[1] = waiting[1], waiting[0]
                     for passing in (held, waiting[0][0]):
-                        passing.swap, passing.due = False, 0.0
+                        passing.swap = False
+                        passing.due = 0.0
                     continue
                 left_s = held.due - time.monotonic()
                 if left_s <= 0 or self._cause is not None:

@@ -42,8 +42,12 @@ class Traced(Wrapper):
         self, inner: Transport, sink: Sink, called_s: float | None = None, posted: Sequence[PendingMessage] = ()
     ) -> None:
         super().__init__(inner)
-        self.native, self._sink, self._called_s = inner.native, sink, called_s
-        self._posted, self._sent, self._call = posted, Counter[tuple[str, int, int]](), 0
+        self.native = inner.native
+        self._sink = sink
+        self._called_s = called_s
+        self._posted = posted
+        self._sent = Counter[tuple[str, int, int]]()
+        self._call = 0
 
     def wrap_child(self, inner: Transport) -> Traced:
         return Traced(inner, self._sink)
@@ -62,12 +66,15 @@ class Traced(Wrapper):
         return ChainedWork(super().run(call, over), lambda: self._report(*shown))
 
     def post(self, batch: Sequence[Message]) -> Work:
-        start, details = time.perf_counter(), [self._message(place, m) for place, m in enumerate(batch)]
+        start = time.perf_counter()
+        details = [self._message(place, m) for place, m in enumerate(batch)]
         return ChainedWork(self.inner.post(batch), lambda: self._messages(batch, details, start))
 
     def _message(self, place: int, message: Message) -> dict[str, Any]:
         """Return a message's peer and tag, and its identity, which sender and receiver know without a message."""
-        here, peer, tag = self.rank, message.peer, message.tag
+        here = self.rank
+        peer = message.peer
+        tag = message.tag
         sends = isinstance(message, Send)
         if self._posted:
             number = f"{self._posted[place][3]}"
@@ -84,7 +91,8 @@ class Traced(Wrapper):
             self._report(kind, f"{kind} {arrow} {message.peer}", start, message.tensor.nbytes, detail)
 
     def _report(self, kind: str, name: str, start: float, nbytes: int, detail: dict[str, Any]) -> None:
-        group, end = self.group, time.perf_counter()
+        group = self.group
+        end = time.perf_counter()
         self._sink(Event(kind, name, group.name, group.rank, start, end, nbytes, detail, group.members[group.rank]))
 
 

@@ -107,7 +107,8 @@ class FsspecSource:
     """A `Source`: each view is a download of its own."""
 
     def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
+        self._fs = fs
+        self._path = path
         self.size = int(fs.info(path)["size"])
 
     def view(self, start: int, stop: int) -> memoryview:

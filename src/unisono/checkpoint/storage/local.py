@@ -47,7 +47,8 @@ class LocalStorage:
         return LocalSink(self._root / name)
 
     def publish(self, name: str, data: bytes) -> None:
-        path, new = self._root / name, self._root / f"{name}{_NEW}"
+        path = self._root / name
+        new = self._root / f"{name}{_NEW}"
         new.unlink(missing_ok=True)
         sink = LocalSink(new)
         try:
@@ -140,7 +141,8 @@ class LocalSink:
     def settle(self) -> None:
         """Make the bytes durable, but not yet the name."""
         os.fsync(self._fd)
-        fd, self._fd = self._fd, -1
+        fd = self._fd
+        self._fd = -1
         # Some network file systems report here that they could not write.
         os.close(fd)
 
@@ -198,7 +200,8 @@ class LocalSource:
             os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
+        fd = self._fd
+        self._fd = -1
         if fd >= 0:
             os.close(fd)
 

@@ -132,7 +132,8 @@ class Algorithm:
         found: dict[str, Any] = {}
         for pair in pairs:
             option, _, text = pair.partition("=")
-            numbers, several = text.split("x"), isinstance(known.get(option), tuple)
+            numbers = text.split("x")
+            several = isinstance(known.get(option), tuple)
             if not all(number.isdecimal() for number in numbers) or (len(numbers) > 1 and not several):
                 form = f"{option or 'option'}={'8x128' if several else '8'}"
                 raise ValueError(f"{pair!r} is no option of {self.name!r}; write {form}, in whole numbers")
@@ -236,7 +237,8 @@ def start(collective: str, rank: int, chunk: int, size: int) -> int:
         >>> [start("all_gather", rank=1, chunk=chunk, size=3) for chunk in range(3)]
         [0, 2, 0]
     """
-    family, mine = family_of(collective), 1 << rank
+    family = family_of(collective)
+    mine = 1 << rank
     if not family.contributes(rank, root=0):
         return 0
     if family.pairwise:
@@ -252,7 +254,8 @@ def goal(collective: str, rank: int, chunk: int, size: int) -> int:
         >>> [goal("reduce_scatter", rank=1, chunk=chunk, size=3) for chunk in range(3)]
         [0, 7, 0]
     """
-    family, everyone = family_of(collective), (1 << size) - 1
+    family = family_of(collective)
+    everyone = (1 << size) - 1
     if family.pairwise:
         return 1 << ((chunk - size) * size + rank) if size <= chunk < 2 * size else 0
     if not family.receives(rank, root=0) or (family.scatters and chunk != rank):

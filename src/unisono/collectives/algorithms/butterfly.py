@@ -78,8 +78,10 @@ def halvings(rank: int, size: int, peer: Peer, move: Callable[[int, int, int], M
     """
     place = places(peer, size)[rank]
     for step in range(size.bit_length() - 1):
-        run, other = size >> (step + 1), peer(rank, step, size)
-        mine, theirs = place // run * run, (place ^ run) // run * run
+        run = size >> (step + 1)
+        other = peer(rank, step, size)
+        mine = place // run * run
+        theirs = (place ^ run) // run * run
         yield Step((move(other, theirs, theirs + run),), (move(other, mine, mine + run),), reduce=True)
 
 

@@ -53,12 +53,11 @@ def folded(
     """
     first = heads(size)
     node = bisect_right(first, rank) - 1
-    head, pair = first[node], first[node + 1] - first[node] == 2
+    head = first[node]
+    pair = first[node + 1] - first[node] == 2
     other = head if rank > head else head + 1
-    whole, result = (
-        (Move(other, 0, chunks),),
-        (Move(other, head + 1, head + 2) if scattered else Move(other, 0, chunks),),
-    )
+    whole = (Move(other, 0, chunks),)
+    result = (Move(other, head + 1, head + 2) if scattered else Move(other, 0, chunks),)
     if rank > head:
         yield from (Step(send=whole), Step(recv=result))
         return

@@ -118,7 +118,8 @@ class CostTable:
             inside, between = (
                 Link(float(found[name]["alpha"]), float(found[name]["beta"])) for name in ("inside", "between")
             )
-            gamma, overhead = float(found["gamma"]), float(found["overhead"])
+            gamma = float(found["gamma"])
+            overhead = float(found["overhead"])
             table = cls(inside, between, gamma, overhead, bool(found["measured"]), int(found["cores"]))
             table = table.with_overrides(_checked(found["overrides"]))
         except (KeyError, TypeError, AttributeError) as error:

@@ -96,7 +96,8 @@ def _coefficients(cell: Cell, constants: Sequence[float], cores: int) -> list[fl
         machine = Machine(CostTable(link, link, gamma, overhead, cores=cores), cell.size)
         return predicted(algorithm, cell.size, cell.nbytes, machine)
 
-    found, here = list[float](), seconds(*constants)
+    found = list[float]()
+    here = seconds(*constants)
     for place, smallest in enumerate((1e-9, 1e-13, 1e-13, 1e-9)):
         step = max(1e-3 * constants[place], smallest)
         moved = [constant + step * (place == number) for number, constant in enumerate(constants)]

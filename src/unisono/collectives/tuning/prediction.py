@@ -107,13 +107,15 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
         nbytes: Bytes of the message.
         machine: Constants and hosts.
     """
-    table, per_host = machine.table, machine.per_host
+    table = machine.table
+    per_host = machine.per_host
     several = 1 < per_host < size
     ranks = per_host if several else 1
     near = table.inside if per_host >= size or several else table.between
     offsets = _offsets(algorithm, size, nbytes)
     moving = crossing = reduced = 0.0
-    steps, least = 0, nbytes
+    steps = 0
+    least = nbytes
     for number in zip_longest(*(_traffic(algorithm, rank, size, offsets, per_host) for rank in range(ranks))):
         done = [traffic or _Traffic() for traffic in number]
         inside = max(max(one.sent - one.sent_away, one.received - one.received_away) for one in done)
@@ -153,7 +155,10 @@ def _traffic(algorithm: Algorithm, rank: int, size: int, offsets: Sequence[int],
     host = rank // per_host if per_host else 0
 
     def side(step: Step, receives: bool) -> tuple[int, int, int, int]:
-        peers, messages, total, away = set[int](), 0, 0, 0
+        peers = set[int]()
+        messages = 0
+        total = 0
+        away = 0
         for move in step.recv if receives else step.send:
             length = sum(offsets[stop] - offsets[start] for start, stop in move.runs)
             if length:

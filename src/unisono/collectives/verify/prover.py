@@ -88,7 +88,8 @@ def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: in
 
 
 def _check_chunks(checker: ModelChecker) -> None:
-    collective, usual = checker.collective, default_chunks(checker.collective, checker.size)
+    collective = checker.collective
+    usual = default_chunks(checker.collective, checker.size)
     enough = checker.chunks >= usual if collective == "all_to_all" else checker.chunks == usual
     if checker.chunks < 1 or not (enough or collective in FREE_CHUNKS):
         raise _error(checker, f"there are {checker.chunks} chunks; this collective needs {usual}")
@@ -121,7 +122,8 @@ def _compare_trees(checker: ModelChecker, declared: bool) -> tuple[bool, bool]:
     if not family_of(checker.collective).reduces:
         return True, True
     leaves = [checker.trees.leaf(rank) for rank in range(checker.size)]
-    wanted, found = balanced(leaves, checker.trees.plus), dict[int, int]()
+    wanted = balanced(leaves, checker.trees.plus)
+    found = dict[int, int]()
     same_bits = is_balanced = True
     for model in checker.models:
         for chunk, held in enumerate(model.chunks):
@@ -150,7 +152,8 @@ def _counted(checker: ModelChecker, numel: int) -> Cost:
 
 
 def _check_cost(algorithm: Algorithm, checker: ModelChecker, numel: int) -> None:
-    counted, declared = _counted(checker, numel), algorithm.cost(checker.size, numel)
+    counted = _counted(checker, numel)
+    declared = algorithm.cost(checker.size, numel)
     for name, unit in (("rounds", "rounds"), ("messages", "messages"), ("sent", f"of {numel} elements sent")):
         if getattr(declared, name) != getattr(counted, name):
             raise _error(
@@ -186,8 +189,10 @@ class ModelChecker:
     """
 
     def __init__(self, algorithm: Algorithm, size: int) -> None:
-        self.collective, self.size = algorithm.collective, size
-        self.chunks, self.trees = algorithm.chunks(size), ReductionTrees()
+        self.collective = algorithm.collective
+        self.size = size
+        self.chunks = algorithm.chunks(size)
+        self.trees = ReductionTrees()
         self.models = [self._model(algorithm, rank) for rank in range(size)]
 
     def _model(self, algorithm: Algorithm, rank: int) -> RankModel:
@@ -207,7 +212,8 @@ class ModelChecker:
 
     def _sweep(self) -> bool:
         """Execute every step that can happen; return whether there was one."""
-        happened, seen = False, set[int]()
+        happened = False
+        seen = set[int]()
         for model in self.models:
             if model.step and model.rank not in seen:
                 group = self._matching_steps(model)
@@ -219,7 +225,8 @@ class ModelChecker:
 
     def _matching_steps(self, model: RankModel) -> dict[int, RankModel]:
         """Return the models, by rank, that can take their current step only together with this one."""
-        group, queue = {model.rank: model}, [model]
+        group = {model.rank: model}
+        queue = [model]
         for member in queue:
             for moves, verb in ((member.sends, "send"), (member.recvs, "receive")):
                 for key in moves:

@@ -89,7 +89,8 @@ class RankModel:
     def begin(self) -> None:
         """Begin the next step, if there is one."""
         self.step = next(self.program, None)
-        self.sends, self.recvs = {}, {}
+        self.sends = {}
+        self.recvs = {}
         if self.step:
             self.number += 1
             self._check_tuples(self.step)

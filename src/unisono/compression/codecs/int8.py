@@ -48,7 +48,8 @@ class Int8(TwoStage):
 
     def encode(self, pieces: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         count, blocks, length = pieces.shape
-        high, low = pieces.amax(-1, keepdim=True), pieces.amin(-1, keepdim=True)
+        high = pieces.amax(-1, keepdim=True)
+        low = pieces.amin(-1, keepdim=True)
         scales = torch.maximum(high, low.neg_()).div_(_STEPS).float()
         # An underflowed scale means zeros. Multiplying by 1 / scale could overflow.
         steps = pieces.div_(scales.masked_fill(scales == 0, torch.inf)).round_().clamp_(-_STEPS, _STEPS)

@@ -82,7 +82,8 @@ class Powersgd(Codec):
         self._sum(right, comm)
         # The plain parts of `share` hold their means already.
         self._write(flat, share, shapes, left, right)
-        self._columns, self._step = right, self._step + 1
+        self._columns = right
+        self._step = self._step + 1
 
     def _write(
         self,
@@ -111,7 +112,8 @@ class Powersgd(Codec):
 
     def reset(self) -> None:
         super().reset()
-        self._step, self._columns = 0, []
+        self._step = 0
+        self._columns = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step, "columns": [columns.clone() for columns in self._columns]}
@@ -129,7 +131,8 @@ class Powersgd(Codec):
 
     def _parts(self, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of the parameters sent uncompressed, and of those sent as two factors."""
-        plain, matrices = [], []
+        plain = []
+        matrices = []
         for part, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True):
             form = (shape[0] if shape else 1, math.prod(shape[1:]))
             if sum(form) * self._width(form) < part.numel():

@@ -83,7 +83,8 @@ class Topk(Codec):
             return 0.0
         blocks, length, count = self._grid(flat.numel())
         # The k largest of l hold at least k/l of the sum of squares.
-        norm, info = float(flat.double().norm()), torch.finfo(torch.bfloat16)
+        norm = float(flat.double().norm())
+        info = torch.finfo(torch.bfloat16)
         rounding = norm * info.eps / 2 + math.sqrt(blocks * count) * info.smallest_normal * info.eps / 2
         return norm * math.sqrt(1 - count / length) + rounding
 

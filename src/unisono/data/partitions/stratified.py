@@ -45,7 +45,8 @@ class Stratified(AssignmentPartitioner):
         return cls(of_dataset(dataset, ("targets", "labels"), "stratified"))
 
     def assign(self, samples: torch.Tensor, shares: Sequence[float], seed: int) -> torch.Tensor:
-        labels, parts = self._known[samples], len(shares)
+        labels = self._known[samples]
+        parts = len(shares)
         shuffled = IndexShuffle(len(samples), seed).all()
         by_label = shuffled[labels[shuffled].argsort(stable=True)]
         owners = torch.empty_like(by_label)

@@ -32,7 +32,8 @@ class Strided(Partitioner):
     interleaves = True
 
     def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
-        count, parts = len(samples), len(shares)
+        count = len(samples)
+        parts = len(shares)
         if len(set(shares)) == 1:
             return [range(part, max(count, part), parts) for part in range(parts)]
         lengths = apportion(count, shares)

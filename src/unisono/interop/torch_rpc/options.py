@@ -30,7 +30,8 @@ class RpcBackendOptions:
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = "env://") -> None:
         if rpc_timeout < 0:
             raise ArgumentError(f"rpc_timeout must be a number of seconds, or 0 for no limit, not {rpc_timeout!r}")
-        self.rpc_timeout, self.init_method = rpc_timeout, init_method
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):

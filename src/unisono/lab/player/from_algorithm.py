@@ -69,7 +69,8 @@ def play(
         >>> path.stat().st_size < 50_000
         True
     """
-    chosen, times = find(collective, algorithm, **options), None
+    chosen = find(collective, algorithm, **options)
+    times = None
     if network is not None:
         record = simulate(collective, chosen, size, nbytes, network=network, record=True).record
         times = {(m.sender, m.receiver, m.step, m.runs): (m.start_s, m.end_s) for m in record}
@@ -88,7 +89,8 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times 
     Raises:
         ValueError: The algorithm is wrong or does not serve this number of ranks, or there is too much to show.
     """
-    chunks, collective = algorithm.chunks(size), algorithm.collective
+    chunks = algorithm.chunks(size)
+    collective = algorithm.collective
     about = (algorithm.file.__doc__ or "") if isinstance(algorithm.file, ModuleType) else ""
     empty = Replay(
         title=f"{collective} by {algorithm.name}",
@@ -129,7 +131,8 @@ def _messages(algorithm: Algorithm, size: int, nbytes: int) -> dict[_Pair, Messa
         begin = max(rounds[pair.sender][pair.sent_in], rounds[pair.receiver][pair.received_in])
         # In an all_to_all of p ranks, chunks c and c + p are equally long.
         length = sum(elements(nbytes, parts, chunk % parts, chunk % parts + 1) for chunk in pair.send.chunks)
-        reduce, step = programs[pair.receiver][pair.received_in].reduce, pair.sent_in + 1
+        reduce = programs[pair.receiver][pair.received_in].reduce
+        step = pair.sent_in + 1
         messages[pair] = Message(pair.sender, pair.receiver, pair.send.runs, length, begin, begin + 1, reduce, step)
     return dict(sorted(messages.items(), key=lambda item: item[1].start_s))
 
@@ -182,7 +185,8 @@ def _rounds(programs: list[list[Step]], pairs: list[_Pair]) -> list[list[int]]:
 
 def _carried(first: tuple[tuple[int, ...], ...], messages: Mapping[_Pair, Message]) -> dict[_Pair, list[int]]:
     """Return the members of the chunks of each message: a step sends what its rank held when the step began."""
-    contents, carried = [list(row) for row in first], {}
+    contents = [list(row) for row in first]
+    carried = {}
     before: dict[tuple[int, int], list[int]] = {}
     for _, group in groupby(messages.items(), key=lambda item: item[1].start_s):
         moving = list(group)

@@ -37,10 +37,13 @@ def _replay(events: list[dict[str, Any]]) -> Replay:
         raise ValueError("no message has both its ends here; record all ranks by un.trace(path, comm)")
     calls = {(event["args"]["group"], event["args"]["call"]): event for event in spans if event["cat"] == "collective"}
     numbers = sorted({sends[flow]["pid"] for _, flow in both} | {receives[flow]["pid"] for _, flow in both})
-    places, steps, origin = {number: place for place, number in enumerate(numbers)}, Counter[int](), both[0][0]
+    places = {number: place for place, number in enumerate(numbers)}
+    steps = Counter[int]()
+    origin = both[0][0]
     messages = []
     for begin, flow in both:
-        send, receive = sends[flow], receives[flow]
+        send = sends[flow]
+        receive = receives[flow]
         steps[send["pid"]] += 1
         end = max(begin, receive["ts"] + receive["dur"])
         messages.append(

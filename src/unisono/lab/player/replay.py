@@ -9,7 +9,9 @@ from unisono.lab.simulator import Message
 
 __all__ = ["MOST_CHUNKS", "MOST_MESSAGES", "MOST_RANKS", "Change", "Replay"]
 
-MOST_RANKS, MOST_CHUNKS, MOST_MESSAGES = 32, 128, 20_000
+MOST_RANKS = 32
+MOST_CHUNKS = 128
+MOST_MESSAGES = 20_000
 """Limits of what a page can show legibly, and a browser draw smoothly."""
 
 

@@ -98,11 +98,15 @@ class EventQueue:
         start: Sequence[float],
         recording: bool = False,
     ) -> None:
-        self.network, self.offsets, self.size, self._recording = network, offsets, len(programs), recording
+        self.network = network
+        self.offsets = offsets
+        self.size = len(programs)
+        self._recording = recording
         self.record: list[Message] = []
         self.ranks = [_Rank(program, time) for program, time in zip(programs, start, strict=True)]
         self._events: list[tuple[float, int, int, _Flight | None]] = []
-        self._pushed, self._free = 0, dict[int, float]()
+        self._pushed = 0
+        self._free = dict[int, float]()
         self._mail: dict[int, list[_Flight]] = {}
         self._wanted: dict[int, int] = {}
         for rank, time in enumerate(start):
@@ -135,7 +139,8 @@ class EventQueue:
             state.ends = max(state.ends, step)
             self._push(state.ends, rank, None)
         else:
-            state.step, state.number = step, state.number + 1
+            state.step = step
+            state.number = state.number + 1
             state.port = state.reduced = state.ends
             waits = self.network.overhead is None
             state.left = len(step.recv) + waits * len(step.send)
@@ -160,7 +165,8 @@ class EventQueue:
             self._deliver(flight)
 
     def _send(self, rank: int, state: _Rank, move: Move) -> None:
-        network, factor = self.network, self._factor(rank)
+        network = self.network
+        factor = self._factor(rank)
         nbytes = sum(self.offsets[stop] - self.offsets[start] for start, stop in move.runs)
         path = network.path(rank, move.peer)
         delay = network.jitter and network.jitter * exponential(network.seed, rank, state.sent)
@@ -168,13 +174,15 @@ class EventQueue:
         if network.overhead is None:
             # The port is free for the next message when this one has left it; until the step ends, `next_send` is that.
             start = max(state.next_send, state.port)
-            head, tail = start, start + nbytes * path.beta * factor
+            head = start
+            tail = start + nbytes * path.beta * factor
             state.next_send = tail
         else:
             start = max(state.ends, state.next_send)
             state.ends = head = start + network.overhead * factor
             last = max(nbytes - 1, 0) * path.beta * factor
-            state.next_send, tail = start + network.gap * factor + last, head + last
+            state.next_send = start + network.gap * factor + last
+            tail = head + last
         latency = path.alpha * factor + delay
         flight = _Flight(rank, move.peer, move, nbytes, start, head, tail, latency, path, state.number)
         if path.out:
@@ -184,7 +192,8 @@ class EventQueue:
 
     def _pass_link(self, flight: _Flight) -> None:
         """Pass the next link; between the links out and those in, the wire."""
-        out, into = flight.path.out, flight.path.into
+        out = flight.path.out
+        into = flight.path.into
         if flight.hop == len(out):
             flight.head += flight.latency
             flight.tail += flight.latency
@@ -210,7 +219,9 @@ class EventQueue:
             self._mail.setdefault(key, []).append(flight)
 
     def _deliver(self, flight: _Flight) -> None:
-        state, network, factor = self.ranks[flight.receiver], self.network, self._factor(flight.receiver)
+        state = self.ranks[flight.receiver]
+        network = self.network
+        factor = self._factor(flight.receiver)
         reduction = flight.nbytes * network.gamma * factor if state.step.reduce else 0.0
         if network.overhead is None:
             state.port = max(flight.head, state.port) + flight.nbytes * flight.path.beta * factor
@@ -226,7 +237,8 @@ class EventQueue:
             state.next_recv = start + gap * factor
             self._ended(flight.receiver, end + reduction)
         if self._recording:
-            ends, runs = (flight.sender, flight.receiver), flight.move.runs
+            ends = (flight.sender, flight.receiver)
+            runs = flight.move.runs
             message = Message(*ends, runs, flight.nbytes, flight.start, end, state.step.reduce, flight.step)
             self.record.append(message)
 

@@ -59,7 +59,10 @@ def goal(
 
 
 def _operations(steps: Iterator[Step], offsets: list[int], gamma: float) -> Iterator[str]:
-    number, before, sent, received = 0, 0, Counter[int](), Counter[int]()
+    number = 0
+    before = 0
+    sent = Counter[int]()
+    received = Counter[int]()
     for step in steps:
         ended = []
         for moves, verb, tags in ((step.send, "send {}b to {}", sent), (step.recv, "recv {}b from {}", received)):
@@ -105,7 +108,8 @@ def chrome_trace(simulation: Simulation) -> str:
         for rank in range(len(simulation.ends))
     ]
     for number, message in enumerate(simulation.record):
-        start, end = message.start_s * 1e6, message.end_s * 1e6
+        start = message.start_s * 1e6
+        end = message.end_s * 1e6
         common = {"cat": "message", "pid": 0}
         name = f"to {message.receiver}: {message.nbytes} B, step {message.step}"
         bar = {"name": name, "ph": "X", "ts": start, "dur": end - start, "tid": message.sender}

@@ -137,7 +137,8 @@ class Network:
         out: list[tuple[int, float]] = []
         into: list[tuple[int, float]] = []
         for number, level in enumerate(self.levels):
-            source, target = sender // level.ranks, receiver // level.ranks
+            source = sender // level.ranks
+            target = receiver // level.ranks
             if source == target:
                 return Path(level.alpha, 1 / level.bandwidth, tuple(out), tuple(reversed(into)))
             if level.uplink is not None:
@@ -160,7 +161,9 @@ def _check_positive(owner: object, *names: str) -> None:
 
 
 _MASK = (1 << 64) - 1
-_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_STEP = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 
 
 def exponential(seed: int, sender: int, number: int) -> float:

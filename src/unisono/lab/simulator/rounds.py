@@ -52,7 +52,8 @@ class Rounds:
 
     def __init__(self, offsets: Sequence[int], network: Network, start: Sequence[float], messages: int = 0) -> None:
         self.size, self.network, self._offsets = len(start), network, np.array(offsets)
-        self.end, self.messages = np.array(start, dtype=float), messages
+        self.end = np.array(start, dtype=float)
+        self.messages = messages
         self._tables: dict[tuple[int, int, int, float], _Array] = {}
         self._neighbours = set[int]()
         self._buffers = np.empty(self.size), np.empty(self.size)
@@ -138,14 +139,19 @@ class Rounds:
 
     def _exchange_many(self, sends: list[_Send], reduce: bool) -> None:
         """Compute a step with any number of messages; receivers' ports serve them in the order of arrival."""
-        network, begin, factors, ranks = self.network, self.end, self._factors, np.arange(self.size)
-        start, flights = self.end.copy(), list[tuple[npt.NDArray[Any], ...]]()
+        network = self.network
+        begin = self.end
+        factors = self._factors
+        ranks = np.arange(self.size)
+        start = self.end.copy()
+        flights = list[tuple[npt.NDArray[Any], ...]]()
         for number, send in enumerate(sends, self.messages // self.size):
             alpha, beta, slowest = self._paths(send.shift)
             latency = alpha * factors
             if network.jitter:
                 latency += network.jitter * exponentials(network.seed, self.size, number)
-            nbytes, back = self._bytes(send.runs, 0, 1.0), -send.shift % self.size
+            nbytes = self._bytes(send.runs, 0, 1.0)
+            back = -send.shift % self.size
             wire = nbytes * beta * factors
             head = start + latency
             here = (head, head + np.maximum(wire, nbytes * slowest), nbytes, beta)
@@ -153,7 +159,9 @@ class Rounds:
             start += wire
         heads, tails, lengths, betas, senders = (np.stack(values) for values in zip(*flights, strict=True))
         order = np.lexsort((senders, heads), axis=0)
-        delivered, port, reduced = np.empty_like(heads), begin, begin
+        delivered = np.empty_like(heads)
+        port = begin
+        reduced = begin
         for turn in order:
             nbytes = lengths[turn, ranks]
             port = np.maximum(heads[turn, ranks], port) + nbytes * betas[turn, ranks] * factors
@@ -198,7 +206,10 @@ class Rotation:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, size: int, shift: int = 0, scale: int = 1, offset: int = 0) -> None:
-        self.size, self.shift, self.scale, self.offset = size, shift, scale, offset
+        self.size = size
+        self.shift = shift
+        self.scale = scale
+        self.offset = offset
 
     def __repr__(self) -> str:
         return f"Rotation(size={self.size}, shift={self.shift}, scale={self.scale}, offset={self.offset})"

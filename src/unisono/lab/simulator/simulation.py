@@ -192,21 +192,24 @@ def _in_rounds(calls: Iterable[Call], size: int, network: Network, times: Sequen
         times = [max(time, call.ready) for time in times]
         rounds = Rounds(byte_offsets(call, size, itemsize), network, times, messages)
         rounds.run(call.algorithm.steps(rank, size))
-        times, messages = rounds.end.tolist(), rounds.messages
+        times = rounds.end.tolist()
+        messages = rounds.messages
     return Simulation(times, messages, "rounds")
 
 
 def _by_worklist(
     calls: Sequence[Call], size: int, network: Network, times: Sequence[float], itemsize: int
 ) -> Simulation:
-    messages, costs = 0, (network.alpha, 1 / network.bandwidth, network.gamma)
+    messages = 0
+    costs = (network.alpha, 1 / network.bandwidth, network.gamma)
     for call in calls:
         times = [max(time, call.ready) for time in times]
         programs = [call.algorithm.steps(rank, size) for rank in range(size)]
         worklist = Worklist(programs, byte_offsets(call, size, itemsize), costs, times)
         worklist.run()
         _check_ended(size - worklist.ended, call)
-        times, messages = worklist.end, messages + worklist.messages
+        times = worklist.end
+        messages = messages + worklist.messages
     return Simulation(times, messages, "worklist")
 
 

@@ -64,7 +64,8 @@ def scaling(
         >>> ring.seconds > 10 * doubling.seconds
         True
     """
-    found, sizes = [algorithm_of(collective, each) for each in algorithms], list(sizes)
+    found = [algorithm_of(collective, each) for each in algorithms]
+    sizes = list(sizes)
     return [
         ScalingPoint(
             algorithm.name,
@@ -163,7 +164,8 @@ def simulate_backward(
     """
     if not buckets:
         raise ValueError("a backward pass must have at least one bucket")
-    algorithm, network = algorithm_of("all_reduce", algorithm), network or Network()
+    algorithm = algorithm_of("all_reduce", algorithm)
+    network = network or Network()
     end = run_calls([Call(algorithm, nbytes, ready) for ready, nbytes in buckets], size, network).makespan
     serial = run_calls([Call(algorithm, nbytes) for _, nbytes in buckets], size, network).makespan
     return Overlap(end, end - max(ready for ready, _ in buckets), serial)

@@ -15,7 +15,8 @@ from unisono.collectives.algorithms.step import Move, Step
 
 __all__ = ["Worklist"]
 
-_NOBODY, _GENERAL = -1, -2
+_NOBODY = -1
+_GENERAL = -2
 
 
 class Worklist:
@@ -40,21 +41,33 @@ class Worklist:
         costs: tuple[float, float, float],
         start: Sequence[float],
     ) -> None:
-        self.programs, self.offsets, self.costs, self.size = programs, offsets, costs, len(programs)
-        self.end, self.begin, self.messages, self.ended = list(start), list(start), 0, 0
+        self.programs = programs
+        self.offsets = offsets
+        self.costs = costs
+        self.size = len(programs)
+        self.end = list(start)
+        self.begin = list(start)
+        self.messages = 0
+        self.ended = 0
         # The peer with which a rank waits to exchange one message each way, or the kind of its step.
-        self._waits, self._steps = [_NOBODY] * self.size, [Step()] * self.size
+        self._waits = [_NOBODY] * self.size
+        self._steps = [Step()] * self.size
         self._work = list(range(self.size - 1, -1, -1))
         # Keys are receiver * size + sender; a message is its arrival, sender and bytes.
         self._mail: dict[int, list[tuple[float, int, int]]] = {}
         self._wanted: dict[int, int] = {}
         self._inbox: list[list[tuple[float, int, int]]] = [[]] * self.size
-        self._left, self._missing = [0] * self.size, [0] * self.size
+        self._left = [0] * self.size
+        self._missing = [0] * self.size
 
     def run(self) -> None:
         """Run all ranks to their ends. Exchanges between two ranks, the common case, are computed here."""
         (alpha, beta, gamma), programs, offsets = self.costs, self.programs, self.offsets
-        end, waits, steps, work, exchanges = self.end, self._waits, self._steps, self._work, 0
+        end = self.end
+        waits = self._waits
+        steps = self._steps
+        work = self._work
+        exchanges = 0
         while work:
             rank = work.pop()
             for step in programs[rank]:
@@ -70,7 +83,8 @@ class Worklist:
                         waits[rank], steps[rank] = peer, step
                     break
                 (_, other, stop, _), mine, theirs = steps[peer][0][0], end[rank], end[peer]
-                sent, received = offsets[last] - offsets[first], offsets[stop] - offsets[other]
+                sent = offsets[last] - offsets[first]
+                received = offsets[stop] - offsets[other]
                 there = (mine + alpha if mine + alpha > theirs else theirs) + sent * beta
                 here = (theirs + alpha if theirs + alpha > mine else mine) + received * beta
                 back = here + received * gamma if reduce else here
@@ -111,7 +125,8 @@ class Worklist:
             nbytes = offsets[last] - offsets[first]
             if further:
                 nbytes += sum(offsets[stop] - offsets[start] for start, stop in further)
-            key, message = peer * self.size + rank, (start + alpha, rank, nbytes)
+            key = peer * self.size + rank
+            message = (start + alpha, rank, nbytes)
             start += nbytes * beta
             if waiting := self._wanted.pop(key, 0):
                 self._inbox[peer].append(message)
@@ -126,7 +141,9 @@ class Worklist:
 
     def _received(self, rank: int, moves: tuple[Move, ...]) -> list[tuple[float, int, int]]:
         """Return the messages of a step that have been sent already, and wait for the others."""
-        box, mail, wanted = [], self._mail, self._wanted
+        box = []
+        mail = self._mail
+        wanted = self._wanted
         for move in moves:
             key = rank * self.size + move[0]
             if queue := mail.get(key):
@@ -140,7 +157,8 @@ class Worklist:
     def _deliver(self, receiver: int) -> None:
         """Deliver all messages of a receiver's step, in order of arrival."""
         _, beta, gamma = self.costs
-        box, reduce = self._inbox[receiver], self._steps[receiver].reduce
+        box = self._inbox[receiver]
+        reduce = self._steps[receiver].reduce
         box.sort()
         port = reduced = self.begin[receiver]
         for arrival, sender, nbytes in box:

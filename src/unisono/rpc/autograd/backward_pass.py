@@ -39,7 +39,8 @@ class Context:
     """
 
     def __init__(self, number: int, leaves: Leaves) -> None:
-        self.number, self.leaves = number, leaves
+        self.number = number
+        self.leaves = leaves
         self.lock = threading.RLock()
         self.numbers = itertools.count(1)
         self.sent: dict[int, SendRecord] = {}
@@ -68,7 +69,8 @@ class Output:
     """
 
     def __init__(self, tensors: list[torch.Tensor], record: SendRecord | None = None) -> None:
-        self.tensors, self.record = tensors, record
+        self.tensors = tensors
+        self.record = record
         self.leaves, self.received = reachable(tensors)
 
 
@@ -81,7 +83,8 @@ class BackwardPass:
     """
 
     def __init__(self, context: Context, retain_graph: bool) -> None:
-        self._context, self._retain_graph = context, retain_graph
+        self._context = context
+        self._retain_graph = retain_graph
         self._outputs: dict[int, Output] = {}
         self._left = 0
         self._awaited: Counter[tuple[int, int]] = Counter()
@@ -123,7 +126,8 @@ class BackwardPass:
             number: Number of the output.
             gradients: Gradients of its tensors; None for the roots (gradient 1).
         """
-        context, output = self._context, self._outputs[number]
+        context = self._context
+        output = self._outputs[number]
         with context.lock:
             self._left -= 1
             if gradients is None or any(gradient is not None for gradient in gradients):
@@ -162,7 +166,8 @@ class BackwardPass:
                 self._gradients[leaf] = gradient if known is None else known + gradient
 
     def _gather(self, key: tuple[int, int], record: RecvRecord) -> None:
-        found, record.found = record.found, {}
+        found = record.found
+        record.found = {}
         gathered = self._gathered[key]
         for index, gradient in found.items():
             known = gathered[index]

@@ -145,7 +145,8 @@ def _request(
     number: int, name: tuple[int, int], records: Sequence[RecvRecord], retain_graph: bool
 ) -> torch.futures.Future[Any]:
     """Query the senders of some messages."""
-    agent, senders = current_agent(), dict[int, list[int]]()
+    agent = current_agent()
+    senders = dict[int, list[int]]()
     for record in records:
         senders.setdefault(record.peer, []).append(record.message)
     calls = [
@@ -177,7 +178,8 @@ def _flow(
 def _all(futures: Sequence[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
     """Complete when all futures have, with the first error, if any. Torch's own version would change the error."""
     done: torch.futures.Future[Any] = torch.futures.Future()
-    left, errors = itertools.count(len(futures) - 1, -1), list[Exception]()
+    left = itertools.count(len(futures) - 1, -1)
+    errors = list[Exception]()
 
     def ended(future: torch.futures.Future[Any]) -> None:
         try:
@@ -214,7 +216,8 @@ class Contexts:
     """
 
     def __init__(self, rank: int, send: Callable[..., None]) -> None:
-        self._rank, self._send = rank, send
+        self._rank = rank
+        self._send = send
         self._lock = threading.Lock()
         self.leaves = Leaves()
         self._numbers = itertools.count(1)

@@ -33,7 +33,8 @@ class RecvRecord:
     """
 
     def __init__(self, peer: int, message: int) -> None:
-        self.peer, self.message = peer, message
+        self.peer = peer
+        self.message = message
         self.triggers: list[torch.Tensor] = []
         self.found: dict[int, torch.Tensor] = {}
 
@@ -56,7 +57,8 @@ class _RecvBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, record: RecvRecord, index: int, content: list[torch.Tensor]) -> Any:
-        ctx.record, ctx.index = record, index
+        ctx.record = record
+        ctx.index = index
         # Not a view of the received bytes: the receiver may modify it in place.
         return content.pop().data
 

@@ -59,7 +59,8 @@ class Leaves:
     @contextmanager
     def _alone(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         """Use leaves when no other thread does."""
-        here, numbers = threading.get_ident(), [id(leaf) for leaf in leaves]
+        here = threading.get_ident()
+        numbers = [id(leaf) for leaf in leaves]
         with self._freed:
             self._freed.wait_for(lambda: self._free(numbers))
             # A hook may re-enter; then the outer use ends it.

@@ -33,7 +33,8 @@ def _where_offered(check: Check) -> Check:
         if all(world.run(_is_offered)):
             check(world)
 
-    tried.__name__, tried.__doc__ = check.__name__, check.__doc__
+    tried.__name__ = check.__name__
+    tried.__doc__ = check.__doc__
     return tried
 
 
@@ -122,7 +123,8 @@ def probe_consumes_nothing(world: World) -> None:
     """A probe returns the sender, any number of times; a receive from that rank or any rank still gets the message."""
 
     def program(comm: Communicator) -> list[object]:
-        got, found = numbers(comm, -1), list[object]()
+        got = numbers(comm, -1)
+        found = list[object]()
         if comm.rank == 1:
             comm.recv(numbers(comm, 0), 0)
             for value in (7, 8):
@@ -148,7 +150,8 @@ def receive_any_separates_tags_and_subgroups(world: World) -> None:
     """A receive leaves messages of another tag or sub-group alone; ranks are those of the sub-group."""
 
     def program(comm: Communicator) -> list[tuple[int, float]]:
-        got, part = numbers(comm, -1), comm.subgroup([2, 1, 0])
+        got = numbers(comm, -1)
+        part = comm.subgroup([2, 1, 0])
         assert part is not None
         found = []
         if comm.rank == 0:
@@ -197,7 +200,8 @@ def receive_any_names_ranks_that_have_not_sent(world: World) -> None:
     """A wait that times out names the ranks that have not sent, and may be repeated."""
 
     def program(comm: Communicator) -> tuple[str, str, float]:
-        part, got = comm.dup(), numbers(comm, -1)
+        part = comm.dup()
+        got = numbers(comm, -1)
         if comm.rank > 0:
             comm.recv(got, 0)
             if comm.rank == 1:
@@ -224,7 +228,9 @@ def receive_any_ends_with_an_error(world: World) -> None:
     """The receive fails on abort, on a mismatched message (the sender may see the error) and when no peer is left."""
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> list[str]:
-        aborted, unfit, left = comm.dup(), comm.dup(), comm.dup()
+        aborted = comm.dup()
+        unfit = comm.dup()
+        left = comm.dup()
         # Some backends connect two ranks at their first message, and cannot detect before it that one has left.
         together(left)
         if comm.rank == 0:

@@ -68,7 +68,8 @@ def messages_of_parent_and_subgroup_are_separate(world: World) -> None:
     """The same ranks, the same tag, two groups: a receive gets the message of its own group."""
 
     def program(comm: Communicator) -> list[float]:
-        first, second = comm.dup(), comm.dup()
+        first = comm.dup()
+        second = comm.dup()
         groups = (comm, first, second)
         got = numbers(comm, -1, -1, -1)
         if comm.rank == 0:
@@ -102,7 +103,8 @@ def closing_a_subgroup_keeps_its_parent(world: World) -> None:
     """Parent and siblings keep working; the parent can be split again."""
 
     def program(comm: Communicator) -> None:
-        first, second = comm.dup(), comm.dup()
+        first = comm.dup()
+        second = comm.dup()
         first.close()
         for group in (second, comm, comm.dup()):
             together(group)

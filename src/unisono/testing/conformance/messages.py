@@ -121,7 +121,9 @@ def messages_and_collectives_are_separate(world: World) -> None:
     """A message not yet received is never matched with a collective, and vice versa."""
 
     def program(comm: Communicator) -> tuple[float, float, float]:
-        early, late, total = numbers(comm, -1), numbers(comm, -1), numbers(comm, 1)
+        early = numbers(comm, -1)
+        late = numbers(comm, -1)
+        total = numbers(comm, 1)
         if comm.rank == 0:
             waiting = comm.isend(numbers(comm, 5), 1)
         else:
@@ -176,7 +178,9 @@ def messages_to_oneself_arrive(world: World) -> None:
     """Messages to oneself arrive, by tag and in order, beside those of others: as in a periodic halo of few ranks."""
 
     def program(comm: Communicator) -> list[list[float]]:
-        mine, left, right = comm.rank, (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        mine = comm.rank
+        left = (comm.rank - 1) % comm.size
+        right = (comm.rank + 1) % comm.size
         got = numbers(comm, -1, -1, -1, -1)
         batch: list[Message] = [Recv(got[0:1], right, 1), Recv(got[1:2], left, 2), Recv(got[2:3], mine, 0)]
         batch += [Send(numbers(comm, left), left, 1), Send(numbers(comm, right), right, 2)]
@@ -296,7 +300,8 @@ def receive_of_wrong_size_is_rejected(world: World) -> None:
             together(comm)
         return "nothing"
 
-    floats, ints = torch.float32, torch.int32
+    floats = torch.float32
+    ints = torch.int32
     for sent, count, dtype in ((4, 3, floats), (4, 5, floats), (4, 5000, floats), (5000, 4, floats), (4, 4, ints)):
         said = world.run(program, sent, count, dtype)[1]
         assert f"rank 0 sent {sent}" in said, f"a receive of {count} {dtype} for {sent} of float32 raised: {said}"

@@ -44,7 +44,8 @@ def _test(check: Check) -> Callable[[TransportConformance], None]:
     def test(self: TransportConformance) -> None:
         check(self.world)
 
-    test.__name__, test.__doc__ = f"test_{check.__name__}", check.__doc__
+    test.__name__ = f"test_{check.__name__}"
+    test.__doc__ = check.__doc__
     return test
 
 

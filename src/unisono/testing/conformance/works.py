@@ -53,13 +53,17 @@ def timed_out_wait_may_be_repeated(world: World) -> None:
             return None
         got = numbers(comm, -1)
         work = comm.irecv(got, 1)
-        said, peer, waited = "nothing was raised", None, None
+        said = "nothing was raised"
+        peer = None
+        waited = None
         # A timeout of zero is valid, too.
         for timeout in (0.0, 0.05):
             try:
                 work.wait(timeout)
             except CommTimeoutError as error:
-                said, peer, waited = str(error), error.peer, error.waited_s
+                said = str(error)
+                peer = error.peer
+                waited = error.waited_s
         comm.send(numbers(comm, 1), 1)
         work.wait()
         return said, peer, waited, got.item()
@@ -76,7 +80,8 @@ def timed_out_collective_may_be_repeated(world: World) -> None:
     """An asynchronous collective continues after a wait for it has timed out."""
 
     def program(comm: Communicator) -> list[float]:
-        total, waits = numbers(comm, comm.rank + 1), [-1.0]
+        total = numbers(comm, comm.rank + 1)
+        waits = [-1.0]
         if comm.rank == 1:
             # The other rank's first wait has timed out by then.
             comm.recv(numbers(comm, 0), 0)
@@ -99,7 +104,8 @@ def work_completes_without_polling(world: World) -> None:
     """`is_completed` turns true without a wait; the message has then arrived. For collectives, too."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
-        got, total = numbers(comm, -1), numbers(comm, comm.rank + 1)
+        got = numbers(comm, -1)
+        total = numbers(comm, comm.rank + 1)
         work = comm.isend(numbers(comm, 7), 1) if comm.rank == 0 else comm.irecv(got, 0)
         _poll(work, within_s)
         _poll(comm.all_reduce(total, async_op=True), within_s)
@@ -112,7 +118,8 @@ def future_completes_without_polling(world: World) -> None:
     """`get_future` completes without a wait for the work; the message has then arrived. For collectives, too."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
-        got, total = numbers(comm, -1), numbers(comm, comm.rank + 1)
+        got = numbers(comm, -1)
+        total = numbers(comm, comm.rank + 1)
         work = comm.isend(numbers(comm, 7), 1) if comm.rank == 0 else comm.irecv(got, 0)
         seen = work.get_future().then(lambda future: (future.value(), got.item())[1])
         summed = comm.all_reduce(total, async_op=True).get_future().then(lambda _: total.item())

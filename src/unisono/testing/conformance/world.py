@@ -87,6 +87,7 @@ def together(comm: Communicator) -> None:
     comm.all_reduce(total)
     assert total.tolist() == [comm.size, comm.size * (comm.size - 1) / 2]
     if comm.size > 1:
-        got, behind = numbers(comm, -1), (comm.rank - 1) % comm.size
+        got = numbers(comm, -1)
+        behind = (comm.rank - 1) % comm.size
         comm.sendrecv(numbers(comm, comm.rank), (comm.rank + 1) % comm.size, got, behind)
         assert got.item() == behind

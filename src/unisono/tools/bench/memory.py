@@ -66,7 +66,8 @@ class Pool:
 
     def next(self) -> list[Slot]:
         """Return the slots for the next sample: the same tensors every time if there are no more."""
-        first, self._next = self._next, (self._next + self._batch) % self.slots
+        first = self._next
+        self._next = (self._next + self._batch) % self.slots
         return self._slots[first : first + self._batch]
 
     def fill(self, rank: int) -> None:

@@ -48,9 +48,11 @@ class Pattern:
 def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
     """Return a rank's input: whole numbers, so small that every dtype holds every result exactly. None is 0."""
     if dtype is torch.bool:
-        above, scale = 2, 1
+        above = 2
+        scale = 1
     elif op is ReduceOp.PRODUCT:
-        above, scale = 3, 1
+        above = 3
+        scale = 1
     else:
         # Makes an average whole, too.
         scale = ranks if op is ReduceOp.AVG else 1

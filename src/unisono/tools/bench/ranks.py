@@ -135,7 +135,10 @@ class _Case:
     """All candidates at one workload."""
 
     def __init__(self, comm: Communicator, settings: Settings, workload: Workload, candidates: dict[str, Peer]) -> None:
-        self._comm, self._settings, self._workload, self._candidates = comm, settings, workload, candidates
+        self._comm = comm
+        self._settings = settings
+        self._workload = workload
+        self._candidates = candidates
 
         def ordinary(numel: int) -> torch.Tensor:
             return torch.empty(numel, dtype=workload.dtype)
@@ -153,7 +156,8 @@ class _Case:
         self._calls: dict[tuple[str, int], Callable[[], object]] = {}
 
     def measure(self) -> Result:
-        settings, comm = self._settings, self._comm
+        settings = self._settings
+        comm = self._comm
         algorithm = self._chosen()
         samples = {name: partial(self._sample, name) for name in self._candidates}
         timings = interleave(samples, comm, seconds=settings.seconds, least=settings.least).slowest(comm)
@@ -170,7 +174,9 @@ class _Case:
 
     def _sample(self, name: str) -> float:
         """Time a few calls on fresh data, verify them, and prepare the next sample."""
-        workload, rank, cold = self._workload, self._comm.rank, self._settings.cold
+        workload = self._workload
+        rank = self._comm.rank
+        cold = self._settings.cold
         slots = self._pools[name].next()
         calls = [self._bound(name, slot) for slot in slots]
         if not cold:

@@ -34,7 +34,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         raise ValueError(
             f"{text!r} is not a range of sizes; pass first:last:*factor or first:last:+step, as in 8:128M:*4"
         )
-    size, last, step = _bytes(parts[0]), _bytes(parts[1]), _bytes(parts[2][1:])
+    size = _bytes(parts[0])
+    last = _bytes(parts[1])
+    step = _bytes(parts[2][1:])
     multiplies = parts[2][0] == "*"
     if multiplies and step < 2:
         raise ValueError(f"{text!r} never ends; the factor must be at least 2")

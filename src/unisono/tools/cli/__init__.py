@@ -37,7 +37,9 @@ class UsageError(Exception):
 COMMANDS: Registry[Command] = Registry("command", "unisono.tools.cli.commands")
 """A new command is one new file, or an entry point `unisono.tools.cli.commands` of another package."""
 
-_FAILED, _REFUSED, _INTERRUPTED = 1, 2, 130
+_FAILED = 1
+_REFUSED = 2
+_INTERRUPTED = 130
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 _STATUSES = "exit status: 0 ok, 1 failed, 2 usage error, 130 interrupted"
 

@@ -117,7 +117,8 @@ def read_folder(folder: Path) -> tuple[torch.Tensor, list[Any]]:
         ) from error
     files = _image_files(folder, frozenset(Image.registered_extensions()))
     size: tuple[int, int] | None = None
-    gray, pictures = True, []
+    gray = True
+    pictures = []
     for file, _ in files:
         try:
             with Image.open(file) as image:

@@ -125,7 +125,8 @@ def show(ready: PreparedDemo, *, as_json: bool = False) -> int:
 
 
 def _run(ready: PreparedDemo, say: Callable[[str], None]) -> dict[str, Any]:
-    settings, training = ready.settings, ready.training
+    settings = ready.settings
+    training = ready.training
     steps = Batches(training, settings.ranks, settings.seed).steps
     total = len(training) + len(ready.held_out)
     say(f"{total} {training.name} in {training.classes} classes: {len(training)} to train on, the others held out")
@@ -134,7 +135,8 @@ def _run(ready: PreparedDemo, say: Callable[[str], None]) -> dict[str, Any]:
         f"steps, each of about {len(training) / steps:.0f} pictures over all ranks"
     )
     trained = ready.launch(train, training, settings.epochs, settings.seed, say is _say)
-    seconds, communication_s = trained[0].seconds, trained[0].communication_s
+    seconds = trained[0].seconds
+    communication_s = trained[0].communication_s
     say(f"trained in {seconds:.1f} s; in communication, waiting included: {communication_s:.1f} s on rank 0")
     proof_steps = min(settings.epochs * steps, _PROOF_STEPS)
     apart, ring = _errors(ready, proof_steps)
@@ -230,7 +232,8 @@ def largest(errors: Iterable[float]) -> float:
 
 def ring_error(comm: un.Communicator, seed: int) -> float:
     """Return this rank's largest difference between a ring all_reduce of random numbers and their local sum."""
-    total, mine = torch.zeros(_LENGTH, dtype=torch.float64), torch.empty(0)
+    total = torch.zeros(_LENGTH, dtype=torch.float64)
+    mine = torch.empty(0)
     for rank in range(comm.size):
         generator = torch.Generator().manual_seed(seed + rank)
         numbers = torch.randn(_LENGTH, dtype=torch.float64, generator=generator)

@@ -22,7 +22,8 @@ __all__ = ["Tell", "TrainResult", "Weights", "progress", "sgd_step", "train"]
 
 Weights = dict[str, torch.Tensor]
 
-_LEARNING_RATE, _MOMENTUM = 0.1, 0.5
+_LEARNING_RATE = 0.1
+_MOMENTUM = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def sgd_step(
     Works in the model's dtype, on its device.
     """
     like = next(model.parameters())
-    x, y = pictures.x.to(like), pictures.y.to(like.device)
+    x = pictures.x.to(like)
+    y = pictures.y.to(like.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
     for shares in epochs:
         for share in shares:
@@ -86,7 +88,8 @@ class _Clock:
     """Sums up the time inside its `with`, including pending GPU work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._start = device, 0.0
+        self._device = device
+        self._start = 0.0
         self.seconds = 0.0
 
     def __enter__(self) -> _Clock:

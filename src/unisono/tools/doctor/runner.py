@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from unisono.core.registry import Registry
+from unisono.core.work import seconds_left
 from unisono.tools.doctor.report import Finding, problem
 
 __all__ = ["CHECKS", "PORT", "Check", "Target", "examine"]
@@ -48,7 +49,7 @@ def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tupl
     for thread in threads.values():
         thread.start()
     for name in ordered:
-        threads[name].join(max(0.0, deadline - time.monotonic()))
+        threads[name].join(seconds_left(deadline))
         yield name, found.get(name) or ([_broken(name, "did not end in time")] if threads[name].is_alive() else [])
 
 

@@ -84,7 +84,8 @@ def _judged(backend: str, said: Sequence[dict[str, Any]], ended: CompletedRun, f
 _COUNT = 1000
 _TIMEOUT_S = 30.0
 _LARGE_BYTES = 1 << 20
-_SMALL_CALLS, _LARGE_CALLS = 20, 5
+_SMALL_CALLS = 20
+_LARGE_CALLS = 5
 
 
 def summed(comm: un.Communicator) -> dict[str, Any]:
@@ -134,7 +135,8 @@ def main(argv: list[str] | None = None) -> int:
             result = _result(backend, given)
         # Any error is a result of the test.
         except Exception as error:
-            failed, result = True, {"error": f"{type(error).__name__}: {error}"}
+            failed = True
+            result = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps({"backend": backend, **result}) + "\n")
         sys.stdout.flush()
     return int(failed)

@@ -8,7 +8,6 @@ hosts, and an all-gather inside (Mikami et al., arXiv:1811.05233, do so on a tor
 from __future__ import annotations
 
 import queue
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from unisono.collectives.executor import even_edges
 from unisono.core.call import Call
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Transport
-from unisono.core.work import Completion
+from unisono.core.work import Completion, seconds_left
 from unisono.transports.hierarchical.subset import SubsetCollectives, SubsetTransport
 
 __all__ = ["HierarchicalCollectives"]
@@ -60,8 +59,11 @@ class HierarchicalCollectives:
         chunk_bytes: int,
         timeout_s: float,
     ) -> None:
-        self._outer, self._inside, self._hosts = outer, inside, hosts
-        self._chunk_bytes, self._timeout_s = chunk_bytes, timeout_s
+        self._outer = outer
+        self._inside = inside
+        self._hosts = hosts
+        self._chunk_bytes = chunk_bytes
+        self._timeout_s = timeout_s
         rank = outer.rank
         self._here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
         self._local_rank = hosts[self._here].index(rank)
@@ -94,7 +96,7 @@ class HierarchicalCollectives:
 
     def _finish(self, tile: torch.Tensor, share: torch.Tensor, exchanged: Completion, deadline: float) -> None:
         # The exchange keeps the deadline itself, and reports a timeout a little later.
-        exchanged.wait(max(0.0, deadline - time.monotonic()) + _REPORT_S)
+        exchanged.wait(seconds_left(deadline) + _REPORT_S)
         self._gathered(tile, share, deadline)
 
     def _shares(self, tile: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -135,7 +137,8 @@ class HierarchicalCollectives:
 
     def reduce(self, call: Call, deadline: float) -> None:
         """Reduce to one rank of each host, and from these to the root."""
-        root, tensor = _root(call), call.inputs[0]
+        root = _root(call)
+        tensor = call.inputs[0]
         one = self._one_each(root)
         if self._inside is not None:
             into = self._hosts[self._here].index(one[self._here])
@@ -186,7 +189,9 @@ def _tiles(count: int, usual: int) -> list[int]:
         >>> _tiles(100, 16)
         [4, 8, 16, 32, 20, 10, 5, 4, 1]
     """
-    least, size, left = max(1, usual // 4), max(1, usual // 4), count
+    least = max(1, usual // 4)
+    size = max(1, usual // 4)
+    left = count
     found = []
     while left:
         found.append(min(size, max(least, left // 2), left))

@@ -15,6 +15,7 @@ from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.tensors import combine_all
 from unisono.core.types import PointToPoint, ReduceOp
+from unisono.core.work import seconds_left
 from unisono.errors import CommError, CommTimeoutError, MismatchError
 from unisono.transports.hierarchical.host_links import HostLinks, Packet
 from unisono.transports.hierarchical.subset import SubsetCollectives
@@ -56,8 +57,13 @@ class Agreement:
         short_bytes: int,
         timeout_s: float,
     ) -> None:
-        self._group, self._control, self._inside, self._links = group, control, inside, links
-        self._hosts, self._here, self._timeout_s = hosts, here, timeout_s
+        self._group = group
+        self._control = control
+        self._inside = inside
+        self._links = links
+        self._hosts = hosts
+        self._here = here
+        self._timeout_s = timeout_s
         self._calls = 0
         self.short_bytes = short_bytes // (hosts - 1)
         # The first rank of a host has room for the packet of each host, including its own partial result.
@@ -74,7 +80,7 @@ class Agreement:
         self._calls += 1
         if mine.sends or mine.receives:
             # Rows must match pair by pair; a digest cannot show that.
-            self._explain(mine, f"call {self._calls}", max(0.0, deadline - time.monotonic()))
+            self._explain(mine, f"call {self._calls}", seconds_left(deadline))
             return
         self._settle(mine, self._alike(mine, deadline), None, deadline)
 
@@ -153,7 +159,9 @@ class Agreement:
                     first.verdict = _AGREED
                     self._combine(partly)
             except CommTimeoutError as late:
-                first.verdict, first.late, error = _LATE, late.peer or 0, late
+                first.verdict = _LATE
+                first.late = late.peer or 0
+                error = late
         if self._inside is not None and alike:
             message = first.with_header(nbytes)
             given = (message,) if self._links is not None else ()

@@ -28,7 +28,8 @@ class RankMappedTransport(Wrapper):
 
     def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
         super().__init__(inner)
-        self.native, self._ranks = inner.native, tuple(ranks)
+        self.native = inner.native
+        self._ranks = tuple(ranks)
         self._cause: BaseException | None = None
 
     def wrap_child(self, inner: Transport) -> RankMappedTransport:
@@ -85,7 +86,9 @@ class Routes:
     """
 
     def __init__(self, inner: Transport | None, outer: Transport, here: Sequence[int], timeout_s: float) -> None:
-        self._inner, self._outer, self._timeout_s = inner, outer, timeout_s
+        self._inner = inner
+        self._outer = outer
+        self._timeout_s = timeout_s
         self._local_ranks = {rank: local_rank for local_rank, rank in enumerate(here)}
 
     def post(self, batch: Sequence[Message]) -> Work:

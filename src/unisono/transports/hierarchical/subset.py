@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from unisono.collectives.selection import Selection
@@ -10,6 +9,7 @@ from unisono.core.call import Call
 from unisono.core.group import Group
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Work
+from unisono.core.work import seconds_left
 
 __all__ = ["SubsetCollectives", "SubsetTransport"]
 
@@ -23,10 +23,13 @@ class SubsetTransport(Transport):
     """
 
     def __init__(self, base: Transport, ranks: Sequence[int]) -> None:
-        self._base, self._ranks = base, tuple(ranks)
+        self._base = base
+        self._ranks = tuple(ranks)
         self.group = base.group.child("some", self._ranks)
-        self.latency_s, self.second_per_byte = base.latency_s, base.second_per_byte
-        self.devices, self.host_staged = base.devices, base.host_staged
+        self.latency_s = base.latency_s
+        self.second_per_byte = base.second_per_byte
+        self.devices = base.devices
+        self.host_staged = base.host_staged
 
     def post(self, batch: Sequence[Message]) -> Work:
         return self._base.post([_to(message, self._ranks[message.peer]) for message in batch])
@@ -54,7 +57,8 @@ class SubsetCollectives:
     """
 
     def __init__(self, transport: Transport, chunk_bytes: int) -> None:
-        self.transport, self._selection = transport, Selection(transport, chunk_bytes)
+        self.transport = transport
+        self._selection = Selection(transport, chunk_bytes)
 
     def __call__(self, call: Call, deadline: float, *, agrees: bool = False) -> None:
         """Return when this rank's part is done. A reduction in place writes to its inputs, too.
@@ -65,7 +69,7 @@ class SubsetCollectives:
             agrees: Whether the ranks first compare their calls.
         """
         _, steps = self._selection.choose(call)
-        chosen = call._replace(steps=steps, timeout=max(0.0, deadline - time.monotonic()))
+        chosen = call._replace(steps=steps, timeout=seconds_left(deadline))
         if agrees:
             self.transport.agree(chosen, deadline)
-        self.transport.run(chosen).wait(max(0.0, deadline - time.monotonic()))
+        self.transport.run(chosen).wait(seconds_left(deadline))

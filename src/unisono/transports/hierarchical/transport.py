@@ -28,7 +28,8 @@ __all__ = ["Hierarchical", "Hosts", "over"]
 Hosts = tuple[tuple[int, ...], ...]
 """For each host, its ranks."""
 
-_SHORT_BYTES, _SHORT_PART = 128 << 10, 16
+_SHORT_BYTES = 128 << 10
+_SHORT_PART = 16
 """Largest reduction done in one step: this share of `chunk_bytes`, but no more than this number of bytes."""
 
 _ANYWHERE = frozenset({"all_reduce", "barrier", "broadcast", "reduce"})
@@ -67,7 +68,10 @@ class Hierarchical(Transport):
         reconnect: Callable[[Group], Transport],
     ) -> None:
         self._reconnect = reconnect
-        self.group, self._control, self._options, self._hosts = group, control, options, hosts
+        self.group = group
+        self._control = control
+        self._options = options
+        self._hosts = hosts
         self._broken: BaseException | None = None
         here = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
         self._here = hosts[here]
@@ -96,7 +100,8 @@ class Hierarchical(Transport):
                 )
             self._declare()
             self._undo = undo.pop_all()
-        chunk_bytes, timeout_s = options.chunk_bytes, options.timeout_s
+        chunk_bytes = options.chunk_bytes
+        timeout_s = options.timeout_s
         inside = SubsetCollectives(self.inner, chunk_bytes) if self.inner is not None else None
         short = min(_SHORT_BYTES, chunk_bytes // _SHORT_PART)
         self._routes = Routes(self.inner, self.outer, self._here, timeout_s)
@@ -108,12 +113,16 @@ class Hierarchical(Transport):
         return inner if same else RankMappedTransport(inner, self._here)
 
     def _declare(self) -> None:
-        inner, outer = self.inner, self.outer
+        inner = self.inner
+        outer = self.outer
         even = len({len(ranks) for ranks in self._hosts}) == 1
         self.native = _ANYWHERE | _IF_EVEN if even else _ANYWHERE
-        self.latency_s, self.second_per_byte = outer.latency_s, outer.second_per_byte
-        self.tags, self.any_source = outer.tags, outer.any_source
-        self.devices, self.host_staged = outer.devices, outer.host_staged
+        self.latency_s = outer.latency_s
+        self.second_per_byte = outer.second_per_byte
+        self.tags = outer.tags
+        self.any_source = outer.any_source
+        self.devices = outer.devices
+        self.host_staged = outer.host_staged
         if inner is not None:
             self.tags = inner.tags and outer.tags
             self.any_source = inner.any_source and outer.any_source
@@ -168,7 +177,8 @@ class Hierarchical(Transport):
         ranks = {member: rank for rank, member in enumerate(self.group.members)}
         chosen = [ranks[member] for member in group.members]
         hosts = tuple(tuple(chosen.index(rank) for rank in chosen if rank in host) for host in self._hosts)
-        inner, outer = self.inner, self.outer
+        inner = self.inner
+        outer = self.outer
         return over(
             group,
             self._control,

@@ -62,7 +62,10 @@ class Native:
     """
 
     def __init__(self, comms: MpiCommunicators, watch: Watchdog) -> None:
-        self._comms, self._mpi, self._comm, self.watch = comms, comms.mpi, comms.own, watch
+        self._comms = comms
+        self._mpi = comms.mpi
+        self._comm = comms.own
+        self.watch = watch
         self.reductions = Reductions(comms.mpi)
         self._rank = self._comm.Get_rank()
 
@@ -86,7 +89,8 @@ class Native:
         """Return elements of a tensor as an MPI buffer; its bytes, if no element type is given."""
         if kind is None:
             return [memory(self._comms, tensor), self._mpi.BYTE]
-        width, stop = tensor.itemsize, tensor.numel() if stop is None else stop
+        width = tensor.itemsize
+        stop = tensor.numel() if stop is None else stop
         return [memory(self._comms, tensor, start * width, (stop - start) * width), stop - start, kind]
 
     # -- reductions ----------------------------------------------------------------------------
@@ -99,7 +103,8 @@ class Native:
 
     def _reduce(self, call: Call) -> None:
         assert call.op is not None
-        root, here = call.root, call.root == self._rank
+        root = call.root
+        here = call.root == self._rank
         tensor, kind, op = self.reductions.prepare(call.inputs[0], call.op)
         for start, stop in _cuts(tensor.numel()):
             given = self._described(tensor, kind, start, stop)
@@ -109,14 +114,16 @@ class Native:
 
     def _reduce_scatter(self, call: Call) -> None:
         assert call.op is not None
-        target, whole = call.outputs[0], torch.cat(call.inputs) if call.packed is None else call.packed
+        target = call.outputs[0]
+        whole = torch.cat(call.inputs) if call.packed is None else call.packed
         if whole is call.packed and prepares(whole.dtype, call.op):
             # The elements belong to the caller.
             whole = whole.clone()
         packed, kind, op = self.reductions.prepare(whole, call.op)
         factor = packed.numel() // max(1, whole.numel())
         counts = [t.numel() * factor for t in call.inputs]
-        given, into = memory(self._comms, packed), [memory(self._comms, target), target.numel() * factor, kind]
+        given = memory(self._comms, packed)
+        into = [memory(self._comms, target), target.numel() * factor, kind]
         if len(set(counts)) > 1:
             self._comm.Reduce_scatter([given, packed.numel(), kind], into, counts, op)
         else:
@@ -176,7 +183,8 @@ class _Pieces:
     """Tensors, one per rank, as one piece of memory with a place for each."""
 
     def __init__(self, comms: MpiCommunicators, tensors: Sequence[torch.Tensor], without: int | None = None) -> None:
-        self._comms, self._tensors = comms, list(tensors)
+        self._comms = comms
+        self._tensors = list(tensors)
         self._counts = [0 if rank == without else t.nbytes for rank, t in enumerate(tensors)]
         addresses = [(t.data_ptr(), n) for t, n in zip(tensors, self._counts, strict=True) if n]
         first = min((address for address, _ in addresses), default=0)

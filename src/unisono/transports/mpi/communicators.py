@@ -67,7 +67,8 @@ class CommHandle:
             # MPI notices dead ranks only while it polls for messages.
             self.comm.Iprobe()
         try:
-            failed, mpi_group = self.comm.Get_failed(), self.comm.Get_group()
+            failed = self.comm.Get_failed()
+            mpi_group = self.comm.Get_group()
             return set(failed.Translate_ranks(list(range(failed.Get_size())), mpi_group))
         except (NotImplementedError, mpi.Exception):
             return set()
@@ -114,7 +115,8 @@ class MpiCommunicators:
             members.Free()
             mpi_group.Free()
         self.largest_tag = (mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - 1) // 2
-        self._base, self._ranks = base, list(ranks)
+        self._base = base
+        self._ranks = list(ranks)
         self._ours = [self.users, self.own]
         self._ended_by: BaseException | None = None
 
@@ -142,7 +144,8 @@ class MpiCommunicators:
     def free(self) -> None:
         """Release the communicators, soon: no call is in progress any more. Callable from any thread, at any moment."""
         # The next constructor call frees these: the interrupted thread may be using MPI.
-        ours, self._ours = self._ours, []
+        ours = self._ours
+        self._ours = []
         _unused.extend(ours)
 
     def revoke(self, cause: BaseException) -> None:
@@ -159,7 +162,8 @@ class MpiCommunicators:
             error: The exception.
             peer: The peer of the message, if the call was a message.
         """
-        mpi, kind = self.mpi, error.Get_error_class()
+        mpi = self.mpi
+        kind = error.Get_error_class()
         if kind == mpi.ERR_REVOKED and isinstance(self._ended_by, CommError):
             return self._ended_by
         text = f"MPI reported: {error.Get_error_string().strip()}"
@@ -173,7 +177,8 @@ class MpiCommunicators:
         """Return the first rank that MPI knows to be dead."""
         try:
             with self.turn:
-                dead, all_ranks = self.own.Get_failed(), self.own.Get_group()
+                dead = self.own.Get_failed()
+                all_ranks = self.own.Get_group()
                 found = dead.Translate_ranks(list(range(dead.Get_size())), all_ranks)
         except (NotImplementedError, self.mpi.Exception):
             return None

@@ -43,7 +43,9 @@ class Agreement:
 
     def __init__(self, comms: MpiCommunicators, look: Callable[[Sequence[int]], object], spins: int) -> None:
         mpi = comms.mpi
-        self._comms, self._spins, self._look = comms, spins, look
+        self._comms = comms
+        self._spins = spins
+        self._look = look
         self._rank, self._size = comms.own.Get_rank(), comms.own.Get_size()
         self._words = bytearray(_WORDS.size)
         self._arguments = (mpi.IN_PLACE, [self._words, 3, mpi.UINT64_T], mpi.SUM)
@@ -51,7 +53,8 @@ class Agreement:
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._given: list[int] = []
         self._taken: list[int] = []
-        self.number, self.counted = 0, 0
+        self.number = 0
+        self.counted = 0
 
     def check(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
         """Return whether all ranks are at this call, and their rows match.
@@ -85,7 +88,8 @@ class Agreement:
         return sum_of_words == word * self._size % _WORD and not sum_of_rows
 
     def _wait(self, deadline: float) -> None:
-        turn, began = self._comms.turn, time.monotonic()
+        turn = self._comms.turn
+        began = time.monotonic()
 
         def done() -> bool:
             with turn:

@@ -42,7 +42,10 @@ class MpiFastPath:
         size: int,
         mismatch: Callable[[Fingerprint], NoReturn],
     ) -> None:
-        self._agreement, self._run, self._rank, self._size = agreement, run, rank, size
+        self._agreement = agreement
+        self._run = run
+        self._rank = rank
+        self._size = size
         self.mismatch = mismatch
 
     def try_collective(
@@ -70,13 +73,15 @@ class MpiFastPath:
         source = target if collective.in_place else as_flat(input, collective.input)
         if target is None or source is None or not self._fits(collective, target, source, input, output):
             return Status.UNSUPPORTED
-        operation, dtype = None, str(target.dtype).removeprefix("torch.")
+        operation = None
+        dtype = str(target.dtype).removeprefix("torch.")
         if collective.reduces:
             operation = _OPS.get(op) if isinstance(op, str) else None
             if operation is None or not reducible(target.dtype, operation) or prepares(target.dtype, operation):
                 return Status.UNSUPPORTED
             check_reducible(operation, target.dtype)
-        read, written = _parts(source, collective.scatters, self._size), _parts(target, collective.gathers, self._size)
+        read = _parts(source, collective.scatters, self._size)
+        written = _parts(target, collective.gathers, self._size)
         call = self._call(collective, target, source, operation, root, read, written)
         counts = collective.compared_counts(read, written)
         word = hash_of((collective.name, operation and operation.value, root, dtype, counts, "cpu", "native", None))
@@ -107,13 +112,15 @@ class MpiFastPath:
         """Return whether two tensors match, do not overlap, and are not too long for one MPI call."""
         if collective.in_place:
             return True
-        read, written = source.nbytes, target.nbytes
+        read = source.nbytes
+        written = target.nbytes
         if collective.pairwise:
             rows = *input.shape[:1], *output.shape[:1]
             fits = len(rows) == 2 and rows[0] % self._size == 0 == rows[1] % self._size and read == written
         else:
             fits = read == written * self._size if collective.scatters else written == read * self._size
-        start, into = source.data_ptr(), target.data_ptr()
+        start = source.data_ptr()
+        into = target.data_ptr()
         apart = start + read <= into or into + written <= start
         return fits and apart and in_one_call(max(read, written)) and source.dtype is target.dtype
 
@@ -134,11 +141,14 @@ class MpiFastPath:
         if collective.in_place:
             outputs = outputs if collective.receives(self._rank, root or 0) else ()
         elif collective.pairwise:
-            inputs, outputs = source.view(-1).split(read), target.view(-1).split(written)
+            inputs = source.view(-1).split(read)
+            outputs = target.view(-1).split(written)
         elif collective.gathers:
-            outputs, packed = (), target
+            outputs = ()
+            packed = target
         else:
-            inputs, packed = (), source
+            inputs = ()
+            packed = source
         return Call(collective.family, inputs=inputs, outputs=outputs, op=op, root=root, packed=packed)
 
 

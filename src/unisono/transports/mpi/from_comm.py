@@ -38,7 +38,8 @@ def adopt(
         raise ValueError("comm is MPI.COMM_NULL: this process is not in it; only its members call from_mpi")
     if comm.Is_inter():
         raise ValueError("comm is an intercommunicator; merge its two groups first: comm.Merge()")
-    rank, size = comm.Get_rank(), comm.Get_size()
+    rank = comm.Get_rank()
+    size = comm.Get_size()
     deadline = time.monotonic() + timeout_s
     base = CommHandle.dup(comm, deadline)
     rendezvous = find_on(base.comm, f"rank {rank} of {size} of an MPI communicator", deadline)

@@ -59,7 +59,10 @@ class Messages:
     def __init__(
         self, comms: MpiCommunicators, timeout_s: float, look: Callable[[Sequence[int]], object], spins: int
     ) -> None:
-        self.comms, self.timeout_s, self.look, self.spins = comms, timeout_s, look, spins
+        self.comms = comms
+        self.timeout_s = timeout_s
+        self.look = look
+        self.spins = spins
         self._open: set[Posted] = set()
         self.numbers = itertools.count()
 
@@ -124,7 +127,8 @@ class Posted(CountdownWork):
 
     def __init__(self, messages: Messages, parts: list[MessageRequest], batch: Sequence[Message]) -> None:
         super().__init__(messages.timeout_s, batch)
-        self._all, self._moving = messages, threading.Lock()
+        self._all = messages
+        self._moving = threading.Lock()
         self._parts = parts
         with self._failing(), messages.comms.turn:
             for part in parts:
@@ -160,7 +164,8 @@ class Posted(CountdownWork):
 
     def keep(self) -> None:
         """Keep the memory of messages in flight alive, though no caller waits for them any more."""
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         keep([(request, part.held) for part in parts for request in part.requests], self._all.comms.turn)
 
     def give_up(self, cause: BaseException) -> None:

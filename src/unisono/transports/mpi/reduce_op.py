@@ -125,7 +125,8 @@ def _may_have_nan(tensor: torch.Tensor) -> bool:
 def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
     """Convert floats in place to integers of the same order, with NaN as the extreme integer."""
     bits = tensor.view(_INTEGER_OF_SIZE[tensor.itemsize])
-    info, lost = torch.iinfo(bits.dtype), tensor.isnan() if _may_have_nan(tensor) else None
+    info = torch.iinfo(bits.dtype)
+    lost = tensor.isnan() if _may_have_nan(tensor) else None
     _swap(bits)
     if lost is not None:
         bits.masked_fill_(lost, info.max if op is ReduceOp.MAX else info.min)
@@ -147,7 +148,8 @@ def _own(op: ReduceOp, dtype: torch.dtype) -> Any:
         if not len(given):
             return
         with torch.inference_mode():
-            low, high = torch.frombuffer(given, dtype=dtype), torch.frombuffer(total, dtype=dtype)
+            low = torch.frombuffer(given, dtype=dtype)
+            high = torch.frombuffer(total, dtype=dtype)
             combine(op, low, high, high)
 
     call: Callable[[Any, Any, Any], None] = reduce

@@ -79,7 +79,8 @@ class DirectMessage(MessageRequest):
     """A message of a collective."""
 
     def __init__(self, comms: MpiCommunicators, message: Message) -> None:
-        self._comms, self.message = comms, message
+        self._comms = comms
+        self.message = message
         self.requests = []
         self.held = message.tensor
 
@@ -93,8 +94,10 @@ class RendezvousSend(MessageRequest):
     """Send of a user's message."""
 
     def __init__(self, comms: MpiCommunicators, message: Send, number: int) -> None:
-        self._comms, self.message = comms, message
-        tensor, self._number = message.tensor, number
+        self._comms = comms
+        self.message = message
+        tensor = message.tensor
+        self._number = number
         self._envelope = _HEADER.pack(tensor.numel(), number, name_of(tensor.dtype))
         self._inline = tensor.nbytes <= INLINE_BYTES
         if self._inline:
@@ -103,7 +106,9 @@ class RendezvousSend(MessageRequest):
         self.held = (tensor, self._envelope)
 
     def start(self) -> None:
-        send, message, byte = self._comms.users.Isend, self.message, self._comms.mpi.BYTE
+        send = self._comms.users.Isend
+        message = self.message
+        byte = self._comms.mpi.BYTE
         self.requests.append(send([self._envelope, byte], message.peer, 2 * message.tag))
         if not self._inline:
             for part, _ in _cut(self._comms, message.tensor):
@@ -114,21 +119,24 @@ class RendezvousRecv(MessageRequest):
     """Receive of a user's message."""
 
     def __init__(self, comms: MpiCommunicators, message: Recv) -> None:
-        self._comms, self.message = comms, message
+        self._comms = comms
+        self.message = message
         self._envelope = bytearray(ENVELOPE_BYTES)
         self._opened = False
         self.requests = []
         self.held = (message.tensor, self._envelope)
 
     def start(self) -> None:
-        receive, message = self._comms.users.Irecv, self.message
+        receive = self._comms.users.Irecv
+        message = self.message
         self.requests.append(receive([self._envelope, self._comms.mpi.BYTE], message.peer, 2 * message.tag))
 
     def arrived(self) -> None:
         if self._opened:
             return
         self._opened = True
-        message, tensor = self.message, self.message.tensor
+        message = self.message
+        tensor = self.message.tensor
         number = opened(self._comms, self._envelope, message)
         if tensor.nbytes <= INLINE_BYTES:
             content = bytes(memoryview(self._envelope)[_HEADER.size : _HEADER.size + tensor.nbytes])
@@ -140,10 +148,12 @@ class RendezvousRecv(MessageRequest):
 
 def opened(comms: MpiCommunicators, envelope: bytearray, message: Message) -> int:
     """Return the message number in an envelope; `MismatchError` if the message does not fit the receive."""
-    tensor, peer = message.tensor, message.peer
+    tensor = message.tensor
+    peer = message.peer
     numel, number, name = _HEADER.unpack_from(envelope)
     if numel != tensor.numel() or name.rstrip(b"\0") != name_of(tensor.dtype):
-        sent, expected = elements(numel, name.rstrip(b"\0").decode()), elements(tensor.numel(), str(tensor.dtype))
+        sent = elements(numel, name.rstrip(b"\0").decode())
+        expected = elements(tensor.numel(), str(tensor.dtype))
         raise size_error(peer, sent, comms.own.Get_rank(), expected, message.tag, peer)
     found: int = number
     return found

@@ -14,7 +14,7 @@ from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
 from unisono.core.transport import Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Send, Work
-from unisono.core.work import Completion, Deferred
+from unisono.core.work import Completion, Deferred, seconds_left
 from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import ClosedError, CommError, MismatchError, PeerLostError, UnavailableError
 from unisono.host.cpu_count import cores
@@ -33,7 +33,8 @@ __all__ = ["TRANSPORT", "MpiTransport"]
 
 _QUOTE_S = 10.0
 _LOOK_EVERY_S = 0.2
-_SPINS, _CROWDED_SPINS = 1000, 5
+_SPINS = 1000
+_CROWDED_SPINS = 5
 
 
 class MpiTransport(Transport):
@@ -58,7 +59,10 @@ class MpiTransport(Transport):
     second_per_byte = 2e-10
 
     def __init__(self, group: Group, comms: MpiCommunicators, control: ControlPlane, options: Options) -> None:
-        self.group, self._comms, self._control, self._options = group, comms, control, options
+        self.group = group
+        self._comms = comms
+        self._control = control
+        self._options = options
         self._looked_s = 0.0
         self._left_ranks: set[int] = set()
         crowded = group.size > cores()
@@ -80,7 +84,8 @@ class MpiTransport(Transport):
         world = mpi.COMM_WORLD
         control.join(group)
         numbers = control.exchange(group, "MPI's world", (world.Get_rank(), world.Get_size()), options.timeout_s)
-        ranks, sizes = [rank for rank, _ in numbers], {size for _, size in numbers}
+        ranks = [rank for rank, _ in numbers]
+        sizes = {size for _, size in numbers}
         if len(set(ranks)) < len(ranks) or len(sizes) > 1:
             raise UnavailableError(
                 f"these {group.size} ranks are not in one MPI world (their ranks in it: {ranks}, its sizes: "
@@ -137,7 +142,9 @@ class MpiTransport(Transport):
     def agree(self, call: Call, deadline: float) -> None:
         """Return when all ranks have reached the same call."""
         fingerprint = call.fingerprint
-        word, sends, receives = hash_of(fingerprint.compared()[1:]), fingerprint.sends, fingerprint.receives
+        word = hash_of(fingerprint.compared()[1:])
+        sends = fingerprint.sends
+        receives = fingerprint.receives
         if sends or receives:
             rows = self._agreement.rows_of(sends, receives)
             count = int(too_long(sends, receives, fingerprint.dtype))
@@ -160,11 +167,12 @@ class MpiTransport(Transport):
         call.outputs[self.rank].copy_(call.inputs[self.rank])
         batch: list[Message] = [Recv(call.outputs[rank], rank, COLLECTIVE_TAG) for rank in others]
         batch += [Send(call.inputs[rank], rank, COLLECTIVE_TAG) for rank in others]
-        self.post(batch).wait(max(0.0, deadline - time.monotonic()))
+        self.post(batch).wait(seconds_left(deadline))
 
     def _differ(self, mine: Fingerprint) -> NoReturn:
         """Raise the error of ranks with different calls, quoting the call of each. All ranks see the difference."""
-        topic, patience = f"mismatch in call {self._agreement.number}", min(self._options.timeout_s, _QUOTE_S)
+        topic = f"mismatch in call {self._agreement.number}"
+        patience = min(self._options.timeout_s, _QUOTE_S)
         # All ranks are known to be at the same call.
         values = self._control.exchange(self.group, topic, mine._replace(call=0).values(), patience)
         problem = explain([Fingerprint(*value) for value in values])

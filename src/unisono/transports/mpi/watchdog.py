@@ -42,7 +42,9 @@ class Watchdog:
         comms: MpiCommunicators,
         give_up: Callable[[], object],
     ) -> None:
-        self._mpi, self._comms, self._give_up = mpi, comms, give_up
+        self._mpi = mpi
+        self._comms = comms
+        self._give_up = give_up
         self._since: float | None = None
         self.enrolled = False
 
@@ -54,7 +56,9 @@ class Watchdog:
 
     def look(self) -> None:
         """Check the deadline once, on the daemon thread."""
-        now, deadline, cause = time.monotonic(), self._comms.deadline, self._comms.broken
+        now = time.monotonic()
+        deadline = self._comms.deadline
+        cause = self._comms.broken
         if deadline is None:
             self._since = None
         elif cause is None:

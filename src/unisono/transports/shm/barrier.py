@@ -40,7 +40,10 @@ class SharedBarrier:
         return size * _STRIDE * 8
 
     def __init__(self, words: Words, address: int, rank: int, size: int) -> None:
-        self._words, self._address, self.rank, self.size = words, address, rank, size
+        self._words = words
+        self._address = address
+        self.rank = rank
+        self.size = size
         self._base = [r * _STRIDE for r in range(size)]
         self._bases = [base for r, base in enumerate(self._base) if r != rank]
         self._own = self._base[rank]
@@ -62,7 +65,9 @@ class SharedBarrier:
 
         Raises as `check`, or `CommTimeoutError`.
         """
-        words, own, started = self._words, self._own, time.monotonic()
+        words = self._words
+        own = self._own
+        started = time.monotonic()
         for _ in range(_YIELDS):
             os.sched_yield()
             if ready():

@@ -42,11 +42,13 @@ class ShmFastPath(NativeCalls):
         queues: memoryview,
         mismatch: Callable[[Fingerprint], NoReturn],
     ) -> None:
-        rank, size = barrier.rank, barrier.size
+        rank = barrier.rank
+        size = barrier.size
         core = module.Core(words, stages, rings, steps, stage_bytes, rank, size, oversubscribed, known_dtypes())
         self.rings = MessageRings(barrier, queues, core)
         super().__init__(core, rank, size, Programs(module, rank, size, *cost), self.rings)
-        self._barrier, self._mismatch = barrier, mismatch
+        self._barrier = barrier
+        self._mismatch = mismatch
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
         """As of `FastPath`."""

@@ -28,7 +28,8 @@ _HEADER = struct.Struct("<II")
 message; each body is another part."""
 _MOST_BODIES = 1 << 16
 _LINE = 8
-_SLEEPING, _WAKEUPS = 0, 1
+_SLEEPING = 0
+_WAKEUPS = 1
 _YIELDS = 200
 _SLEEP_S = 0.0002
 
@@ -89,8 +90,10 @@ class ShmMailbox(Mailbox):
 
     def __init__(self, group: Group, control: ControlPlane, timeout_s: float) -> None:
         super().__init__(group)
-        size, rank = group.size, group.rank
-        flags, rings = PAGE_BYTES, -(-size * _LINE * 8 // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
+        size = group.size
+        rank = group.rank
+        flags = PAGE_BYTES
+        rings = -(-size * _LINE * 8 // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
         memory = map_shared(group, control, "mailbox", rings + nbytes_of(size, _RING_BYTES), timeout_s, mmap.mmap)
         content = memoryview(memory)
         with torch.inference_mode(mode=False):
@@ -111,7 +114,8 @@ class ShmMailbox(Mailbox):
 
     # -- sending -------------------------------------------------------------------------------
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        ring, deadline = self._out[peer], time.monotonic() + timeout
+        ring = self._out[peer]
+        deadline = time.monotonic() + timeout
         sizes = struct.pack(f"<{len(bodies)}Q", *[body.numel() for body in bodies]) if bodies else b""
         frame = _HEADER.pack(len(head), len(bodies)) + sizes + head
         with self._locks[peer]:
@@ -173,7 +177,8 @@ class ShmMailbox(Mailbox):
         self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote an invalid message: {error}"))
 
     def wait(self, timeout: float) -> None:
-        words, own = self._words, self._own
+        words = self._words
+        own = self._own
         seen = words[own + _WAKEUPS]
         if self._woken:
             # Woken since the last poll; from now on the futex reports it.

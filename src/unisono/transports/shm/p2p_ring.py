@@ -36,7 +36,8 @@ __all__ = [
 
 _LINE_BYTES = 64
 _CONTROL_BYTES = 2 * _LINE_BYTES
-_WRITTEN, _READ = 0, _LINE_BYTES // 8
+_WRITTEN = 0
+_READ = _LINE_BYTES // 8
 
 
 class Ring:
@@ -56,7 +57,9 @@ class Ring:
     __slots__ = ("_counts", "_data", "_held")
 
     def __init__(self, control: memoryview, data: memoryview) -> None:
-        self._counts, self._data, self._held = words_of(control), data, 0
+        self._counts = words_of(control)
+        self._data = data
+        self._held = 0
 
     @property
     def available(self) -> int:
@@ -75,8 +78,10 @@ class Ring:
             content: The rest of the part.
             more: Whether the next call publishes these bytes together with its own, as `MSG_MORE` of sockets.
         """
-        counts, data = self._counts, self._data
-        size, written = len(data), counts[_WRITTEN] + self._held
+        counts = self._counts
+        data = self._data
+        size = len(data)
+        written = counts[_WRITTEN] + self._held
         step = min(len(content), size - written + counts[_READ], size // 4)
         offset = written % size
         first = min(step, size - offset)
@@ -105,8 +110,10 @@ class Ring:
 
     def read(self, into: memoryview) -> int:
         """Copy as much of a part as there is into memory for the rest of it; return how many bytes that was."""
-        counts, data = self._counts, self._data
-        size, read = len(data), counts[_READ]
+        counts = self._counts
+        data = self._data
+        size = len(data)
+        read = counts[_READ]
         step = min(len(into), counts[_WRITTEN] - read, size // 4)
         offset = read % size
         first = min(step, size - offset)
@@ -129,7 +136,8 @@ def rings_of(rank: int, size: int, memory: memoryview, ring_bytes: int) -> tuple
 
     def ring(source: int, target: int) -> Ring:
         pair = source * size + target
-        control, data = pair * _CONTROL_BYTES, begin + pair * ring_bytes
+        control = pair * _CONTROL_BYTES
+        data = begin + pair * ring_bytes
         return Ring(memory[control : control + _CONTROL_BYTES], memory[data : data + ring_bytes])
 
     return [ring(rank, peer) for peer in range(size)], [ring(peer, rank) for peer in range(size)]
@@ -156,12 +164,15 @@ class RingWork(CountdownWork):
     """
 
     def __init__(self, timeout_s: float, messages: Sequence[Message], move: _Move, check: _Check) -> None:
-        self._move, self._check, self._is_waited_for = move, check, False
+        self._move = move
+        self._check = check
+        self._is_waited_for = False
         super().__init__(timeout_s, messages)
 
     def wait(self, timeout: Timeout | None = None) -> None:
         if not self._done.is_set():
-            started, limit = time.monotonic(), resolve_timeout(timeout, self.timeout_s)
+            started = time.monotonic()
+            limit = resolve_timeout(timeout, self.timeout_s)
             try:
                 while not self._done.is_set():
                     self._move(started + limit, self._done.is_set, self._awaited)
@@ -180,7 +191,8 @@ class RingWork(CountdownWork):
 
     def get_future(self) -> torch.futures.Future[None]:
         with self._lock:
-            first, self._is_waited_for = not self._is_waited_for, True
+            first = not self._is_waited_for
+            self._is_waited_for = True
         if first and not self._done.is_set():
             _threads.run(self._complete_in_background)
         return super().get_future()
@@ -236,7 +248,8 @@ class Outgoing:
     """
 
     def __init__(self, ring: Bytes) -> None:
-        self._ring, self.pending = ring, 0
+        self._ring = ring
+        self.pending = 0
         self._queue: deque[tuple[Send, CountdownWork]] = deque()
         self._rest: memoryview | None = None
 
@@ -259,7 +272,8 @@ class Outgoing:
                 header = _HEADER.pack(message.tag, tensor.numel(), DTYPE_CODES[tensor.dtype])
                 if not self._ring.write(header, more=tensor.numel() > 0):
                     break
-                self._rest, moved = view_of(tensor), True
+                self._rest = view_of(tensor)
+                moved = True
             step = self._ring.write(self._rest)
             if step < len(self._rest):
                 self._rest = self._rest[step:]
@@ -284,7 +298,10 @@ class Incoming:
     """
 
     def __init__(self, ring: Bytes, peer: int, rank: int) -> None:
-        self._ring, self._peer, self._rank, self.pending = ring, peer, rank, 0
+        self._ring = ring
+        self._peer = peer
+        self._rank = rank
+        self.pending = 0
         self._posted: dict[int, deque[tuple[Recv, CountdownWork]]] = {}
         self.early: dict[int, deque[torch.Tensor]] = {}
         self.probed: int | None = None
@@ -343,7 +360,8 @@ class Incoming:
             self._end = _next(self._posted, tag)
         else:
             # A later message, of another tag, is waited for or probed: this one is stored in `early`.
-            self._end, self.pending = None, self.pending + 1
+            self._end = None
+            self.pending = self.pending + 1
         target = None if self._end is None else self._end[0].tensor
         if target is None or target.dtype is not dtype or target.numel() != numel:
             target = torch.empty(numel, dtype=dtype, device="cpu")
@@ -358,7 +376,8 @@ class Incoming:
         return _HEADER.unpack_from(head)[0] if len(head) >= HEADER_BYTES else None
 
     def _finish(self) -> None:
-        end, content = self._end, self._target
+        end = self._end
+        content = self._target
         assert content is not None
         self._target = self._end = None
         self.pending -= 1
@@ -413,9 +432,12 @@ class MessageRings:
         return nbytes_of(size, _RING_BYTES)
 
     def __init__(self, barrier: SharedBarrier, memory: memoryview, core: Any) -> None:
-        self._barrier, self._core = barrier, core
+        self._barrier = barrier
+        self._core = core
         self._wake: Callable[[int], object] = barrier.wake if core is None else core.wake
-        self.lock, self.idle, self.held = threading.RLock(), True, False
+        self.lock = threading.RLock()
+        self.idle = True
+        self.held = False
         outgoing, incoming = rings_of(barrier.rank, barrier.size, memory, _RING_BYTES)
         self._out = [Outgoing(ring) for ring in outgoing]
         self._in = [Incoming(ring, peer, barrier.rank) for peer, ring in enumerate(incoming)]
@@ -485,7 +507,8 @@ class MessageRings:
             self._barrier.wait_until(lambda: self.move() or done(), deadline, missing)
             return
         # Another thread may move the messages that this one waits for: the core counts its steps.
-        progress, started = self._core.progress, time.monotonic()
+        progress = self._core.progress
+        started = time.monotonic()
         if done():
             return
         limit = min(deadline, started + _SLICE_S)

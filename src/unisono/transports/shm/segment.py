@@ -151,7 +151,8 @@ def _can_open(handle: bytes) -> bool:
 
 
 _SYS_FUTEX = 98 if platform.machine() == "aarch64" else 202
-_WAIT, _WAKE = 0, 1
+_WAIT = 0
+_WAKE = 1
 _ALL = 0x7FFFFFFF
 
 
@@ -176,7 +177,8 @@ def futex_wait(address: int, expected: int, timeout_s: float) -> None:
         timeout_s: The longest sleep, in seconds.
     """
     limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
-    word, value = ctypes.c_void_p(address), ctypes.c_uint32(expected & 0xFFFFFFFF)
+    word = ctypes.c_void_p(address)
+    value = ctypes.c_uint32(expected & 0xFFFFFFFF)
     _libc().syscall(_SYS_FUTEX, word, _WAIT, value, ctypes.byref(limit), None, 0)
 
 

@@ -63,9 +63,12 @@ class ShmTransport(Transport):
     second_per_byte = 2e-10
 
     def __init__(self, group: Group, control: ControlPlane, options: Options, *, spare: bool) -> None:
-        self.group, self._control, self._options = group, control, options
+        self.group = group
+        self._control = control
+        self._options = options
         self._native: ShmFastPath | None = None
-        module, size = native(), group.size
+        module = native()
+        size = group.size
         barrier = -(-(_INFOS + _INFO.size * size) // PAGE_BYTES) * PAGE_BYTES
         stages = barrier + -(-SharedBarrier.nbytes(size) // PAGE_BYTES) * PAGE_BYTES
         rings = stages + size * 2 * _STAGE_BYTES
@@ -94,11 +97,13 @@ class ShmTransport(Transport):
             self._native = ShmFastPath(
                 module, self._barrier, *where, _STAGE_BYTES, size > cores(), cost, queues, differ
             )
-            self.fast_path, self._rings = self._native, self._native.rings
+            self.fast_path = self._native
+            self._rings = self._native.rings
             self._symmetric = SymmetricMemory(group, control, options.timeout_s, self._native.core)
         else:
             self._rings = MessageRings(self._barrier, queues, None)
-            self.native, self.checks = frozenset(), False
+            self.native = frozenset()
+            self.checks = False
             # The same bits as with the core.
             self.balanced = True
         self._memory = memory
@@ -157,7 +162,8 @@ class ShmTransport(Transport):
 
     def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:
         """Raise the error of ranks with different signatures, quoting the call of each. All ranks raise it."""
-        topic, timeout = f"mismatch in round {self._barrier.round}", min(self._options.timeout_s, _MISMATCH_TIMEOUT_S)
+        topic = f"mismatch in round {self._barrier.round}"
+        timeout = min(self._options.timeout_s, _MISMATCH_TIMEOUT_S)
         # Calls of the fast path are not numbered here; the rounds have shown that all ranks are at the same call.
         values = self._control.exchange(self.group, topic, mine._replace(call=0).values(), timeout)
         problem = explain([Fingerprint(*value) for value in values])
@@ -237,14 +243,19 @@ class SymmetricMemory:
     """
 
     def __init__(self, group: Group, control: ControlPlane, timeout_s: float, core: Any) -> None:
-        self._group, self._control, self._timeout_s, self._core = group, control, timeout_s, core
+        self._group = group
+        self._control = control
+        self._timeout_s = timeout_s
+        self._core = core
         self._allocations = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate zeroed memory on this rank. Collective: the same shape and dtype on every rank."""
         self._allocations += 1
         self._core.expect_symmetric_memory()
-        count, rank, size = math.prod(shape), self._group.rank, self._group.size
+        count = math.prod(shape)
+        rank = self._group.rank
+        size = self._group.size
         stride = max(1, -(-count * dtype.itemsize // PAGE_BYTES)) * PAGE_BYTES
         with torch.inference_mode(mode=False):
             name = f"segment {self._allocations}"

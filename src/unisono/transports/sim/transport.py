@@ -68,7 +68,8 @@ class SimTransport(ThreadTransport):
     # The control plane compares calls, in virtual time.
     checks = False
     _work = _SimWork
-    devices, host_staged = frozenset({"cpu"}), frozenset[str]()
+    devices = frozenset({"cpu"})
+    host_staged = frozenset[str]()
 
     _queue: _NetworkQueue
     _control: ControlPlane
@@ -83,7 +84,8 @@ class SimTransport(ThreadTransport):
     def _under(self, control: ControlPlane) -> SimTransport:
         self._control = control
         link = self._queue.network.link
-        self.latency_s, self.second_per_byte = link.latency_s, link.second_per_byte
+        self.latency_s = link.latency_s
+        self.second_per_byte = link.second_per_byte
         return self
 
     def split(self, group: Group) -> SimTransport:
@@ -101,7 +103,8 @@ class SimTransport(ThreadTransport):
 
     def _deliver(self, message: InFlightMessage) -> None:
         """Send a matched message."""
-        scheduler, name = _scheduler(), self.group.name
+        scheduler = _scheduler()
+        name = self.group.name
         wire = self.group.members[message.source], self.group.members[message.target]
         for rank in (message.source, message.target):
             self._queue.in_flight[name, rank][message] = None
@@ -114,7 +117,8 @@ class SimTransport(ThreadTransport):
             del flights[message]
             if not flights:
                 del self._queue.in_flight[group, rank]
-        size, tag = format_bytes(message.sent.tensor.nbytes), message.sent.tag
+        size = format_bytes(message.sent.tensor.nbytes)
+        tag = message.sent.tag
         _scheduler().note(f"{group}: {size} from rank {message.source} reach rank {message.target} (tag {tag})")
         message.deliver()
 
@@ -139,7 +143,8 @@ class SimTransport(ThreadTransport):
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
         """Stop all threads of this rank but its program, which raises `error` and reaches no other rank any more."""
-        task, control = here(), self._control
+        task = here()
+        control = self._control
         if task is None or task.rank is None or not isinstance(control, SimulatedControl):
             raise error
         self._queue.dead.add(self.group.members[self.rank])

@@ -49,14 +49,18 @@ class TcpCollectives(NativeCalls):
         connections: Mapping[int, socket.socket],
         messages: TcpMessages | None,
     ) -> None:
-        module, rank, size = native(), group.rank, group.size
+        module = native()
+        rank = group.rank
+        size = group.size
         assert module is not None
         programs = Programs(module, rank, size, self.latency_s, self.second_per_byte)
         sockets = [connections[peer].fileno() if peer != rank else -1 for peer in range(size)]
         moved = [] if messages is None else messages.sockets(size)
         core = module.TcpCore(rank, sockets, moved, size > cores(), known_dtypes(), programs.cheapest)
         super().__init__(core, rank, size, programs, messages)
-        self._group, self._control, self._timeout_s = group, control, timeout_s
+        self._group = group
+        self._control = control
+        self._timeout_s = timeout_s
         self._connections = list(connections.values())
         self.messages = messages
         self.broken: BaseException | None = None
@@ -78,7 +82,8 @@ class TcpCollectives(NativeCalls):
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
         """As of `FastPath`."""
-        topic, timeout = f"mismatch in call {self.core.number}", min(self._timeout_s, _MISMATCH_TIMEOUT_S)
+        topic = f"mismatch in call {self.core.number}"
+        timeout = min(self._timeout_s, _MISMATCH_TIMEOUT_S)
         # Calls of the fast path are not numbered here; the rounds have shown that all ranks are at the same call.
         values = self._control.exchange(self._group, topic, fingerprint._replace(call=0).values(), timeout)
         problem = explain([Fingerprint(*value) for value in values])

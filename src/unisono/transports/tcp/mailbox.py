@@ -34,7 +34,9 @@ class _Stream:
     """Incoming stream of one rank: the length of an authenticated head, the head, and bodies received in new memory."""
 
     def __init__(self, peer: int, connection: socket.socket, channel: Channel) -> None:
-        self.peer, self.connection, self._channel = peer, connection, channel
+        self.peer = peer
+        self.connection = connection
+        self._channel = channel
         self._arrived = bytearray()
         self._head = b""
         self._bodies: list[torch.Tensor] | None = None
@@ -177,7 +179,8 @@ class TcpMailbox(Mailbox):
         envelopes: list[Envelope] = []
         if self.closed:
             return envelopes
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         for number in ready or [number for number, _ in self._watch.poll(0)]:
             if number == self._wakeup_receiver.fileno():
                 with contextlib.suppress(BlockingIOError):

@@ -37,7 +37,8 @@ class Stream:
     __slots__ = ("_at", "_buffer", "_connection", "_end", "_held", "left", "lost")
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._held = connection, b""
+        self._connection = connection
+        self._held = b""
         self.left = self.lost = False
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._at = self._end = 0
@@ -81,7 +82,8 @@ class Stream:
         if self._end - self._at < HEADER_BYTES:
             rest = bytes(self._buffer[self._at : self._end])
             self._buffer[: len(rest)] = rest
-            self._at, self._end = 0, len(rest)
+            self._at = 0
+            self._end = len(rest)
             self._fill()
         if self._buffer[self._at : self._end][:HEADER_BYTES] == FAREWELL:
             self.left = self.lost = True
@@ -144,7 +146,9 @@ class TcpMessages:
         self._in = {peer: Incoming(stream, peer, rank) for peer, stream in self._streams.items()}
         self._sending: dict[int, Outgoing] = {}
         self._receiving: dict[int, Incoming] = {}
-        self.lock, self.idle, self.held = threading.RLock(), True, False
+        self.lock = threading.RLock()
+        self.idle = True
+        self.held = False
         # A thread that waits for bytes; the others wait for it.
         self._turn = threading.Condition(threading.Lock())
         self._polls = False

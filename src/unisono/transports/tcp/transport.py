@@ -42,7 +42,10 @@ class TcpTransport(Transport):
     second_per_byte = TcpCollectives.second_per_byte
 
     def __init__(self, group: Group, control: ControlPlane, options: Options, *, background: bool) -> None:
-        self.group, self._control, self._options, self.background = group, control, options, background
+        self.group = group
+        self._control = control
+        self._options = options
+        self.background = background
         self._closed = False
         self.fast_path = self._collectives = TcpCollectives.connect(group, control, options, with_messages=True)
         assert self._collectives.messages is not None

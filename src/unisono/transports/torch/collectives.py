@@ -88,7 +88,8 @@ def _reduce_scatter(backend: Any, call: Call) -> Any:
 
 def _broadcast(backend: Any, call: Call) -> Any:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = _root(call), 0
+    options.rootRank = _root(call)
+    options.rootTensor = 0
     return backend.broadcast([_bytes(call.outputs[0])], options)
 
 

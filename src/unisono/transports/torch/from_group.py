@@ -48,7 +48,8 @@ def adopt(
     kind = backend.name().lower()
     if device.type not in TorchTransport.declared(kind).devices:
         raise CommError(f"a group of backend {kind!r} for {device.type} cannot be wrapped; those of gloo and nccl can")
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
+    size = group.size()
     all_gather = partial(_all_gather, backend, size, device, time.monotonic() + timeout_s)
     hosts = [_text(record) for record in all_gather(host_identity().encode())]
     server: Server | None = None

@@ -63,13 +63,18 @@ class TorchTransport(Transport):
         sockets: Sockets | None = None,
         owned: bool = True,
     ) -> None:
-        self.group, self._backend, self._control, self._options = group, backend, control, options
+        self.group = group
+        self._backend = backend
+        self._control = control
+        self._options = options
         self._owned = owned
         self._sockets = sockets or Sockets()
         self._flying: list[_TorchWork] = []
         self._lock = threading.Lock()
         declared = self.declared(options.backend)
-        self.devices, self.host_staged, self.native = declared.devices, declared.host_staged, declared.native
+        self.devices = declared.devices
+        self.host_staged = declared.host_staged
+        self.native = declared.native
         self._cuda = "cpu" not in self.devices
         self._device = torch.device(options.device).index if self._cuda else None
         self.tags = self.any_source = not self._cuda
@@ -198,7 +203,8 @@ class TorchTransport(Transport):
         if self._messages is not None and self._broken is None:
             self._messages.abort(cause)
         with self._lock:
-            first, self._broken = self._broken is None, self._broken or cause
+            first = self._broken is None
+            self._broken = self._broken or cause
             stuck = [known for known in self._flying if not known.is_finished()]
             for known in stuck if self._cuda else ():
                 # What its stream does now is not what was asked for.
@@ -238,7 +244,9 @@ class _TorchWork(Work):
     """
 
     def __init__(self, work: Any, timeout_s: float, wait_for: Callable[[Any, float], bool]) -> None:
-        self.work, self._timeout_s, self._wait_for = work, timeout_s, wait_for
+        self.work = work
+        self._timeout_s = timeout_s
+        self._wait_for = wait_for
         self._error: BaseException | None = None
 
     def wait(self, timeout: Timeout | None = None) -> None:

@@ -16,7 +16,8 @@ __all__ = ["cost", "steps"]
 
 def steps(rank: int, size: int) -> Iterator[Step]:
     for distance, count in _rounds(size):
-        to, source = (rank - distance) % size, (rank + distance) % size
+        to = (rank - distance) % size
+        source = (rank + distance) % size
         yield Step((wrapped(to, rank, count, size),), (wrapped(source, source, count, size),))
 
 

@@ -16,7 +16,8 @@ __all__ = ["cost", "steps"]
 
 def steps(rank: int, size: int) -> Iterator[Step]:
     for distance in (1 << bit for bit in reversed(range((size - 1).bit_length()))):
-        to, source = (rank + distance) % size, (rank - distance) % size
+        to = (rank + distance) % size
+        source = (rank - distance) % size
         passed = range(0, size - distance, 2 * distance)  # how far the chunks have come that go on
         yield Step(
             (move_of(to, ((rank - way) % size for way in passed)),),

@@ -19,7 +19,8 @@ def unsupported(size: int) -> str:
 
 def steps(rank: int, size: int) -> Iterator[Step]:
     for distance in (1 << bit for bit in range(size.bit_length() - 1)):
-        peer, mine = rank ^ distance, rank // distance * distance
+        peer = rank ^ distance
+        mine = rank // distance * distance
         theirs = mine ^ distance
         yield Step((Move(peer, mine, mine + distance),), (Move(peer, theirs, theirs + distance),))
 

@@ -47,5 +47,6 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
 
 def cost(size: int, numel: int, segments: int = 4) -> Cost:
     # The rank at place 2 of the first tree has two children and, from 4 ranks on, a parent.
-    half, more = elements(numel, 2 * segments, 0, segments), min(size - 2, 2)
+    half = elements(numel, 2 * segments, 0, segments)
+    more = min(size - 2, 2)
     return Cost(2 * (size.bit_length() + segments - 2), (more + 2) * segments, numel + more * half)

@@ -33,6 +33,8 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 
 def cost(size: int, numel: int) -> Cost:
-    halves, extra, nodes = size.bit_length() - 1, extra_ranks(size), nodes_of(size)
+    halves = size.bit_length() - 1
+    extra = extra_ranks(size)
+    nodes = nodes_of(size)
     sent = halvings_cost(numel, nodes, [nodes >> half for half in range(1, halves + 1)])
     return Cost(2 * halves + 2 * extra, 2 * halves + extra, sent + extra * numel)

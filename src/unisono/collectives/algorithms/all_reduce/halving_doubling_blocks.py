@@ -31,13 +31,15 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     blocks = _blocks(size)
     first = list(accumulate(blocks, initial=0))
     number = bisect_right(first, rank) - 1
-    node, block = rank - first[number], blocks[number]
+    node = rank - first[number]
+    block = blocks[number]
     width = blocks[0] // block
     start = places(doubling, block)[node] * width
 
     def owned_by(other: int) -> tuple[Move, ...]:
         """Return the messages of this rank's chunks to or from their owners in another block."""
-        ranks, wide = owners(doubling, blocks[other]), blocks[0] // blocks[other]
+        ranks = owners(doubling, blocks[other])
+        wide = blocks[0] // blocks[other]
         run = min(width, wide)
         return tuple(
             Move(first[other] + ranks[chunk // wide], chunk, chunk + run) for chunk in range(start, start + width, run)
@@ -55,11 +57,16 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 
 def cost(size: int, numel: int) -> Cost:
-    blocks, messages, sent = _blocks(size), [], []
+    blocks = _blocks(size)
+    messages = []
+    sent = []
     for number, block in enumerate(blocks):
-        halves, larger, smaller = block.bit_length() - 1, number > 0, number + 1 < len(blocks)
+        halves = block.bit_length() - 1
+        larger = number > 0
+        smaller = number + 1 < len(blocks)
         messages.append(2 * halves + larger * blocks[number - 1] // block + smaller)
-        own, runs = blocks[0] // block, [blocks[0] >> half for half in range(1, halves + 1)]
+        own = blocks[0] // block
+        runs = [blocks[0] >> half for half in range(1, halves + 1)]
         sent.append(
             halvings_cost(numel, blocks[0], runs, own) + (larger + smaller) * elements(numel, blocks[0], 0, own)
         )

@@ -38,13 +38,17 @@ def _split(size: int, levels: tuple[int, ...]) -> tuple[list[int], int]:
 
 def steps(rank: int, size: int, levels: tuple[int, ...] = ()) -> Iterator[Step]:
     inside, outermost = _split(size, levels)
-    reducing, start, width, stride = [], 0, size, 1
+    reducing = []
+    start = 0
+    width = size
+    stride = 1
     for count in inside:
         width //= count
         member = rank // stride % count
         to, sources = others(member, count)
         parts = [start + other * width for other in range(count)]
-        first, start = rank - member * stride, parts[member]
+        first = rank - member * stride
+        start = parts[member]
         send = tuple(Move(first + other * stride, parts[other], parts[other] + width) for other in to)
         recv = tuple(Move(first + other * stride, start, start + width) for other in sources)
         reducing.append(Step(send, recv, reduce=True))
@@ -59,7 +63,8 @@ def steps(rank: int, size: int, levels: tuple[int, ...] = ()) -> Iterator[Step]:
 def cost(size: int, numel: int, levels: tuple[int, ...] = ()) -> Cost:
     inside, outermost = _split(size, levels)
     runs = [run for _, run in bruck.runs(outermost)]
-    sent, width = halvings_cost(numel, size, runs), size
+    sent = halvings_cost(numel, size, runs)
+    width = size
     for count in inside:
         width //= count
         sent += (count - 1) * elements(numel, size, 0, width)

@@ -29,5 +29,6 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 
 def cost(size: int, numel: int) -> Cost:
-    doublings, extra = size.bit_length() - 1, extra_ranks(size)
+    doublings = size.bit_length() - 1
+    extra = extra_ranks(size)
     return Cost(doublings + 2 * extra, doublings + extra, (doublings + extra) * numel)

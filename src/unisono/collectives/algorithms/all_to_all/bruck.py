@@ -25,7 +25,8 @@ def steps(rank: int, size: int) -> Iterator[Step]:
     for bit in range((size - 1).bit_length()):
         distance = 1 << bit
         ways = [way for way in range(size) if way & distance]
-        to, source = (rank + distance) % size, (rank - distance) % size
+        to = (rank + distance) % size
+        source = (rank - distance) % size
         sent = [_chunk(rank, way, way % distance, size) for way in ways]
         received = [_chunk(rank, way, way % (2 * distance), size) for way in ways]
         yield Step((_in_order(to, sent),), (_in_order(source, received),))

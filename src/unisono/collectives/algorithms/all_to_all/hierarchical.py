@@ -74,6 +74,7 @@ def _parts(peer: int, places: Iterable[int]) -> Move:
 
 def cost(size: int, numel: int, group: int = 0) -> Cost:
     group = group or _group(size)
-    groups, part = size // group, numel // size
+    groups = size // group
+    part = numel // size
     sent = ((group - 1) * groups + (groups - 1) * group) * part
     return Cost((group > 1) + (groups > 1), group - 1 + groups - 1, sent)

@@ -16,7 +16,8 @@ __all__ = ["cost", "steps"]
 
 def steps(rank: int, size: int) -> Iterator[Step]:
     for distance in range(1, size):
-        to, source = (rank + distance) % size, (rank - distance) % size
+        to = (rank + distance) % size
+        source = (rank - distance) % size
         yield Step((Move(to, to, to + 1),), (Move(source, size + source, size + source + 1),))
 
 

@@ -16,7 +16,8 @@ __all__ = ["cost", "steps"]
 def steps(rank: int, size: int) -> Iterator[Step]:
     for bit in range((size - 1).bit_length()):
         distance = 1 << bit
-        to, source = (rank + distance) % size, (rank - distance) % size
+        to = (rank + distance) % size
+        source = (rank - distance) % size
         yield Step((Move(to, 0, 1),), (Move(source, 0, 1),), reduce=True)
 
 

@@ -21,7 +21,8 @@ def chunks(size: int, segments: int = 8) -> int:
 
 
 def steps(rank: int, size: int, segments: int = 8) -> Iterator[Step]:
-    first, last = rank == 0, rank == size - 1
+    first = rank == 0
+    last = rank == size - 1
     for chunk in range(first, segments + 1 - last):
         send = () if last or chunk == 0 else (Move(rank + 1, chunk - 1, chunk),)
         recv = () if first or chunk == segments else (Move(rank - 1, chunk, chunk + 1),)

@@ -28,7 +28,8 @@ def steps(rank: int, size: int, segments: int = 4) -> Iterator[Step]:
         send: list[Move] = []
         recv: list[Move] = []
         for first, parent, depth, below in trees:
-            arriving, leaving = first + time - depth + 1, first + time - depth
+            arriving = first + time - depth + 1
+            leaving = first + time - depth
             if rank and first <= arriving < first + segments:
                 recv.append(Move(parent, arriving, arriving + 1))
             if first <= leaving < first + segments:

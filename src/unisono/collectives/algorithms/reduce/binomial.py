@@ -21,7 +21,9 @@ def chunks(size: int) -> int:
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    found, first, stop = [], 0, size
+    found = []
+    first = 0
+    stop = size
     while stop - first > 1:
         half = (first + stop + 1) // 2
         if rank == first:

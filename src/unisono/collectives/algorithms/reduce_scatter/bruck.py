@@ -24,7 +24,8 @@ def runs(size: int) -> list[tuple[int, int]]:
 
 def steps(rank: int, size: int) -> Iterator[Step]:
     for distance, run in runs(size):
-        ahead, behind = (rank + distance) % size, (rank - distance) % size
+        ahead = (rank + distance) % size
+        behind = (rank - distance) % size
         yield Step(
             (move_of(ahead, ((ahead + chunk) % size for chunk in range(run))),),
             (move_of(behind, ((rank + chunk) % size for chunk in range(run))),),

@@ -32,5 +32,6 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 
 def cost(size: int, numel: int) -> Cost:
-    halves, extra = size.bit_length() - 1, extra_ranks(size)
+    halves = size.bit_length() - 1
+    extra = extra_ranks(size)
     return Cost(halves + 2 * extra, halves + extra, numel if extra else numel - numel // size)

@@ -15,9 +15,11 @@ __all__ = ["cost", "steps"]
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:
-    left, right = (rank - 1) % size, (rank + 1) % size
+    left = (rank - 1) % size
+    right = (rank + 1) % size
     for back in range(1, size):
-        out, into = (rank - back) % size, (rank - back - 1) % size
+        out = (rank - back) % size
+        into = (rank - back - 1) % size
         yield Step((Move(right, out, out + 1),), (Move(left, into, into + 1),), reduce=True)
 
 

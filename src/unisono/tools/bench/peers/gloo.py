@@ -71,7 +71,8 @@ def _all_reduce(group: Any, workload: Workload, slot: Slot, rank: int) -> Callab
 
 def _reduce(group: Any, workload: Workload, slot: Slot, rank: int) -> Callable[[], Any]:
     options = dist.ReduceOptions()
-    options.reduceOp, options.rootRank = _reduce_op(workload), 0
+    options.reduceOp = _reduce_op(workload)
+    options.rootRank = 0
     return partial(group.reduce, [slot.target], options)
 
 

@@ -71,11 +71,14 @@ class Mpi(Peer):
             raise ValueError("MPI's ranks are not unisono's; start them with unisono.tools.bench.run")
 
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
-        mpi, world, collective = self._mpi, self._world, workload.collective
+        mpi = self._mpi
+        world = self._world
+        collective = workload.collective
         if collective == "barrier":
             return partial(world.Barrier)
         kind = getattr(mpi, _TYPES[workload.dtype])
-        source, target = self._described(slot.source, kind), self._described(slot.target, kind)
+        source = self._described(slot.source, kind)
+        target = self._described(slot.target, kind)
         root = world.rank == 0
         if collective == "broadcast":
             return partial(world.Bcast, target, 0)

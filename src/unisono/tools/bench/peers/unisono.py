@@ -24,7 +24,9 @@ class UnisonoPeer(Peer):
     """
 
     def __init__(self, comm: Communicator, folder: Path, algorithm: str | None = None) -> None:
-        self._comm, self._folder, self._algorithm = comm, folder, algorithm
+        self._comm = comm
+        self._folder = folder
+        self._algorithm = algorithm
 
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
         call = _BIND[workload.collective](self._comm, workload, slot)

@@ -90,7 +90,8 @@ def _described(manifest: Manifest) -> dict[str, Any]:
         name: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape), "nbytes": one.nbytes}
         for name, one in manifest.tensors.items()
     }
-    files, ranks = len(manifest.files), manifest.ranks
+    files = len(manifest.files)
+    ranks = manifest.ranks
     return {"tensors": tensors, "nbytes": manifest.nbytes, "files": files, "ranks": ranks, "extra": manifest.extra}
 
 

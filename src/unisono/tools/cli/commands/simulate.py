@@ -68,7 +68,9 @@ def run(given: argparse.Namespace) -> int:
     if given.plot:
         check_plot()
     try:
-        network, sizes, lengths = _network(given), parse_sizes(given.ranks), parse_sizes(given.bytes)
+        network = _network(given)
+        sizes = parse_sizes(given.ranks)
+        lengths = parse_sizes(given.bytes)
         names = given.algorithms or ALGORITHMS[given.collective].names()
         if given.goal or given.trace:
             _export(given, network, names, sizes, lengths)

@@ -47,7 +47,9 @@ def run(given: argparse.Namespace) -> int:
         print(table)
         return 0
     found = json.loads(table)
-    inside, gamma, overhead = found["inside"], found["gamma"], found["overhead"]
+    inside = found["inside"]
+    gamma = found["gamma"]
+    overhead = found["overhead"]
     print(
         f"{backend}, {given.ranks} ranks, table {found['hash']}: alpha {inside['alpha'] * 1e6:.1f} us, beta "
         f"{inside['beta'] * 1e9:.3f} ns/B, gamma {gamma * 1e9:.3f} ns/B, overhead {overhead * 1e6:.1f} us a message"

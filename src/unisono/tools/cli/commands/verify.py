@@ -133,10 +133,12 @@ def _line(found: dict[str, Any]) -> str:
     name = f"{found['collective']}/{found['algorithm']}"
     if found["error"]:
         return f"{name}: WRONG  {found['error']}"
-    proved, refused = found["proved"], found["refused"]
+    proved = found["proved"]
+    refused = found["refused"]
     if not proved:
         return f"{name}: {next(iter(refused.values()))}"
-    cost, largest = proved[max(proved)]["cost"], max(proved)
+    cost = proved[max(proved)]["cost"]
+    largest = max(proved)
     words = [
         f"proved for {_ranges(proved)} ranks",
         f"at {largest}: rounds {cost['rounds']}, messages {cost['messages']}, chunks sent {cost['sent']}",

@@ -52,7 +52,9 @@ def ranks_here(target: Target) -> int | None:
 
 def _cores() -> tuple[int, str]:
     """Return the number of cores, and their description."""
-    count, seen, of_the_machine = cores(), visible(), os.cpu_count() or 1
+    count = cores()
+    seen = visible()
+    of_the_machine = os.cpu_count() or 1
     if count < seen:
         return count, f"core(s) are what the control group allows of {seen}"
     return count, f"of {of_the_machine} cores are allowed to this process" if count < of_the_machine else "core(s)"

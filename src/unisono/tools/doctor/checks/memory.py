@@ -54,7 +54,8 @@ def _folder() -> Finding:
             f"{_FOLDER} does not exist or cannot be written; {needs}", f"mount -t tmpfs -o size=2G shm {_FOLDER}"
         )
     status = os.statvfs(_FOLDER)
-    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    size = status.f_blocks * status.f_frsize
+    free = status.f_bavail * status.f_frsize
     # A tmpfs without a limit reports 0.
     if size and free < _WANTED_BYTES:
         return problem(

@@ -36,7 +36,8 @@ def check(target: Target) -> Iterator[Finding]:
     if not target.wants("mpi"):
         return
     required = target.requires("mpi") or mpi_library.launched() is not None
-    library, deadline = find_library(target.limit_s), time.monotonic() + target.limit_s
+    library = find_library(target.limit_s)
+    deadline = time.monotonic() + target.limit_s
     found = [Path(path) for path in map(shutil.which, ("mpirun", "mpiexec")) if path is not None]
     on_path = {path.parent: path for path in found}
     beside = find_mpirun()

@@ -43,7 +43,8 @@ def meet(
         if found:
             raise CommError(". ".join(found), rank=group.rank, size=group.size)
 
-    within_s, patience_s = min(timeout, _REACH_WITHIN_S), timeout + _REACH_WITHIN_S
+    within_s = min(timeout, _REACH_WITHIN_S)
+    patience_s = timeout + _REACH_WITHIN_S
     if group.rank not in firsts:
         conclude([])
         return None

@@ -37,7 +37,9 @@ class HostLinks:
     """
 
     def __init__(self, peers: dict[int, socket.socket], ranks: Sequence[int], where: Sequence[str]) -> None:
-        self._peers, self._ranks, self._where = peers, ranks, where
+        self._peers = peers
+        self._ranks = ranks
+        self._where = where
         self._broken: BaseException | None = None
         self._round = 0
         self._closing = threading.Lock()
@@ -126,11 +128,14 @@ class _Exchange:
     """One packet out and one in, over one socket."""
 
     def __init__(self, host: int, peer: socket.socket, head: bytes, content: memoryview, into: memoryview) -> None:
-        self.host, self.peer = host, peer
+        self.host = host
+        self.peer = peer
         self.rest: list[memoryview] = [memoryview(head), content] if content else [memoryview(head)]
         self.differs = False
-        self._head, self._head_received = bytearray(_HEAD.size), 0
-        self._into, self._received = into, 0
+        self._head = bytearray(_HEAD.size)
+        self._head_received = 0
+        self._into = into
+        self._received = 0
 
     def move(self, head: bytes) -> bool:
         """Return whether both directions are complete. Raises OSError if the connection has ended."""
@@ -155,7 +160,8 @@ class _Exchange:
                 head_rest = memoryview(self._head)[self._head_received :]
                 buffers = [head_rest, self._into] if self._into else [head_rest]
             elif self._received < len(self._into):
-                head_rest, buffers = memoryview(b""), [self._into[self._received :]]
+                head_rest = memoryview(b"")
+                buffers = [self._into[self._received :]]
             else:
                 return True
             try:

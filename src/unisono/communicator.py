@@ -15,9 +15,8 @@ from typing_extensions import Unpack
 
 from unisono import serialization
 from unisono.collectives.arguments import check_rank
-from unisono.collectives.selection import Needs, explain
 from unisono.collectives.tuning.cost_table import CostTable
-from unisono.collectives.tuning.prediction import Choice, size_class
+from unisono.collectives.tuning.prediction import Choice
 from unisono.comm.engine import ANY_THREAD, Engine, FailureRelay
 from unisono.comm.mailbox import open_mailbox
 from unisono.comm.messages import Messages
@@ -535,6 +534,61 @@ class Communicator:
             return None
         call = self._engine.make(_BARRIER, algorithm=algorithm, timeout=timeout)
         return self._engine.run(call, async_op=async_op)
+
+    def agree(self, value: Any, name: str) -> None:
+        """Find out, with the next collective, whether all ranks have the same value here.
+
+        All ranks call it, in the same order. It sends nothing: the next collective of this communicator, or of another
+        one of the same ranks, made by this thread, compares a digest of the value as it is now. `flush_agreements`,
+        `barrier` and `close` compare what waits. Values are equal if they have the same types, shapes, dtypes and
+        bits; dicts and sets may be in any order, and tensors on any device. With `check="off"`, only
+        `flush_agreements` and `close` compare.
+
+        Args:
+            value: Numbers, strings, tensors, arrays, modules, optimizers, dataclasses, and containers of them.
+            name: What errors call it.
+
+        Raises:
+            TypeError: The value, or a part of it, is of a type that cannot be compared.
+            MismatchError: On every rank, from the collective that compares: the first part that differs, and the ranks
+                on each side; or a rank that has not called `agree`. `close` raises it on one rank.
+
+        Cost: a hash of the value; and 20 us or so with the next collective.
+
+        Example:
+            >>> def program(comm):
+            ...     comm.agree({"lr": 0.1 * (1 + comm.rank)}, "settings")
+            ...     comm.barrier()
+            >>> un.launch(program, 2, "thread")
+            Traceback (most recent call last):
+            ...
+            unisono.errors.MismatchError: ...ranks differ in 'settings', at ['lr']: rank 0: 0.1; rank 1: 0.2...
+        """
+        self._engine.enter("agree")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {type(name).__name__}")
+        if self.size > 1:
+            self._engine.agreements.add(value, name)
+
+    def flush_agreements(self, timeout: Timeout | None = None) -> None:
+        """Compare now what `agree` has taken. Collective.
+
+        Args:
+            timeout: Seconds or a `timedelta`; the communicator's if None.
+
+        Raises:
+            MismatchError: As `agree` says.
+
+        Cost: a barrier.
+
+        Example:
+            >>> def program(comm):
+            ...     comm.agree(comm.size, "ranks")
+            ...     comm.flush_agreements()
+            >>> un.launch(program, 2, "thread")
+            [None, None]
+        """
+        self._engine.flush_agreements(_BARRIER, timeout)
 
     def monitored_barrier(self, timeout: Timeout | None = None) -> None:
         """Run a barrier over the control plane; on timeout, name every missing rank and its current location.
@@ -1684,22 +1738,13 @@ class Communicator:
             (True, True)
         """
         family = family_of(collective)
-        reduced = parse_op(op)
+        reduced = parse_op(op) if family.reduces else None
         if nbytes < 0:
             raise ValueError(f"nbytes must be at least 0, not {nbytes}")
-        if family.reduces:
+        if reduced is not None:
             check_reducible(reduced, dtype)
         self._engine.enter("plan")
-        machine = self._engine.tuner.machine()
-        rounded = family.reduces and reduced in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
-        rounded = rounded and (dtype.is_floating_point or dtype.is_complex)
-        balanced = rounded and self._engine.options.deterministic
-        needs = Needs(collective, self.size, rounded, balanced, rotated=False)
-        why = "set by the argument"
-        if algorithm is None:
-            algorithm = dict(machine.table.overrides).get(collective)
-            why = "" if algorithm is None else "set by UNISONO_ALGORITHM or the overrides of the table"
-        return explain(needs, size_class(nbytes), machine, algorithm, why)
+        return self._engine.selection.plan(collective, nbytes, dtype, reduced, algorithm)
 
     # -- life ------------------------------------------------------------------------------------
     def release_thread(self) -> None:
@@ -1817,6 +1862,7 @@ class Communicator:
             self._successor._finish()
         while self._before_close:
             self._before_close.pop()()
+        self._engine.close_agreements()
         for part in self._open_parts():
             part._finish()
 

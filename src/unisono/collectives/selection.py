@@ -12,7 +12,7 @@ import torch
 from unisono.collectives.algorithms import ALGORITHMS, find
 from unisono.collectives.executor import Schedule, ScratchPool
 from unisono.collectives.tuning.cost_table import GAP
-from unisono.collectives.tuning.prediction import Choice, Machine, compare, predicted
+from unisono.collectives.tuning.prediction import Choice, Machine, compare, predicted, size_class
 from unisono.core.call import NATIVE, Call, Steps
 from unisono.core.collective import FAMILIES
 from unisono.core.tensors import numels
@@ -79,6 +79,26 @@ class Selection:
             label = self._choose(call, self._needs(call, dtype, requested), 1 << bits, native, requested, machine)
             chosen = self._kept[key] = label, None if label == NATIVE else self._schedule(call, label)
         return chosen
+
+    def plan(
+        self, collective: str, nbytes: int, dtype: torch.dtype, op: ReduceOp | None, algorithm: str | None
+    ) -> Choice:
+        """Return what "auto" stands for in a call, and the predicted times of all that can serve it.
+
+        Args:
+            collective, nbytes, dtype, algorithm: As of `Communicator.plan`.
+            op: None where nothing is reduced.
+        """
+        assert self._machine is not None
+        machine = self._machine()
+        rounded = op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
+        rounded = rounded and (dtype.is_floating_point or dtype.is_complex)
+        needs = Needs(collective, self._size, rounded, rounded and self._deterministic, rotated=False)
+        why = "set by the argument"
+        if algorithm is None:
+            algorithm = dict(machine.table.overrides).get(collective)
+            why = "" if algorithm is None else "set by UNISONO_ALGORITHM or the overrides of the table"
+        return explain(needs, size_class(nbytes), machine, algorithm, why)
 
     def _schedule(self, call: Call, label: str) -> Steps:
         key = call.name, label, call.root

@@ -18,10 +18,11 @@ from torch.autograd.graph import increment_version
 
 from unisono.collectives.arguments import Splits, make_call
 from unisono.collectives.selection import Selection
+from unisono.comm.agreement import Agreements
 from unisono.comm.teardown import Teardown
 from unisono.comm.tuner import Tuner
 from unisono.control.sockets import invalidate_after_fork
-from unisono.core.call import Call, Fingerprint
+from unisono.core.call import Agreed, Call, Fingerprint, disagreement
 from unisono.core.collective import Collective
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, error_of, raise_caused, text_of, to_cause
@@ -32,10 +33,11 @@ from unisono.core.tensors import numels
 from unisono.core.threads import SerialWorker
 from unisono.core.tracing import SINK, profiler, record_collective, record_message
 from unisono.core.transport import Options, Status, Tensors, Transport
-from unisono.core.types import ReduceOp, Timeout, Work
+from unisono.core.types import PointToPoint, ReduceOp, Timeout, Work
 from unisono.core.work import Completion, Deferred, resolve_timeout, seconds_left
 from unisono.diagnostics.hang_report import with_hang_report
-from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
+from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, MismatchError, PeerLostError
+from unisono.serialization import decode, encode
 from unisono.wrappers.trace import observed, waits_of
 
 __all__ = ["ANY_THREAD", "Engine", "FailureRelay"]
@@ -44,6 +46,8 @@ ANY_THREAD = -1
 """Value of the owning thread's id that permits calls from any thread."""
 
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
+_NEVER: list[Agreed] = []
+"""What waits where nothing is compared: always empty."""
 _PATIENCE_S = 1.0
 """Seconds that a rank with a broken connection waits for the control plane to report the lost rank."""
 
@@ -71,6 +75,7 @@ class Engine:
         closed: Whether this rank has closed the communicator.
         broken: The first cause of the group's failure.
         fast_path: The transport's, if it has one.
+        selection: Chooses algorithms.
         tuner: The table of costs by which "auto" chooses.
         parent: The engine of the parent communicator, which must outlive this one.
         ending: Releases all resources.
@@ -88,12 +93,14 @@ class Engine:
         self.owner: int | None = None
         self.closed = False
         self.broken: Cause | None = None
+        self.agreements = Agreements()
+        self._waiting = self.agreements.waiting if check != "off" else _NEVER
         self._calls = 0
         self._process = os.getpid()
         # A deterministic sum has another order than the fast path's.
         self.fast_path = None if options.deterministic else transport.fast_path
         self.tuner = Tuner(transport, control, options, hosts)
-        self._selection = Selection(
+        self.selection = Selection(
             transport, options.chunk_bytes, deterministic=options.deterministic, machine=self.tuner.machine
         )
         self._checked = check != "off"
@@ -172,6 +179,8 @@ class Engine:
         if fast is None or (self.owner != here and self.owner != ANY_THREAD):
             return False
         if self._pending or self._inside or self.broken is not None or self.closed or profiler._is_profiler_enabled:
+            return False
+        if self._waiting:
             return False
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         caller = _getframe(2)
@@ -295,15 +304,19 @@ class Engine:
             lengths=lengths,
         )
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
-        algorithm, steps = self._selection.choose(call, algorithm)
+        algorithm, steps = self.selection.choose(call, algorithm)
         if after is None:
             number = self._calls + 1
             place = callers_place()
         else:
             number = after.fingerprint.call + 1
             place = after.fingerprint.site
+        agreed = self.agreements.take(number) if self._waiting and after is None else None
+        if agreed is not None:
+            number += 1
         fingerprint = _fingerprint(what, call, like, number, algorithm, place, origin)
         return call._replace(
+            agreed=agreed,
             fingerprint=fingerprint,
             steps=steps,
             timeout=limit,
@@ -384,6 +397,39 @@ class Engine:
                 return None
         return waits_of(done, fingerprint.operation, self.group)
 
+    def flush_agreements(self, barrier: Collective, timeout: Timeout | None) -> None:
+        """Compare what waits, now. Collective."""
+        if self._checked:
+            self.block(barrier, timeout=timeout)
+            return
+        self.enter("flush_agreements")
+        self._calls += 1
+        mine = self.agreements.take(self._calls) or Fingerprint(self._calls, "agree")
+        limit = self._limit_s if timeout is None else resolve_timeout(timeout)
+        topic = f"agreements of call {self._calls}"
+        try:
+            values = self.control.exchange(self.group, topic, mine.values(), limit)
+            self._refuse_differences({rank: Fingerprint(*each) for rank, each in enumerate(values)})
+        except BaseException as error:
+            raise_caused(self.report_failure(error, "flush_agreements"), error)
+
+    def close_agreements(self) -> None:
+        """Compare what waits with the first rank that closes the communicator; no rank waits for another."""
+        mine = self.agreements.take(self._calls + 1) if self.parent is None and self.failure() is None else None
+        if mine is None:
+            return
+        own = encode((self.group.rank, mine.values()))
+        rank, theirs = decode(self.control.compare_set(f"{self.group.name}/agreements", b"", own))
+        try:
+            self._refuse_differences({self.group.rank: mine, rank: Fingerprint(*theirs)})
+        except MismatchError as error:
+            raise_caused(self.report_failure(error, "close"), error)
+
+    def _refuse_differences(self, prints: dict[int, Fingerprint]) -> None:
+        difference = disagreement(prints)
+        if difference:
+            raise self.with_context(MismatchError(difference), "agree")
+
     def skip(self) -> None:
         """Count a call that is not made now, on any rank."""
         self._calls += 1
@@ -391,7 +437,7 @@ class Engine:
     def _perform(self, call: Call, transport: Transport, then: Callable[[], Call] | None = None) -> None:
         deadline = time.monotonic() + call.timeout
         with self._carrying_out(call):
-            transport.agree(call, deadline)
+            self._agree(call, transport, deadline)
             call.staging.begin()
             work = transport.run(call)
             work.wait(seconds_left(deadline))
@@ -405,10 +451,17 @@ class Engine:
                 second = then()
             self._perform(second, transport)
 
+    def _agree(self, call: Call, transport: Transport, deadline: float) -> None:
+        """Return when the call may write to memory: ranks have compared it, and what waited to be compared."""
+        if call.agreed is not None:
+            # With steps that are no algorithm's, so that every transport compares it by itself.
+            transport.agree(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
+        transport.agree(call, deadline)
+
     def _start(self, call: Call, transport: Transport) -> Work:
         """Start a call in the transport, which progresses by itself; the waiting thread does the rest."""
         with self._carrying_out(call):
-            transport.agree(call, time.monotonic() + call.timeout)
+            self._agree(call, transport, time.monotonic() + call.timeout)
             call.staging.begin()
             work = transport.run(call)
 
@@ -533,6 +586,9 @@ class Engine:
     def set_parent(self, whole: Engine) -> None:
         """Become a subgroup: end no later than the parent, and keep the parent alive until then."""
         self.parent = whole
+        if self.group.members == whole.group.members:
+            self.agreements = whole.agreements
+            self._waiting = self.agreements.waiting if self._checked else _NEVER
         whole.ending.adopt(self.ending)
 
 
@@ -578,6 +634,10 @@ def _first_error(error: CommError, first: Cause, group: Group) -> CommError:
     told = error_of(first, group)
     told.__cause__ = error
     return told
+
+
+def _no_steps(transport: PointToPoint, call: Call, deadline: float) -> None:
+    pass
 
 
 def _fingerprint(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import xxhash
@@ -16,16 +16,32 @@ if TYPE_CHECKING:
     from unisono.core.staging import Staging
     from unisono.core.types import PointToPoint
 
-__all__ = ["NATIVE", "Call", "Fingerprint", "Steps", "explain", "hash_of"]
+__all__ = ["NATIVE", "Agreed", "Call", "Fingerprint", "Steps", "disagreement", "explain", "hash_of"]
 
 NATIVE = "native"
 """Name of the algorithm of a call that the transport carries out by a collective of its own."""
 
 
+class Agreed(NamedTuple):
+    """A value that all ranks should have in common.
+
+    Attributes:
+        name: As passed to `agree`.
+        digest: Of all parts.
+        parts: Path, digest and description of each part.
+        site: Where `agree` was called.
+    """
+
+    name: str
+    digest: int
+    parts: tuple[tuple[str, int, str], ...]
+    site: str
+
+
 class Fingerprint(NamedTuple):
     """Description of a call that every rank must agree on before a collective moves any data.
 
-    Compared between ranks: all fields up to `adjoint_of`. The other fields are for messages only: ranks may call from
+    Compared between ranks: all fields up to `agreed`. The other fields are for messages only: ranks may call from
     different lines, with different shapes.
 
     Attributes:
@@ -33,8 +49,10 @@ class Fingerprint(NamedTuple):
         operation: Name of the method of `Communicator`.
         counts: Numbers of elements, where ranks must agree on them.
         adjoint_of: In a backward pass, the number of the call whose gradients this one moves.
+        agreed: Names and digests of values that ranks should have in common, in an "agree".
         sends, receives: Elements for and from each rank, where they differ by rank (all_to_all):
             what rank a sends to b must be what b receives from a.
+        parts: The values of `agreed`.
     """
 
     call: int
@@ -46,9 +64,11 @@ class Fingerprint(NamedTuple):
     device: str | None = None
     algorithm: str | None = None
     adjoint_of: int | None = None
+    agreed: tuple[tuple[str, int], ...] = ()
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
     shape: tuple[int, ...] | None = None
+    parts: tuple[Agreed, ...] = ()
     site: Place = None
 
     def compared(self, *, shapes: bool = False) -> tuple[Any, ...]:
@@ -109,6 +129,7 @@ class Call(NamedTuple):
         timeout: Seconds for all of it.
         checked: Whether ranks compare it before it writes to memory: not with `check="off"`.
         inference: Whether it was made in inference mode.
+        agreed: What ranks compare first, of values that they should have in common; None if nothing.
     """
 
     name: str
@@ -125,6 +146,7 @@ class Call(NamedTuple):
     timeout: float = 300.0
     checked: bool = True
     inference: bool = False
+    agreed: Fingerprint | None = None
 
 
 def hash_of(values: tuple[Any, ...]) -> int:
@@ -143,13 +165,12 @@ def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:
     if any(value != compared[0] for value in compared):
         names = (*_COMPARED, "shape") if shapes else _COMPARED
         differing = [name for i, name in enumerate(names) if len({str(value[i]) for value in compared}) > 1]
+        if differing == ["agreed"]:
+            return disagreement(dict(enumerate(prints)))
         if "operation" in differing:
             # The rest follows from it.
             differing = ["operation"]
-        sides: dict[str, list[int]] = {}
-        for rank, fingerprint in enumerate(prints):
-            sides.setdefault(_side(fingerprint, "algorithm" in differing), []).append(rank)
-        quoted = "; ".join(f"{_ranks(ranks)}: {side}" for side, ranks in sides.items())
+        quoted = _sides({rank: _side(p, "algorithm" in differing) for rank, p in enumerate(prints)})
         text = f"ranks differ in {', '.join(differing)}: {quoted}"
         return f"{text}. All ranks must make the same calls in the same order"
     for source, giver in enumerate(prints):
@@ -164,6 +185,38 @@ def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:
     return ""
 
 
+def disagreement(prints: Mapping[int, Fingerprint]) -> str:
+    """Return the first value in which ranks differ that should have it in common, and its first part that differs.
+
+    Args:
+        prints: Of "agree", by rank.
+    """
+    values = {rank: [Agreed(*each) for each in p.parts] for rank, p in prints.items()}
+    for index in range(max(map(len, values.values()))):
+        entries = {rank: each[index] if index < len(each) else None for rank, each in values.items()}
+        if len({entry and entry[:2] for entry in entries.values()}) == 1:
+            continue
+        agreed = {rank: entry for rank, entry in entries.items() if entry is not None}
+        if len({entry.name for entry in agreed.values()}) > 1 or len(agreed) < len(entries):
+            given = {rank: f"{e.name!r} at {e.site}" if e else "nothing more" for rank, e in entries.items()}
+            return f"ranks agree on different things: {_sides(given)}. All ranks must call agree in the same order"
+        tables = {rank: {path: (part, text) for path, part, text in e.parts} for rank, e in agreed.items()}
+        paths = dict.fromkeys(path for table in tables.values() for path in table)
+        path = next(path for path in paths if len({str(table.get(path)) for table in tables.values()}) > 1)
+        shown = {rank: table[path][1] if path in table else "not there" for rank, table in tables.items()}
+        first = next(iter(agreed.values()))
+        return f"ranks differ in {first.name!r}{f', at {path}' if path else ''}: {_sides(shown)} (at {first.site})"
+    return ""
+
+
+def _sides(texts: Mapping[int, str]) -> str:
+    """Return the ranks with each text."""
+    sides: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        sides.setdefault(text, []).append(rank)
+    return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in sides.items())
+
+
 def _at(counts: tuple[int, ...], index: int) -> int | None:
     return counts[index] if index < len(counts) else None
 
@@ -171,6 +224,8 @@ def _at(counts: tuple[int, ...], index: int) -> int | None:
 def _side(p: Fingerprint, with_algorithm: bool) -> str:
     if p.operation == "barrier":
         return f"barrier{_site(p)}"
+    if p.agreed:
+        return f"agree({', '.join(repr(name) for name, _ in p.agreed)}){_site(p)}"
     details: list[Any] = [p.op, p.dtype, p.device if p.device != "cpu" else None]
     details += [f"{' + '.join(map(str, p.counts[:4]))} elements" if p.counts else None]
     details += [f"shape {tuple(p.shape)}" if p.shape is not None else None]

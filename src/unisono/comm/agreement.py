@@ -1,0 +1,131 @@
+"""Comparison of values that ranks should have in common: settings, plans, states."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import reprlib
+import struct
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import PurePath
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from unisono.core.call import Agreed, Fingerprint, hash_of
+from unisono.core.flight_recorder import callers_place, site_text
+from unisono.core.staging import digest
+
+__all__ = ["Agreements", "parts_of"]
+
+_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice, enum.Enum, PurePath)
+"""Types whose `repr` shows all of a value."""
+
+
+class Agreements:
+    """Values that a rank has passed to `agree`, and that the next collective will compare.
+
+    Communicators of the same ranks share one object, so that any of them compares them. Only calls of the thread that
+    called `agree` do, because the calls of several threads have no order that is the same on all ranks.
+
+    Attributes:
+        waiting: The values.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Agreed] = []
+        self._thread = 0
+
+    def add(self, value: Any, name: str) -> None:
+        """Take a value as it is now."""
+        # Sorted, for the order of dicts and sets; a container comes before its elements.
+        parts = sorted(parts_of(value))
+        self.waiting.append(Agreed(name, hash_of(tuple(parts)), tuple(parts), site_text(callers_place()) or ""))
+        self._thread = get_ident()
+
+    def take(self, number: int) -> Fingerprint | None:
+        """Return what a call of this thread compares first, under a number of its own; None if nothing waits."""
+        if not self.waiting or self._thread != get_ident():
+            return None
+        taken = tuple(self.waiting)
+        self.waiting.clear()
+        return Fingerprint(number, "agree", agreed=tuple(each[:2] for each in taken), parts=taken, site=taken[0].site)
+
+
+def parts_of(value: Any, path: str = "", inside: tuple[int, ...] = ()) -> Iterator[tuple[str, int, str]]:
+    """Yield the path, a digest and a description of each part of a value. Equal values have equal digests.
+
+    Args:
+        value: Numbers, strings, tensors, arrays, modules, optimizers, dataclasses, and containers of them.
+        path: Where it is in what the caller passed.
+        inside: The containers that it is in.
+
+    Raises:
+        TypeError: A part is of a type that cannot be compared.
+        ValueError: A container is in itself.
+
+    Example:
+        >>> [path for path, _, _ in parts_of({"lr": 0.1, "layers": [1, 2]})]
+        ['', "['lr']", "['layers']", "['layers'][0]", "['layers'][1]"]
+    """
+    if id(value) in inside:
+        raise ValueError(f"{path} is a container that is in itself")
+    if isinstance(value, torch.Tensor):
+        yield path, *_tensor(value, path)
+        return
+    kind, entries = _entries(value)
+    if entries is None:
+        yield path, *_leaf(value, path)
+        return
+    yield path, hash_of((kind, len(entries))), f"{kind} of {len(entries)}"
+    for where, entry in entries:
+        yield from parts_of(entry, f"{path}{where}", (*inside, id(value)))
+
+
+def _entries(value: Any) -> tuple[str, list[tuple[str, Any]] | None]:
+    """Return the kind of a container, and its elements with their places; None for what is no container."""
+    kind = type(value).__name__
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        value = value.state_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return kind, [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return "dict", [(f"[{_key(key)}]", entry) for key, entry in value.items()]
+    if isinstance(value, Set):
+        return "set", [(f"{{{_key(entry)}}}", None) for entry in value]
+    if isinstance(value, Sequence) and not isinstance(value, (*_PLAIN, bytearray, memoryview)):
+        return kind, [(f"[{index}]", entry) for index, entry in enumerate(value)]
+    return kind, None
+
+
+def _key(key: Any) -> str:
+    parts = list(parts_of(key))
+    return repr(key) if len(parts) == 1 else f"{reprlib.repr(key)} {hash_of(tuple(parts)):016x}"
+
+
+def _tensor(value: torch.Tensor, path: str) -> tuple[int, str]:
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        raise TypeError(f"{path or 'the value'} is a tensor without plain memory: {value.layout} on {value.device}")
+    kind = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    content = digest(value)
+    shown = repr(value.item()) if value.numel() == 1 else f"digest {content:016x}"
+    return hash_of((kind, content)), f"{kind}, {shown}"
+
+
+def _leaf(value: Any, path: str) -> tuple[int, str]:
+    kind = type(value).__name__
+    if isinstance(value, float | complex):
+        number = complex(value)
+        return hash_of((kind, struct.pack("<2d", number.real, number.imag))), repr(value)
+    if isinstance(value, _PLAIN):
+        return hash_of((kind, repr(value))), reprlib.repr(value)
+    if isinstance(value, bytearray | memoryview):
+        return hash_of((kind, bytes(value))), reprlib.repr(bytes(value))
+    if hasattr(value, "__array_interface__") and not value.dtype.hasobject:
+        array = f"{value.dtype} array of shape {value.shape}"
+        return hash_of((array, value.tobytes())), f"{array}, {reprlib.repr(value.tolist())}"
+    raise TypeError(
+        f"{path or 'the value'} is a {kind}, which ranks cannot compare: pass numbers, strings, tensors, modules, "
+        "dataclasses, or containers of them"
+    )

@@ -125,7 +125,6 @@ class Communicator:
         self._control = control
         self._options = options
         self._splits = self._rebuilds = self._barriers = self._mailboxes = 0
-        self._compared: dict[str, int] = {}
         self._before_close: list[Callable[[], None]] = []
         # Communicators made by `split`, while they have other references.
         self._parts: list[weakref.ref[Communicator]] = []
@@ -331,14 +330,19 @@ class Communicator:
 
     # -- collectives that reduce, and the barrier ------------------------------------------------
     @overload
-    def all_reduce(self, tensor: Buffer, op: str | ReduceOp = ..., **how: Unpack[_Blocking]) -> None: ...
+    def all_reduce(
+        self, tensor: Buffer, op: str | ReduceOp = ..., *, scale: float | None = ..., **how: Unpack[_Blocking]
+    ) -> None: ...
     @overload
-    def all_reduce(self, tensor: Buffer, op: str | ReduceOp = ..., **how: Unpack[_Async]) -> Work: ...
+    def all_reduce(
+        self, tensor: Buffer, op: str | ReduceOp = ..., *, scale: float | None = ..., **how: Unpack[_Async]
+    ) -> Work: ...
     def all_reduce(
         self,
         tensor: Buffer,
         op: str | ReduceOp = "sum",
         *,
+        scale: float | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: Timeout | None = None,
@@ -350,6 +354,8 @@ class Communicator:
         Args:
             tensor: Of a dtype that torch can reduce by `op`; bool sums are "or".
             op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
+            scale: Multiply each contribution by this number first, in the tensor's dtype: torch's PREMUL_SUM, for "sum"
+                and "avg" of floating and complex dtypes. The same on all ranks. It takes a copy of the tensor.
             algorithm: "auto" for the least predicted time (see `plan`), a file of
                 `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...), "native"
                 where the backend has it, or None: native, else the fastest by its cost. "fewest_bytes":
@@ -360,8 +366,8 @@ class Communicator:
         Returns: None when the call is done; with `async_op`, the `Work` in flight.
 
         Raises:
-            MismatchError: Ranks disagree on operation, op, dtype, n or algorithm; no data moved.
-            ValueError: Unsupported by `op`, memory that overlaps itself, an unknown algorithm.
+            MismatchError: Ranks disagree on operation, op, dtype, n, algorithm or scale; no data moved.
+            ValueError: Unsupported by `op` or `scale`, memory that overlaps itself, an unknown algorithm.
             CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is broken then.
 
         Cost: at least ceil(log2 p) rounds and 2(p-1)/p of the bytes sent by each rank.
@@ -374,9 +380,10 @@ class Communicator:
             >>> un.launch(program, nprocs=4, backend="thread")[3]
             [10.0, 20.0]
         """
-        if not async_op and self._engine.try_collective(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout):
+        blocks = not async_op and scale is None
+        if blocks and self._engine.try_collective(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout):
             return None
-        call = self._engine.make(_ALL_REDUCE, tensor, op=op, algorithm=algorithm, timeout=timeout)
+        call = self._engine.make(_ALL_REDUCE, tensor, op=op, algorithm=algorithm, timeout=timeout, scale=scale)
         return self._engine.run(call, async_op=async_op)
 
     @overload
@@ -1901,26 +1908,7 @@ class Communicator:
                 raise
 
     def _require_same(self, what: str, value: bytes, wrong: Exception) -> None:
-        """Raise an error, and break the communicator by it, if a rank that was here before had another value.
-
-        No rank waits for another: of two that differ, the second fails.
-
-        Args:
-            what: Description of the value. Equal descriptions are compared in the order of calls.
-            value: Any bytes.
-            wrong: The error.
-        """
-        engine = self._engine
-        if engine.closed or self.size == 1:
-            return
-        number = self._compared[what] = self._compared.get(what, 0) + 1
-        key = f"{engine.group.name}/{what}/{number}"
-        first = engine.control.compare_set(key, b"", value)
-        if engine.control.add(f"{key}/ranks", 1) == self.size:
-            engine.control.delete(key)
-            engine.control.delete(f"{key}/ranks")
-        if first != value:
-            raise engine.report_failure(wrong, "a comparison of samples")
+        self._engine.require_same(what, value, wrong)
 
     def _check_rank(self, rank: int, name: str) -> None:
         check_rank(rank, name, self.size)

@@ -8,7 +8,7 @@ import torch
 
 from unisono.autograd.adjoints import LINEAR, REDUCTIONS, apply
 from unisono.autograd.operator import check_floating, flat_list
-from unisono.collectives.arguments import check_rank
+from unisono.collectives.arguments import check_rank, check_scale
 from unisono.communicator import Communicator
 from unisono.core.tensors import parse_op
 from unisono.core.types import ReduceOp
@@ -16,7 +16,9 @@ from unisono.core.types import ReduceOp
 __all__ = ["all_reduce", "reduce", "reduce_scatter"]
 
 
-def all_reduce(tensor: torch.Tensor, comm: Communicator, op: str | ReduceOp = "sum") -> torch.Tensor:
+def all_reduce(
+    tensor: torch.Tensor, comm: Communicator, op: str | ReduceOp = "sum", *, scale: float | None = None
+) -> torch.Tensor:
     """Return the sum (or `op`) of all ranks' tensors. Collective.
 
     The gradient is the sum of all ranks' gradients of the result; with "avg" their mean, with "min" and "max" shared
@@ -26,12 +28,13 @@ def all_reduce(tensor: torch.Tensor, comm: Communicator, op: str | ReduceOp = "s
         tensor: Of a floating or complex dtype, with as many elements on every rank.
         comm: The communicator.
         op: sum, avg, product, min, max.
+        scale: As for `Communicator.all_reduce`; the gradient is scaled, too.
 
     Returns:
         A new tensor of the same shape.
 
     Raises:
-        ValueError: The dtype or `op` has no gradient.
+        ValueError: The dtype or `op` has no gradient, or cannot be scaled.
         MismatchError: Ranks make different calls, also in a backward pass.
 
     Cost: as `Communicator.all_reduce`, and the same in backward; twice the bytes there with "min" and "max", p times
@@ -47,6 +50,11 @@ def all_reduce(tensor: torch.Tensor, comm: Communicator, op: str | ReduceOp = "s
         [(3.0, 12.0), (3.0, 12.0)]
     """
     check_floating(tensor, "all_reduce")
+    if scale is not None:
+        check_scale(scale, parse_op(op), tensor.dtype)
+        # With the next collective, which is this one.
+        comm.agree(scale, "scale")
+        tensor = tensor * scale
     n = [tensor.numel()]
     return apply(tensor.reshape(-1), comm, "all_reduce", n, n, _check_op(op, "all_reduce", REDUCTIONS)).view(
         tensor.shape

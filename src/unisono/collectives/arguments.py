@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -12,10 +13,19 @@ import torch
 from unisono.core.call import Call
 from unisono.core.collective import Collective
 from unisono.core.staging import Staging
-from unisono.core.tensors import HALVES, check_apart, check_reducible, check_tensor, divide, numels, parse_op
+from unisono.core.tensors import (
+    HALVES,
+    check_apart,
+    check_reducible,
+    check_tensor,
+    copy_back,
+    divide,
+    numels,
+    parse_op,
+)
 from unisono.core.types import ReduceOp
 
-__all__ = ["Splits", "check_list", "check_rank", "make_call"]
+__all__ = ["Splits", "check_list", "check_rank", "check_scale", "make_call"]
 
 Splits = tuple[Sequence[int] | None, Sequence[int] | None]
 """Rows of a packed output and input for each rank, or None for equal parts."""
@@ -34,6 +44,7 @@ def make_call(
     staging: Staging,
     splits: Splits = (None, None),
     lengths: tuple[int, ...] = (),
+    scale: float | None = None,
 ) -> tuple[Call, torch.Tensor | None]:
     """Return a call, without what the engine adds, and a tensor of its dtype, device and shape; None if there is none.
 
@@ -47,6 +58,7 @@ def make_call(
         staging: Makes one-dimensional contiguous tensors of others.
         splits: As `Splits`.
         lengths: As of `Call`.
+        scale: Factor of each contribution to a sum in place.
 
     Raises:
         TypeError, ValueError: Arguments that this rank alone can find wrong.
@@ -56,7 +68,7 @@ def make_call(
     if not what.moves:
         return Call(what.family, op=ReduceOp.BOR, staging=staging), None
     if what.in_place:
-        return _in_place(what, output, op, root, rank, size, devices, staging)
+        return _in_place(what, output, op, root, rank, size, devices, staging, scale)
     checks = _Checks(what, root or 0, rank, size, devices)
     return _apart(checks, output, input, op, root, splits, lengths, staging)
 
@@ -70,6 +82,7 @@ def _in_place(
     size: int,
     devices: frozenset[str],
     staging: Staging,
+    scale: float | None,
 ) -> tuple[Call, torch.Tensor]:
     """Return the call of a collective whose tensor is both contribution and result."""
     contributes = root is None or what.contributes(rank, root)
@@ -81,6 +94,12 @@ def _in_place(
     if reduced is not None and not receives:
         # Intermediate data must not change the tensor of a rank that receives no result.
         flat = _copied([tensor], staging)
+    elif scale is not None:
+        check_scale(scale, reduced, tensor.dtype)
+        # In a copy: nothing is written before all ranks agree.
+        flat = _copied([tensor], staging)
+        staging.before.append(partial(flat.mul_, scale))
+        staging.after.append(partial(copy_back, tensor, flat.view(tensor.shape)))
     else:
         flat = staging.flat(tensor, read=contributes, write=writes)
     outputs = (flat,) if receives else ()
@@ -169,6 +188,16 @@ def _divide(summed: torch.Tensor, outputs: Sequence[torch.Tensor], size: int, st
         staging.before.append(partial(divide, summed, size))
     elif outputs:
         staging.after.insert(0, partial(divide, outputs[0], size))
+
+
+def check_scale(scale: object, op: ReduceOp | None, dtype: torch.dtype) -> None:
+    """Raise `TypeError` or `ValueError` for what is no factor of the contributions to such a reduction."""
+    if not isinstance(scale, Real) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a number, not {type(scale).__name__}")
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise ValueError(f"scale is for sums and averages, not for {None if op is None else op.value!r}")
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"scale needs a floating or complex dtype, not {str(dtype).removeprefix('torch.')}")
 
 
 def _copied(tensors: Sequence[torch.Tensor], staging: Staging) -> torch.Tensor:

@@ -30,26 +30,27 @@ class Agreements:
     called `agree` do, because the calls of several threads have no order that is the same on all ranks.
 
     Attributes:
-        waiting: The values.
+        waiting: The values, each with the thread that passed it.
     """
 
     def __init__(self) -> None:
-        self.waiting: list[Agreed] = []
-        self._thread = 0
+        self.waiting: list[tuple[int, Agreed]] = []
 
     def add(self, value: Any, name: str) -> None:
         """Take a value as it is now."""
         # Sorted, for the order of dicts and sets; a container comes before its elements.
         parts = sorted(parts_of(value))
-        self.waiting.append(Agreed(name, hash_of(tuple(parts)), tuple(parts), site_text(callers_place()) or ""))
-        self._thread = get_ident()
+        agreed = Agreed(name, hash_of(tuple(parts)), tuple(parts), site_text(callers_place()) or "")
+        self.waiting.append((get_ident(), agreed))
 
     def take(self, number: int) -> Fingerprint | None:
         """Return what a call of this thread compares first, under a number of its own; None if nothing waits."""
-        if not self.waiting or self._thread != get_ident():
+        here = get_ident()
+        taken = tuple(agreed for thread, agreed in self.waiting if thread == here)
+        if not taken:
             return None
-        taken = tuple(self.waiting)
-        self.waiting.clear()
+        # In place: communicators of the same ranks share the list.
+        self.waiting[:] = [each for each in self.waiting if each[0] != here]
         return Fingerprint(number, "agree", agreed=tuple(each[:2] for each in taken), parts=taken, site=taken[0].site)
 
 

@@ -46,7 +46,7 @@ ANY_THREAD = -1
 """Value of the owning thread's id that permits calls from any thread."""
 
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
-_NEVER: list[Agreed] = []
+_NEVER: list[tuple[int, Agreed]] = []
 """What waits where nothing is compared: always empty."""
 _PATIENCE_S = 1.0
 """Seconds that a rank with a broken connection waits for the control plane to report the lost rank."""
@@ -95,6 +95,7 @@ class Engine:
         self.broken: Cause | None = None
         self.agreements = Agreements()
         self._waiting = self.agreements.waiting if check != "off" else _NEVER
+        self._compared: dict[str, int] = {}
         self._calls = 0
         self._process = os.getpid()
         # A deterministic sum has another order than the fast path's.
@@ -275,6 +276,7 @@ class Engine:
         lengths: tuple[int, ...] = (),
         origin: tuple[int, str] | None = None,
         after: Call | None = None,
+        scale: float | None = None,
     ) -> Call:
         """Return a call with the caller's arguments; raise for those that this rank alone can find wrong.
 
@@ -285,6 +287,7 @@ class Engine:
             splits, lengths: As of `make_call`.
             origin: In a backward pass, the number and the line of the call whose gradients this one moves.
             after: The call that this one follows with no other between, whose line is this one's, too.
+            scale: Factor of each contribution to a sum.
         """
         if after is None and (self.owner != get_ident() or self.closed or self.broken is not None):
             self.enter(what.name)
@@ -302,7 +305,10 @@ class Engine:
             staging=self._staging(transport.host_staged, self._streams),
             splits=splits,
             lengths=lengths,
+            scale=scale,
         )
+        if scale is not None and self._checked:
+            self.agreements.add(scale, "scale")
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         algorithm, steps = self.selection.choose(call, algorithm)
         if after is None:
@@ -424,6 +430,27 @@ class Engine:
             self._refuse_differences({self.group.rank: mine, rank: Fingerprint(*theirs)})
         except MismatchError as error:
             raise_caused(self.report_failure(error, "close"), error)
+
+    def require_same(self, what: str, value: bytes, wrong: Exception) -> None:
+        """Raise an error, and break the communicator by it, if a rank that was here before had another value.
+
+        No rank waits for another, and none need come: of two that differ, the second fails.
+
+        Args:
+            what: Description of the value. Equal descriptions are compared in the order of calls.
+            value: Any bytes.
+            wrong: The error.
+        """
+        if self.closed or self.group.size == 1:
+            return
+        number = self._compared[what] = self._compared.get(what, 0) + 1
+        key = f"{self.group.name}/{what}/{number}"
+        first = self.control.compare_set(key, b"", value)
+        if self.control.add(f"{key}/ranks", 1) == self.group.size:
+            self.control.delete(key)
+            self.control.delete(f"{key}/ranks")
+        if first != value:
+            raise self.report_failure(wrong, "a comparison of samples")
 
     def _refuse_differences(self, prints: dict[int, Fingerprint]) -> None:
         difference = disagreement(prints)

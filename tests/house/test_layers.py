@@ -52,6 +52,8 @@ def spoil(root: Path, module: str, line: str) -> str:
         ("collectives/executor.py", "unisono.collectives", "unisono.communicator"),
         ("collectives/algorithms/all_reduce/bad.py", "unisono.collectives.algorithms", "torch"),
         ("data/bad.py", "unisono.data", "unisono.core.transport"),
+        ("comm/bad.py", "unisono.comm", "unisono.simulation"),
+        ("pool/bad.py", "unisono.pool", "unisono.lab"),
     ],
 )
 def test_forbidden_import_is_detected(tmp_path: Path, module: str, importer: str, imported: str) -> None:

@@ -1,4 +1,4 @@
-"""The page on the architecture: every function that it names exists, and its drawing shows the import rules."""
+"""The page on the architecture: every function that it names exists, and it shows the import rules and the tiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/architecture.md").read_text()
-NAMED = sorted(set(re.findall(r"`([\w/]+\.(?:py|hpp)):(\w+)`", PAGE)))
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+NAMED = sorted(set(re.findall(r"`([\w/]+\.(?:py|hpp|cpp)):(\w+)`", PAGE)))
 
 
 def defined(path: Path) -> set[str]:
@@ -34,13 +35,34 @@ def test_named_functions_exist() -> None:
 
 def test_page_covers_every_path() -> None:
     paths = re.findall(r"^## The path of a (\w+)$", PAGE, re.MULTILINE)
-    assert paths == ["collective", "gradient", "failure", "checkpoint"]
-    assert len(NAMED) >= 30
+    assert paths == ["collective", "message", "gradient", "failure", "checkpoint"]
+    assert len(NAMED) >= 60
+
+
+def layers(contract: str) -> list[str]:
+    """Return the layers of a contract, without `python -m unisono`."""
+    found = next(each["layers"] for each in CONTRACTS if each["id"] == contract)
+    return [layer.removeprefix("(__main__) : ") for layer in found if layer != "(__main__)"]
 
 
 def test_drawing_shows_the_layers() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
     drawn = re.findall(r'L(\d+)\["([^"]+)"\]', PAGE)
-    assert [rooms for _, rooms in drawn] == [layer for layer in layers if "__main__" not in layer]
+    assert [rooms for _, rooms in drawn] == layers("layers")
     assert [int(number) for number, _ in drawn] == list(range(1, len(drawn) + 1))
+
+
+def test_table_shows_the_tiers() -> None:
+    table = PAGE.partition("\n## Tiers\n")[2].partition("\n## ")[0]
+    rows = [set(re.findall(r"`(\w+)`", row)) for row in re.findall(r"^\|.*`.*\|$", table, re.MULTILINE)]
+    assert rows[::-1] == [set(layer.split(" : ")) for layer in layers("tiers")]
+
+
+def test_decisions_are_argued() -> None:
+    _, *decisions = PAGE.partition("\n## Decisions\n")[2].split("\n### ")
+    assert len(decisions) >= 20
+    for decision in decisions:
+        title, _, text = decision.partition("\n")
+        text = " ".join(text.split())
+        assert re.match(r"\*[^*]+\?\*", text), f"{title!r} begins with no question"
+        for part in (r"\*\*(Tried|Instead):\*\*", r"\*\*Costs:\*\*", r"\*\*Would change our mind:\*\*"):
+            assert len(re.findall(part, text)) == 1, f"{title!r} has not one part {part}"

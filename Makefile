@@ -19,7 +19,7 @@ STAMP := $(VENV)/installed-in-$(shell pwd -P | cksum | cut -d ' ' -f 1)
 # The tests start hundreds of interpreters, each of which would compile everything anew if nothing were kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test soak gpu matrix bench lint format prose docs docs-check package site clean
+.PHONY: help install demo test soak gpu matrix bench lint format prose changelog docs docs-check package site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -57,6 +57,9 @@ format: $(STAMP) ## put the code into the one form that lint accepts
 
 prose: $(STAMP) ## print what a list of words would say more plainly in documents, comments and messages: advice
 	@$(PY) tests/house/prose.py $(ARGS)
+
+changelog: $(STAMP) ## print the changelog of the next release, as the fragments in changes/ make it
+	@$(PY) -m towncrier build --draft $(ARGS)
 
 docs: site ## run every example in the documents and docstrings, and build the site
 	$(PY) -m pytest tests/house/test_examples.py $(ARGS)

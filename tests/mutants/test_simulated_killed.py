@@ -13,7 +13,7 @@ import torch
 from loading import load, mutants
 
 import unisono as un
-from unisono.simulation import Scheduler
+from unisono.simulation import TaskScheduler
 from unisono.testing import chaos
 
 MUTANTS = mutants("simulated")
@@ -51,7 +51,7 @@ def test_mutants_exist() -> None:
 
 
 # -- schedulers ------------------------------------------------------------------------------------
-def picks_by_itself(scheduler: Scheduler, among: int) -> int:
+def picks_by_itself(scheduler: TaskScheduler, among: int) -> int:
     return SystemRandom().randrange(among)
 
 
@@ -61,6 +61,6 @@ def picks_by_itself(scheduler: Scheduler, among: int) -> int:
 def test_nondeterministic_scheduler_is_detected(
     monkeypatch: pytest.MonkeyPatch, method: str, wrong: Callable[..., object]
 ) -> None:
-    monkeypatch.setattr(Scheduler, method, wrong)
+    monkeypatch.setattr(TaskScheduler, method, wrong)
     with pytest.raises(chaos.ChaosError, match="does not run the same way twice"):
         chaos.check(program, 3, seeds=range(10))

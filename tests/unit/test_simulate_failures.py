@@ -11,7 +11,7 @@ import torch
 
 import unisono as un
 from unisono.errors import CommTimeoutError, DeadlockError, PeerLostError
-from unisono.simulation import Scheduler
+from unisono.simulation import TaskScheduler
 from unisono.testing import KilledError
 
 
@@ -129,7 +129,7 @@ def test_frozen_rank_is_named() -> None:
 
 def test_real_blocking_call_is_detected() -> None:
     blocked, free = threading.Event(), threading.Event()
-    scheduler = Scheduler(0, 10.0, stuck_s=0.1)
+    scheduler = TaskScheduler(0, 10.0, stuck_s=0.1)
 
     def wait_for_real() -> None:
         # Made outside, so it is none of the simulation's.

@@ -24,7 +24,7 @@ from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
 from unisono.launcher.job import GRACE_S, Job, Outcome, check_job, conclude
-from unisono.simulation import EndedError, Scheduler, interposed, unpatched
+from unisono.simulation import EndedError, TaskScheduler, interposed, unpatched
 from unisono.transports import TRANSPORTS
 from unisono.transports.sim import Network
 from unisono.wrappers.fault import Faulty, check_faults
@@ -167,7 +167,7 @@ def run_simulated(
     network: Network = job.options.extra.get("network") or Network()
     ended: list[Outcome] = []
     with unpatched(), interposed(), _generators(seed, size) as switch:
-        scheduler = Scheduler(seed, job.options.timeout_s, on_rank=switch, preempt=preempt)
+        scheduler = TaskScheduler(seed, job.options.timeout_s, on_rank=switch, preempt=preempt)
         hubs: list[SimulatedHub] = []
         world = Group.world(0, size)
 
@@ -207,7 +207,7 @@ def _be(job: Job, group: Group, hub: SimulatedHub) -> Outcome:
             control.close()
 
 
-def _end_all(scheduler: Scheduler, size: int) -> None:
+def _end_all(scheduler: TaskScheduler, size: int) -> None:
     """A rank has failed, and the others have had their time."""
     for rank in range(size):
         for task in scheduler.of_rank(rank):

@@ -3,18 +3,6 @@
 from __future__ import annotations
 
 from unisono.simulation.patching import interposed
-from unisono.simulation.report import name_ranks
-from unisono.simulation.scheduler import EndedError, Scheduler
-from unisono.simulation.tasks import Task, TaskScheduler, here, unpatched, waiting
+from unisono.simulation.scheduler import EndedError, TaskScheduler, here, name_ranks, unpatched, waiting
 
-__all__ = [
-    "EndedError",
-    "Scheduler",
-    "Task",
-    "TaskScheduler",
-    "here",
-    "interposed",
-    "name_ranks",
-    "unpatched",
-    "waiting",
-]
+__all__ = ["EndedError", "TaskScheduler", "here", "interposed", "name_ranks", "unpatched", "waiting"]

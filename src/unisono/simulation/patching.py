@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from unisono.simulation.events import nanoseconds
-from unisono.simulation.tasks import Task, here, unpatched
+from unisono.simulation.scheduler import SimulatedTask, here, nanoseconds, unpatched
 
 __all__ = ["EPOCH_S", "VirtualLock", "interposed"]
 
@@ -156,7 +155,7 @@ def _threads() -> list[_Patch]:
             return real_start(thread)
         # Not its own name: those of unnamed threads count all threads of the process.
         parent.children += 1
-        task = Task(parent.scheduler, f"{parent.name}.{parent.children}", parent.rank, False)
+        task = SimulatedTask(parent.scheduler, f"{parent.name}.{parent.children}", parent.rank, False)
         task.thread = thread
         run = thread.run
         thread.__dict__.update(_unisono_task=task, run=lambda: parent.scheduler.live(task, run))
@@ -192,7 +191,7 @@ def _threads() -> list[_Patch]:
     ]
 
 
-def _task_of(thread: threading.Thread) -> Task | None:
+def _task_of(thread: threading.Thread) -> SimulatedTask | None:
     return thread.__dict__.get("_unisono_task")
 
 
@@ -223,7 +222,7 @@ def _loops() -> list[_Patch]:
     real_select = kind.select
     # Not in the annotations of what it is.
     real_write = loops._write_to_self  # type: ignore[attr-defined]
-    waiting: dict[Any, Task] = {}
+    waiting: dict[Any, SimulatedTask] = {}
 
     def select(selector: Any, timeout: float | None = None) -> Any:
         task = here()
@@ -260,7 +259,7 @@ class VirtualLock:
 
     def __init__(self) -> None:
         self._lock = _thread.allocate_lock()
-        self._tasks: list[Task] = []
+        self._tasks: list[SimulatedTask] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         task = here()

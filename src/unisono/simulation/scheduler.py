@@ -3,17 +3,204 @@
 from __future__ import annotations
 
 import _thread
+import math
+import os
+import sys
 import threading
+import traceback
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from heapq import heappop, heappush, nsmallest
+from itertools import count
 from random import Random
+from types import FrameType
 
-from unisono.errors import DeadlockError
-from unisono.simulation.events import NS, Action, EventQueue, Timeout, Timer, nanoseconds
-from unisono.simulation.report import deadlock_report, stuck_error
-from unisono.simulation.tasks import Task, as_task, here
+from unisono.errors import CommTimeoutError, DeadlockError
 
-__all__ = ["EndedError", "Scheduler"]
+__all__ = ["EndedError", "SimulatedTask", "TaskScheduler", "here", "name_ranks", "nanoseconds", "unpatched", "waiting"]
+
+_Wait = Callable[[], str]
+"""Description of what is waited for; built only on request."""
+
+
+class SimulatedTask:
+    """A thread that runs only while it holds the baton.
+
+    Attributes:
+        scheduler: Its scheduler.
+        name: For the trace.
+        rank: Rank of the process that it would belong to; None if it belongs to no rank.
+        main: Whether it runs a rank's program; the simulation is over when none is left.
+        ident: Thread identifier, once it has run.
+        gate: Opened to pass it the baton. A real lock.
+        blocked: Whether it waits for a wake-up or a time.
+        woken: Whether its last wait ended by a wake-up rather than at its time.
+        number: Number of its current wait, so that the end of an earlier wait is not mistaken for the end of this one.
+        pending: Exception to raise where it waits.
+        waits: What it waits for, innermost last.
+        hasty: How many of these end at their time, however long that is.
+        polls: Number of polls since it last yielded.
+        children: Number of threads it has started.
+        joiners: Tasks that wait for its end.
+        done: Whether it has ended.
+        thread: Its thread.
+    """
+
+    def __init__(self, scheduler: TaskScheduler, name: str, rank: int | None, main: bool) -> None:
+        self.scheduler = scheduler
+        self.name = name
+        self.rank = rank
+        self.main = main
+        self.gate = _thread.allocate_lock()
+        self.gate.acquire()
+        self.thread: threading.Thread | None = None
+        self.ident: int | None = None
+        self.done = self.blocked = self.woken = False
+        self.number = self.polls = self.hasty = self.children = 0
+        self.pending: BaseException | None = None
+        self.waits: list[_Wait] = []
+        self.joiners: list[SimulatedTask] = []
+
+
+class _Here(threading.local):
+    task: SimulatedTask | None = None
+
+
+_here = _Here()
+
+
+def here() -> SimulatedTask | None:
+    """Return the task of this thread; None outside of simulations."""
+    return _here.task
+
+
+@contextmanager
+def _as_task(task: SimulatedTask | None) -> Iterator[None]:
+    """Context in which this thread is the given task."""
+    before = _here.task
+    _here.task = task
+    try:
+        yield
+    finally:
+        _here.task = before
+
+
+@contextmanager
+def unpatched() -> Iterator[None]:
+    """Context in which this thread is outside its simulation: clocks, locks and waits are real."""
+    with _as_task(None):
+        yield
+
+
+@contextmanager
+def waiting(describe: _Wait, *, hasty: bool = False) -> Iterator[None]:
+    """Describe the waits in this context; does nothing outside of simulations.
+
+    Args:
+        describe: Returns the description.
+        hasty: Whether they end at their time; no deadlock is reported before that.
+    """
+    task = here()
+    if task is None:
+        yield
+        return
+    task.waits.append(describe)
+    task.hasty += hasty
+    try:
+        yield
+    finally:
+        task.waits.pop()
+        task.hasty -= hasty
+
+
+_NS = 1_000_000_000
+"""Nanoseconds per second."""
+
+_Action = Callable[[], object]
+
+
+def nanoseconds(seconds: float) -> int:
+    """Convert to nanoseconds, from 0 to a century. Rounds up so that a waiter never wakes with time remaining."""
+    return math.ceil(min(max(seconds, 0.0), 3.2e9) * _NS)
+
+
+class _TimedEvent(ABC):
+    """Something scheduled at a virtual time.
+
+    Attributes:
+        patient: Whether it is only the end of a wait with the default patience.
+    """
+
+    patient = False
+
+    def live(self) -> bool:
+        """Return whether it is still due to happen."""
+        return True
+
+    @abstractmethod
+    def fire(self, wake: Callable[[SimulatedTask], object]) -> None:
+        """Run the event."""
+
+
+class _Timeout(_TimedEvent):
+    """The end of a task's patience."""
+
+    def __init__(self, task: SimulatedTask, patient: bool) -> None:
+        self._task = task
+        self._number = task.number
+        self.patient = patient
+
+    def live(self) -> bool:
+        return self._task.blocked and self._task.number == self._number
+
+    def fire(self, wake: Callable[[SimulatedTask], object]) -> None:
+        wake(self._task)
+        self._task.woken = False
+
+
+class _Timer(_TimedEvent):
+    """Action that a task runs when it is due."""
+
+    def __init__(self, doer: SimulatedTask, due: list[_Action], action: _Action) -> None:
+        self._doer = doer
+        self._due = due
+        self._action = action
+
+    def fire(self, wake: Callable[[SimulatedTask], object]) -> None:
+        self._due.append(self._action)
+        wake(self._doer)
+
+
+_Entry = tuple[int, float, int, _TimedEvent]
+
+
+class _Calendar:
+    """Events ordered by time; ties are ordered by the seed."""
+
+    def __init__(self, random: Random) -> None:
+        self._random, self._count = random, count()
+        # Ends of patience are stored separately.
+        self._patient: list[_Entry] = []
+        self._others: list[_Entry] = []
+
+    def add(self, when: int, event: _TimedEvent) -> None:
+        """Schedule an event at this time, in nanoseconds."""
+        heap = self._patient if event.patient else self._others
+        heappush(heap, (when, self._random.random(), next(self._count), event))
+
+    def next(self) -> tuple[int, _TimedEvent] | None:
+        """Remove and return the first event; None if only ends of patience are left."""
+        for heap in (self._patient, self._others):
+            while heap and not heap[0][-1].live():
+                heappop(heap)
+        if not self._others:
+            return None
+        heap = self._patient if self._patient and self._patient[0] < self._others[0] else self._others
+        when, _, _, event = heappop(heap)
+        return when, event
+
 
 _POLLS = 100
 _POLL_NS = 1000
@@ -26,7 +213,7 @@ class EndedError(BaseException):
     """Raised in threads that outlive their simulation, so that none leaks."""
 
 
-class Scheduler:
+class TaskScheduler:
     """Runs tasks one at a time. When a task blocks or yields, the seed decides which one runs next.
 
     Time stands still while any task can run; then it jumps to the next event. So a run takes no longer
@@ -44,7 +231,7 @@ class Scheduler:
 
     Attributes:
         now: Virtual time, in nanoseconds.
-        trace: Event log, one line per event.
+        trace: _TimedEvent log, one line per event.
     """
 
     def __init__(
@@ -59,18 +246,18 @@ class Scheduler:
         self.now = 0
         self.trace: list[str] = []
         self._random = Random(seed)
-        self._patience = int(_PATIENT * patience_s * NS)
+        self._patience = int(_PATIENT * patience_s * _NS)
         self._stuck_s = stuck_s
         self._on_rank = on_rank
         self._preempt = preempt
-        self._tasks: list[Task] = []
+        self._tasks: list[SimulatedTask] = []
         # Those that have not ended, in order, by rank.
-        self._alive: defaultdict[int | None, dict[Task, None]] = defaultdict(dict)
-        self._ready: list[Task] = []
-        self._calendar = EventQueue(self._random)
-        self._due: list[Action] = []
+        self._alive: defaultdict[int | None, dict[SimulatedTask, None]] = defaultdict(dict)
+        self._ready: list[SimulatedTask] = []
+        self._calendar = _Calendar(self._random)
+        self._due: list[_Action] = []
         self._rank: int | None = None
-        self._running: Task | None = None
+        self._running: SimulatedTask | None = None
         self._turns = self._mains = self._left = 0
         self._over = False
         self._failure: BaseException | None = None
@@ -79,16 +266,16 @@ class Scheduler:
         self._clock = self.start(self._tick, "clock", None)
 
     # -- for the driver of the simulation --------------------------------------------------------------
-    def start(self, run: Action, name: str, rank: int | None, *, main: bool = False) -> Task:
+    def start(self, run: _Action, name: str, rank: int | None, *, main: bool = False) -> SimulatedTask:
         """Start a new task on a thread of its own, which is ready to run."""
-        task = Task(self, name, rank, main)
+        task = SimulatedTask(self, name, rank, main)
         thread = threading.Thread(target=self.live, args=(task, run), name=name, daemon=True)
         task.thread = thread
         self.admit(task)
         thread.start()
         return task
 
-    def admit(self, task: Task) -> None:
+    def admit(self, task: SimulatedTask) -> None:
         """Add a task with a thread that is about to call `live`."""
         self._tasks.append(task)
         self._alive[task.rank][task] = None
@@ -107,7 +294,7 @@ class Scheduler:
             turns = -1
             while not self._driver.acquire(timeout=self._stuck_s):
                 if turns == self._turns:
-                    raise stuck_error(self._running, self._stuck_s)
+                    raise _stuck_error(self._running, self._stuck_s)
                 turns = self._turns
             self._running = None
         finally:
@@ -125,18 +312,18 @@ class Scheduler:
         task.woken = False
         if deadline is not None:
             patient = deadline - self.now >= self._patience and not task.hasty
-            self._calendar.add(deadline, Timeout(task, patient))
+            self._calendar.add(deadline, _Timeout(task, patient))
         self._switch_to(task)
         return task.woken
 
-    def wake(self, task: Task) -> None:
+    def wake(self, task: SimulatedTask) -> None:
         """Wake a task; no effect if it does not wait."""
         if task.blocked:
             task.blocked = False
             task.woken = True
             self._ready.append(task)
 
-    def throw(self, task: Task, error: BaseException) -> None:
+    def throw(self, task: SimulatedTask, error: BaseException) -> None:
         """Raise an error in another task, at its current or next wait."""
         task.pending = error
         self.wake(task)
@@ -170,17 +357,17 @@ class Scheduler:
         if task is not None and not self._over:
             task.polls += 1
             if task.polls >= _POLLS:
-                self.sleep(_POLL_NS / NS)
+                self.sleep(_POLL_NS / _NS)
 
-    def at(self, when: int, action: Action) -> None:
+    def at(self, when: int, action: _Action) -> None:
         """Run an action when the clock reads `when`; on a separate thread, so it may wait for locks."""
-        self._calendar.add(when, Timer(self._clock, self._due, action))
+        self._calendar.add(when, _Timer(self._clock, self._due, action))
 
     def note(self, text: str) -> None:
         """Append a line to the trace."""
         task = here()
         name = "nobody" if task is None else task.name
-        self.trace.append(f"{self.now / NS:.9f} {name}: {text}")
+        self.trace.append(f"{self.now / _NS:.9f} {name}: {text}")
 
     def choose(self, among: int) -> int:
         """Return a number below `among`, by the seed."""
@@ -190,16 +377,16 @@ class Scheduler:
         """Return a number from 0 to 1, by the seed."""
         return self._random.random()
 
-    def of_rank(self, rank: int) -> list[Task]:
+    def of_rank(self, rank: int) -> list[SimulatedTask]:
         """Return the tasks of a rank that have not ended."""
         return list(self._alive.get(rank, ()))
 
-    def live(self, task: Task, run: Action) -> None:
+    def live(self, task: SimulatedTask, run: _Action) -> None:
         """Run a task from start to end, in its own thread."""
         task.gate.acquire()
         task.ident = _thread.get_ident()
         try:
-            with as_task(task):
+            with _as_task(task):
                 self._raise_pending(task)
                 run()
         except EndedError:
@@ -213,31 +400,31 @@ class Scheduler:
             self._pass_to(self._choose())
 
     # -- the baton ---------------------------------------------------------------------------------
-    def _me(self) -> Task:
+    def _me(self) -> SimulatedTask:
         task = here()
         assert task is not None, "only a task of the simulation can wait in it"
         if self._over:
             raise EndedError
         return task
 
-    def _switch_to(self, task: Task) -> None:
+    def _switch_to(self, task: SimulatedTask) -> None:
         following = self._choose()
         if following is not task:
             self._pass_to(following)
             task.gate.acquire()
         self._raise_pending(task)
 
-    def _raise_pending(self, task: Task) -> None:
+    def _raise_pending(self, task: SimulatedTask) -> None:
         if task.pending is not None:
             error = task.pending
             task.pending = None
             raise error
 
-    def _pass_to(self, task: Task | None) -> None:
+    def _pass_to(self, task: SimulatedTask | None) -> None:
         self._running = task
         (self._driver if task is None else task.gate).release()
 
-    def _choose(self) -> Task | None:
+    def _choose(self) -> SimulatedTask | None:
         """Return the task to run next; None if the simulation is over."""
         self._turns += 1
         while not self._over and self._left:
@@ -262,8 +449,8 @@ class Scheduler:
 
     def _break_deadlock(self) -> None:
         ranks = {rank: list(tasks) for rank, tasks in self._alive.items() if rank is not None}
-        report, operations = deadlock_report(ranks, self.now / NS)
-        self.trace.append(f"{self.now / NS:.9f} deadlock: {report}")
+        report, operations = _deadlock_report(ranks, self.now / _NS)
+        self.trace.append(f"{self.now / _NS:.9f} deadlock: {report}")
         for rank, tasks in ranks.items():
             for task in filter(lambda task: task.main, tasks):
                 error = DeadlockError(report, rank=rank, size=self._mains, operation=operations.get(rank))
@@ -296,3 +483,75 @@ class Scheduler:
         for task in self._tasks:
             if task.thread is not None:
                 task.thread.join(_LEAVE_S)
+
+
+_NAMED = 8
+_MOST_LINES = 16
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARY = os.path.dirname(os.path.dirname(_HERE)) + os.sep
+_STANDARD = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
+_TORCH = f"{os.sep}torch{os.sep}"
+
+
+def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float) -> tuple[str, dict[int, str]]:
+    """Return a sentence that names each rank, and the operation of each rank, where known.
+
+    Ranks that wait alike are named together, and the sentence is short however many ranks there are.
+
+    Args:
+        ranks: For each rank, its tasks that have not ended.
+        now_s: Virtual time, in seconds.
+    """
+    frames = sys._current_frames()
+    operations: dict[int, str] = {}
+    alike: dict[str, list[int]] = {}
+    for rank, tasks in sorted(ranks.items()):
+        # The others, if any, wait for collectives that the program has started.
+        for main in [task for task in tasks if task.main]:
+            operation, site = _operation_of(frames.get(main.ident or 0))
+            if operation is not None:
+                operations[rank] = operation
+            waits = [wait() for task in (main, *(t for t in tasks if t is not main)) for wait in task.waits[-1:]]
+            where = (f" in {operation}" if operation else "") + (f" at {site}" if site else "")
+            text = f"{where} {'; '.join(waits) if waits else 'for something in its own process'}"
+            alike.setdefault(text, []).append(rank)
+    lines = [f"{name_ranks(some)} wait{'s' * (len(some) == 1)}{text}" for text, some in alike.items()]
+    hidden = sum(map(len, list(alike.values())[_MOST_LINES:]))
+    lines[_MOST_LINES:] = [f"{hidden} ranks more wait"] if hidden else []
+    return f"no rank can continue, at {now_s:.6f} s: {', and '.join(lines)}", operations
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return a text that names some ranks, the first few of them if there are many.
+
+    Example:
+        >>> name_ranks({3}), name_ranks({2, 1}), name_ranks(range(500))
+        ('rank 3', 'ranks 1, 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 492 more')
+    """
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, nsmallest(_NAMED, ranks)))}{more}"
+
+
+def _stuck_error(task: SimulatedTask | None, stuck_s: float) -> CommTimeoutError:
+    """Return the error of a simulation whose running task neither ends nor blocks, with the stack of the task."""
+    frame = sys._current_frames().get(task.ident or 0) if task is not None else None
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else "nowhere\n"
+    name = task.name if task is not None else "a task"
+    return CommTimeoutError(
+        f"{name} has blocked all other tasks for {stuck_s:.0f} s of real time: it computes without end, or "
+        f"waits for something outside the simulation. Its stack:\n{stack}",
+        waited_s=stuck_s,
+    )
+
+
+def _operation_of(frame: FrameType | None) -> tuple[str | None, str | None]:
+    """Return the library operation that the user's program is in, and the line that called it."""
+    operation: str | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_LIBRARY):
+            operation = operation if file.startswith(_HERE) else frame.f_code.co_name
+        elif not (file.startswith(_STANDARD) and "site-packages" not in file) and _TORCH not in file:
+            return operation, f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None, None

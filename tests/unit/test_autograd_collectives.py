@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import unisono as un
 from unisono import autograd as ag
-from unisono.autograd import adjoints
+from unisono.autograd import operator
 from unisono.testing import run_ranks
 
 CALLS: list[tuple[str, Any]] = [
-    *(("all_reduce", op) for op in adjoints.REDUCTIONS),
-    *(("reduce", (1, op)) for op in adjoints.LINEAR),
-    *(("reduce_scatter", op) for op in adjoints.LINEAR),
+    *(("all_reduce", op) for op in operator.REDUCTIONS),
+    *(("reduce", (1, op)) for op in operator.LINEAR),
+    *(("reduce_scatter", op) for op in operator.LINEAR),
     ("reduce_scatter of parts", [0, 2, 1]),
     ("broadcast", 1),
     ("all_gather", None),
@@ -137,14 +137,14 @@ Linear = Callable[..., torch.Tensor]
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_wrong_entry_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Linear = adjoints._of_linear
+    whole: Linear = operator._of_linear
     other, root, example = TABLE[name]
 
     def mutant(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any]) -> torch.Tensor:
         return whole(grad, receipt, [*call[:4], root, *call[5:]] if call[0] == name else call)
 
-    monkeypatch.setitem(adjoints.ADJOINTS, name, other)
-    monkeypatch.setattr(adjoints, "_of_linear", mutant)
+    monkeypatch.setitem(operator.ADJOINTS, name, other)
+    monkeypatch.setattr(operator, "_of_linear", mutant)
     with pytest.raises(AssertionError, match="not close"):
         check(name, example)
 
@@ -155,32 +155,32 @@ def test_a_wrong_gradient_is_found(
     name: str, given: Any, mutate: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for attribute in ("_of_linear", "_of_reduction"):
-        whole = getattr(adjoints, attribute)
+        whole = getattr(operator, attribute)
 
         def mutant(
             grad: torch.Tensor, receipt: torch.Tensor, call: list[Any], *rest: Any, whole: Linear = whole
         ) -> Any:
             return mutate(whole(grad, receipt, call, *rest))
 
-        monkeypatch.setattr(adjoints, attribute, mutant)
+        monkeypatch.setattr(operator, attribute, mutant)
     with pytest.raises(AssertionError, match="not close"):
         check(name, given)
 
 
 def test_sizes_that_are_not_transposed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Linear = adjoints._of_linear
+    whole: Linear = operator._of_linear
 
     def mutant(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any]) -> torch.Tensor:
         return whole(grad, receipt, [*call[:6], *call[:5:-1]])
 
-    monkeypatch.setattr(adjoints, "_of_linear", mutant)
+    monkeypatch.setattr(operator, "_of_linear", mutant)
     with pytest.raises((un.CommError, RuntimeError)):
         check("all_to_all_single", [[0, 1, 2], [1, 1, 1], [3, 0, 0]])
 
 
 def test_a_mean_that_is_not_divided_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Linear = adjoints._of_linear
-    monkeypatch.setattr(adjoints, "_of_linear", lambda g, r, call: whole(g, r, [*call[:3], "sum", *call[4:]]))
+    whole: Linear = operator._of_linear
+    monkeypatch.setattr(operator, "_of_linear", lambda g, r, call: whole(g, r, [*call[:3], "sum", *call[4:]]))
     for name, example in [("all_reduce", "avg"), ("reduce", (1, "avg")), ("reduce_scatter", "avg")]:
         with pytest.raises(AssertionError, match="not close"):
             check(name, example)
@@ -189,9 +189,9 @@ def test_a_mean_that_is_not_divided_is_found(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("op", ["product", "max"])
 def test_wrong_weights_are_found(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unshared(g: torch.Tensor, r: torch.Tensor, call: list[Any], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        total = adjoints._apply(g, r, *call[:3], "sum", *call[4:])
+        total = operator._apply(g, r, *call[:3], "sum", *call[4:])
         return total * (x == y) if op == "max" else total * torch.nan_to_num(y / x)
 
-    monkeypatch.setattr(adjoints, "_of_reduction", unshared)
+    monkeypatch.setattr(operator, "_of_reduction", unshared)
     with pytest.raises(AssertionError, match="not close"):
         check("all_reduce", op)

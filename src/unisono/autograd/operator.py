@@ -1,21 +1,19 @@
-"""One collective on flat tensors, as autograd and compilers see it: a function that they do not look into."""
+"""One collective on flat tensors, as autograd and compilers see it, and its adjoint."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from unisono.comm.shape_exchange import ShapeExchange
 from unisono.communicator import BY_HANDLE, Communicator
 from unisono.core.collective import COLLECTIVES
 from unisono.core.flight_recorder import call_site
 from unisono.errors import ClosedError, MismatchError
 
-__all__ = ["check_floating", "collective", "exchange_shapes", "flat_list"]
+__all__ = ["ADJOINTS", "LINEAR", "REDUCTIONS", "apply"]
 
 _MESSAGES: WeakKeyDictionary[Communicator, Counter[tuple[str, int, int]]] = WeakKeyDictionary()
 """Number of differentiable messages in each direction, by peer and tag: equal at both ends."""
@@ -28,8 +26,9 @@ with torch.inference_mode(False):
     _ORDER = torch.zeros(0, device="cpu")
 
 
-def collective(
+def _call(
     x: torch.Tensor,
+    order: torch.Tensor,
     receipt: torch.Tensor | None,
     name: str,
     handle: str,
@@ -43,6 +42,7 @@ def collective(
 
     Args:
         x: One-dimensional; where the collective scatters, the parts for all ranks in order.
+        order: Written to, as compilers see it: so they keep the order of calls.
         receipt: In a backward pass, the receipt of the call whose gradients are moved; ranks compare it.
         name: Name of a collective, "send" or "recv".
         handle: The communicator's.
@@ -60,26 +60,6 @@ def collective(
         ClosedError: The communicator no longer exists.
         MismatchError: Ranks' backward passes are at different calls.
     """
-    if torch.compiler.is_compiling():
-        found: tuple[torch.Tensor, torch.Tensor] = _opaque(
-            x, _ORDER, receipt, name, handle, op, root, tag, sends, receives
-        )
-        return found
-    return _call(x, _ORDER, receipt, name, handle, op, root, tag, sends, receives)
-
-
-def _call(
-    x: torch.Tensor,
-    order: torch.Tensor,
-    receipt: torch.Tensor | None,
-    name: str,
-    handle: str,
-    op: str,
-    root: int,
-    tag: int,
-    sends: list[int],
-    receives: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
     comm = BY_HANDLE.get(handle)
     if comm is None:
         raise ClosedError(f"the communicator of this {name} no longer exists; keep it until backward() has returned")
@@ -177,54 +157,124 @@ def _shapes(
     return x.new_empty(sum(receives)), torch.empty(2, dtype=torch.int64, device="cpu")
 
 
-def check_floating(tensor: torch.Tensor, name: str) -> None:
-    """Raise `TypeError` or `ValueError` if the tensor can have no gradient."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"un.autograd.{name} takes a torch.Tensor, not {type(tensor).__name__}")
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(
-            f"un.autograd.{name} takes floating and complex tensors; {tensor.dtype} has no gradients: use comm.{name}"
-        )
+ADJOINTS = {
+    "all_gather": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    "broadcast": "reduce",
+    "gather": "scatter",
+    "recv": "send",
+    "reduce": "broadcast",
+    "reduce_scatter": "all_gather",
+    "scatter": "gather",
+    "send": "recv",
+}
+"""Name of the collective that moves the gradients of another one back, with the numbers of elements exchanged."""
+
+REDUCTIONS = ("sum", "avg", "product", "min", "max")
+"""Reductions that have a gradient."""
+
+LINEAR = ("sum", "avg")
+
+# Every rank's result must have a history, or only some ranks would take part in the backward pass.
+with torch.inference_mode(False):
+    _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
 
-def flat_list(
-    tensors: Sequence[torch.Tensor], comm: Communicator, name: str, *, alike: bool = False
-) -> tuple[torch.Tensor, list[int]]:
-    """Return one tensor a rank as one flat tensor, and their numbers of elements.
-
-    With `alike`, they must have one shape.
-    """
-    if not isinstance(tensors, Sequence) or len(tensors) != comm.size:
-        raise ValueError(f"un.autograd.{name} takes a list of {comm.size} tensors, one for each rank")
-    for tensor in tensors:
-        check_floating(tensor, name)
-        if tensor.dtype != tensors[0].dtype or tensor.device != tensors[0].device:
-            raise ValueError(f"the tensors of un.autograd.{name} must have one dtype and be on one device")
-        if alike and tensor.shape != tensors[0].shape:
-            raise ValueError(
-                f"the tensors of un.autograd.{name} must have one shape, not {tuple(tensors[0].shape)} and "
-                f"{tuple(tensor.shape)}"
-            )
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]), [tensor.numel() for tensor in tensors]
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Communicator, name: str) -> list[torch.Size]:
-    """Return the shapes of the tensors that this rank receives. Collective.
+def apply(
+    x: torch.Tensor,
+    comm: Communicator,
+    name: str,
+    sends: list[int],
+    receives: list[int],
+    op: str = "sum",
+    root: int = -1,
+    tag: int = 0,
+) -> torch.Tensor:
+    """Return this rank's result of a differentiable collective on a one-dimensional tensor.
 
     Args:
-        tensors: As for the method of `Communicator` of this name.
+        x, name, sends, receives, op, root, tag: As for `_call`.
         comm: The communicator.
-        name: all_gather_v or all_to_all_v.
     """
-    engine = comm._engine
-    engine.enter(name)
-    exchange = ShapeExchange(COLLECTIVES[name], None, comm.rank, comm.size, engine.transport.devices)
-    with torch.no_grad():
-        exchange.give(tensors, engine.options.device)
-        engine.block(exchange.header, exchange.table, exchange.mine)
-        try:
-            exchange.allocate()
-        except MismatchError as error:
-            raise engine.report_failure(error, name) from None
-    return [tensor.shape for tensor in exchange.output]
+    return _apply(x, None, name, comm._handle, (comm.rank, comm.size), op, root, tag, sends, receives)
+
+
+def _apply(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:
+    anchor = None if x.requires_grad else _ANCHOR
+    result: torch.Tensor = _CollectiveFunction.apply(x, anchor, receipt, *call)[0]  # type: ignore[no-untyped-call]
+    return result
+
+
+class _CollectiveFunction(torch.autograd.Function):
+    """A collective, whose backward is the differentiable adjoint: so it can be differentiated any number of times."""
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor,
+        anchor: torch.Tensor | None,
+        receipt: torch.Tensor | None,
+        name: str,
+        handle: str,
+        place: tuple[int, int],
+        op: str,
+        root: int,
+        tag: int,
+        sends: list[int],
+        receives: list[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        call = _opaque if torch.compiler.is_compiling() else _call
+        result: tuple[torch.Tensor, torch.Tensor] = call(
+            x, _ORDER, receipt, name, handle, op, root, tag, sends, receives
+        )
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        x, _, _, *ctx.call = inputs
+        y, receipt = output
+        ctx.mark_non_differentiable(receipt)
+        ctx.save_for_backward(receipt, *(() if ctx.call[3] in LINEAR else (x, y)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+        receipt, *tensors = ctx.saved_tensors
+        adjoint = _of_reduction if tensors else _of_linear
+        return adjoint(grad, receipt, ctx.call, *tensors), *[None] * (2 + len(ctx.call))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        # The batch becomes the innermost dimension, so that the parts stay consecutive.
+        x, anchor, receipt, *call, sends, receives = inputs
+        size = info.batch_size
+        batched = x.movedim(in_dims[0], -1).reshape(-1)
+        counts = [n * size for n in sends], [n * size for n in receives]
+        y, receipt = _CollectiveFunction.apply(batched, anchor, receipt, *call, *counts)  # type: ignore[no-untyped-call]
+        return (y.view(-1, size), receipt), (1, None)
+
+
+def _of_linear(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any]) -> torch.Tensor:
+    name, handle, place, op, root, tag, sends, receives = call
+    if op == "avg" and name != "all_reduce":
+        # The adjoint only moves data.
+        grad = grad / place[1]
+        op = "sum"
+    return _apply(grad, receipt, ADJOINTS[name], handle, place, op, root, tag, receives, sends)
+
+
+def _of_reduction(
+    grad: torch.Tensor, receipt: torch.Tensor, call: list[Any], x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of an all_reduce by product, min or max: this rank's weight times the sum of gradients."""
+    _, handle, place, op, *_ = call
+    rank, size = place
+    n = x.numel()
+    if op == "product":
+        parts = _apply(x, receipt, "all_gather", handle, place, "sum", -1, 0, [n], [n] * size).view(size, n)
+        others = torch.cat([parts[:rank], parts[rank + 1 :]]).prod(0)
+        return _apply(grad, receipt, "all_reduce", handle, place, "sum", -1, 0, [n], [n]) * others.conj()
+    chosen = (x == y).to(grad.dtype)
+    both = torch.cat([grad, chosen])
+    total, ties = _apply(both, receipt, "all_reduce", handle, place, "sum", -1, 0, [2 * n], [2 * n]).split(n)
+    shared: torch.Tensor = total * chosen / ties
+    return shared

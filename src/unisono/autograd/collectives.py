@@ -1,0 +1,539 @@
+"""Differentiable collectives, and messages between two ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from unisono.autograd.operator import LINEAR, REDUCTIONS, apply
+from unisono.collectives.arguments import check_rank
+from unisono.comm.shape_exchange import ShapeExchange
+from unisono.communicator import Communicator
+from unisono.core.collective import COLLECTIVES
+from unisono.core.tensors import parse_op
+from unisono.core.types import ReduceOp
+from unisono.errors import MismatchError
+
+__all__ = [
+    "all_gather",
+    "all_gather_v",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "all_to_all_v",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]
+
+
+def all_gather(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of all ranks, in the order of ranks. Collective.
+
+    The gradient of rank r's tensor is the sum of all ranks' gradients of entry r. `torch.cat` joins the entries along
+    any dimension.
+
+    Args:
+        tensor: Of a floating or complex dtype, of one shape on all ranks.
+        comm: The communicator.
+
+    Returns:
+        New tensors, one for each rank.
+
+    Raises:
+        ValueError: The dtype has no gradient.
+        MismatchError: Ranks make different calls, also in a backward pass.
+
+    Cost: as `Communicator.all_gather`; in backward, as `reduce_scatter`.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.tensor([1.0 + comm.rank], requires_grad=True)
+        ...     y = torch.cat(un.autograd.all_gather(x, comm))
+        ...     y.prod().backward()
+        ...     return y.tolist(), x.grad.item()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [([1.0, 2.0], 4.0), ([1.0, 2.0], 2.0)]
+    """
+    _check_floating(tensor, "all_gather")
+    n = tensor.numel()
+    size = comm.size
+    return apply(tensor.reshape(-1), comm, "all_gather", [n], [n] * size).view(size, *tensor.shape).unbind()
+
+
+def all_gather_v(tensor: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of all ranks, which may differ in their first dimension. Otherwise as `all_gather`.
+
+    Ranks exchange the shapes first, which ends a graph of `torch.compile`.
+
+    Args:
+        tensor: Of a floating or complex dtype; on other ranks the first dimension may differ.
+        comm: The communicator.
+
+    Returns:
+        New tensors, one for each rank.
+
+    Raises:
+        MismatchError: Ranks' tensors differ in dtype or in another dimension.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.ones(comm.rank + 1, requires_grad=True)
+        ...     y = torch.cat(un.autograd.all_gather_v(x, comm))
+        ...     (y * torch.arange(3)).sum().backward()
+        ...     return x.grad.tolist()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [[0.0], [2.0, 4.0]]
+    """
+    _check_floating(tensor, "all_gather_v")
+    shapes = _exchange_shapes(tensor, comm, "all_gather_v")
+    return _split(apply(tensor.reshape(-1), comm, "all_gather", [tensor.numel()], _numels(shapes)), shapes)
+
+
+def all_to_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[torch.Tensor, ...]:
+    """Return on rank r what each rank s has as `tensors[r]`, in the order of ranks. Collective.
+
+    The gradients are exchanged in the same way.
+
+    Args:
+        tensors: One tensor a rank, of one floating or complex dtype, and one shape on all ranks.
+        comm: The communicator.
+
+    Returns:
+        New tensors, one from each rank.
+
+    Raises:
+        ValueError, MismatchError: As `all_gather`.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.ones(2, requires_grad=True)
+        ...     y = torch.stack(un.autograd.all_to_all(x.unbind(), comm))
+        ...     (y * (comm.rank + 1)).sum().backward()
+        ...     return x.grad.tolist()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [[1.0, 2.0], [1.0, 2.0]]
+    """
+    flat, counts = _flat_list(tensors, comm, "all_to_all", alike=True)
+    return apply(flat, comm, "all_to_all", counts, counts).view(comm.size, *tensors[0].shape).unbind()
+
+
+def all_to_all_v(tensors: Sequence[torch.Tensor], comm: Communicator) -> tuple[torch.Tensor, ...]:
+    """Return what each rank has for this one, where first dimensions may differ. Otherwise as `all_to_all`.
+
+    Ranks exchange the shapes first, which ends a graph of `torch.compile`.
+
+    Args:
+        tensors: One tensor a rank, of one floating or complex dtype; any of them may differ in the first dimension.
+        comm: The communicator.
+
+    Returns:
+        New tensors, one from each rank.
+
+    Raises:
+        ValueError, MismatchError: As `all_gather_v`.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.ones(1, requires_grad=True)
+        ...     y = torch.cat(un.autograd.all_to_all_v([x.expand(r) for r in range(2)], comm))
+        ...     y.sum().backward()
+        ...     return y.tolist(), x.grad.item()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [([], 1.0), ([1.0, 1.0], 1.0)]
+    """
+    flat, counts = _flat_list(tensors, comm, "all_to_all_v")
+    shapes = _exchange_shapes(tensors, comm, "all_to_all_v")
+    return _split(apply(flat, comm, "all_to_all", counts, _numels(shapes)), shapes)
+
+
+def all_to_all_single(
+    tensor: torch.Tensor,
+    comm: Communicator,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return the rows that all ranks have for this one; the first rows of `tensor` are for rank 0. Collective.
+
+    The gradients are exchanged in the same way, with the sizes transposed.
+
+    Args:
+        tensor: Of a floating or complex dtype, with at least one dimension.
+        comm: The communicator.
+        output_split_sizes: Rows from each rank; equal parts, as many rows as `tensor` has, if None.
+        input_split_sizes: Rows for each rank; equal parts if None.
+
+    Returns:
+        A new tensor, with the rows from rank 0 first.
+
+    Raises:
+        ValueError: The dtype has no gradient, or the sizes do not fit.
+        MismatchError: Two ranks disagree about the rows that one sends to the other.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        ...     y = un.autograd.all_to_all_single(x, comm, [comm.rank + 1] * 2, [1, 2])
+        ...     (y * (comm.rank + 1)).sum().backward()
+        ...     return y.tolist(), x.grad.tolist()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [([1.0, 1.0], [1.0, 2.0, 2.0]), ([2.0, 3.0, 2.0, 3.0], [1.0, 2.0, 2.0])]
+    """
+    _check_floating(tensor, "all_to_all_single")
+    if not tensor.dim():
+        raise ValueError("un.autograd.all_to_all_single takes a tensor with at least one dimension")
+    rows = tensor.shape[0]
+    width = math.prod(tensor.shape[1:])
+    sends = _sizes(input_split_sizes, rows, comm.size, "input_split_sizes")
+    receives = _sizes(output_split_sizes, rows, comm.size, "output_split_sizes")
+    if sum(sends) != rows:
+        raise ValueError(f"input_split_sizes add up to {sum(sends)}, but the tensor has {rows} rows")
+    counts = [n * width for n in sends], [n * width for n in receives]
+    return apply(tensor.reshape(-1), comm, "all_to_all", *counts).view(sum(receives), *tensor.shape[1:])
+
+
+def _sizes(given: Sequence[int] | None, rows: int, size: int, name: str) -> list[int]:
+    if given is None:
+        if rows % size:
+            raise ValueError(f"{rows} rows cannot be divided evenly among {size} ranks; pass {name}")
+        return [rows // size] * size
+    if len(given) != size or any(n < 0 for n in given):
+        raise ValueError(f"{name} must be {size} numbers of rows, one for each rank, none of them negative")
+    return list(given)
+
+
+def _numels(shapes: Sequence[torch.Size]) -> list[int]:
+    return [shape.numel() for shape in shapes]
+
+
+def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> tuple[torch.Tensor, ...]:
+    return tuple(part.view(shape) for part, shape in zip(flat.split(_numels(shapes)), shapes, strict=True))
+
+
+def all_reduce(tensor: torch.Tensor, comm: Communicator, op: str | ReduceOp = "sum") -> torch.Tensor:
+    """Return the sum (or `op`) of all ranks' tensors. Collective.
+
+    The gradient is the sum of all ranks' gradients of the result; with "avg" their mean, with "min" and "max" shared
+    evenly by the elements that equal the result, with "product" times the product of the other ranks' elements.
+
+    Args:
+        tensor: Of a floating or complex dtype, with as many elements on every rank.
+        comm: The communicator.
+        op: sum, avg, product, min, max.
+
+    Returns:
+        A new tensor of the same shape.
+
+    Raises:
+        ValueError: The dtype or `op` has no gradient.
+        MismatchError: Ranks make different calls, also in a backward pass.
+
+    Cost: as `Communicator.all_reduce`, and the same in backward; twice the bytes there with "min" and "max", p times
+    with "product".
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.tensor([1.0 + comm.rank], requires_grad=True)
+        ...     y = un.autograd.all_reduce(x, comm)
+        ...     (y**2).sum().backward()
+        ...     return y.item(), x.grad.item()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [(3.0, 12.0), (3.0, 12.0)]
+    """
+    _check_floating(tensor, "all_reduce")
+    n = [tensor.numel()]
+    return apply(tensor.reshape(-1), comm, "all_reduce", n, n, _check_op(op, "all_reduce", REDUCTIONS)).view(
+        tensor.shape
+    )
+
+
+def reduce(tensor: torch.Tensor, comm: Communicator, dst: int, op: str | ReduceOp = "sum") -> torch.Tensor:
+    """Return the sum of all ranks' tensors on rank `dst`, and zeros on the other ranks. Collective.
+
+    The gradient is that of rank `dst`'s result, on every rank; the other ranks' own gradients are ignored.
+
+    Args:
+        tensor, comm: As for `all_reduce`.
+        dst: The rank that gets the sum.
+        op: sum, avg.
+
+    Returns:
+        A new tensor of the same shape.
+
+    Raises:
+        ValueError, MismatchError: As `all_reduce`.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.tensor([1.0 + comm.rank], requires_grad=True)
+        ...     y = un.autograd.reduce(x, comm, dst=1)
+        ...     (5 * y).sum().backward()
+        ...     return y.item(), x.grad.item()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [(0.0, 5.0), (3.0, 5.0)]
+    """
+    _check_floating(tensor, "reduce")
+    check_rank(dst, "dst", comm.size)
+    n = [tensor.numel()]
+    return apply(tensor.reshape(-1), comm, "reduce", n, n, _check_op(op, "reduce", LINEAR), dst).view(tensor.shape)
+
+
+def reduce_scatter(tensors: Sequence[torch.Tensor], comm: Communicator, op: str | ReduceOp = "sum") -> torch.Tensor:
+    """Return the sum of every rank's `tensors[r]` on rank r. Collective.
+
+    The gradient of each `tensors[r]` is that of rank r's result.
+
+    Args:
+        tensors: One tensor a rank, of one floating or complex dtype. They may differ in shape, alike on all ranks.
+        comm: The communicator.
+        op: sum, avg.
+
+    Returns:
+        A new tensor of the shape of `tensors[comm.rank]`.
+
+    Raises:
+        ValueError, MismatchError: As `all_reduce`.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.ones(2, 3, requires_grad=True)
+        ...     y = un.autograd.reduce_scatter(x.unbind(), comm)
+        ...     (y * (comm.rank + 1)).sum().backward()
+        ...     return y.tolist(), x.grad.tolist()
+        >>> un.launch(program, nprocs=2, backend="thread")[0]
+        ([2.0, 2.0, 2.0], [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
+    """
+    flat, counts = _flat_list(tensors, comm, "reduce_scatter")
+    op = _check_op(op, "reduce_scatter", LINEAR)
+    result = apply(flat, comm, "reduce_scatter", counts, [counts[comm.rank]], op)
+    return result.view(tensors[comm.rank].shape)
+
+
+def _check_op(op: str | ReduceOp, name: str, known: tuple[str, ...]) -> str:
+    """Return the name of a reduction that has a gradient; `ValueError` for others."""
+    found = parse_op(op).value
+    if found in known:
+        return found
+    if found in REDUCTIONS:
+        raise ValueError(f"un.autograd.{name} has no gradient for op={found!r}; use un.autograd.all_reduce, which has")
+    raise ValueError(f"op={found!r} has no gradient; un.autograd.{name} takes {', '.join(known)}")
+
+
+def broadcast(tensor: torch.Tensor, comm: Communicator, src: int) -> torch.Tensor:
+    """Return rank `src`'s tensor. Collective.
+
+    The gradient on rank `src` is the sum of all ranks' gradients; it is zero on the other ranks.
+
+    Args:
+        tensor: Of a floating or complex dtype, with as many elements on every rank; only rank `src`'s elements are
+            used.
+        comm: The communicator.
+        src: The rank whose tensor is sent.
+
+    Returns:
+        A new tensor of this rank's shape.
+
+    Raises:
+        ValueError: The dtype has no gradient.
+        MismatchError: Ranks make different calls, also in a backward pass.
+
+    Cost: as `Communicator.broadcast`; in backward, as `reduce`.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.tensor([1.0 + comm.rank], requires_grad=True)
+        ...     y = un.autograd.broadcast(x, comm, src=1)
+        ...     (y * 5).sum().backward()
+        ...     return y.item(), x.grad.item()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [(2.0, 0.0), (2.0, 10.0)]
+    """
+    _check_floating(tensor, "broadcast")
+    check_rank(src, "src", comm.size)
+    n = [tensor.numel()]
+    return apply(tensor.reshape(-1), comm, "broadcast", n, n, root=src).view(tensor.shape)
+
+
+def gather(tensor: torch.Tensor, comm: Communicator, dst: int) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of all ranks on rank `dst`, and as many zeros on the other ranks. Collective.
+
+    The gradient of rank r's tensor is that of entry r on rank `dst`; the other ranks' own gradients are ignored.
+
+    Args:
+        tensor: Of a floating or complex dtype, of one shape on all ranks.
+        comm: The communicator.
+        dst: The rank that receives.
+
+    Returns:
+        New tensors, one for each rank.
+
+    Raises:
+        ValueError, MismatchError: As `broadcast`.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.tensor([1.0 + comm.rank], requires_grad=True)
+        ...     y = torch.cat(un.autograd.gather(x, comm, dst=1))
+        ...     (y * torch.tensor([3.0, 4.0])).sum().backward()
+        ...     return y.tolist(), x.grad.item()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [([0.0, 0.0], 3.0), ([1.0, 2.0], 4.0)]
+    """
+    _check_floating(tensor, "gather")
+    check_rank(dst, "dst", comm.size)
+    n = tensor.numel()
+    size = comm.size
+    return apply(tensor.reshape(-1), comm, "gather", [n], [n] * size, root=dst).view(size, *tensor.shape).unbind()
+
+
+def scatter(tensors: Sequence[torch.Tensor], comm: Communicator, src: int) -> torch.Tensor:
+    """Return rank `src`'s `tensors[r]` on rank r. Collective.
+
+    The gradient of rank `src`'s `tensors[r]` is that of rank r's result; it is zero on the other ranks.
+
+    Args:
+        tensors: One tensor a rank, of one floating or complex dtype, and one shape on all ranks; only rank `src`'s
+            elements are used.
+        comm: The communicator.
+        src: The rank that sends.
+
+    Returns:
+        A new tensor.
+
+    Raises:
+        ValueError, MismatchError: As `broadcast`.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.tensor([3.0, 4.0], requires_grad=True)
+        ...     y = un.autograd.scatter(x.unbind(), comm, src=1)
+        ...     (y**2).sum().backward()
+        ...     return y.item(), x.grad.tolist()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [(3.0, [0.0, 0.0]), (4.0, [6.0, 8.0])]
+    """
+    flat, counts = _flat_list(tensors, comm, "scatter", alike=True)
+    check_rank(src, "src", comm.size)
+    return apply(flat, comm, "scatter", counts, counts[:1], root=src).view(tensors[0].shape)
+
+
+def send(tensor: torch.Tensor, comm: Communicator, dst: int, tag: int = 0) -> torch.Tensor:
+    """Send a tensor to rank `dst`, which calls `recv`; return an empty tensor that stands for it in the graph.
+
+    The gradient is that of rank `dst`'s result. The receiver's backward pass sends it, so this rank's must include the
+    token: add `token.sum()`, which is 0, to the loss.
+
+    Args:
+        tensor: Of a floating or complex dtype.
+        comm: The communicator.
+        dst: Another rank.
+        tag: As for `Communicator.send`.
+
+    Returns:
+        The token: a tensor of no elements, of the same dtype.
+
+    Raises:
+        ValueError: The dtype has no gradient.
+        MismatchError: The receiver's backward pass sends the gradients of several messages in another order.
+
+    Example:
+        >>> def program(comm):
+        ...     x = torch.tensor([3.0], requires_grad=True)
+        ...     if comm.rank == 0:
+        ...         un.autograd.send(x, comm, dst=1).sum().backward()
+        ...     else:
+        ...         (un.autograd.recv(x, comm, src=0) ** 2).sum().backward()
+        ...     return x.grad.item()
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [6.0, 0.0]
+    """
+    _check_floating(tensor, "send")
+    check_rank(dst, "dst", comm.size, other_than=comm.rank)
+    return apply(tensor.reshape(-1), comm, "send", [tensor.numel()], [0], root=dst, tag=tag)
+
+
+def recv(tensor: torch.Tensor, comm: Communicator, src: int, tag: int = 0) -> torch.Tensor:
+    """Return the tensor that rank `src` sends by `send`.
+
+    In a backward pass the gradient of the result is sent back.
+
+    Args:
+        tensor: Of the shape, dtype and device to receive; its elements are not used, and its gradient is zero. If it
+            requires a gradient, that is the token of the message in a second backward pass.
+        comm: The communicator.
+        src: Another rank.
+        tag: As for `Communicator.recv`.
+
+    Returns:
+        A new tensor.
+
+    Raises:
+        ValueError, MismatchError: As `send`.
+
+    Example: see `send`.
+    """
+    _check_floating(tensor, "recv")
+    check_rank(src, "src", comm.size, other_than=comm.rank)
+    # No element is read: what is passed on is the place in the graph.
+    place = tensor.reshape(-1)[:0]
+    n = tensor.numel()
+    return apply(place, comm, "recv", [0], [n], root=src, tag=tag).view(tensor.shape)
+
+
+def _check_floating(tensor: torch.Tensor, name: str) -> None:
+    """Raise `TypeError` or `ValueError` if the tensor can have no gradient."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"un.autograd.{name} takes a torch.Tensor, not {type(tensor).__name__}")
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(
+            f"un.autograd.{name} takes floating and complex tensors; {tensor.dtype} has no gradients: use comm.{name}"
+        )
+
+
+def _flat_list(
+    tensors: Sequence[torch.Tensor], comm: Communicator, name: str, *, alike: bool = False
+) -> tuple[torch.Tensor, list[int]]:
+    """Return one tensor a rank as one flat tensor, and their numbers of elements.
+
+    With `alike`, they must have one shape.
+    """
+    if not isinstance(tensors, Sequence) or len(tensors) != comm.size:
+        raise ValueError(f"un.autograd.{name} takes a list of {comm.size} tensors, one for each rank")
+    for tensor in tensors:
+        _check_floating(tensor, name)
+        if tensor.dtype != tensors[0].dtype or tensor.device != tensors[0].device:
+            raise ValueError(f"the tensors of un.autograd.{name} must have one dtype and be on one device")
+        if alike and tensor.shape != tensors[0].shape:
+            raise ValueError(
+                f"the tensors of un.autograd.{name} must have one shape, not {tuple(tensors[0].shape)} and "
+                f"{tuple(tensor.shape)}"
+            )
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]), [tensor.numel() for tensor in tensors]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Communicator, name: str) -> list[torch.Size]:
+    """Return the shapes of the tensors that this rank receives. Collective.
+
+    Args:
+        tensors: As for the method of `Communicator` of this name.
+        comm: The communicator.
+        name: all_gather_v or all_to_all_v.
+    """
+    engine = comm._engine
+    engine.enter(name)
+    exchange = ShapeExchange(COLLECTIVES[name], None, comm.rank, comm.size, engine.transport.devices)
+    with torch.no_grad():
+        exchange.give(tensors, engine.options.device)
+        engine.block(exchange.header, exchange.table, exchange.mine)
+        try:
+            exchange.allocate()
+        except MismatchError as error:
+            raise engine.report_failure(error, name) from None
+    return [tensor.shape for tensor in exchange.output]

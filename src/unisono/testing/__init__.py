@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.testing import (
-        buckets,
         cases,
         codecs,
         conformance,
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
         samplers,
         strategies,
     )
-    from unisono.testing.conformance import World
-    from unisono.testing.conformance.suite import TransportConformance
-    from unisono.testing.namespaced_ranks import Network, run_ranks
+    from unisono.testing.conformance import TransportConformance, World
+    from unisono.testing.namespaced_ranks import HostNetwork, run_ranks
     from unisono.testing.pools import RankPool, pool
     from unisono.wrappers.checksum import Checksummed
     from unisono.wrappers.delay import Delayed
@@ -36,12 +34,11 @@ __all__ = [
     "Checksummed",
     "Delayed",
     "Faulty",
+    "HostNetwork",
     "KilledError",
-    "Network",
     "RankPool",
     "TransportConformance",
     "World",
-    "buckets",
     "cases",
     "chaos",
     "codecs",
@@ -61,9 +58,9 @@ _HOME = {
     "Delayed": "unisono.wrappers.delay",
     "Faulty": "unisono.wrappers.fault",
     "KilledError": "unisono.wrappers.fault",
-    "Network": "unisono.testing.namespaced_ranks",
+    "HostNetwork": "unisono.testing.namespaced_ranks",
     "RankPool": "unisono.testing.pools",
-    "TransportConformance": "unisono.testing.conformance.suite",
+    "TransportConformance": "unisono.testing.conformance",
     "World": "unisono.testing.conformance",
     "pool": "unisono.testing.pools",
     "run_ranks": "unisono.testing.namespaced_ranks",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
+from unisono.core.transport import Transport
 from unisono.testing.cases import CALLS
 from unisono.testing.conformance import agreement, any_source, bad_input, collectives, failures, groups, messages, works
 from unisono.testing.conformance.world import Check, World
 
-__all__ = ["CHECKS", "Check", "World"]
+__all__ = ["CHECKS", "Check", "TransportConformance", "World"]
 
 _FAMILIES = (messages, any_source, works, groups, collectives, bad_input, agreement, failures)
 
@@ -15,3 +19,46 @@ CHECKS: tuple[Check, ...] = (
     *(collectives.equals_reference(call) for call in CALLS),
 )
 """Every check. Its name is a sentence, and its docstring has the details."""
+
+
+class TransportConformance:
+    """Base class for a transport's tests: pytest collects one test for each check.
+
+    Takes four ranks and some ten seconds. For a check that a transport cannot meet, override the method,
+    preferably with one that states the reason.
+
+    Attributes:
+        backend: The name of the transport.
+        wrap: Applied to the transport of each rank, to hold a wrapper to the same checks. A static method.
+        hosts: Grouping of the four ranks into hosts, as for `launch`, for transports across hosts.
+        device: Device of the tensors, as for `launch`: "cuda" to test the checks on GPUs.
+
+    Example:
+        >>> class TestMine(TransportConformance):
+        ...     backend = "thread"
+        >>> TestMine().test_ranks_are_numbered()
+    """
+
+    backend: ClassVar[str]
+    wrap: ClassVar[Callable[[Transport], Transport] | None] = None
+    hosts: ClassVar[tuple[tuple[int, ...], ...] | None] = None
+    device: ClassVar[str | None] = None
+
+    @property
+    def world(self) -> World:
+        """The ranks that the checks run on."""
+        return World(self.backend, type(self).wrap, hosts=self.hosts, device=self.device)
+
+
+def _test(check: Check) -> Callable[[TransportConformance], None]:
+    def test(self: TransportConformance) -> None:
+        check(self.world)
+
+    test.__name__ = f"test_{check.__name__}"
+    test.__doc__ = check.__doc__
+    return test
+
+
+# Methods rather than one parametrised test, so that each can be overridden.
+for _method in map(_test, CHECKS):
+    setattr(TransportConformance, _method.__name__, _method)

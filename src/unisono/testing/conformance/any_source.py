@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 
 from unisono.communicator import Communicator
-from unisono.errors import AbortedError, CommError, CommTimeoutError, MismatchError, PeerLostError
-from unisono.testing.conformance.world import Check, World, numbers, together
+from unisono.errors import AbortedError, CommTimeoutError, MismatchError, PeerLostError
+from unisono.testing.conformance.world import Check, World, error_of, numbers, together, until, wait_all
 
 __all__ = [
     "probe_consumes_nothing",
@@ -39,10 +38,10 @@ def _where_offered(check: Check) -> Check:
 
 
 def _is_offered(comm: Communicator) -> bool:
-    refusal = _error_of(comm.iprobe, ValueError)
+    refusal = error_of(comm.iprobe, ValueError)
     if "pass the sender's rank" not in refusal:
         return True
-    assert _error_of(lambda: comm.irecv(numbers(comm, 0)), ValueError) == refusal
+    assert error_of(lambda: comm.irecv(numbers(comm, 0)), ValueError) == refusal
     return False
 
 
@@ -80,8 +79,7 @@ def receive_any_starves_no_sender(world: World) -> None:
         got: list[int] = []
         if comm.rank > 0:
             works = [comm.isend(numbers(comm, 0), 0) for _ in range(3 * _EACH if comm.rank == 1 else 2)]
-            for work in works:
-                work.wait()
+            wait_all(works)
         else:
             for turn in range(3 * _EACH + 2 * (comm.size - 2)):
                 for rank in range(1, comm.size) if turn in (0, comm.size - 1) else ():
@@ -105,8 +103,7 @@ def receive_any_is_served_in_order(world: World) -> None:
         if comm.rank == 0:
             works = [comm.irecv(got[n]) for n in range(_EACH)]
             comm.send(numbers(comm, 0), 1)
-            for work in reversed(works):
-                work.wait()
+            wait_all(reversed(works))
             assert {work.source_rank() for work in works} == {1}
         elif comm.rank == 1:
             comm.recv(numbers(comm, 0))
@@ -131,7 +128,7 @@ def probe_consumes_nothing(world: World) -> None:
                 comm.send(numbers(comm, value), 0, timeout=10 * world.timeout)
         elif comm.rank == 0:
             found += [comm.iprobe(), comm.iprobe(1)]
-            found.append(_error_of(lambda: comm.probe(timeout=0.05), CommTimeoutError))
+            found.append(error_of(lambda: comm.probe(timeout=0.05), CommTimeoutError))
             comm.send(got, 1)
             for source in (1, None):
                 found += [comm.probe(source), comm.probe(), comm.iprobe(2), comm.iprobe(1)]
@@ -161,8 +158,7 @@ def receive_any_separates_tags_and_subgroups(world: World) -> None:
         else:
             tag = comm.rank - 1
             works = [comm.isend(numbers(comm, tag), 0, tag), part.isend(numbers(comm, 10 + tag), 2, tag)]
-            for work in works:
-                work.wait()
+            wait_all(works)
         return found
 
     found = world.run(program, size=3)[0]
@@ -184,10 +180,7 @@ def receive_any_completes_without_polling(world: World) -> None:
         before = [works[0].is_completed(), works[0].source_rank()]
         future = works[0].get_future()
         comm.send(numbers(comm, 0), 1)
-        deadline = time.monotonic() + within_s
-        while not (future.done() and works[1].is_completed()):
-            assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"
-            time.sleep(0.001)
+        until(lambda: future.done() and works[1].is_completed(), within_s)
         future.value()
         return [*before, got.tolist(), works[1].source_rank(), works[1].exception()]
 
@@ -209,11 +202,11 @@ def receive_any_names_ranks_that_have_not_sent(world: World) -> None:
             together(comm)
             return "", "", -1
         work = part.irecv(got)
-        first = _error_of(lambda: work.wait(0.05), CommTimeoutError)
+        first = error_of(lambda: work.wait(0.05), CommTimeoutError)
         for rank in range(1, comm.size):
             comm.send(numbers(comm, 7), rank)
         work.wait()
-        second = _error_of(lambda: part.recv(numbers(comm, 0), timeout=0.05), CommTimeoutError)
+        second = error_of(lambda: part.recv(numbers(comm, 0), timeout=0.05), CommTimeoutError)
         together(comm)
         return first, second, got.item()
 
@@ -244,9 +237,9 @@ def receive_any_ends_with_an_error(world: World) -> None:
             return []
         started = time.monotonic()
         said = [
-            _error_of(lambda: works[0].wait(never_s), AbortedError),
-            _error_of(lambda: unfit.recv(numbers(comm, 0), timeout=never_s), MismatchError),
-            _error_of(lambda: works[1].wait(never_s), PeerLostError),
+            error_of(lambda: works[0].wait(never_s), AbortedError),
+            error_of(lambda: unfit.recv(numbers(comm, 0), timeout=never_s), MismatchError),
+            error_of(lambda: works[1].wait(never_s), PeerLostError),
         ]
         assert time.monotonic() - started < soon_s, "a wait went on"
         together(comm)
@@ -278,13 +271,3 @@ def receive_any_reports_a_lost_sender(world: World) -> None:
         for end in (ends[0], ends[2]):
             assert isinstance(end, PeerLostError), ends
             assert end.peer == 1, f"{end!r} names rank {end.peer}"
-
-
-def _error_of(call: Callable[[], object], kind: type[Exception]) -> str:
-    """Return the text of the error that the call raises, which must be of this kind."""
-    try:
-        call()
-    except kind as error:
-        unknown = isinstance(error, CommError) and error.rank is None
-        return f"{error!r}, which does not know its rank" if unknown else str(error)
-    return "nothing was raised"

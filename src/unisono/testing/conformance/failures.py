@@ -9,7 +9,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
-from unisono.testing.conformance.world import World, numbers, together
+from unisono.testing.conformance.world import NOTHING, World, error_of, numbers, together
 
 __all__ = [
     "abort_ends_every_wait",
@@ -19,8 +19,6 @@ __all__ = [
     "first_cause_is_kept",
     "late_rank_is_named",
 ]
-
-_NOTHING = "nothing was raised"
 
 
 def abort_ends_every_wait(world: World) -> None:
@@ -39,15 +37,15 @@ def abort_ends_every_wait(world: World) -> None:
         started = time.monotonic()
         if work is None:
             part.abort("enough")
-        said = "enough" if work is None else _error_of(lambda: work.wait(never_s), AbortedError)
+        said = "enough" if work is None else error_of(lambda: work.wait(never_s), AbortedError)
         assert time.monotonic() - started < soon_s, "the wait went on after the abort"
-        later = _error_of(part.barrier, AbortedError)
+        later = error_of(part.barrier, AbortedError)
         together(comm)
         return said, later
 
     for rank, (said, later) in enumerate(world.run(program, world.soon_s, world.never_s, size=4)):
         # A send may have completed already, into a buffer.
-        assert "enough" in said or (rank == 2 and said == _NOTHING), f"rank {rank}: {said}"
+        assert "enough" in said or (rank == 2 and said == NOTHING), f"rank {rank}: {said}"
         assert "enough" in later, f"rank {rank}: {later}"
 
 
@@ -65,7 +63,7 @@ def closed_communicator_rejects_calls(world: World) -> None:
             lambda: part.irecv(numbers(comm, 0), 1 - part.rank),
             lambda: part.split(0),
         ]
-        return [_error_of(call, ClosedError) for call in calls]
+        return [error_of(call, ClosedError) for call in calls]
 
     for said in world.run(program):
         assert all("closed" in sentence for sentence in said), said
@@ -138,7 +136,7 @@ def late_rank_is_named(world: World) -> None:
 
     def program(comm: Communicator) -> str:
         part = comm.dup()
-        said = "" if comm.rank == 1 else _error_of(lambda: part.barrier(timeout=0.2), CommTimeoutError)
+        said = "" if comm.rank == 1 else error_of(lambda: part.barrier(timeout=0.2), CommTimeoutError)
         together(comm)
         return said
 
@@ -157,22 +155,11 @@ def first_cause_is_kept(world: World) -> None:
         part.abort("a later reason")
         started = time.monotonic()
         said = [
-            _error_of(lambda: part.all_reduce(numbers(comm, 1), timeout=never_s), AbortedError),
-            _error_of(lambda: part.send(numbers(comm, 1), 1 - part.rank, timeout=never_s), AbortedError),
+            error_of(lambda: part.all_reduce(numbers(comm, 1), timeout=never_s), AbortedError),
+            error_of(lambda: part.send(numbers(comm, 1), 1 - part.rank, timeout=never_s), AbortedError),
         ]
         assert time.monotonic() - started < soon_s, "a broken communicator waited"
         return said
 
     for said in world.run(program, world.soon_s, world.never_s):
         assert all("the first reason" in sentence for sentence in said), said
-
-
-def _error_of(call: Callable[[], object], kind: type[CommError]) -> str:
-    """Return the text of the error that the call raises, which must be of this kind and have its rank set."""
-    try:
-        call()
-    except kind as error:
-        return str(error) if error.rank is not None else f"{error!r}, which does not know its rank"
-    except Exception as error:
-        return f"not {kind.__name__} but {error!r}"
-    return _NOTHING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from unisono.communicator import Communicator
-from unisono.testing.conformance.world import World, numbers, together
+from unisono.testing.conformance.world import World, numbers, together, wait_all
 
 __all__ = [
     "closing_a_subgroup_keeps_its_parent",
@@ -76,8 +76,7 @@ def messages_of_parent_and_subgroup_are_separate(world: World) -> None:
             works = [group.isend(numbers(comm, n), 1) for n, group in enumerate(groups)]
         else:
             works = [groups[n].irecv(got[n], 0) for n in (2, 1, 0)]
-        for work in works:
-            work.wait()
+        wait_all(works)
         return got.tolist()
 
     found = world.run(program)[1]

@@ -7,7 +7,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.core.types import Message, Recv, Send
 from unisono.errors import MismatchError
-from unisono.testing.conformance.world import World, numbers, together
+from unisono.testing.conformance.world import World, numbers, together, wait_all
 from unisono.testing.memory_layouts import LAYOUTS, place
 from unisono.testing.reference import DTYPES
 
@@ -43,8 +43,7 @@ def messages_of_one_tag_arrive_in_order(world: World) -> None:
 
     def program(comm: Communicator) -> list[float]:
         if comm.rank == 0:
-            for work in [comm.isend(numbers(comm, n), 1) for n in range(_MANY)]:
-                work.wait()
+            wait_all([comm.isend(numbers(comm, n), 1) for n in range(_MANY)])
         got = numbers(comm, *[-1] * _MANY)
         if comm.rank == 1:
             for n in range(_MANY):
@@ -63,8 +62,7 @@ def receives_match_in_the_order_posted(world: World) -> None:
         if comm.rank == 1:
             works = [comm.irecv(got[n], 0) for n in range(_MANY)]
             comm.send(numbers(comm, 0), 0)
-            for work in works:
-                work.wait()
+            wait_all(works)
         else:
             comm.recv(numbers(comm, 0), 1)
             for n in range(_MANY):
@@ -88,8 +86,7 @@ def tags_are_separate(world: World) -> None:
                 works = [comm.irecv(got[i], 0, tags[i]) for i in (2, 0, 3, 1)]
         except ValueError as error:
             return str(error)
-        for work in works:
-            work.wait()
+        wait_all(works)
         return got.tolist()
 
     found = world.run(program)[1]
@@ -108,8 +105,7 @@ def peers_are_separate(world: World) -> None:
         for source in reversed(range(comm.size)):
             if source != comm.rank:
                 comm.recv(got[source], source)
-        for work in works:
-            work.wait()
+        wait_all(works)
         return got.tolist()
 
     for rank, found in enumerate(world.run(program, size=4)):
@@ -165,8 +161,7 @@ def batch_keeps_its_order(world: World) -> None:
         got = {rank: numbers(comm, -1, -1, -1) for rank in others}
         batch: list[Message] = [Recv(got[rank][n : n + 1], rank) for n in range(3) for rank in others]
         batch += [Send(numbers(comm, 10 * comm.rank + n), rank) for n in range(3) for rank in others]
-        for work in comm.batch_isend_irecv(batch):
-            work.wait()
+        wait_all(comm.batch_isend_irecv(batch))
         return [got[rank].tolist() for rank in others]
 
     for rank, found in enumerate(world.run(program, size=3)):
@@ -185,14 +180,12 @@ def messages_to_oneself_arrive(world: World) -> None:
         batch: list[Message] = [Recv(got[0:1], right, 1), Recv(got[1:2], left, 2), Recv(got[2:3], mine, 0)]
         batch += [Send(numbers(comm, left), left, 1), Send(numbers(comm, right), right, 2)]
         batch += [Send(numbers(comm, 10 * mine), mine, 0)]
-        for work in comm.batch_isend_irecv(batch):
-            work.wait()
+        wait_all(comm.batch_isend_irecv(batch))
         works = [comm.isend(numbers(comm, n), mine, n % 2) for n in range(4)]
         turned = numbers(comm, -1, -1, -1, -1)
         for index, tag in enumerate((1, 1, 0, 0)):
             comm.recv(turned[index], mine, tag)
-        for work in works:
-            work.wait()
+        wait_all(works)
         count = 1 << 18
         sent = torch.full((count,), float(mine), device=comm.device)
         back = torch.full((count,), -1.0, device=comm.device)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from unisono.communicator import Communicator
-from unisono.core.types import Work
 from unisono.core.work import wait_any
 from unisono.errors import CommTimeoutError
-from unisono.testing.conformance.world import World, numbers
+from unisono.testing.conformance.world import World, numbers, until, wait_all
 
 __all__ = [
     "collectives_can_be_waited_for_in_any_order",
@@ -107,8 +104,8 @@ def work_completes_without_polling(world: World) -> None:
         got = numbers(comm, -1)
         total = numbers(comm, comm.rank + 1)
         work = comm.isend(numbers(comm, 7), 1) if comm.rank == 0 else comm.irecv(got, 0)
-        _poll(work, within_s)
-        _poll(comm.all_reduce(total, async_op=True), within_s)
+        until(work.is_completed, within_s)
+        until(comm.all_reduce(total, async_op=True).is_completed, within_s)
         return got.item(), total.item()
 
     assert world.run(program, world.soon_s) == [(-1, 3), (7, 3)]
@@ -137,8 +134,7 @@ def works_can_be_waited_for_in_any_order(world: World) -> None:
             works = [comm.isend(numbers(comm, n), 1) for n in range(5)]
         else:
             works = [comm.irecv(got[n], 0) for n in range(5)]
-        for work in (*reversed(works), *works):
-            work.wait()
+        wait_all((*reversed(works), *works))
         return got.tolist()
 
     assert world.run(program)[1] == [0, 1, 2, 3, 4]
@@ -157,8 +153,7 @@ def wait_for_one_of_many_works(world: World) -> None:
         comm.send(numbers(comm, 0), 2)
         first = wait_any(works, within_s)
         comm.send(numbers(comm, 0), 1)
-        for work in works:
-            work.wait()
+        wait_all(works)
         return first
 
     assert world.run(program, world.soon_s, size=3)[0] == 1
@@ -172,24 +167,13 @@ def collectives_can_be_waited_for_in_any_order(world: World) -> None:
         works = [comm.all_reduce(t, algorithm="ring", async_op=True) for t in tensors[:4]]
         comm.all_reduce(tensors[4])
         works.append(comm.all_reduce(tensors[5], async_op=True))
-        for work in reversed(works):
-            work.wait()
+        wait_all(reversed(works))
         return [t.unique().tolist() for t in tensors]
 
     for found in world.run(program, size=3):
         assert found == [[3.0 * n + 3] for n in range(6)], found
 
 
-def _poll(work: Work, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not work.is_completed():
-        assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"
-        time.sleep(0.001)
-
-
 def _value(future: torch.futures.Future[float], within_s: float) -> float:
-    deadline = time.monotonic() + within_s
-    while not future.done():
-        assert time.monotonic() < deadline, f"the future is not complete after {within_s} s"
-        time.sleep(0.001)
+    until(future.done, within_s)
     return future.value()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,12 +11,15 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.core.transport import Transport
-from unisono.core.types import Timeout
+from unisono.core.types import Timeout, Work
 from unisono.core.work import resolve_timeout
+from unisono.errors import CommError
 from unisono.testing.namespaced_ranks import TIMEOUT_S
 from unisono.testing.pools import pool
 
-__all__ = ["Check", "World", "numbers", "together"]
+__all__ = ["NOTHING", "Check", "World", "error_of", "numbers", "together", "until", "wait_all"]
+
+NOTHING = "nothing was raised"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +95,29 @@ def together(comm: Communicator) -> None:
         behind = (comm.rank - 1) % comm.size
         comm.sendrecv(numbers(comm, comm.rank), (comm.rank + 1) % comm.size, got, behind)
         assert got.item() == behind
+
+
+def wait_all(works: Iterable[Work]) -> None:
+    """Wait for works in this order."""
+    for work in works:
+        work.wait()
+
+
+def until(done: Callable[[], bool], within_s: float) -> None:
+    """Assert that something is done in time without a wait for it."""
+    deadline = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"
+        time.sleep(0.001)
+
+
+def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
+    """Return the text of the error that the call raises, which must be of this kind, and know its rank."""
+    try:
+        call()
+    except kind as error:
+        unknown = isinstance(error, CommError) and error.rank is None
+        return f"{error!r}, which does not know its rank" if unknown else str(error)
+    except Exception as error:
+        return f"not {kind.__name__} but {error!r}"
+    return NOTHING

@@ -26,7 +26,7 @@ import torch
 
 import unisono as un
 from unisono.algorithms import Network, find, serving, simulate
-from unisono.collectives.tuning.cost_table import CostTable, Link
+from unisono.collectives.tuning.cost_table import CostTable, LinkCost
 from unisono.collectives.tuning.fit import Cell, fit
 from unisono.collectives.tuning.prediction import Machine, compare
 from unisono.tools.bench import interleave, on_ranks, parse_sizes, shown_size, timed
@@ -57,7 +57,7 @@ def best_of(names: Iterable[str], size: int, nbytes: int) -> tuple[str, float]:
 
 def guided(names: list[str], size: int, nbytes: int) -> tuple[str, float]:
     """Return the same as auto finds it with the true constants, where simulating all would take hours."""
-    link = Link(NETWORK.alpha, 1 / NETWORK.bandwidth)
+    link = LinkCost(NETWORK.alpha, 1 / NETWORK.bandwidth)
     choice = compare("all_reduce", names, size, nbytes, Machine(CostTable(link, link, NETWORK.gamma), size))
     return choice.algorithm, choice.predicted_s
 

@@ -18,7 +18,7 @@ from _questions import parser
 from _training import perceptron
 
 import unisono as un
-from unisono.core.tracing import Event, recording
+from unisono.core.tracing import TraceEvent, recording
 from unisono.tools.bench import interleave, on_ranks, timed
 
 MOST = 1.02
@@ -31,7 +31,7 @@ def train(comm: un.Communicator, seconds: float, folder: Path) -> dict[str, list
     un.GradientAverager(model, comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     batch = torch.randn(32, 128, generator=torch.Generator().manual_seed(comm.rank))
-    events: list[Event] = []
+    events: list[TraceEvent] = []
 
     def step() -> None:
         optimizer.zero_grad()

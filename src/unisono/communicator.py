@@ -260,7 +260,7 @@ class Communicator:
             UnavailableError: There is no mpi4py, or no MPI library.
             CommTimeoutError: Not all members have called it in time.
         """
-        from unisono.transports.mpi.from_comm import adopt
+        from unisono.transports.mpi.transport import adopt
 
         return cls._owning(*adopt(comm, resolve_timeout(timeout), chunk_bytes), check)
 

@@ -204,7 +204,7 @@ def test_verdict_of_outcomes(outcome: Any, said: str | None) -> None:
 
 
 def test_failure_reports_seed_and_fault_plan() -> None:
-    with pytest.raises(chaos.ChaosError, match=r"seed 3: rank 0 ended by KeyError(.|\n)*FaultPlan\(network=Network"):
+    with pytest.raises(chaos.ChaosError, match=r"seed 3: rank 0 ended by KeyError(.|\n)*FaultPlan\(network=SimNetwork"):
         chaos.check(_raises_in_bad_weather, 2, seeds=[3])
 
 

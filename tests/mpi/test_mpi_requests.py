@@ -20,7 +20,7 @@ from unisono.host import mpi_library
 from unisono.host.mpi_library import check_world, env_without_launcher, launched, name_of, poll_until
 from unisono.testing.reference import reduced
 from unisono.transports.mpi import point_to_point
-from unisono.transports.mpi.consistency import Agreement
+from unisono.transports.mpi.consistency import MpiAgreement
 from unisono.transports.mpi.reduce_op import Reductions, reducible
 
 
@@ -164,13 +164,13 @@ def test_wait_ends_at_deadline_or_by_its_check() -> None:
         poll_until(never, time.monotonic() + 60, broken, spins=1)
 
 
-def agreements(size: int) -> list[Agreement]:
-    """Agreement of ranks without MPI: only their contribution to the sum is checked."""
+def agreements(size: int) -> list[MpiAgreement]:
+    """Agreements of ranks without MPI: only their contribution to the sum is checked."""
     found = []
     for rank in range(size):
         own = SimpleNamespace(Get_rank=lambda rank=rank: rank, Get_size=lambda: size, Iallreduce=None)
         comms = SimpleNamespace(mpi=SimpleNamespace(IN_PLACE=0, UINT64_T=0, SUM=0), own=own, turn=None)
-        found.append(Agreement(comms, lambda peers: None, 1))  # type: ignore[arg-type]  # wrong or narrower on purpose
+        found.append(MpiAgreement(comms, lambda peers: None, 1))  # type: ignore[arg-type]  # wrong or narrower on purpose
     return found
 
 

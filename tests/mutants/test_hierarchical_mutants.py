@@ -15,7 +15,7 @@ from unisono.errors import CommError
 from unisono.testing.conformance import CHECKS, World
 from unisono.transports.hierarchical import Hierarchical
 from unisono.transports.hierarchical.collectives import HierarchicalCollectives
-from unisono.transports.hierarchical.consistency import Agreement
+from unisono.transports.hierarchical.consistency import HostAgreement
 from unisono.transports.hierarchical.routing import Routes
 
 BY_NAME = {check.__name__: check for check in CHECKS}
@@ -66,10 +66,10 @@ def even_if_not(self: Any) -> None:
     self.native |= {"all_gather", "reduce_scatter"}
 
 
-SWAPPED, DECLARE, BULK_REDUCE = Agreement._swapped, Hierarchical._declare, HierarchicalCollectives.reduce
+SWAPPED, DECLARE, BULK_REDUCE = HostAgreement._swapped, Hierarchical._declare, HierarchicalCollectives.reduce
 MUTANTS: list[tuple[type, str, Callable[..., Any], str, World]] = [
-    (Agreement, "_combine", own_host_first, "all_reduce_equals_reference", THREE),
-    (Agreement, "_swapped", nobody_compares, "different_calls_are_rejected_on_every_rank", TWO),
+    (HostAgreement, "_combine", own_host_first, "all_reduce_equals_reference", THREE),
+    (HostAgreement, "_swapped", nobody_compares, "different_calls_are_rejected_on_every_rank", TWO),
     (HierarchicalCollectives, "_exchange", only_this_host_is_summed, "all_reduce_equals_reference", TWO),
     (HierarchicalCollectives, "_gathered", nothing_is_handed_on, "all_reduce_equals_reference", TWO),
     (HierarchicalCollectives, "reduce", root_last_of_its_host, "reduce_equals_reference", TWO),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 import unisono as un
-from unisono.transports.sim import Link, Network
+from unisono.transports.sim import Link, SimNetwork
 
 __all__ = ["FREE", "all_reduce"]
 
 
-FREE = Network(Link(0.0, 0.0), request_s=0.0)
+FREE = SimNetwork(Link(0.0, 0.0), request_s=0.0)
 
 
 def all_reduce(comm: un.Communicator) -> float:

@@ -13,13 +13,13 @@ import torch
 import unisono as un
 from unisono.algorithms import Network, find, serving, simulate
 from unisono.collectives.selection import Needs, explain
-from unisono.collectives.tuning.cost_table import CostTable, Link, parse_overrides
+from unisono.collectives.tuning.cost_table import CostTable, LinkCost, parse_overrides
 from unisono.collectives.tuning.fit import Cell, fit
 from unisono.collectives.tuning.prediction import Machine, compare, predicted
 from unisono.tools.cli import main
 
-TABLE = CostTable(Link(10e-6, 1e-9), Link(10e-6, 1e-9), gamma=0.1e-9)
-HOSTS = CostTable(Link(1e-6, 1e-10), Link(10e-6, 1e-9))
+TABLE = CostTable(LinkCost(10e-6, 1e-9), LinkCost(10e-6, 1e-9), gamma=0.1e-9)
+HOSTS = CostTable(LinkCost(1e-6, 1e-10), LinkCost(10e-6, 1e-9))
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_choice_is_near_the_best_in_simulation() -> None:
 
 
 def test_fit_returns_the_constants_of_the_network_and_the_overhead() -> None:
-    table = CostTable(Link(30e-6, 0.5e-9), Link(30e-6, 0.5e-9), gamma=0.2e-9, overhead=5e-6)
+    table = CostTable(LinkCost(30e-6, 0.5e-9), LinkCost(30e-6, 0.5e-9), gamma=0.2e-9, overhead=5e-6)
     calls = [("all_reduce", name) for name in ("recursive_doubling", "ring", "one_shot", "two_shot")]
     cells = [
         Cell(*call, 4, n, predicted(find(*call), 4, n, Machine(table, 4)))
@@ -65,7 +65,7 @@ def test_fit_returns_the_constants_of_the_network_and_the_overhead() -> None:
 
 
 def test_ranks_that_share_cores_choose_by_the_work_of_all() -> None:
-    link = Link(300e-6, 0.5e-9)
+    link = LinkCost(300e-6, 0.5e-9)
     alone = Machine(CostTable(link, link, 0.1e-9, 100e-6), 4)
     crowded = Machine(CostTable(link, link, 0.1e-9, 100e-6, cores=2), 4)
     names = serving("all_reduce", 4)
@@ -81,7 +81,7 @@ def test_ranks_that_share_cores_choose_by_the_work_of_all() -> None:
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
 def test_fit_returns_the_constants_of_crowded_cores(cores: int) -> None:
-    table = CostTable(Link(30e-6, 0.5e-9), Link(30e-6, 0.5e-9), gamma=0.2e-9, overhead=5e-6, cores=cores)
+    table = CostTable(LinkCost(30e-6, 0.5e-9), LinkCost(30e-6, 0.5e-9), gamma=0.2e-9, overhead=5e-6, cores=cores)
     calls = [("all_reduce", name) for name in ("recursive_doubling", "ring", "one_shot", "chunked_ring:segments=8")]
     cells = [
         Cell(*call, 4, n, predicted(find(*call), 4, n, Machine(table, 4)))
@@ -289,7 +289,7 @@ def test_json_has_a_format_and_a_hash() -> None:
     found = json.loads(TABLE.to_json())
     assert (found["format"], found["hash"]) == (2, TABLE.hash)
     with pytest.raises(ValueError, match="at least 0 s"):
-        CostTable(Link(-1.0, 0.0), Link(0.0, 0.0))
+        CostTable(LinkCost(-1.0, 0.0), LinkCost(0.0, 0.0))
 
 
 def test_command_measures_and_stores(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

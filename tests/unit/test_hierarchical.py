@@ -12,7 +12,7 @@ import unisono as un
 from unisono.core.types import Message, Send, Work
 from unisono.errors import UnavailableError
 from unisono.testing import run_ranks
-from unisono.transports.hierarchical import Hierarchical, Pair, transport_named
+from unisono.transports.hierarchical import Hierarchical, TransportPair, transport_named
 from unisono.transports.thread import ThreadTransport
 
 Hosts = tuple[tuple[int, ...], ...]
@@ -117,7 +117,7 @@ def test_data_crosses_between_hosts_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_pair_has_a_name() -> None:
-    assert transport_named("shm+gloo") == Pair("shm", "gloo")
+    assert transport_named("shm+gloo") == TransportPair("shm", "gloo")
     assert transport_named("thread") is ThreadTransport
     for wrong, unknown in (("shm+", "''"), ("+gloo", "''"), ("shm+glue", "'glue'"), ("a+b", "'a'"), ("x+y+z", "'x'")):
         with pytest.raises(ValueError, match=f"unknown transport {unknown}; known: .*gloo"):

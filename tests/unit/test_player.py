@@ -12,11 +12,10 @@ import pytest
 
 import unisono as un
 from unisono.collectives.algorithms import Move, Step
-from unisono.lab.player import from_algorithm, page
+from unisono.lab.player import from_algorithm
 from unisono.lab.player.from_algorithm import replay_algorithm
 from unisono.lab.player.from_trace import replay_trace
-from unisono.lab.player.page import render
-from unisono.lab.player.replay import Change, Replay
+from unisono.lab.player.replay import Change, Replay, render
 from unisono.lab.simulator import Message
 from unisono.tools.cli import main
 
@@ -220,7 +219,7 @@ def test_command_writes_the_page(tmp_path: Path) -> None:
 
 
 def test_template_is_package_data() -> None:
-    assert (Path(page.__file__).parent / "templates" / "player.html").is_file()
+    assert (Path(from_algorithm.__file__).parent / "templates" / "player.html").is_file()
 
 
 def test_page_shows_simulated_times(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import unisono as un
-from unisono.lab.player.page import write
-from unisono.lab.player.replay import Replay
+from unisono.lab.player.replay import Replay, write
 from unisono.lab.simulator import Message
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -55,7 +55,7 @@ def futures(comm: un.Communicator) -> int:
         return 0
     work = comm.irecv(torch.zeros(1), 1)
     all_of_them = [work.get_future() for _ in range(8)]
-    busy = sum(thread.name == "unisono shared memory" for thread in threading.enumerate())
+    busy = sum(thread.name == "unisono messages" for thread in threading.enumerate())
     comm.barrier()
     for future in all_of_them:
         future.wait()

@@ -11,7 +11,7 @@ from simulated_programs import all_reduce
 
 import unisono as un
 from unisono.core.types import Recv, Send
-from unisono.transports.sim import Link, Network
+from unisono.transports.sim import Link, SimNetwork
 
 
 def test_early_buffer_change_is_visible() -> None:
@@ -26,7 +26,7 @@ def test_early_buffer_change_is_visible() -> None:
             comm.recv(t, 0)
         return t.item()
 
-    network = Network(Link(1.0, 0.0), request_s=0.0)
+    network = SimNetwork(Link(1.0, 0.0), request_s=0.0)
     assert un.simulate(program, 2, network=network).results[1] == 2.0
 
 
@@ -44,7 +44,7 @@ def test_abort_with_a_message_in_flight() -> None:
         time.sleep(10.0)
         return work.is_completed(), t.item()
 
-    network = Network(links={(0, 1): Link(1.0, 0.0)})
+    network = SimNetwork(links={(0, 1): Link(1.0, 0.0)})
     assert un.simulate(program, 2, network=network).results == [(True, 7.0)] * 2
 
 

@@ -16,7 +16,7 @@ import unisono as un
 from unisono.core.work import wait_any
 from unisono.errors import CommTimeoutError, DeadlockError, PeerLostError
 from unisono.testing import Faulty
-from unisono.transports.sim import Link, Network
+from unisono.transports.sim import Link, SimNetwork
 
 
 def first_come(comm: un.Communicator) -> int:
@@ -123,21 +123,21 @@ def pass_on(comm: un.Communicator, count: int, messages: int) -> float:
     ],
 )
 def test_message_times_follow_the_network(link: Link, count: int, messages: int, expected_s: float) -> None:
-    network = Network(Link(0.0, 0.0), {(0, 1): link}, request_s=0.0)
+    network = SimNetwork(Link(0.0, 0.0), {(0, 1): link}, request_s=0.0)
     run = un.simulate(pass_on, 2, (count, messages), network=network)
     for found in run.results:
         assert found == pytest.approx(expected_s, rel=1e-3)
 
 
 def test_slow_link_affects_only_itself() -> None:
-    network = Network(links={(1, 0): Link(latency_s=1.0)}, request_s=0.0)
+    network = SimNetwork(links={(1, 0): Link(latency_s=1.0)}, request_s=0.0)
     assert max(un.simulate(pass_on, 2, (8, 1), network=network, check="off").results) < 1e-3 + 1.0
-    there = un.simulate(lambda comm: pass_on(comm, 8, 1), 2, network=Network(request_s=0.0)).results
+    there = un.simulate(lambda comm: pass_on(comm, 8, 1), 2, network=SimNetwork(request_s=0.0)).results
     assert max(there) < 1e-3
 
 
 def test_jitter_makes_latencies_differ() -> None:
-    network = Network(Link(1e-3, 0.0), jitter=1.0, request_s=0.0)
+    network = SimNetwork(Link(1e-3, 0.0), jitter=1.0, request_s=0.0)
     found = [max(un.simulate(pass_on, 2, (8, 1), seed=seed, network=network).results) for seed in range(5)]
     assert all(1e-3 <= time_s <= 2.1e-3 for time_s in found)
     assert len(set(found)) == 5
@@ -200,8 +200,8 @@ def test_wait_times_out_on_the_virtual_clock() -> None:
         ({"on_failure": "contine"}, "on_failure must be 'end' or 'continue', not 'contine'"),
         ({"chunk_bytes": 0}, "chunk_bytes must be a positive int, not 0"),
         ({"preempt": "often"}, "preempt must be a probability from 0 to 1, not 'often'"),
-        ({"network": {"jitter": 1.0}}, "network must be a unisono.transports.sim.Network, not {'jitter': 1.0}"),
-        ({"network": Network(links={(0, 2): Link()})}, "a link is between ranks 0 and 2, but the ranks are 0 to 1"),
+        ({"network": {"jitter": 1.0}}, "network must be a unisono.transports.sim.SimNetwork, not {'jitter': 1.0}"),
+        ({"network": SimNetwork(links={(0, 2): Link()})}, "a link is between ranks 0 and 2, but the ranks are 0 to 1"),
         ({"network": FREE, "backend": "thread"}, "network= is for backend 'sim'"),
         ({"faults": {"drop": 2.0}}, "drop must be a probability from 0 to 1, not 2.0"),
         ({"faults": {"drop": "often"}}, "drop must be a number, not 'often'"),
@@ -221,11 +221,11 @@ def test_bad_networks_are_rejected() -> None:
     with pytest.raises(ValueError, match="latency_s and second_per_byte must not be negative"):
         Link(-1.0)
     with pytest.raises(ValueError, match="jitter must not be negative"):
-        Network(jitter=-1.0)
+        SimNetwork(jitter=-1.0)
     with pytest.raises(TypeError, match=r"links must be named by \(source, destination\), such as \(0, 1\), not 0"):
-        Network(links={0: Link()})  # type: ignore[dict-item]  # a wrong type is the test
+        SimNetwork(links={0: Link()})  # type: ignore[dict-item]  # a wrong type is the test
     with pytest.raises(TypeError, match=r"the link of \(0, 1\) must be a Link, not 3"):
-        Network(links={(0, 1): 3})  # type: ignore[dict-item]  # a wrong type is the test
+        SimNetwork(links={(0, 1): 3})  # type: ignore[dict-item]  # a wrong type is the test
 
 
 def test_wrapper_faults_apply_to_subgroups() -> None:

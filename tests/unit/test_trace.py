@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.core.tracing import Event
+from unisono.core.tracing import TraceEvent
 from unisono.core.transport import Transport
 from unisono.testing import run_ranks
 from unisono.wrappers.trace import Traced
@@ -20,17 +20,17 @@ class Sink:
     """Collects events of all ranks."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self._lock = threading.Lock()
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: TraceEvent) -> None:
         with self._lock:
             self.events.append(event)
 
     def wrap(self, inner: Transport) -> Transport:
         return Traced(inner, self)
 
-    def of(self, rank: int, kind: str) -> list[Event]:
+    def of(self, rank: int, kind: str) -> list[TraceEvent]:
         return [event for event in self.events if (event.rank, event.kind) == (rank, kind)]
 
 

@@ -15,7 +15,7 @@ import torch
 
 import unisono as un
 from unisono.comm import tracing
-from unisono.core.tracing import Event, recording
+from unisono.core.tracing import TraceEvent, recording
 from unisono.diagnostics.trace_file import merged
 from unisono.diagnostics.trace_summary import summarize
 from unisono.testing import run_ranks
@@ -279,10 +279,10 @@ def test_blocking_calls_are_recorded_on_every_path(backend: str) -> None:
     assert len(flows) == 1
 
 
-def recorded_calls(comm: un.Communicator) -> tuple[list[Event], list[Event]]:
+def recorded_calls(comm: un.Communicator) -> tuple[list[TraceEvent], list[TraceEvent]]:
     """Return the events of a collective and of a message."""
-    collective: list[Event] = []
-    message: list[Event] = []
+    collective: list[TraceEvent] = []
+    message: list[TraceEvent] = []
     with recording(collective.append):
         comm.all_reduce(torch.ones(4))
     with recording(message.append):

@@ -333,9 +333,8 @@ class _Checks(NamedTuple):
                 self._split_rows(taken, splits[0], collective.output),
             )
             return _Side((given,), rows[0]), _Side((taken,), rows[1])
-        (large, name), (small, other) = (taken, collective.output), (given, collective.input)
-        if collective.scatters:
-            (large, name), (small, other) = (small, other), (large, name)
+        sides = [(taken, collective.output), (given, collective.input)]
+        (large, name), (small, other) = reversed(sides) if collective.scatters else sides
         if large.numel() != small.numel() * self.size:
             raise ValueError(
                 f"{name} must have {self.size} times the {small.numel()} elements of {other}, not {large.numel()}"

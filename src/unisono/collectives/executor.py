@@ -245,7 +245,7 @@ class Schedule:
         else:
             layout = _layout_of(family, call, self.chunks, self._rank, self._size)
         combine = COMBINE[call.op or ReduceOp.SUM]
-        run = _Run(transport, self._rank, self._size, self._root, combine, deadline, self._scratch)
+        run = _Execution(transport, self._rank, self._size, self._root, combine, deadline, self._scratch)
         run.carry_out(self._steps, layout, self._segment_bytes)
 
 
@@ -282,7 +282,7 @@ _Segment = tuple[list[_Routed], list[_Routed]]
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
+class _InFlight:
     """Messages in flight, and memory beside the buffer that holds what they carry."""
 
     work: Work
@@ -332,7 +332,7 @@ class ScratchPool:
         self._held += tensor.nbytes
 
 
-class _Run:
+class _Execution:
     """One call under way."""
 
     def __init__(
@@ -352,7 +352,7 @@ class _Run:
         self._size = size
         self._root = root
         self._spare = spare
-        self.flight: deque[_Batch] = deque()
+        self.flight: deque[_InFlight] = deque()
 
     def carry_out(self, steps: Iterable[Step], layout: Layout, segment_bytes: int) -> None:
         """Return when all steps are done."""
@@ -396,7 +396,7 @@ class _Run:
                 torch.cat([region.tensor for region in regions], out=tensor)
             messages.append(Send(tensor, peer, COLLECTIVE_TAG))
         work = self._transport.post(messages)
-        self.flight.append(_Batch(work, step, sends, recvs, reduce, packed, landed, aside))
+        self.flight.append(_InFlight(work, step, sends, recvs, reduce, packed, landed, aside))
 
     def _conflicts(self, reads: list[_Routed], overwrites: list[_Routed]) -> bool:
         # Plain loops, because this runs for each message: a generator would cost more than the test itself.
@@ -422,7 +422,7 @@ class _Run:
         for tensor in batch.packed:
             self._spare.give(tensor)
 
-    def _store(self, batch: _Batch) -> None:
+    def _store(self, batch: _InFlight) -> None:
         """Reduce or copy what has arrived beside the buffer, and release that memory."""
         found: dict[tuple[int, int, int], tuple[Region, list[tuple[int, torch.Tensor]]]] = {}
         for (peer, regions), beside in zip(batch.recvs, batch.landed, strict=True):

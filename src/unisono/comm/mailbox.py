@@ -32,7 +32,7 @@ _FIXED = struct.Struct("<II")
 _LOOK_EVERY_S = 0.05
 
 
-class _Incoming:
+class _IncomingStream:
     """Incoming stream of one rank: an envelope, then the bodies that did not fit into it, then the next envelope."""
 
     def __init__(self, peer: int) -> None:
@@ -96,7 +96,7 @@ class PointToPointMailbox(Mailbox):
         self._bell: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._rung: list[int] = []
         self._locks = [threading.Lock() for _ in range(transport.size)]
-        self._incoming = {peer: _Incoming(peer) for peer in range(transport.size) if peer != transport.rank}
+        self._incoming = {peer: _IncomingStream(peer) for peer in range(transport.size) if peer != transport.rank}
         # Some transports connect two ranks on their first message, one pair after another: use one order on all ranks.
         for peer in _partners(transport.rank, transport.size):
             hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
@@ -104,7 +104,7 @@ class PointToPointMailbox(Mailbox):
         for incoming in self._incoming.values():
             self._post(incoming)
 
-    def _post(self, incoming: _Incoming) -> None:
+    def _post(self, incoming: _IncomingStream) -> None:
         incoming.work = self._transport.post(incoming.wanted())
         peer = incoming.peer
         incoming.work.get_future().add_done_callback(lambda _: self._bell.put(peer))
@@ -161,7 +161,7 @@ class PointToPointMailbox(Mailbox):
                 self._advance(self._incoming[peer], mails)
         return mails
 
-    def _advance(self, incoming: _Incoming, mails: list[Envelope]) -> None:
+    def _advance(self, incoming: _IncomingStream, mails: list[Envelope]) -> None:
         if self.closed or incoming.peer in self.lost or incoming.work is None:
             return
         error = incoming.work.exception()

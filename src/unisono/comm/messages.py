@@ -17,7 +17,7 @@ from unisono.core.flight_recorder import PendingMessage, Place, callers_place
 from unisono.core.staging import Staging
 from unisono.core.tensors import Buffer, check_tensor
 from unisono.core.threads import DaemonThreadPool
-from unisono.core.tracing import SINK, profiler, span
+from unisono.core.tracing import observed_now, span
 from unisono.core.types import MAX_TAG, Message, Recv, Timeout, Work
 from unisono.core.work import Completion, format_bytes, resolve_timeout
 from unisono.diagnostics.hang_report import with_hang_report
@@ -129,7 +129,8 @@ class Matching(Work):
 
     def begin(self, peer: int) -> None:
         """Start the receive of a message from this rank."""
-        self._source, self._begun = peer, self._begin(peer)
+        self._source = peer
+        self._begun = self._begin(peer)
 
     def fail(self, error: CommError) -> None:
         """Complete with an error: no message will arrive."""
@@ -243,9 +244,8 @@ class PointToPointWork(Work):
         """Show to other ranks the messages that this rank waits for."""
         activity = self._engine.activity
         activity.enter(*self._record, self._awaited)
-        observed = SINK.get() is not None or profiler._is_profiler_enabled
         try:
-            with span("wait", self._operation, self._engine.group) if observed else nullcontext():
+            with span("wait", self._operation, self._engine.group) if observed_now() else nullcontext():
                 yield
         finally:
             activity.leave()

@@ -13,7 +13,6 @@ from unisono.core.failure import to_cause
 from unisono.core.threads import SerialWorker, spawn_thread
 from unisono.core.transport import Transport
 from unisono.errors import CommError
-from unisono.simulation import here
 
 __all__ = ["CLOSE_S", "Teardown"]
 
@@ -54,8 +53,7 @@ class Teardown:
         self._settled = threading.Event()
         self._process = os.getpid()
         # Simulated threads end with the simulation, which must not depend on when memory is given back.
-        self._simulated = here() is not None
-        if not self._simulated:
+        if not control.simulated:
             close_at_exit(self)
 
     def close(self, patience: float) -> None:
@@ -123,7 +121,7 @@ class Teardown:
     # -- no references left --------------------------------------------------------------------
     def drop(self) -> None:
         """Mark as dropped. Called from a finalizer, so takes no lock: this thread may hold the control plane's."""
-        if self._simulated or os.getpid() != self._process:
+        if self._control.simulated or os.getpid() != self._process:
             return
         self.dropped = True
         self._helper.end()

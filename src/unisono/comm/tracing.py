@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from unisono.core.staging import current_streams
-from unisono.core.tracing import Event, recording
+from unisono.core.tracing import TraceEvent, recording
 from unisono.diagnostics.trace_file import Json, merged, rank_events
 from unisono.host.cpu_count import core_wait_s
 
@@ -25,7 +25,7 @@ _ROUNDS = 16
 _now = time.perf_counter
 
 
-class _Ranks(Protocol):
+class _TracedComm(Protocol):
     """The part of a communicator that a trace needs."""
 
     @property
@@ -41,7 +41,7 @@ class _Ranks(Protocol):
 
 
 @contextmanager
-def trace(path: str | os.PathLike[str], comm: _Ranks | None = None) -> Iterator[list[Event]]:
+def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iterator[list[TraceEvent]]:
     """Record the collectives, messages, buckets and waits inside the `with`, and write them to `path` at its end.
 
     With `comm`, this is collective: rank 0 writes one file for all ranks, with their clocks aligned at both ends, and
@@ -75,7 +75,7 @@ def trace(path: str | os.PathLike[str], comm: _Ranks | None = None) -> Iterator[
         >>> sorted(event["pid"] for event in found if event["name"] == "all_reduce" and event["cat"] == "collective")
         [0, 1]
     """
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     clocks = [] if comm is None else [_Reading(comm)]
     # The waits of simulated ranks for a processor take none of their time.
     waited = None if comm is not None and comm.backend == "sim" else core_wait_s()
@@ -97,7 +97,9 @@ def trace(path: str | os.PathLike[str], comm: _Ranks | None = None) -> Iterator[
         _write_own(path, comm, _part(events, clocks, waited), clocks)
 
 
-def _write_own(path: str | os.PathLike[str], comm: _Ranks | None, part: list[Json], clocks: list[_Reading]) -> None:
+def _write_own(
+    path: str | os.PathLike[str], comm: _TracedComm | None, part: list[Json], clocks: list[_Reading]
+) -> None:
     """Write the part of this rank alone."""
     own = Path(path)
     own = own if comm is None else own.with_suffix(f".rank{comm.rank}{own.suffix}")
@@ -119,7 +121,7 @@ class _Reading:
         digest: Hash of all ranks' times, the same on all ranks and at no other reading.
     """
 
-    def __init__(self, comm: _Ranks) -> None:
+    def __init__(self, comm: _TracedComm) -> None:
         starts = torch.empty(_ROUNDS, comm.size, dtype=torch.float64, device=comm.device)
         ends = torch.empty(_ROUNDS, dtype=torch.float64)
         all_ends = starts.new_empty(comm.size * _ROUNDS)
@@ -150,7 +152,7 @@ def _aligned(clocks: list[_Reading]) -> Callable[[float], float]:
     return lambda moment: moment - first.offset_s - drift * (moment - first.at_s)
 
 
-def _part(events: list[Event], clocks: list[_Reading], before_s: float | None) -> list[Json]:
+def _part(events: list[TraceEvent], clocks: list[_Reading], before_s: float | None) -> list[Json]:
     after_s = core_wait_s()
     waited_s = None if before_s is None or after_s is None else after_s - before_s
     return rank_events(events, socket.gethostname(), os.getpid(), _aligned(clocks), waited_s)

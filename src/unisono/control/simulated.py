@@ -53,6 +53,7 @@ class SimulatedHub(LocalHub):
 class SimulatedControl(LocalControl):
     """One rank's handle. At each request, the seed decides which rank continues."""
 
+    simulated = True
     _hub: SimulatedHub
 
     def __init__(self, hub: SimulatedHub, client: int) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
+from unisono.core.call import Fingerprint, explain
 from unisono.core.failure import Cause
 from unisono.core.flight_recorder import Activity
 from unisono.core.group import Group
+from unisono.errors import MismatchError
 
-__all__ = ["ControlPlane", "NewMembership"]
+__all__ = ["ControlPlane", "NewMembership", "compare_in_full", "raise_mismatch"]
+
+_QUOTE_S = 10.0
 
 T = TypeVar("T")
 
@@ -32,7 +36,12 @@ class ControlPlane(ABC):
 
     Groups are known by `Group.name`. A rank is in a group from `join` to `leave`; if its connection
     ends without `leave`, it is lost, which is the first cause of failure of every group it was in.
+
+    Attributes:
+        simulated: Whether ranks are threads of a simulation, which end with it.
     """
+
+    simulated: ClassVar[bool] = False
 
     # -- the store: keys are strings, values bytes ---------------------------------------------
     @abstractmethod
@@ -135,3 +144,20 @@ class ControlPlane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave every group and close the connection."""
+
+
+def compare_in_full(
+    control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float, *, shapes: bool = False
+) -> None:
+    """Compare the fingerprints of all ranks, which all call this; if any differ, raise an error that quotes each."""
+    values = control.exchange(group, topic, mine.values(), timeout_s)
+    problem = explain([Fingerprint(*value) for value in values], shapes=shapes)
+    if problem:
+        raise MismatchError(f"{problem}. Nothing was sent")
+
+
+def raise_mismatch(control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float) -> NoReturn:
+    """Raise the error of ranks with different calls, quoting the call of each. All ranks know that they differ."""
+    # Calls of a fast path are not numbered here, and all ranks are known to be at the same call.
+    compare_in_full(control, group, topic, mine._replace(call=0), min(timeout_s, _QUOTE_S))
+    raise MismatchError("ranks differ in what they are about to do. Nothing was sent")

@@ -20,10 +20,10 @@ __all__ = [
     "NOT_THE_USERS",
     "Activity",
     "ActivityRegistry",
+    "EventRecorder",
     "PendingMessage",
     "Place",
     "Record",
-    "Recorder",
     "call_site",
     "called_at",
     "callers_place",
@@ -93,7 +93,7 @@ class Activity:
         timed_out: Whether the last wait timed out.
         in_background: Whether the call runs in a thread of the library, while the owner may do other things.
         keep: Adds a call to the latest calls.
-        record: Recorder of the events that must survive this process, if any.
+        record: EventRecorder of the events that must survive this process, if any.
     """
 
     def __init__(self, group: Group) -> None:
@@ -110,7 +110,7 @@ class Activity:
         self.keep: Callable[[Record], None] = self._latest.append
         self.since = time.monotonic()
         self.broken = self.closed = self.timed_out = False
-        self.record: Recorder | None = None
+        self.record: EventRecorder | None = None
 
     @property
     def latest(self) -> list[Record]:
@@ -204,7 +204,7 @@ _LAST_FAILED: deque[Activity] = deque(maxlen=_KEPT)
 """Kept alive: a rank whose communicator has failed and is gone has still made calls."""
 
 
-class Recorder(Protocol):
+class EventRecorder(Protocol):
     """Destination of events that must survive this process."""
 
     def put(self, kind: str, group: str, rank: int, number: int | None, text: str) -> None:

@@ -21,9 +21,12 @@ from unisono.core.work import ChainedWork
 
 __all__ = [
     "SINK",
-    "Event",
     "ObservedWork",
     "Sink",
+    "TraceEvent",
+    "emit",
+    "flow_of",
+    "observed_now",
     "profiler",
     "record_collective",
     "record_message",
@@ -33,7 +36,7 @@ __all__ = [
 
 
 @dataclass(slots=True)
-class Event:
+class TraceEvent:
     """One recorded action of a rank.
 
     Attributes:
@@ -58,7 +61,7 @@ class Event:
     world_rank: int = 0
 
 
-Sink = Callable[[Event], None]
+Sink = Callable[[TraceEvent], None]
 
 SINK: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
 """The sink that is open in this context, or None. `SINK.get` runs no Python frame.
@@ -67,12 +70,30 @@ Torch's profiler is checked beside it: `profiler._is_profiler_enabled` is one gl
 """
 
 
+def emit(sink: Sink, kind: str, name: str, group: Group, start_s: float, nbytes: int, detail: dict[str, Any]) -> None:
+    """Pass on an event of this rank that ends now."""
+    rank = group.rank
+    end = time.perf_counter()
+    sink(TraceEvent(kind, name, group.name, rank, start_s, end, nbytes, detail, group.members[rank]))
+
+
+def flow_of(group: Group, kind: str, peer: int, tag: int, number: str) -> str:
+    """Return the identity of a message ("send" or "recv" on this rank), the same at both of its ends."""
+    ends = f"{group.rank}>{peer}" if kind == "send" else f"{peer}>{group.rank}"
+    return f"{group.name} {ends} tag {tag} #{number}"
+
+
+def observed_now() -> bool:
+    """Return whether calls are recorded: a recording is open in this context, or torch's profiler is active."""
+    return SINK.get() is not None or profiler._is_profiler_enabled
+
+
 @contextmanager
 def recording(sink: Sink) -> Iterator[None]:
     """Pass the events of this thread's calls to `sink`, and to the sinks of recordings around this one."""
     outer = SINK.get()
 
-    def both(event: Event) -> None:
+    def both(event: TraceEvent) -> None:
         sink(event)
         if outer is not None:
             outer(event)
@@ -101,9 +122,7 @@ def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **
         raise
     finally:
         if sink is not None:
-            end = time.perf_counter()
-            rank = group.rank
-            sink(Event(kind, name, group.name, rank, start, end, nbytes, detail, group.members[rank]))
+            emit(sink, kind, name, group, start, nbytes, detail)
 
 
 class ObservedWork(ChainedWork):
@@ -150,17 +169,13 @@ def record_message(sink: Sink, activity: Activity, message: PendingMessage, tag:
     """Record the message that the activity is in, as ended now."""
     kind, peer, _, number = message
     group = activity.group
-    sends = kind == "send"
-    ends = f"{group.rank}>{peer}" if sends else f"{peer}>{group.rank}"
-    detail = {"peer": peer, "tag": tag, "flow": f"{group.name} {ends} tag {tag} #{number}"}
-    name = f"{kind} {'to' if sends else 'from'} {peer}"
+    detail = {"peer": peer, "tag": tag, "flow": flow_of(group, kind, peer, tag, f"{number}")}
+    name = f"{kind} {'to' if kind == 'send' else 'from'} {peer}"
     _record(sink, activity, [(kind, name, detail), ("wait", kind, {})], nbytes)
 
 
 def _record(sink: Sink, activity: Activity, spans: list[tuple[str, str, dict[str, object]]], nbytes: int) -> None:
     """Record several views of one call."""
-    end = time.perf_counter()
-    group = activity.group
-    start = end - (time.monotonic() - activity.since)
+    start = time.perf_counter() - (time.monotonic() - activity.since)
     for kind, name, detail in spans:
-        sink(Event(kind, name, group.name, group.rank, start, end, nbytes, detail, group.members[group.rank]))
+        emit(sink, kind, name, activity.group, start, nbytes, detail)

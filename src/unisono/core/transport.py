@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol, Self, TypeAlias
 
 from unisono.core.call import Call, Fingerprint
@@ -227,6 +228,21 @@ class Transport(ABC):
         Args:
             cause: Error that the waits report.
         """
+
+    def simulate_freeze(self, thawed: Event, freeze_s: float | None) -> None:
+        """Let this rank do nothing, for tests.
+
+        Args:
+            thawed: Ends it when it is set.
+            freeze_s: Seconds until its end; None for no limit.
+
+        Example:
+            >>> def frozen(inner):
+            ...     return un.testing.Faulty(inner, seed=1, freeze_at=1, freeze_s=0.01)
+            >>> un.launch(lambda comm: comm.barrier(algorithm="tree"), 2, "thread", wrap=frozen)
+            [None, None]
+        """
+        thawed.wait(freeze_s)
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
         """End this process by SIGKILL, for tests; where ranks are threads, raise an error.

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, Protocol
 
-from unisono.core.tracing import Event, recording
+from unisono.core.tracing import TraceEvent, recording
 
 __all__ = ["Metrics", "ScalarWriter"]
 
@@ -39,7 +39,7 @@ class _Totals:
         self.counts = [0] * (len(_BOUNDS_S) + 1)
         self.seconds = 0.0
 
-    def add(self, event: Event) -> None:
+    def add(self, event: TraceEvent) -> None:
         seconds = event.end_s - event.start_s
         self.nbytes += event.nbytes
         self.counts[bisect_left(_BOUNDS_S, seconds)] += 1
@@ -73,7 +73,7 @@ class Metrics:
         """
         return recording(self._add)
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: TraceEvent) -> None:
         place = {"collective": self._calls, "wait": self._waits}.get(event.kind)
         key = event.name
         if event.kind in ("send", "recv"):

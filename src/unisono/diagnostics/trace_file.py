@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.core.tracing import Event
+    from unisono.core.tracing import TraceEvent
 
 __all__ = ["ROWS", "Json", "check_trace", "merged", "rank_events"]
 
@@ -33,7 +33,7 @@ _ARGS: dict[str, Any] = {"group": str, "nbytes": int}
 
 
 def rank_events(
-    events: Iterable[Event], host: str, pid: int, clock: Callable[[float], float], core_wait_s: float | None = None
+    events: Iterable[TraceEvent], host: str, pid: int, clock: Callable[[float], float], core_wait_s: float | None = None
 ) -> list[Json]:
     """Return the spans of one rank, with the names of its rows.
 
@@ -119,7 +119,7 @@ def check_trace(document: object) -> None:
                     raise ValueError(f"event {number} lacks {name}, or has a wrong one; pass a file of unisono.trace")
 
 
-def _lane(lanes: list[list[float]], event: Event) -> int:
+def _lane(lanes: list[list[float]], event: TraceEvent) -> int:
     """Return the first row where the event follows, or is inside, the open spans; add it there."""
     for number, ends in enumerate(lanes):
         while ends and ends[-1] <= event.start_s:

@@ -12,7 +12,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.core.group import Group
 from unisono.core.tensors import HALVES
-from unisono.core.tracing import SINK, Event, profiler, span
+from unisono.core.tracing import SINK, TraceEvent, profiler, span
 from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError
 from unisono.gradients.bucket import Bucket
@@ -344,4 +344,4 @@ def observe_bucket(bucket: Bucket, group: Group, names: Sequence[str]) -> Iterat
         if (sink := SINK.get()) is not None:
             end = time.perf_counter()
             world_rank = group.members[group.rank]
-            sink(Event("bucket", bucket.name, group.name, group.rank, start, end, nbytes, detail, world_rank))
+            sink(TraceEvent("bucket", bucket.name, group.name, group.rank, start, end, nbytes, detail, world_rank))

@@ -26,7 +26,7 @@ from unisono.errors import CommError
 from unisono.launcher.job import GRACE_S, Job, Outcome, check_job, conclude
 from unisono.simulation import EndedError, TaskScheduler, interposed, unpatched
 from unisono.transports import TRANSPORTS
-from unisono.transports.sim import Network
+from unisono.transports.sim import SimNetwork
 from unisono.wrappers.fault import Faulty, check_faults
 
 __all__ = ["Simulated", "run_simulated", "seed_of", "simulate"]
@@ -65,7 +65,7 @@ def simulate(
     kwargs: Mapping[str, Any] | None = None,
     *,
     seed: int | None = None,
-    network: Network | None = None,
+    network: SimNetwork | None = None,
     faults: Mapping[str, Any] | None = None,
     preempt: float = 0.0,
     timeout: Timeout = 300.0,
@@ -93,7 +93,7 @@ def simulate(
         args, kwargs: Passed on to `fn`.
         seed: Seed of the scheduling order, of the network's jitter and of faults. If None, the
             variable UNISONO_SEED, else 0.
-        network: Duration of messages; see `unisono.transports.sim.Network`.
+        network: Duration of messages; see `unisono.transports.sim.SimNetwork`.
         faults: Arguments of `unisono.testing.Faulty`, which then wraps each rank's transport, inside of `wrap`.
         preempt: Chance that the seed also switches ranks at a lock that is free: to find races between a check and
             the lock.
@@ -123,8 +123,8 @@ def simulate(
     timeout_s = positive_timeout(timeout)
     if not isinstance(preempt, int | float) or not 0 <= preempt <= 1:
         raise ValueError(f"preempt must be a probability from 0 to 1, not {preempt!r}")
-    if network is not None and not isinstance(network, Network):
-        raise TypeError(f"network must be a unisono.transports.sim.Network, not {network!r}")
+    if network is not None and not isinstance(network, SimNetwork):
+        raise TypeError(f"network must be a unisono.transports.sim.SimNetwork, not {network!r}")
     if faults is not None:
         check_faults(faults, nprocs)
     transport = TRANSPORTS[backend]
@@ -138,7 +138,7 @@ def simulate(
         network.check_ranks(nprocs)
     chosen = seed_of(seed)
     whole = wrap if faults is None else partial(_faulty, seed=chosen, faults=dict(faults), wrap=wrap)
-    extra = {"network": network or Network()}
+    extra = {"network": network or SimNetwork()}
     options = Options(backend, "cpu", timeout_s, chunk_bytes=chunk_bytes, deterministic=deterministic, extra=extra)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport, options, check, whole)
     return run_simulated(job, nprocs, on_failure, chosen, preempt)
@@ -164,7 +164,7 @@ def run_simulated(
     job: Job, size: int, on_failure: Literal["end", "continue"], seed: int, preempt: float = 0.0
 ) -> Simulated:
     """Run a job on `size` ranks that take turns, and conclude."""
-    network: Network = job.options.extra.get("network") or Network()
+    network: SimNetwork = job.options.extra.get("network") or SimNetwork()
     ended: list[Outcome] = []
     with unpatched(), interposed(), _generators(seed, size) as switch:
         scheduler = TaskScheduler(seed, job.options.timeout_s, on_rank=switch, preempt=preempt)

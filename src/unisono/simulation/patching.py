@@ -111,8 +111,9 @@ def _locks() -> list[_Patch]:
     real_rlock = threading.RLock
     real_is_set = threading.Event.is_set
     python_rlock: Any = threading._PyRLock  # type: ignore[attr-defined]  # not in the annotations of what it is
+    real_queue = queue.SimpleQueue
     # Not in the annotations of what it is.
-    real_queue, python_queue = queue.SimpleQueue, queue._PySimpleQueue  # type: ignore[attr-defined]
+    python_queue = queue._PySimpleQueue  # type: ignore[attr-defined]
 
     def lock() -> Any:
         return real_lock() if here() is None else VirtualLock()

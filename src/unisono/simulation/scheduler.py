@@ -180,7 +180,8 @@ class _Calendar:
     """Events ordered by time; ties are ordered by the seed."""
 
     def __init__(self, random: Random) -> None:
-        self._random, self._count = random, count()
+        self._random = random
+        self._count = count()
         # Ends of patience are stored separately.
         self._patient: list[_Entry] = []
         self._others: list[_Entry] = []

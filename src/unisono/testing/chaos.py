@@ -21,7 +21,7 @@ import torch
 from unisono.core.transport import Transport
 from unisono.errors import CommError
 from unisono.launcher.simulated import Simulated, simulate
-from unisono.transports.sim import Link, Network
+from unisono.transports.sim import Link, SimNetwork
 from unisono.wrappers.checksum import Checksummed
 from unisono.wrappers.fault import Faulty, KilledError
 
@@ -48,7 +48,7 @@ class ChaosError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Network and faults drawn from a seed.
+    """SimNetwork and faults drawn from a seed.
 
     Attributes:
         network: Latency and bandwidth of each link.
@@ -61,7 +61,7 @@ class FaultPlan:
         (True, ['corrupt', 'freeze_at', 'freeze_s', 'kill_at', 'ranks'])
     """
 
-    network: Network
+    network: SimNetwork
     faults: dict[str, Any]
     preempt: float
 
@@ -114,7 +114,7 @@ def weather(seed: int, nprocs: int) -> FaultPlan:
     slow = Link(fast.latency_s * 100, fast.second_per_byte * 100)
     pairs = [(a, b) for a in range(nprocs) for b in range(nprocs) if a != b]
     links = {pair: slow for pair in pairs if draw.random() < 0.1}
-    network = Network(fast, links, jitter=draw.choice((0.0, 0.5, 5.0)))
+    network = SimNetwork(fast, links, jitter=draw.choice((0.0, 0.5, 5.0)))
     faults: dict[str, Any] = {}
     for name in draw.sample(sorted(_FAULTS), draw.randint(1, 3)) if draw.random() < 7 / 8 else ():
         faults.update(_FAULTS[name](draw, nprocs))

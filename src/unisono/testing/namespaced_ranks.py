@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a `Network`: processes of `launch`'s forkserver that first enter their host's namespace."""
+"""Ranks on the hosts of a `HostNetwork`: processes of `launch`'s forkserver that first enter their host's namespace."""
 
 from __future__ import annotations
 
@@ -32,9 +32,20 @@ import torch
 
 from unisono.launcher.api import init, launch
 
-__all__ = ["TIMEOUT_S", "HostRanks", "Network", "Report", "enter", "live", "obstacle", "run_ranks", "send_signal"]
+__all__ = [
+    "TIMEOUT_S",
+    "HostNetwork",
+    "HostRanks",
+    "LinkReport",
+    "enter",
+    "live",
+    "obstacle",
+    "run_ranks",
+    "send_signal",
+]
 
 _ports = itertools.count(29600)
+"""Ports of the jobs of this process: a port that the previous job has left may not be free yet."""
 _TIMEOUT_S = 10.0
 
 
@@ -50,13 +61,13 @@ class HostRanks:
         options: Returns further options of `init` for a rank number; `timeout` defaults to 10 s.
 
     Example:
-        with Network(2) as network, HostRanks(network, (2, 2), program) as ranks:
+        with HostNetwork(2) as network, HostRanks(network, (2, 2), program) as ranks:
             print(ranks.results())
     """
 
     def __init__(
         self,
-        network: Network,
+        network: HostNetwork,
         per_host: Sequence[int],
         program: Callable[..., Any],
         *args: Any,
@@ -124,6 +135,7 @@ class HostRanks:
 
 
 _writers: list[Connection] = []
+"""This rank's connection to the test, for `send_signal`, which programs call without arguments."""
 
 
 def send_signal() -> None:
@@ -155,6 +167,7 @@ def live(
 
 
 _numbers = itertools.count()
+"""Numbers of the networks of this process: names of namespaces are the machine's."""
 _INTERFACE = "eth0"
 _CLONE_NEWNET = 0x40000000
 # Removes the hosts of its arguments when a line or the end of its input comes: also when the caller was killed.
@@ -168,7 +181,7 @@ _PROBES = 21
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LinkReport:
     """A link as it was measured.
 
     Attributes:
@@ -186,7 +199,7 @@ class Report:
         return f"{line}, relay {self.processor:.0%} of a core"
 
 
-class Network:
+class HostNetwork:
     """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ... (fd77::1, ...), and no other network.
 
     Each host is a network namespace with one interface, eth0. A context manager; at its end, also after an error or
@@ -215,7 +228,7 @@ class Network:
     Example:
         >>> from unisono.testing.namespaced_ranks import obstacle
         >>> if obstacle(slow=True) is None:
-        ...     with Network(2, rate="100mbit", delay="2ms", loss=0.001) as network:
+        ...     with HostNetwork(2, rate="100mbit", delay="2ms", loss=0.001) as network:
         ...         shown = subprocess.run(network.command(1, "ip", "address"), capture_output=True, text=True).stdout
         ...         assert "10.77.0.2/24" in shown
         ...         assert network.report().round_trip > 0.004 and network.sent(0) > 100_000
@@ -237,7 +250,11 @@ class Network:
         if not 0 <= loss <= 1:
             raise ValueError(f"loss must be a probability from 0 to 1, not {loss}")
         self._stem = f"uni{os.getpid():x}-{next(_numbers)}"
-        self._rate, self._burst, self._delay, self._loss, self._seed = rate, burst, _seconds(delay), loss, seed
+        self._rate = rate
+        self._burst = burst
+        self._delay = _seconds(delay)
+        self._loss = loss
+        self._seed = seed
         self._ipv6 = ipv6
         self.addresses = [f"{'fd77::' if ipv6 else '10.77.0.'}{number + 1}" for number in range(hosts)]
         self._guard: subprocess.Popen[str] | None = None
@@ -352,7 +369,7 @@ class Network:
 
         Example:
             >>> if obstacle() is None:
-            ...     with Network(1) as network, ThreadPoolExecutor(1) as thread:
+            ...     with HostNetwork(1) as network, ThreadPoolExecutor(1) as thread:
             ...         thread.submit(network.enter, 0).result()
             ...         assert "eth0" in thread.submit(Path("/proc/thread-self/net/dev").read_text).result()
         """
@@ -404,7 +421,7 @@ class Network:
         self._relay.stdin.write(bytes([host, on]))
         self._await_relay()
 
-    def report(self, seconds: float = 0.3) -> Report:
+    def report(self, seconds: float = 0.3) -> LinkReport:
         """Measure the link from host 0 to host 1, which should be idle.
 
         Args:
@@ -421,7 +438,7 @@ class Network:
         before, then = self._reported
         processor = (used - before) / (now - then) if then else 0.0
         round_trip = self._measured_round_trip()
-        found = Report(processor, self._measured_rate(seconds), round_trip)
+        found = LinkReport(processor, self._measured_rate(seconds), round_trip)
         self._reported = self._relay_seconds(), time.monotonic()
         return found
 
@@ -501,7 +518,7 @@ class Network:
 
 
 def enter(name: str) -> None:
-    """Move the calling thread to the network namespace of this name, as returned by `Network.name`."""
+    """Move the calling thread to the network namespace of this name, as returned by `HostNetwork.name`."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", name).open() as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):
@@ -547,7 +564,7 @@ def obstacle(*, slow: bool = False) -> str | None:
     if os.geteuid() != 0:
         return "hosts of network namespaces need root"
     try:
-        with Network(1, delay=1e-3 if slow else 0.0):
+        with HostNetwork(1, delay=1e-3 if slow else 0.0):
             return None
     except subprocess.CalledProcessError as error:
         what = "a network with a delay (netem, or TUN devices)" if slow else "network namespaces"

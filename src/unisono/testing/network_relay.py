@@ -1,4 +1,4 @@
-"""Program that moves packets between the hosts of a `Network`, each after a delay, and loses some of them.
+"""Program that moves packets between the hosts of a `HostNetwork`, each after a delay, and loses some of them.
 
     python network_relay.py DELAY_S LOSS SEED NAMESPACE=ADDRESS ...
 
@@ -46,7 +46,9 @@ class Relay:
     """
 
     def __init__(self, delay: float, loss: float, seed: int, hosts: dict[str, str]) -> None:
-        self._delay, self._loss, self._drawn = delay, loss, random.Random(seed)
+        self._delay = delay
+        self._loss = loss
+        self._drawn = random.Random(seed)
         self._devices = {_device(name): number for number, name in enumerate(hosts.values())}
         self._files = list(self._devices)
         self._routes = {ipaddress.ip_address(address).packed: number for number, address in enumerate(hosts)}

@@ -79,7 +79,9 @@ class Samples(torch.utils.data.Dataset[int]):
         def skewed(most: int) -> torch.Tensor:
             return (torch.rand(count, generator=generator).square() * most).long()
 
-        self.targets, self.groups, self.costs = skewed(kinds), skewed(5 * kinds), skewed(1000)
+        self.targets = skewed(kinds)
+        self.groups = skewed(5 * kinds)
+        self.costs = skewed(1000)
 
     def __len__(self) -> int:
         return self._count

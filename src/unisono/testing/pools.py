@@ -136,6 +136,7 @@ class RankPool:
 
 
 _pools: OrderedDict[str, RankPool] = OrderedDict()
+"""Pools of this process, the last used at the end: tests share them, since starting ranks takes a second."""
 
 
 def pool(backend: str = "gloo", size: int = 4, **options: Any) -> RankPool:
@@ -193,10 +194,10 @@ def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle the program by value: a test's module is often not importable in a rank, so its code is included."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     importable = module is None or module.__name__.partition(".")[0] in ("unisono", "__main__")
-    return dumps((fn, args), None if importable else module, _Pickler)
+    return dumps((fn, args), None if importable else module, _TestPickler)
 
 
-class _Pickler(FunctionPickler):
+class _TestPickler(FunctionPickler):
     """A pickler that sends tests without the machinery of Hypothesis around them, which cannot be pickled."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -13,5 +13,5 @@ TRANSPORTS: Registry[type[Transport]] = Registry(
     "TRANSPORT",
     # One package serves all backends of torch.distributed.
     aliases={"gloo": "torch", "nccl": "torch", "ucc": "torch", "xccl": "torch"},
-    helpers=("hierarchical",),
+    helpers=("hierarchical", "tagged_messages"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from threading import Event
 from typing import NoReturn, Self
 
 import torch
@@ -78,6 +79,9 @@ class Wrapper(Transport):
 
     def abort(self, cause: BaseException) -> None:
         self.inner.abort(cause)
+
+    def simulate_freeze(self, thawed: Event, freeze_s: float | None) -> None:
+        self.inner.simulate_freeze(thawed, freeze_s)
 
     def simulate_crash(self, error: BaseException) -> NoReturn:
         self.inner.simulate_crash(error)

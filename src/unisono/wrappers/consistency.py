@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from unisono.core.call import Call, Fingerprint, explain
+from unisono.core.call import Call, Fingerprint
 from unisono.core.collective import FAMILIES, Collective
-from unisono.core.control import ControlPlane
+from unisono.core.control import ControlPlane, compare_in_full
 from unisono.core.group import Group
 from unisono.core.staging import digest
 from unisono.core.transport import Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Work
 from unisono.core.work import ChainedWork
-from unisono.errors import ClosedError, CommError, CorruptedError, MismatchError
+from unisono.errors import ClosedError, CommError, CorruptedError
 from unisono.wrappers.base import Wrapper
 
 __all__ = ["Checked", "Comparer", "Connect"]
@@ -103,16 +103,11 @@ class Checked(Wrapper):
     def _agree_by_control_plane(self, fingerprint: Fingerprint, deadline: float) -> None:
         topic = _topic(fingerprint)
         left = deadline - time.monotonic()
-        if fingerprint.sends or fingerprint.receives:
-            values = self._control.exchange(self.group, topic, fingerprint.values(), left)
-        else:
-            compared = fingerprint.compared(shapes=self.full)
-            if self._control.agree(self.group, topic, compared, left) is None:
+        if not (fingerprint.sends or fingerprint.receives):
+            if self._control.agree(self.group, topic, fingerprint.compared(shapes=self.full), left) is None:
                 return
-            values = self._control.exchange(self.group, f"{topic} in full", fingerprint.values(), left)
-        problem = explain([Fingerprint(*value) for value in values], shapes=self.full)
-        if problem:
-            raise MismatchError(f"{problem}. Nothing was sent")
+            topic = f"{topic} in full"
+        compare_in_full(self._control, self.group, topic, fingerprint, left, shapes=self.full)
 
     def _connected(self) -> Comparer | None:
         """Return what compares later calls; None, on all ranks, if not all ranks can be connected."""

@@ -17,7 +17,6 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
 from unisono.core.work import WorkGroup
 from unisono.errors import ClosedError
-from unisono.simulation import waiting
 from unisono.wrappers.base import Wrapper
 from unisono.wrappers.delay import LinkModel
 from unisono.wrappers.delay_queue import DelayedSend, DelayQueue, Stream
@@ -184,8 +183,7 @@ class Faulty(Wrapper):
             )
         if self._posts == self._faults.freeze_at and not self._frozen:
             self._frozen.append(self.group.name)
-            with waiting(lambda: "for nothing: it is frozen, as configured"):
-                self._thawed.wait(self._faults.freeze_s)
+            self.simulate_freeze(self._thawed, self._faults.freeze_s)
         if not self._faults.some:
             return self.inner.post(batch)
         prompt: list[Message] = []

@@ -11,7 +11,7 @@ from typing import Any
 from unisono.core.call import Call, Fingerprint
 from unisono.core.flight_recorder import PendingMessage, site_text
 from unisono.core.group import Group
-from unisono.core.tracing import SINK, Event, ObservedWork, Sink, profiler, span
+from unisono.core.tracing import SINK, ObservedWork, Sink, emit, flow_of, observed_now, span
 from unisono.core.transport import Transport
 from unisono.core.types import Message, PointToPoint, Send, Work
 from unisono.core.work import ChainedWork
@@ -72,18 +72,15 @@ class Traced(Wrapper):
 
     def _message(self, place: int, message: Message) -> dict[str, Any]:
         """Return a message's peer and tag, and its identity, which sender and receiver know without a message."""
-        here = self.rank
         peer = message.peer
         tag = message.tag
-        sends = isinstance(message, Send)
+        kind = "send" if isinstance(message, Send) else "recv"
         if self._posted:
             number = f"{self._posted[place][3]}"
         else:
-            key = "send" if sends else "recv", peer, tag
-            self._sent[key] += 1
-            number = f"{self._call}.{self._sent[key]}"
-        ends = f"{here}>{peer}" if sends else f"{peer}>{here}"
-        return {"peer": peer, "tag": tag, "flow": f"{self.group.name} {ends} tag {tag} #{number}"}
+            self._sent[kind, peer, tag] += 1
+            number = f"{self._call}.{self._sent[kind, peer, tag]}"
+        return {"peer": peer, "tag": tag, "flow": flow_of(self.group, kind, peer, tag, number)}
 
     def _messages(self, batch: Sequence[Message], details: Sequence[dict[str, Any]], start: float) -> None:
         for message, detail in zip(batch, details, strict=True):
@@ -91,9 +88,7 @@ class Traced(Wrapper):
             self._report(kind, f"{kind} {arrow} {message.peer}", start, message.tensor.nbytes, detail)
 
     def _report(self, kind: str, name: str, start: float, nbytes: int, detail: dict[str, Any]) -> None:
-        group = self.group
-        end = time.perf_counter()
-        self._sink(Event(kind, name, group.name, group.rank, start, end, nbytes, detail, group.members[group.rank]))
+        emit(self._sink, kind, name, self.group, start, nbytes, detail)
 
 
 def _detail(fingerprint: Fingerprint) -> dict[str, Any]:
@@ -129,7 +124,7 @@ def observed(
         call: The call.
         starts: Whether it only starts the call.
     """
-    if SINK.get() is None and not profiler._is_profiler_enabled:
+    if not observed_now():
         return transport, _UNOBSERVED
     fingerprint = call.fingerprint
     size = "" if fingerprint.shape is None else f"{fingerprint.dtype}{list(fingerprint.shape)}"
@@ -145,4 +140,4 @@ def waits_of(work: Work, name: str, group: Group) -> Work:
         name: Name of its operation.
         group: Group of the call.
     """
-    return work if SINK.get() is None and not profiler._is_profiler_enabled else ObservedWork(work, name, group)
+    return ObservedWork(work, name, group) if observed_now() else work

@@ -16,6 +16,7 @@ __all__ = [
     "Cost",
     "Move",
     "Step",
+    "algorithm_of",
     "elements",
     "find",
     "mirrored",
@@ -60,6 +61,19 @@ def find(collective: str, name: str, **options: Any) -> Algorithm:
     name, *pairs = name.split(":")
     bare = Algorithm(collective, name, ALGORITHMS[collective][name])
     return bare.with_options(**bare.parse_options(pairs), **options) if pairs else bare.with_options(**options)
+
+
+def algorithm_of(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int = 1) -> Algorithm:
+    """Return the algorithm that a name, a file or an algorithm stands for; refuse a size that it cannot serve."""
+    if isinstance(algorithm, str):
+        algorithm = find(collective, algorithm)
+    elif not isinstance(algorithm, Algorithm):
+        algorithm = Algorithm(collective, getattr(algorithm, "__name__", "unnamed").rpartition(".")[2], algorithm)
+    if algorithm.collective != collective:
+        raise ValueError(f"{algorithm.name!r} is an algorithm of {algorithm.collective}, not of {collective}")
+    if reason := algorithm.unsupported(size):
+        raise ValueError(reason)
+    return algorithm
 
 
 def serving(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
-from unisono.collectives.algorithms.step import Cost, Step
+from unisono.collectives.algorithms.step import Cost, Step, elements
 from unisono.core.collective import FAMILIES, family_of
 
 __all__ = [
@@ -194,6 +195,36 @@ class Algorithm:
         """
         chunks: Callable[..., int] | None = getattr(self.file, "chunks", None)
         return chunks(size, **self.options) if chunks else default_chunks(self.collective, size)
+
+    def parts(self, size: int) -> int:
+        """Return the number of parts of a message: its chunks, but in an all_to_all one for each rank.
+
+        Args:
+            size: Number of ranks.
+
+        Example:
+            >>> ring = un.algorithms.find("all_reduce", "ring")
+            >>> ring.parts(size=4)
+            4
+        """
+        return size if self.collective == "all_to_all" else self.chunks(size)
+
+    def offsets(self, size: int, nbytes: int, itemsize: int = 1) -> list[int]:
+        """Return for each chunk the bytes of all chunks before it, and after these the bytes of all chunks.
+
+        Args:
+            size: Number of ranks.
+            nbytes: Bytes of the message.
+            itemsize: Bytes of an element; chunks have whole elements.
+
+        Example:
+            >>> ring = un.algorithms.find("all_reduce", "ring")
+            >>> ring.offsets(size=4, nbytes=40, itemsize=4)
+            [0, 12, 24, 32, 40]
+        """
+        parts = self.parts(size)
+        lengths = [elements(nbytes // itemsize, parts, part, part + 1) * itemsize for part in range(parts)]
+        return [0, *accumulate(lengths[chunk % parts] for chunk in range(self.chunks(size)))]
 
     def steps(self, rank: int, size: int) -> Iterator[Step]:
         """Return the steps of a rank; none if it is alone.

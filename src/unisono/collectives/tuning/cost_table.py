@@ -1,17 +1,26 @@
-"""Table of the constants of a machine, from which times of algorithms are predicted."""
+"""Table of the constants of a machine, from which times of algorithms are predicted; and the file that keeps it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Mapping
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.collectives.algorithms import ALGORITHMS
 
-__all__ = ["GAP", "CostTable", "Link", "parse_overrides"]
+__all__ = ["GAP", "CostTable", "LinkCost", "TableFile", "parse_overrides"]
+
+_log = logging.getLogger("unisono")
 
 GAP = 0.25
 """Part of a message's latency that passes before its sender can send the next message: the gap of LogP (Culler et al.,
@@ -20,11 +29,11 @@ GAP = 0.25
 _FORMAT = 2
 
 
-class Link(NamedTuple):
+class LinkCost(NamedTuple):
     """Latency in seconds, and seconds per byte.
 
     Example:
-        >>> Link(alpha=10e-6, beta=1e-9).beta
+        >>> LinkCost(alpha=10e-6, beta=1e-9).beta
         1e-09
     """
 
@@ -46,13 +55,13 @@ class CostTable:
         overrides: Pairs of a collective and the algorithm that "auto" stands for, whatever is predicted.
 
     Example:
-        >>> table = CostTable(Link(1e-6, 1e-10), Link(10e-6, 1e-9))
+        >>> table = CostTable(LinkCost(1e-6, 1e-10), LinkCost(10e-6, 1e-9))
         >>> CostTable.from_json(table.to_json()) == table
         True
     """
 
-    inside: Link
-    between: Link
+    inside: LinkCost
+    between: LinkCost
     gamma: float = 0.0
     overhead: float = 0.0
     measured: bool = True
@@ -71,7 +80,7 @@ class CostTable:
         Args:
             latency_s, second_per_byte: As of `Transport`.
         """
-        link = Link((1 - GAP) * latency_s, second_per_byte)
+        link = LinkCost((1 - GAP) * latency_s, second_per_byte)
         return cls(link, link, overhead=GAP * latency_s, measured=False)
 
     @property
@@ -116,7 +125,7 @@ class CostTable:
             if found["format"] != _FORMAT:
                 raise ValueError(f"format {found['format']}, not {_FORMAT}")
             inside, between = (
-                Link(float(found[name]["alpha"]), float(found[name]["beta"])) for name in ("inside", "between")
+                LinkCost(float(found[name]["alpha"]), float(found[name]["beta"])) for name in ("inside", "between")
             )
             gamma = float(found["gamma"])
             overhead = float(found["overhead"])
@@ -155,3 +164,83 @@ def _checked(overrides: Mapping[str, str]) -> dict[str, str]:
             )
         _ = ALGORITHMS[collective][algorithm.partition(":")[0]]
     return dict(overrides)
+
+
+_FILE = "UNISONO_TUNE_FILE"
+_OVERRIDES = "UNISONO_ALGORITHM"
+
+
+class TableFile:
+    """File of the cost table of one backend and pattern of hosts.
+
+    Args:
+        backend: Name of the backend.
+        ranks: Number of ranks of each host.
+    """
+
+    def __init__(self, backend: str, ranks: Sequence[int]) -> None:
+        self._pattern = {"backend": backend, "ranks": list(ranks), "cpu": _cpu_model()}
+        chosen = os.environ.get(_FILE)
+        self._shared = bool(chosen)
+        name = hashlib.sha256(json.dumps(self._pattern).encode()).hexdigest()[:16]
+        self.path = Path(chosen) if chosen else _cache_folder() / "tune" / f"{backend.replace(os.sep, '_')}-{name}.json"
+
+    def load(self) -> CostTable | None:
+        """Return the table; None if there is no file, or, with a line in the log, if it is damaged or foreign."""
+        try:
+            text = self.path.read_text(encoding="utf-8")
+            table = CostTable.from_json(text)
+            if not self._shared and json.loads(text).get("pattern") != self._pattern:
+                raise ValueError("it belongs to other hosts")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            _log.warning("cost table %s is ignored: %s", self.path, error)
+            return None
+        return table
+
+    def store(self, table: CostTable) -> None:
+        """Replace the file, or write a line to the log if that is not possible."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Created with mode 0600.
+            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(table.to_json(pattern=self._pattern) + "\n")
+                Path(temporary).replace(self.path)
+            except BaseException:
+                with suppress(OSError):
+                    Path(temporary).unlink()
+                raise
+        except OSError as error:
+            _log.warning("cost table %s is not stored: %s", self.path, error)
+
+    @staticmethod
+    def overrides() -> dict[str, str]:
+        """Return the overrides of the environment.
+
+        Raises:
+            ValueError: They are malformed.
+        """
+        try:
+            return parse_overrides(os.environ.get(_OVERRIDES, ""))
+        except ValueError as error:
+            raise ValueError(f"{_OVERRIDES}: {error}") from None
+
+
+def _cache_folder() -> Path:
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (given if given.is_absolute() else Path.home() / ".cache") / "unisono"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"unisono-{os.getuid()}"
+
+
+@cache
+def _cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

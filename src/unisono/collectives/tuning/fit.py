@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from unisono.collectives.algorithms import find
-from unisono.collectives.tuning.cost_table import CostTable, Link
+from unisono.collectives.tuning.cost_table import CostTable, LinkCost
 from unisono.collectives.tuning.prediction import Machine, predicted
 
 __all__ = ["Cell", "Fit", "fit"]
@@ -44,7 +44,7 @@ class Fit(NamedTuple):
         overhead: Seconds of the processor for each message.
     """
 
-    link: Link
+    link: LinkCost
     gamma: float
     overhead: float
 
@@ -64,7 +64,7 @@ def fit(cells: Sequence[Cell], cores: int = 0) -> Fit:
     for _ in range(_ROUNDS):
         constants = _solved([_coefficients(cell, constants, cores) for cell in cells], cells)
     alpha, beta, gamma, overhead = constants
-    return Fit(Link(alpha, beta), gamma, overhead)
+    return Fit(LinkCost(alpha, beta), gamma, overhead)
 
 
 def _solved(rows: Sequence[Sequence[float]], cells: Sequence[Cell]) -> tuple[float, ...]:
@@ -92,7 +92,7 @@ def _coefficients(cell: Cell, constants: Sequence[float], cores: int) -> list[fl
     algorithm = find(cell.collective, cell.algorithm)
 
     def seconds(alpha: float, beta: float, gamma: float, overhead: float) -> float:
-        link = Link(alpha, beta)
+        link = LinkCost(alpha, beta)
         machine = Machine(CostTable(link, link, gamma, overhead, cores=cores), cell.size)
         return predicted(algorithm, cell.size, cell.nbytes, machine)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from unisono.collectives.algorithms import Algorithm, Step, elements, find
+from unisono.collectives.algorithms import Algorithm, Step, find
 from unisono.collectives.tuning.cost_table import CostTable
 from unisono.core.notebook import html_table
 
@@ -79,7 +79,7 @@ def size_class(nbytes: int) -> int:
     return 1 << max(0, nbytes - 1).bit_length()
 
 
-class _Traffic(NamedTuple):
+class _StepTraffic(NamedTuple):
     """What one rank does in a step, in messages and bytes."""
 
     peers: int = 0
@@ -112,12 +112,12 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
     several = 1 < per_host < size
     ranks = per_host if several else 1
     near = table.inside if per_host >= size or several else table.between
-    offsets = _offsets(algorithm, size, nbytes)
+    offsets = algorithm.offsets(size, nbytes)
     moving = crossing = reduced = 0.0
     steps = 0
     least = nbytes
     for number in zip_longest(*(_traffic(algorithm, rank, size, offsets, per_host) for rank in range(ranks))):
-        done = [traffic or _Traffic() for traffic in number]
+        done = [traffic or _StepTraffic() for traffic in number]
         inside = max(max(one.sent - one.sent_away, one.received - one.received_away) for one in done)
         away = max(sum(one.sent_away for one in done), sum(one.received_away for one in done))
         if inside or away:
@@ -142,15 +142,9 @@ def predicted(algorithm: Algorithm, size: int, nbytes: int, machine: Machine) ->
     return max(seconds, spent / table.cores)
 
 
-def _offsets(algorithm: Algorithm, size: int, nbytes: int) -> list[int]:
-    """Return for each chunk the bytes of all chunks before it, and after these the bytes of all chunks."""
-    chunks = algorithm.chunks(size)
-    parts = size if algorithm.collective == "all_to_all" else chunks
-    lengths = [elements(nbytes, parts, part, part + 1) for part in range(parts)]
-    return [0, *accumulate(lengths[chunk % parts] for chunk in range(chunks))]
-
-
-def _traffic(algorithm: Algorithm, rank: int, size: int, offsets: Sequence[int], per_host: int) -> Iterator[_Traffic]:
+def _traffic(
+    algorithm: Algorithm, rank: int, size: int, offsets: Sequence[int], per_host: int
+) -> Iterator[_StepTraffic]:
     """Yield what a rank does in each step; messages of no bytes are not sent. Without hosts, all ranks are near."""
     host = rank // per_host if per_host else 0
 
@@ -171,7 +165,7 @@ def _traffic(algorithm: Algorithm, rank: int, size: int, offsets: Sequence[int],
     for step in algorithm.steps(rank, size):
         _, messages, sent, sent_away = side(step, receives=False)
         peers, _, received, received_away = side(step, receives=True)
-        yield _Traffic(peers, messages, sent, received, sent_away, received_away, received if step.reduce else 0)
+        yield _StepTraffic(peers, messages, sent, received, sent_away, received_away, received if step.reduce else 0)
 
 
 def _variants(algorithm: Algorithm, size: int, per_host: int) -> list[Algorithm]:

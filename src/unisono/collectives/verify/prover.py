@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from unisono.collectives.algorithms import Algorithm, AlgorithmFile, find
+from unisono.collectives.algorithms import Algorithm, AlgorithmFile, algorithm_of
 from unisono.collectives.algorithms.algorithm import FREE_CHUNKS, balanced, default_chunks, goal, start
 from unisono.collectives.algorithms.step import Cost, Move, elements
-from unisono.collectives.verify.rank_model import NOTHING, AlgorithmError, Contribution, RankModel, named, ranks_text
-from unisono.collectives.verify.reduction_tree import ReductionTrees
+from unisono.collectives.verify.rank_model import (
+    NOTHING,
+    AlgorithmError,
+    ChunkState,
+    RankModel,
+    ReductionTrees,
+    named,
+    ranks_text,
+)
 from unisono.core.collective import family_of
 
 __all__ = ["AlgorithmError", "ModelChecker", "Proof", "verify"]
@@ -61,14 +68,9 @@ def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: in
         Cost(rounds=6, messages=6, sent=6)
     """
     family_of(collective)
-    if isinstance(algorithm, str):
-        algorithm = find(collective, algorithm)
-    elif not isinstance(algorithm, Algorithm):
-        algorithm = Algorithm(collective, getattr(algorithm, "__name__", "unnamed").rpartition(".")[2], algorithm)
     if size < 1:
         raise ValueError(f"a group must have at least 1 rank, not {size}")
-    if reason := algorithm.unsupported(size):
-        raise ValueError(reason)
+    algorithm = algorithm_of(collective, algorithm, size)
     checker = ModelChecker(algorithm, size)
     _check_chunks(checker)
     checker.run()
@@ -83,8 +85,7 @@ def verify(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: in
     scratch = max(model.landing for model in checker.models)
     if collective == "all_to_all":
         scratch += checker.chunks - 2 * size
-    parts = size if collective == "all_to_all" else checker.chunks
-    return Proof(_counted(checker, parts), scratch, same_bits, is_balanced)
+    return Proof(_counted(checker, algorithm.parts(size)), scratch, same_bits, is_balanced)
 
 
 def _check_chunks(checker: ModelChecker) -> None:
@@ -197,7 +198,7 @@ class ModelChecker:
 
     def _model(self, algorithm: Algorithm, rank: int) -> RankModel:
         owned = [start(self.collective, rank, chunk, self.size) for chunk in range(self.chunks)]
-        held = [Contribution(bit, self.trees.leaf(bit.bit_length() - 1)) if bit else NOTHING for bit in owned]
+        held = [ChunkState(bit, self.trees.leaf(bit.bit_length() - 1)) if bit else NOTHING for bit in owned]
         steps = algorithm.steps(rank, self.size)
         return RankModel(rank, self.size, self.collective, steps, held, self.trees, self.collective != "barrier")
 
@@ -254,7 +255,7 @@ class ModelChecker:
         for model, _, _ in ended:
             model.begin()
 
-    def _sent(self, source: RankModel, target: RankModel, key: _Key, recv: Move) -> list[Contribution]:
+    def _sent(self, source: RankModel, target: RankModel, key: _Key, recv: Move) -> list[ChunkState]:
         send = source.sends[target.rank, key[1]]
         # An all_to_all moves equally long parts, and may store a part under another number than the sender.
         alike = len(send.chunks) == len(recv.chunks) if self.collective == "all_to_all" else send.runs == recv.runs

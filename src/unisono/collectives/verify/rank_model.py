@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from unisono.collectives.algorithms.algorithm import balanced
 from unisono.collectives.algorithms.step import Move, Step
-from unisono.collectives.verify.reduction_tree import ReductionTrees
 from unisono.errors import CommError
 
-__all__ = ["NOTHING", "AlgorithmError", "Contribution", "RankModel", "named", "ranks_text"]
+__all__ = ["NOTHING", "AlgorithmError", "ChunkState", "RankModel", "ReductionTrees", "named", "ranks_text"]
 
 
 class AlgorithmError(CommError, ValueError):
@@ -28,7 +27,7 @@ class AlgorithmError(CommError, ValueError):
     """
 
 
-class Contribution(NamedTuple):
+class ChunkState(NamedTuple):
     """Set of contributions that a chunk holds.
 
     Attributes:
@@ -40,7 +39,7 @@ class Contribution(NamedTuple):
     tree: int
 
 
-NOTHING = Contribution(0, -1)
+NOTHING = ChunkState(0, -1)
 """Contents of a chunk that nothing has been written to."""
 
 
@@ -65,7 +64,7 @@ class RankModel:
     size: int
     collective: str
     program: Iterator[Step]
-    chunks: list[Contribution]
+    chunks: list[ChunkState]
     trees: ReductionTrees
     once: bool
     written: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -96,12 +95,13 @@ class RankModel:
             self._check_tuples(self.step)
             self._check_moves(self.step)
             self._check_chunks(self.step)
-            self.sends, self.recvs = _numbered(self.step.send), _numbered(self.step.recv)
+            self.sends = _numbered(self.step.send)
+            self.recvs = _numbered(self.step.recv)
 
-    def end(self, arrived: list[tuple[Move, list[Contribution]]], rounds: int) -> None:
+    def end(self, arrived: list[tuple[Move, list[ChunkState]]], rounds: int) -> None:
         """Write the data received in the current step."""
         assert self.step is not None
-        incoming: dict[int, list[tuple[int, Contribution]]] = {}
+        incoming: dict[int, list[tuple[int, ChunkState]]] = {}
         for move, values in arrived:
             for chunk, held in zip(move.chunks, values, strict=True):
                 incoming.setdefault(chunk, []).append((move.peer, held))
@@ -116,7 +116,7 @@ class RankModel:
         if self.step.reduce:
             self.landing = max(self.landing, sum(len(move.chunks) for move, _ in arrived))
 
-    def _reduced(self, chunk: int, arrived: list[tuple[int, Contribution]]) -> Contribution:
+    def _reduced(self, chunk: int, arrived: list[tuple[int, ChunkState]]) -> ChunkState:
         """Combine what a chunk holds with what arrived for it, in the order of the ranks."""
         seen = self.chunks[chunk].members
         for peer, held in arrived:
@@ -125,7 +125,7 @@ class RankModel:
                 raise self.error(f"chunk {chunk} from rank {peer} adds the contribution of {again} a second time")
             seen |= held.members
         parts = sorted([(self.rank, self.chunks[chunk]), *arrived])
-        return Contribution(seen, balanced([held.tree for _, held in parts], self.trees.plus))
+        return ChunkState(seen, balanced([held.tree for _, held in parts], self.trees.plus))
 
     def _check_tuples(self, step: Step) -> None:
         for name, moves in (("send", step.send), ("recv", step.recv)):
@@ -192,3 +192,38 @@ def ranks_text(members: int) -> str:
     """Return a set of contributions in words: "rank 1", or "ranks 1, 3"."""
     numbers = [str(rank) for rank in range(members.bit_length()) if members >> rank & 1]
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
+
+
+class ReductionTrees:
+    """Trees by number. Equal trees have equal numbers, and give equal bits.
+
+    The order of operands counts, because the sum of two NaNs has the bits of the first.
+
+    Example:
+        >>> trees = ReductionTrees()
+        >>> trees.plus(trees.leaf(1), trees.leaf(0)) == trees.plus(trees.leaf(0), trees.leaf(1))
+        False
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._nodes: list[tuple[int, int]] = []
+
+    def leaf(self, contribution: int) -> int:
+        """Return the number of the tree of a single contribution."""
+        return self._number((-1, contribution))
+
+    def plus(self, some: int, other: int) -> int:
+        """Return the number of the sum of two trees, in this order."""
+        return self._number((some, other))
+
+    def _number(self, node: tuple[int, int]) -> int:
+        number = self._numbers.setdefault(node, len(self._nodes))
+        if number == len(self._nodes):
+            self._nodes.append(node)
+        return number
+
+    def text(self, number: int) -> str:
+        """Return a tree in words, such as "((0+1)+2)"."""
+        low, high = self._nodes[number]
+        return str(high) if low < 0 else f"({self.text(low)}+{self.text(high)})"

@@ -13,11 +13,10 @@ from os import PathLike
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from unisono.collectives.algorithms import Algorithm, Move, Step, elements, find
+from unisono.collectives.algorithms import Algorithm, Move, Step, find
 from unisono.collectives.algorithms.algorithm import goal, start
 from unisono.collectives.verify.prover import verify
-from unisono.lab.player.page import write
-from unisono.lab.player.replay import Change, Replay
+from unisono.lab.player.replay import Change, Replay, write
 from unisono.lab.simulator import Message, Network, simulate
 
 __all__ = ["Times", "play", "replay_algorithm"]
@@ -26,7 +25,7 @@ Times = Mapping[tuple[int, int, int, tuple[tuple[int, int], ...]], tuple[float, 
 """Start and end of each message, in seconds, by sender, receiver, step and runs as in `Message`."""
 
 
-class _Pair(NamedTuple):
+class _MatchedMove(NamedTuple):
     """A message: the positions of its ranks' steps, from 0, and its two ends."""
 
     sender: int
@@ -120,17 +119,16 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times 
     return replace(empty, messages=ordered, start=first, changes=changes, goal=contents(goal), unit=unit)
 
 
-def _messages(algorithm: Algorithm, size: int, nbytes: int) -> dict[_Pair, Message]:
+def _messages(algorithm: Algorithm, size: int, nbytes: int) -> dict[_MatchedMove, Message]:
     """Return every message, ordered by its start."""
     programs = [list(algorithm.steps(rank, size)) for rank in range(size)]
     pairs = list(_pairs(programs))
     rounds = _rounds(programs, pairs)
-    parts = size if algorithm.collective == "all_to_all" else algorithm.chunks(size)
+    offsets = algorithm.offsets(size, nbytes)
     messages = {}
     for pair in pairs:
         begin = max(rounds[pair.sender][pair.sent_in], rounds[pair.receiver][pair.received_in])
-        # In an all_to_all of p ranks, chunks c and c + p are equally long.
-        length = sum(elements(nbytes, parts, chunk % parts, chunk % parts + 1) for chunk in pair.send.chunks)
+        length = sum(offsets[stop] - offsets[start] for start, stop in pair.send.runs)
         reduce = programs[pair.receiver][pair.received_in].reduce
         step = pair.sent_in + 1
         messages[pair] = Message(pair.sender, pair.receiver, pair.send.runs, length, begin, begin + 1, reduce, step)
@@ -150,7 +148,7 @@ def _sources(collective: str, members: int, size: int) -> int:
     return sum(1 << rank for rank in range(size) if members >> rank * size & ((1 << size) - 1))
 
 
-def _pairs(programs: list[list[Step]]) -> Iterator[_Pair]:
+def _pairs(programs: list[list[Step]]) -> Iterator[_MatchedMove]:
     """Yield every message. The n-th send from one rank to another is its n-th receive from there."""
     receives: defaultdict[tuple[int, int], list[tuple[int, Move]]] = defaultdict(list)
     for rank, steps in enumerate(programs):
@@ -161,10 +159,10 @@ def _pairs(programs: list[list[Step]]) -> Iterator[_Pair]:
     for rank, steps in enumerate(programs):
         for index, step in enumerate(steps):
             for move in step.send:
-                yield _Pair(rank, index, move, move.peer, *next(queues[rank, move.peer]))
+                yield _MatchedMove(rank, index, move, move.peer, *next(queues[rank, move.peer]))
 
 
-def _rounds(programs: list[list[Step]], pairs: list[_Pair]) -> list[list[int]]:
+def _rounds(programs: list[list[Step]], pairs: list[_MatchedMove]) -> list[list[int]]:
     """Return for each rank how many rounds have passed before each of its steps, and after the last."""
     partners: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for pair in pairs:
@@ -183,7 +181,9 @@ def _rounds(programs: list[list[Step]], pairs: list[_Pair]) -> list[list[int]]:
     return rounds
 
 
-def _carried(first: tuple[tuple[int, ...], ...], messages: Mapping[_Pair, Message]) -> dict[_Pair, list[int]]:
+def _carried(
+    first: tuple[tuple[int, ...], ...], messages: Mapping[_MatchedMove, Message]
+) -> dict[_MatchedMove, list[int]]:
     """Return the members of the chunks of each message: a step sends what its rank held when the step began."""
     contents = [list(row) for row in first]
     carried = {}
@@ -200,7 +200,9 @@ def _carried(first: tuple[tuple[int, ...], ...], messages: Mapping[_Pair, Messag
 
 
 def _changes(
-    first: tuple[tuple[int, ...], ...], messages: Mapping[_Pair, Message], carried: Mapping[_Pair, list[int]]
+    first: tuple[tuple[int, ...], ...],
+    messages: Mapping[_MatchedMove, Message],
+    carried: Mapping[_MatchedMove, list[int]],
 ) -> Iterator[Change]:
     """Yield what arrives, in the order of time."""
     contents = [list(row) for row in first]
@@ -210,6 +212,6 @@ def _changes(
             yield Change(message.end_s, pair.receiver, chunk, contents[pair.receiver][chunk])
 
 
-def _arrive(row: list[int], pair: _Pair, message: Message, carried: list[int]) -> None:
+def _arrive(row: list[int], pair: _MatchedMove, message: Message, carried: list[int]) -> None:
     for chunk, members in zip(pair.recv.chunks, carried, strict=True):
         row[chunk] = members | (row[chunk] if message.reduce else 0)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import html
+import json
+import re
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
 from typing import NamedTuple
 
 from unisono.lab.simulator import Message
 
-__all__ = ["MOST_CHUNKS", "MOST_MESSAGES", "MOST_RANKS", "Change", "Replay"]
+__all__ = ["MOST_CHUNKS", "MOST_MESSAGES", "MOST_RANKS", "Change", "Replay", "render", "write"]
 
 MOST_RANKS = 32
 MOST_CHUNKS = 128
@@ -86,3 +92,31 @@ class Replay:
         for change in self.changes:
             contents[change.rank][change.chunk] = change.members
         return tuple(tuple(row) for row in contents)
+
+
+def render(replay: Replay) -> str:
+    """Return the page: it loads nothing, and works as a file.
+
+    Example:
+        >>> page = render(Replay("nothing moves", "", ("rank 0",)))
+        >>> "<title>nothing moves</title>" in page
+        True
+    """
+    data = {field.name: getattr(replay, field.name) for field in fields(replay)}
+    data["fields"] = {"messages": Message._fields, "changes": Change._fields}
+    # No "<" or "&" is left that the browser's parser could take for markup.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    parts = {"title": html.escape(replay.title), "data": text}
+    template = (files(__package__) / "templates" / "player.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(title|data)\}\}", lambda found: parts[found[1]], template)
+
+
+def write(replay: Replay, path: str | PathLike[str]) -> None:
+    """Write the page to a file; an existing one is replaced.
+
+    Args:
+        replay: What it shows.
+        path: The file.
+    """
+    Path(path).write_text(render(replay), encoding="utf-8")

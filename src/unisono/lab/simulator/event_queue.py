@@ -63,7 +63,7 @@ class _Flight:
 
 
 @dataclass(slots=True, eq=False)
-class _Rank:
+class _RankState:
     """State of a rank; `ends` is the end of its present step as far as known."""
 
     program: Iterator[Step | float]
@@ -103,7 +103,7 @@ class EventQueue:
         self.size = len(programs)
         self._recording = recording
         self.record: list[Message] = []
-        self.ranks = [_Rank(program, time) for program, time in zip(programs, start, strict=True)]
+        self.ranks = [_RankState(program, time) for program, time in zip(programs, start, strict=True)]
         self._events: list[tuple[float, int, int, _Flight | None]] = []
         self._pushed = 0
         self._free = dict[int, float]()
@@ -164,7 +164,7 @@ class EventQueue:
         for flight in sorted(early, key=lambda flight: (self._arrival(flight), flight.sender)):
             self._deliver(flight)
 
-    def _send(self, rank: int, state: _Rank, move: Move) -> None:
+    def _send(self, rank: int, state: _RankState, move: Move) -> None:
         network = self.network
         factor = self._factor(rank)
         nbytes = sum(self.offsets[stop] - self.offsets[start] for start, stop in move.runs)

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from unisono.collectives.algorithms import Algorithm, AlgorithmFile, Step
-from unisono.lab.simulator.simulation import Call, Simulation, algorithm_of, byte_offsets
+from unisono.collectives.algorithms import Algorithm, AlgorithmFile, Step, algorithm_of
+from unisono.lab.simulator.simulation import Simulation
 
 __all__ = ["chrome_trace", "goal"]
 
@@ -51,7 +51,7 @@ def goal(
     algorithm = algorithm_of(collective, algorithm, size)
     if collective == "all_to_all" and nbytes % (size * itemsize):
         raise ValueError(f"{nbytes} bytes are not {size} equal parts of whole elements, which an all_to_all has")
-    offsets = byte_offsets(Call(algorithm, nbytes), size, itemsize)
+    offsets = algorithm.offsets(size, nbytes, itemsize)
     lines = [f"num_ranks {size}"]
     for rank in range(size):
         lines += [f"rank {rank} {{", *_operations(algorithm.steps(rank, size), offsets, gamma), "}"]

@@ -20,7 +20,7 @@ __all__ = ["Rotation", "Rounds"]
 _Array = npt.NDArray[np.float64]
 
 
-class _Run(NamedTuple):
+class _ChunkRun(NamedTuple):
     """Run of chunks of rank r: from (r + shift) mod size times scale plus first, to the same plus last."""
 
     shift: int
@@ -29,9 +29,9 @@ class _Run(NamedTuple):
     last: int
 
 
-class _Send(NamedTuple):
+class _ShiftedSend(NamedTuple):
     shift: int
-    runs: list[_Run]
+    runs: list[_ChunkRun]
 
 
 class Rounds:
@@ -51,7 +51,9 @@ class Rounds:
     """
 
     def __init__(self, offsets: Sequence[int], network: Network, start: Sequence[float], messages: int = 0) -> None:
-        self.size, self.network, self._offsets = len(start), network, np.array(offsets)
+        self.size = len(start)
+        self.network = network
+        self._offsets = np.array(offsets)
         self.end = np.array(start, dtype=float)
         self.messages = messages
         self._tables: dict[tuple[int, int, int, float], _Array] = {}
@@ -71,7 +73,7 @@ class Rounds:
             TypeError: The steps depend on the rank in another way than by rotation.
         """
         for step in steps:
-            sends = [_Send(self._shift(move), [_run(*run) for run in move.runs]) for move in step.send]
+            sends = [_ShiftedSend(self._shift(move), [_run(*run) for run in move.runs]) for move in step.send]
             if sorted(-send.shift % self.size for send in sends) != sorted(map(self._shift, step.recv)):
                 raise TypeError("sends and receives of a step do not match")
             if self.network.shared:
@@ -82,7 +84,7 @@ class Rounds:
                 self._exchange_many(sends, step.reduce)
             self.messages += self.size * len(sends)
 
-    def _check_links(self, sends: list[_Send]) -> None:
+    def _check_links(self, sends: list[_ShiftedSend]) -> None:
         """Refuse steps in which a link may have two messages: all steps must send one to the same neighbour."""
         self._neighbours.update(send.shift for send in sends)
         if len(sends) > 1 or len(self._neighbours) > 1 or not self._neighbours <= {1, self.size - 1}:
@@ -94,7 +96,7 @@ class Rounds:
             raise TypeError("a peer is no rotation of the rank")
         return peer.shift
 
-    def _bytes(self, runs: list[_Run], shift: int, factor: float) -> _Array:
+    def _bytes(self, runs: list[_ChunkRun], shift: int, factor: float) -> _Array:
         """Return the bytes of each rank's message from rank + shift, times a factor."""
         parts = []
         for run in runs:
@@ -108,9 +110,12 @@ class Rounds:
             parts.append(self._tables[key][first : first + self.size])
         return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
-    def _exchange(self, send: _Send, reduce: bool) -> None:
+    def _exchange(self, send: _ShiftedSend, reduce: bool) -> None:
         """Compute a step with one message each way."""
-        begin, (delivered, reduced), alpha, gamma = self.end, self._buffers, self.network.alpha, self.network.gamma
+        begin = self.end
+        delivered, reduced = self._buffers
+        alpha = self.network.alpha
+        gamma = self.network.gamma
         back = -send.shift % self.size
         for into, source in self._slices(back):
             np.add(begin[source], alpha, out=delivered[into])
@@ -137,7 +142,7 @@ class Rounds:
         cut = self.size - shift
         return [(slice(0, cut), slice(shift, None)), *([(slice(cut, None), slice(0, shift))] if shift else [])]
 
-    def _exchange_many(self, sends: list[_Send], reduce: bool) -> None:
+    def _exchange_many(self, sends: list[_ShiftedSend], reduce: bool) -> None:
         """Compute a step with any number of messages; receivers' ports serve them in the order of arrival."""
         network = self.network
         begin = self.end
@@ -173,14 +178,14 @@ class Rounds:
         self.end = np.maximum.reduce([reduced, *delivered, *ends])
 
 
-def _run(start: object, stop: object) -> _Run:
+def _run(start: object, stop: object) -> _ChunkRun:
     if isinstance(start, int) and isinstance(stop, int):
-        return _Run(0, 0, start, stop)
+        return _ChunkRun(0, 0, start, stop)
     if not isinstance(start, Rotation) or not isinstance(stop, Rotation):
         raise TypeError("a run begins or ends at the same chunk on all ranks")
     if (start.shift, start.scale) != (stop.shift, stop.scale):
         raise TypeError("a run wraps around on some ranks")
-    return _Run(start.shift, start.scale, start.offset, stop.offset)
+    return _ChunkRun(start.shift, start.scale, start.offset, stop.offset)
 
 
 class Rotation:

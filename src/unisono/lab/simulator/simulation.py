@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, Literal
 
-from unisono.collectives.algorithms import Algorithm, AlgorithmFile, Move, Step, elements, find
+from unisono.collectives.algorithms import Algorithm, AlgorithmFile, Step, algorithm_of
 from unisono.lab.simulator.event_queue import EventQueue, Message
 from unisono.lab.simulator.network import Network
 from unisono.lab.simulator.worklist import Worklist
 
-__all__ = ["Call", "Simulation", "algorithm_of", "byte_offsets", "run_calls", "simulate"]
+__all__ = ["SimulatedCall", "Simulation", "run_calls", "simulate"]
 
 _Engine = Literal["rounds", "worklist", "events"]
 
@@ -53,7 +53,7 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SimulatedCall:
     """One collective of a simulated program.
 
     Attributes:
@@ -110,11 +110,11 @@ def simulate(
     algorithm = algorithm_of(collective, algorithm)
     if nbytes < 0 or itemsize < 1 or nbytes % itemsize:
         raise ValueError(f"a message must have whole elements of at least 1 byte; {nbytes} bytes of {itemsize} do not")
-    return run_calls([Call(algorithm, nbytes)], size, network or Network(), start, itemsize, record, engine)
+    return run_calls([SimulatedCall(algorithm, nbytes)], size, network or Network(), start, itemsize, record, engine)
 
 
 def run_calls(
-    calls: Sequence[Call],
+    calls: Sequence[SimulatedCall],
     size: int,
     network: Network,
     start: Sequence[float] | None = None,
@@ -150,19 +150,6 @@ def run_calls(
         return _by_events(calls, size, network, times, itemsize, record)
 
 
-def algorithm_of(collective: str, algorithm: str | AlgorithmFile | Algorithm, size: int = 1) -> Algorithm:
-    """Return the algorithm that a name, a file or an algorithm stands for; refuse a size that it cannot serve."""
-    if isinstance(algorithm, str):
-        algorithm = find(collective, algorithm)
-    elif not isinstance(algorithm, Algorithm):
-        algorithm = Algorithm(collective, getattr(algorithm, "__name__", "unnamed").rpartition(".")[2], algorithm)
-    if algorithm.collective != collective:
-        raise ValueError(f"{algorithm.name!r} is an algorithm of {algorithm.collective}, not of {collective}")
-    if reason := algorithm.unsupported(size):
-        raise ValueError(reason)
-    return algorithm
-
-
 def _engines(network: Network, record: bool) -> list[_Engine]:
     engines: list[_Engine] = ["events"]
     if network.overhead is None and not record:
@@ -173,15 +160,9 @@ def _engines(network: Network, record: bool) -> list[_Engine]:
     return engines
 
 
-def byte_offsets(call: Call, size: int, itemsize: int) -> list[int]:
-    """Return for each chunk the bytes of all chunks before it, and after these the bytes of all chunks."""
-    chunks = call.algorithm.chunks(size)
-    parts = size if call.algorithm.collective == "all_to_all" else chunks
-    lengths = [elements(call.nbytes // itemsize, parts, part, part + 1) * itemsize for part in range(parts)]
-    return [0, *accumulate(lengths[chunk % parts] for chunk in range(chunks))]
-
-
-def _in_rounds(calls: Iterable[Call], size: int, network: Network, times: Sequence[float], itemsize: int) -> Simulation:
+def _in_rounds(
+    calls: Iterable[SimulatedCall], size: int, network: Network, times: Sequence[float], itemsize: int
+) -> Simulation:
     # Needs numpy, which the other engines do not.
     from unisono.lab.simulator.rounds import Rotation, Rounds
 
@@ -190,7 +171,7 @@ def _in_rounds(calls: Iterable[Call], size: int, network: Network, times: Sequen
     rank: Any = Rotation(size)
     for call in calls:
         times = [max(time, call.ready) for time in times]
-        rounds = Rounds(byte_offsets(call, size, itemsize), network, times, messages)
+        rounds = Rounds(call.algorithm.offsets(size, call.nbytes, itemsize), network, times, messages)
         rounds.run(call.algorithm.steps(rank, size))
         times = rounds.end.tolist()
         messages = rounds.messages
@@ -198,14 +179,14 @@ def _in_rounds(calls: Iterable[Call], size: int, network: Network, times: Sequen
 
 
 def _by_worklist(
-    calls: Sequence[Call], size: int, network: Network, times: Sequence[float], itemsize: int
+    calls: Sequence[SimulatedCall], size: int, network: Network, times: Sequence[float], itemsize: int
 ) -> Simulation:
     messages = 0
     costs = (network.alpha, 1 / network.bandwidth, network.gamma)
     for call in calls:
         times = [max(time, call.ready) for time in times]
         programs = [call.algorithm.steps(rank, size) for rank in range(size)]
-        worklist = Worklist(programs, byte_offsets(call, size, itemsize), costs, times)
+        worklist = Worklist(programs, call.algorithm.offsets(size, call.nbytes, itemsize), costs, times)
         worklist.run()
         _check_ended(size - worklist.ended, call)
         times = worklist.end
@@ -214,9 +195,9 @@ def _by_worklist(
 
 
 def _by_events(
-    calls: Sequence[Call], size: int, network: Network, times: Sequence[float], itemsize: int, record: bool
+    calls: Sequence[SimulatedCall], size: int, network: Network, times: Sequence[float], itemsize: int, record: bool
 ) -> Simulation:
-    tables = [byte_offsets(call, size, itemsize) for call in calls]
+    tables = [call.algorithm.offsets(size, call.nbytes, itemsize) for call in calls]
     firsts = [0, *accumulate(len(table) for table in tables)]
     bases = [0, *accumulate(table[-1] for table in tables)]
     offsets = [base + offset for base, table in zip(bases, tables, strict=False) for offset in table]
@@ -228,23 +209,16 @@ def _by_events(
     return Simulation([rank.ends for rank in queue.ranks], sum(rank.sent for rank in queue.ranks), "events", found)
 
 
-def _program(calls: Sequence[Call], firsts: Sequence[int], rank: int, size: int) -> Iterator[Step | float]:
+def _program(calls: Sequence[SimulatedCall], firsts: Sequence[int], rank: int, size: int) -> Iterator[Step | float]:
     """Steps of all calls, with chunks numbered through, and the times before which calls may not begin."""
     for call, first in zip(calls, firsts, strict=False):
         if call.ready:
             yield call.ready
         for step in call.algorithm.steps(rank, size):
-            yield step if not first else Step(_moved(step.send, first), _moved(step.recv, first), step.reduce)
+            yield step if not first else step.renumbered(int, first)
 
 
-def _moved(moves: tuple[Move, ...], by: int) -> tuple[Move, ...]:
-    return tuple(
-        Move(move.peer, move.start + by, move.stop + by, tuple((start + by, stop + by) for start, stop in move.further))
-        for move in moves
-    )
-
-
-def _check_ended(waiting: int, call: Call) -> None:
+def _check_ended(waiting: int, call: SimulatedCall) -> None:
     if waiting:
         algorithm = call.algorithm
         raise ValueError(

@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from unisono.collectives.algorithms import Algorithm, AlgorithmFile
+from unisono.collectives.algorithms import Algorithm, AlgorithmFile, algorithm_of
 from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
 from unisono.lab.simulator.network import Network
-from unisono.lab.simulator.simulation import Call, algorithm_of, run_calls, simulate
+from unisono.lab.simulator.simulation import SimulatedCall, run_calls, simulate
 
 __all__ = ["Overlap", "ScalingPoint", "plot_scaling", "scaling", "simulate_backward"]
 
@@ -166,6 +166,6 @@ def simulate_backward(
         raise ValueError("a backward pass must have at least one bucket")
     algorithm = algorithm_of("all_reduce", algorithm)
     network = network or Network()
-    end = run_calls([Call(algorithm, nbytes, ready) for ready, nbytes in buckets], size, network).makespan
-    serial = run_calls([Call(algorithm, nbytes) for _, nbytes in buckets], size, network).makespan
+    end = run_calls([SimulatedCall(algorithm, nbytes, ready) for ready, nbytes in buckets], size, network).makespan
+    serial = run_calls([SimulatedCall(algorithm, nbytes) for _, nbytes in buckets], size, network).makespan
     return Overlap(end, end - max(ready for ready, _ in buckets), serial)

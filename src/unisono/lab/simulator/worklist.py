@@ -62,7 +62,9 @@ class Worklist:
 
     def run(self) -> None:
         """Run all ranks to their ends. Exchanges between two ranks, the common case, are computed here."""
-        (alpha, beta, gamma), programs, offsets = self.costs, self.programs, self.offsets
+        alpha, beta, gamma = self.costs
+        programs = self.programs
+        offsets = self.offsets
         end = self.end
         waits = self._waits
         steps = self._steps
@@ -80,9 +82,12 @@ class Worklist:
                     if waits[peer] == _GENERAL and self._meets(rank, peer):
                         self._post(rank, step)
                     else:
-                        waits[rank], steps[rank] = peer, step
+                        waits[rank] = peer
+                        steps[rank] = step
                     break
-                (_, other, stop, _), mine, theirs = steps[peer][0][0], end[rank], end[peer]
+                _, other, stop, _ = steps[peer][0][0]
+                mine = end[rank]
+                theirs = end[peer]
                 sent = offsets[last] - offsets[first]
                 received = offsets[stop] - offsets[other]
                 there = (mine + alpha if mine + alpha > theirs else theirs) + sent * beta
@@ -105,8 +110,11 @@ class Worklist:
     def _post(self, rank: int, step: Step) -> None:
         """Begin a step with any messages."""
         send, recv, _ = step
-        self.begin[rank], self.messages = self.end[rank], self.messages + len(send)
-        self._steps[rank], self._left[rank], self._waits[rank] = step, len(send) + len(recv), _GENERAL
+        self.begin[rank] = self.end[rank]
+        self.messages += len(send)
+        self._steps[rank] = step
+        self._left[rank] = len(send) + len(recv)
+        self._waits[rank] = _GENERAL
         for move in (*send, *recv):
             if self._waits[move[0]] == rank:
                 self._post(move[0], self._steps[move[0]])
@@ -120,7 +128,10 @@ class Worklist:
 
     def _send(self, rank: int, moves: tuple[Move, ...]) -> list[int]:
         """Send messages, and return the receivers whose steps lack no message any more."""
-        (alpha, beta, _), offsets, start, complete = self.costs, self.offsets, self.end[rank], []
+        alpha, beta, _ = self.costs
+        offsets = self.offsets
+        start = self.end[rank]
+        complete: list[int] = []
         for peer, first, last, further in moves:
             nbytes = offsets[last] - offsets[first]
             if further:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from unisono.transports.hierarchical.by_name import Connectable, Pair, find_hosts, transport_named
-from unisono.transports.hierarchical.transport import Hierarchical, Hosts, over
+from unisono.transports.hierarchical.transport import (
+    Connectable,
+    Hierarchical,
+    Hosts,
+    TransportPair,
+    find_hosts,
+    over,
+    transport_named,
+)
 
-__all__ = ["Connectable", "Hierarchical", "Hosts", "Pair", "find_hosts", "over", "transport_named"]
+__all__ = ["Connectable", "Hierarchical", "Hosts", "TransportPair", "find_hosts", "over", "transport_named"]

@@ -21,7 +21,7 @@ from unisono.core.call import Call
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Transport
 from unisono.core.work import Completion, seconds_left
-from unisono.transports.hierarchical.subset import SubsetCollectives, SubsetTransport
+from unisono.transports.hierarchical.routing import SubsetCollectives, SubsetTransport
 
 __all__ = ["HierarchicalCollectives"]
 

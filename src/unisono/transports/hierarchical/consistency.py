@@ -10,17 +10,17 @@ from hashlib import blake2b
 
 import torch
 
-from unisono.core.call import Call, Fingerprint, explain
-from unisono.core.control import ControlPlane
+from unisono.core.call import Call, Fingerprint
+from unisono.core.control import ControlPlane, compare_in_full
 from unisono.core.group import Group
 from unisono.core.tensors import combine_all
 from unisono.core.types import PointToPoint, ReduceOp
 from unisono.core.work import seconds_left
 from unisono.errors import CommError, CommTimeoutError, MismatchError
 from unisono.transports.hierarchical.host_links import HostLinks, Packet
-from unisono.transports.hierarchical.subset import SubsetCollectives
+from unisono.transports.hierarchical.routing import SubsetCollectives
 
-__all__ = ["Agreement"]
+__all__ = ["HostAgreement"]
 
 _HEAD_BYTES = 16
 _DIFFERENT, _AGREED, _LATE = range(3)
@@ -32,7 +32,7 @@ _MISSING_RANK_S = 0.5, 5.0
 _QUOTE_S = 10.0
 
 
-class Agreement:
+class HostAgreement:
     """Agreement of one group. Every rank calls the same methods in the same order.
 
     Args:
@@ -80,7 +80,7 @@ class Agreement:
         self._calls += 1
         if mine.sends or mine.receives:
             # Rows must match pair by pair; a digest cannot show that.
-            self._explain(mine, f"call {self._calls}", seconds_left(deadline))
+            compare_in_full(self._control, self._group, f"call {self._calls}", mine, seconds_left(deadline))
             return
         self._settle(mine, self._alike(mine, deadline), None, deadline)
 
@@ -170,7 +170,8 @@ class Agreement:
         if first.verdict == _LATE:
             raise error or _late(first.late, deadline)
         if first.verdict != _AGREED:
-            self._explain(mine, f"mismatch in call {self._calls}", min(self._timeout_s, _QUOTE_S))
+            patience_s = min(self._timeout_s, _QUOTE_S)
+            compare_in_full(self._control, self._group, f"mismatch in call {self._calls}", mine, patience_s)
             raise MismatchError("ranks differ in what they are about to do. Nothing was sent")
 
     def _swapped(self, links: HostLinks, mine: Fingerprint, alike: bool, nbytes: int, deadline: float) -> bool:
@@ -187,12 +188,6 @@ class Agreement:
         if partly is not None:
             shares = [host_round.like(partly.outputs[0]) for host_round in self._host_rounds]
             combine_all(partly.op or ReduceOp.SUM, shares, shares[0])
-
-    def _explain(self, mine: Fingerprint, topic: str, timeout: float) -> None:
-        values = self._control.exchange(self._group, topic, mine.values(), timeout)
-        problem = explain([Fingerprint(*value) for value in values])
-        if problem:
-            raise MismatchError(f"{problem}. Nothing was sent")
 
 
 class _HostRound:

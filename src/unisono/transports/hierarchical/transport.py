@@ -1,11 +1,13 @@
-"""A transport of several hosts, made of one within each host and one between hosts."""
+"""Transports of several hosts, made of one within each host and one between hosts; and such pairs by their names."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from threading import Event
 from typing import NoReturn
 
 import torch
@@ -17,13 +19,13 @@ from unisono.core.transport import Mailbox, Options, Transport
 from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import Deferred
 from unisono.errors import ClosedError, CommTimeoutError, UnavailableError
+from unisono.transports import TRANSPORTS
 from unisono.transports.hierarchical.collectives import HierarchicalCollectives
-from unisono.transports.hierarchical.consistency import Agreement
+from unisono.transports.hierarchical.consistency import HostAgreement
 from unisono.transports.hierarchical.host_links import meet
-from unisono.transports.hierarchical.routing import RankMappedTransport, Routes
-from unisono.transports.hierarchical.subset import SubsetCollectives, SubsetTransport
+from unisono.transports.hierarchical.routing import RankMappedTransport, Routes, SubsetCollectives, SubsetTransport
 
-__all__ = ["Hierarchical", "Hosts", "over"]
+__all__ = ["Connectable", "Hierarchical", "Hosts", "TransportPair", "find_hosts", "over", "transport_named"]
 
 Hosts = tuple[tuple[int, ...], ...]
 """For each host, its ranks."""
@@ -105,7 +107,7 @@ class Hierarchical(Transport):
         inside = SubsetCollectives(self.inner, chunk_bytes) if self.inner is not None else None
         short = min(_SHORT_BYTES, chunk_bytes // _SHORT_PART)
         self._routes = Routes(self.inner, self.outer, self._here, timeout_s)
-        self._agreement = Agreement(group, control, len(hosts), inside, self._links, here, short, timeout_s)
+        self._agreement = HostAgreement(group, control, len(hosts), inside, self._links, here, short, timeout_s)
         self._bulk = HierarchicalCollectives(self.outer, inside, self._rail, hosts, chunk_bytes, timeout_s)
 
     def _numbered(self, inner: Transport) -> Transport:
@@ -204,6 +206,9 @@ class Hierarchical(Transport):
             self._rail.leave()
         self.outer.leave()
 
+    def simulate_freeze(self, thawed: Event, freeze_s: float | None) -> None:
+        self.outer.simulate_freeze(thawed, freeze_s)
+
     def simulate_crash(self, error: BaseException) -> NoReturn:
         self.outer.simulate_crash(error)
 
@@ -272,3 +277,84 @@ def _common(inner: Transport, outer: Transport) -> frozenset[str]:
             "such as 'shm+tcp'"
         )
     return frozenset(both)
+
+
+@dataclass(frozen=True, slots=True)
+class TransportPair:
+    """Pair of transports, with the `connect` of a transport class.
+
+    Attributes:
+        inner: The name of the transport within a host.
+        outer: The name of the transport between hosts.
+    """
+
+    inner: str
+    outer: str
+
+    @property
+    def simulated(self) -> bool:
+        """Return whether the ranks take turns on a virtual clock."""
+        return TRANSPORTS[self.inner].simulated or TRANSPORTS[self.outer].simulated
+
+    @property
+    def in_process(self) -> bool:
+        """Return whether ranks are threads of one process."""
+        return TRANSPORTS[self.inner].in_process or TRANSPORTS[self.outer].in_process
+
+    @property
+    def launcher(self) -> str:
+        """The launcher that starts the ranks: the one that either transport needs."""
+        launchers = [TRANSPORTS[name].launcher for name in (self.inner, self.outer)]
+        return next((launcher for launcher in launchers if launcher != Transport.launcher), Transport.launcher)
+
+    def connect(self, group: Group, control: ControlPlane, options: Options) -> Transport:
+        """As `Transport.connect`. The options name the ranks of each host; otherwise they are detected."""
+        hosts = options.hosts or find_hosts(self.inner, group, control, options.timeout_s)
+        return over(
+            group,
+            control,
+            options,
+            _within(hosts, group.size),
+            lambda part: TRANSPORTS[self.inner].connect(part, control, replace(options, backend=self.inner)),
+            lambda part: TRANSPORTS[self.outer].connect(part, control, replace(options, backend=self.outer)),
+            lambda new: self.connect(new, control, replace(options, hosts=None)),
+        )
+
+
+Connectable = type[Transport] | TransportPair
+"""Return type of `transport_named`."""
+
+
+def transport_named(name: str) -> Connectable:
+    """Return a transport of the registry, or a pair of them.
+
+    Raises:
+        ValueError: There is no such transport; lists the known ones.
+
+    Example:
+        >>> transport_named("shm+gloo")
+        TransportPair(inner='shm', outer='gloo')
+        >>> transport_named("shm+glue")
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown transport 'glue'; known: ...
+    """
+    inner, plus, outer = name.partition("+")
+    if not plus:
+        return TRANSPORTS[name]
+    for part in (inner, outer):
+        TRANSPORTS[part]
+    return TransportPair(inner, outer)
+
+
+def find_hosts(name: str, group: Group, control: ControlPlane, timeout: float) -> Hosts:
+    """Return, for each host, the ranks that a transport of this name can prove to connect there. Collective."""
+    control.join(group)
+    return TRANSPORTS[name].shm_peers(group, control, timeout)
+
+
+def _within(hosts: Hosts, size: int) -> Hosts:
+    """Return the hosts, if they consist of these ranks."""
+    if sorted(rank for ranks in hosts for rank in ranks) != list(range(size)):
+        raise ValueError(f"hosts={[list(ranks) for ranks in hosts]} must name each of the ranks 0 to {size - 1} once")
+    return tuple(tuple(ranks) for ranks in hosts)

@@ -21,7 +21,7 @@ from unisono.transports.mpi.reduce_op import Reductions, prepares, reducible
 from unisono.transports.mpi.requests import LONGEST, memory
 from unisono.transports.mpi.watchdog import Watchdog
 
-__all__ = ["NATIVE", "Native", "carries", "in_one_call", "too_long"]
+__all__ = ["NATIVE", "MpiCollectives", "carries", "in_one_call", "too_long"]
 
 _MOST_BYTES = 2**31 - 1
 _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
@@ -53,7 +53,7 @@ def too_long(sends: Sequence[int], receives: Sequence[int], dtype: str | None) -
     return bool(dtype) and max(sum(sends), sum(receives)) * getattr(torch, str(dtype)).itemsize > _MOST_BYTES
 
 
-class Native:
+class MpiCollectives:
     """Runner of MPI collectives. Each call returns when this rank's part is done.
 
     Args:
@@ -141,7 +141,7 @@ class Native:
             self._comm.Gatherv(self._described(call.inputs[0]), None, call.root)
             return
         _copy_if_distinct(call.outputs[self._rank], call.inputs[0])
-        pieces = _Pieces(self._comms, call.outputs)
+        pieces = _VectorBuffer(self._comms, call.outputs)
         pieces.copy_in(self._rank)
         self._comm.Gatherv(self._mpi.IN_PLACE, pieces.described(), call.root)
         pieces.copy_out()
@@ -150,7 +150,7 @@ class Native:
         if call.root != self._rank:
             self._comm.Scatterv(None, self._described(call.outputs[0]), call.root)
             return
-        pieces = _Pieces(self._comms, call.inputs)
+        pieces = _VectorBuffer(self._comms, call.inputs)
         pieces.copy_in()
         self._comm.Scatterv(pieces.described(), self._mpi.IN_PLACE, call.root)
         _copy_if_distinct(call.outputs[0], call.inputs[self._rank])
@@ -163,13 +163,15 @@ class Native:
         if call.packed is not None:
             self._comm.Allgather(self._described(given), self._described(call.packed))
             return
-        pieces = _Pieces(self._comms, call.outputs)
+        pieces = _VectorBuffer(self._comms, call.outputs)
         self._comm.Allgatherv(self._described(given), pieces.described())
         pieces.copy_out()
 
     def _all_to_all(self, call: Call) -> None:
         _copy_if_distinct(call.outputs[self._rank], call.inputs[self._rank])
-        sent, received = (_Pieces(self._comms, tensors, without=self._rank) for tensors in (call.inputs, call.outputs))
+        sent, received = (
+            _VectorBuffer(self._comms, tensors, without=self._rank) for tensors in (call.inputs, call.outputs)
+        )
         sent.copy_in()
         self._comm.Alltoallv(sent.described(), received.described())
         received.copy_out()
@@ -179,7 +181,7 @@ class Native:
         return
 
 
-class _Pieces:
+class _VectorBuffer:
     """Tensors, one per rank, as one piece of memory with a place for each."""
 
     def __init__(self, comms: MpiCommunicators, tensors: Sequence[torch.Tensor], without: int | None = None) -> None:
@@ -233,16 +235,16 @@ def _copy_if_distinct(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-_RUN: dict[str, Callable[[Native, Call], None]] = {
-    "all_gather": Native._all_gather,
-    "all_reduce": Native._reduce_all,
-    "all_to_all": Native._all_to_all,
-    "barrier": Native._barrier,
-    "broadcast": Native._broadcast,
-    "gather": Native._gather,
-    "reduce": Native._reduce,
-    "reduce_scatter": Native._reduce_scatter,
-    "scatter": Native._scatter,
+_RUN: dict[str, Callable[[MpiCollectives, Call], None]] = {
+    "all_gather": MpiCollectives._all_gather,
+    "all_reduce": MpiCollectives._reduce_all,
+    "all_to_all": MpiCollectives._all_to_all,
+    "barrier": MpiCollectives._barrier,
+    "broadcast": MpiCollectives._broadcast,
+    "gather": MpiCollectives._gather,
+    "reduce": MpiCollectives._reduce,
+    "reduce_scatter": MpiCollectives._reduce_scatter,
+    "scatter": MpiCollectives._scatter,
 }
 
 NATIVE = frozenset(_RUN)

@@ -21,6 +21,7 @@ _NOTICED_S = 1.0
 # Where MPI allows one thread at a time, all of this process's communicators take turns.
 _turns = threading.RLock()
 _unused: list[Any] = []
+"""MPI's communicators to be freed by the next one that is made: finalizers, in any thread, may not call MPI."""
 
 
 class CommHandle:
@@ -53,12 +54,7 @@ class CommHandle:
     @classmethod
     def create(cls, comm: Any, ranks: Sequence[int], tag: int) -> CommHandle:
         """Create a communicator of some ranks of another one; all of these ranks call this."""
-        mpi_group = comm.Get_group()
-        members = mpi_group.Incl(list(ranks))
-        made = comm.Create_group(members, tag)
-        members.Free()
-        mpi_group.Free()
-        return cls(made)
+        return cls(*_created(comm, ranks, tag))
 
     def failed(self) -> set[int]:
         """Return the ranks that MPI knows to be dead; none, if this MPI does not survive them."""
@@ -66,12 +62,7 @@ class CommHandle:
         with contextlib.suppress(mpi.Exception):
             # MPI notices dead ranks only while it polls for messages.
             self.comm.Iprobe()
-        try:
-            failed = self.comm.Get_failed()
-            mpi_group = self.comm.Get_group()
-            return set(failed.Translate_ranks(list(range(failed.Get_size())), mpi_group))
-        except (NotImplementedError, mpi.Exception):
-            return set()
+        return _dead(self.comm)
 
     def shrink(self) -> CommHandle:
         """Create a communicator of the surviving ranks, in their order; all of them call this."""
@@ -106,14 +97,9 @@ class MpiCommunicators:
             _free_unused()
             # Every MPI supports tags up to 32767 at least.
             tag = 2 * (xxhash.xxh3_64_intdigest(name.encode()) % 16000)
-            mpi_group = base.comm.Get_group()
-            members = mpi_group.Incl(list(ranks))
-            self.users = base.comm.Create_group(members, tag)
-            self.own = base.comm.Create_group(members, tag + 1)
+            self.users, self.own = _created(base.comm, ranks, tag, tag + 1)
             for comm in (self.users, self.own):
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
-            members.Free()
-            mpi_group.Free()
         self.largest_tag = (mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - 1) // 2
         self._base = base
         self._ranks = list(ranks)
@@ -175,14 +161,27 @@ class MpiCommunicators:
 
     def _lost(self) -> int | None:
         """Return the first rank that MPI knows to be dead."""
-        try:
-            with self.turn:
-                dead = self.own.Get_failed()
-                all_ranks = self.own.Get_group()
-                found = dead.Translate_ranks(list(range(dead.Get_size())), all_ranks)
-        except (NotImplementedError, self.mpi.Exception):
-            return None
-        return min(found) if found else None
+        with self.turn:
+            return min(_dead(self.own), default=None)
+
+
+def _created(comm: Any, ranks: Sequence[int], *tags: int) -> list[Any]:
+    """Create a communicator of some ranks of another one for each tag; all of these ranks call this."""
+    mpi_group = comm.Get_group()
+    members = mpi_group.Incl(list(ranks))
+    made = [comm.Create_group(members, tag) for tag in tags]
+    members.Free()
+    mpi_group.Free()
+    return made
+
+
+def _dead(comm: Any) -> set[int]:
+    """Return the ranks that MPI knows to be dead; none, if this MPI does not survive them."""
+    try:
+        failed = comm.Get_failed()
+        return set(failed.Translate_ranks(list(range(failed.Get_size())), comm.Get_group()))
+    except (NotImplementedError, library().Exception):
+        return set()
 
 
 def _free_unused() -> None:

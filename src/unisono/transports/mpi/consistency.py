@@ -12,7 +12,7 @@ from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.host.mpi_library import poll_until
 from unisono.transports.mpi.communicators import MpiCommunicators
 
-__all__ = ["Agreement"]
+__all__ = ["MpiAgreement"]
 
 _WORD = 2**64
 _LAST_CONTRIBUTION_S = 0.02
@@ -20,7 +20,7 @@ _LOOKS = 100
 _WORDS = struct.Struct("=3Q")
 
 
-class Agreement:
+class MpiAgreement:
     """Sum of three words of 64 bits over all ranks.
 
     The first identifies the call: if the sum is this rank's word times the number of ranks, all words
@@ -46,7 +46,8 @@ class Agreement:
         self._comms = comms
         self._spins = spins
         self._look = look
-        self._rank, self._size = comms.own.Get_rank(), comms.own.Get_size()
+        self._rank = comms.own.Get_rank()
+        self._size = comms.own.Get_size()
         self._words = bytearray(_WORDS.size)
         self._arguments = (mpi.IN_PLACE, [self._words, 3, mpi.UINT64_T], mpi.SUM)
         self._test: Callable[[], bool] = _yes

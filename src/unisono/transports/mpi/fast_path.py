@@ -13,7 +13,7 @@ from unisono.core.tensors import as_flat, check_reducible, copy_back
 from unisono.core.transport import Status
 from unisono.core.types import ReduceOp
 from unisono.transports.mpi.collectives import in_one_call
-from unisono.transports.mpi.consistency import Agreement
+from unisono.transports.mpi.consistency import MpiAgreement
 from unisono.transports.mpi.reduce_op import prepares, reducible
 
 __all__ = ["MpiFastPath"]
@@ -36,7 +36,7 @@ class MpiFastPath:
 
     def __init__(
         self,
-        agreement: Agreement,
+        agreement: MpiAgreement,
         run: Callable[[Call, float], None],
         rank: int,
         size: int,

@@ -25,7 +25,7 @@ from unisono.transports.mpi.requests import DirectMessage, MessageRequest, Rende
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LAST_LOOKS", "Messages", "Posted", "keep"]
+__all__ = ["LAST_LOOKS", "MpiMessages", "Posted", "keep"]
 
 _MANY = 64
 LAST_LOOKS = 100
@@ -35,10 +35,11 @@ _threads = DaemonThreadPool("unisono MPI messages")
 
 # Memory that MPI may still read or write though no caller waits for it. MPI's requests outlive communicators.
 _unfinished: dict[int, tuple[Any, object]] = {}
+# One sweep at a time, of all communicators of the process.
 _sweeping = threading.Lock()
 
 
-class Messages:
+class MpiMessages:
     """Posts messages, and keeps those in flight.
 
     A user's message is an envelope with the number of elements, their dtype, and up to 4056 bytes of them. A longer
@@ -125,7 +126,7 @@ class Messages:
 class Posted(CountdownWork):
     """The messages of one batch; a caller that waits for them or polls them makes their progress."""
 
-    def __init__(self, messages: Messages, parts: list[MessageRequest], batch: Sequence[Message]) -> None:
+    def __init__(self, messages: MpiMessages, parts: list[MessageRequest], batch: Sequence[Message]) -> None:
         super().__init__(messages.timeout_s, batch)
         self._all = messages
         self._moving = threading.Lock()

@@ -8,7 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from unisono.core.call import Call, Fingerprint, explain, hash_of
+from unisono.core.call import Call, Fingerprint, hash_of
+from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.failure import Cause, error_of, left_error
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
@@ -16,22 +17,27 @@ from unisono.core.transport import Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Send, Work
 from unisono.core.work import Completion, Deferred, seconds_left
 from unisono.diagnostics.hang_report import hang_report
-from unisono.errors import ClosedError, CommError, MismatchError, PeerLostError, UnavailableError
+from unisono.errors import ClosedError, CommError, PeerLostError, UnavailableError
 from unisono.host.cpu_count import cores
 from unisono.host.mpi_library import check_world, library
-from unisono.transports.mpi.collectives import NATIVE, Native, carries, too_long
+from unisono.transports.mpi.collectives import NATIVE, MpiCollectives, carries, too_long
 from unisono.transports.mpi.communicators import CommHandle, MpiCommunicators
-from unisono.transports.mpi.consistency import Agreement
+from unisono.transports.mpi.consistency import MpiAgreement
 from unisono.transports.mpi.fast_path import MpiFastPath
-from unisono.transports.mpi.point_to_point import LAST_LOOKS, Messages
+from unisono.transports.mpi.point_to_point import LAST_LOOKS, MpiMessages
 from unisono.transports.mpi.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from unisono.core.control import ControlPlane
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["TRANSPORT", "MpiTransport"]
+from unisono.bootstrap.mpi import find_on
+from unisono.core.control import ControlPlane
+from unisono.diagnostics.tracebacks import show_errors
 
-_QUOTE_S = 10.0
+__all__ = ["TRANSPORT", "MpiTransport", "adopt"]
+
 _LOOK_EVERY_S = 0.2
 _SPINS = 1000
 _CROWDED_SPINS = 5
@@ -67,10 +73,10 @@ class MpiTransport(Transport):
         self._left_ranks: set[int] = set()
         crowded = group.size > cores()
         spins = _CROWDED_SPINS if crowded else _SPINS
-        self._messages = Messages(comms, options.timeout_s, self._look, spins)
-        self._agreement = Agreement(comms, self._look, spins)
+        self._messages = MpiMessages(comms, options.timeout_s, self._look, spins)
+        self._agreement = MpiAgreement(comms, self._look, spins)
         self._watch = Watchdog(comms.mpi, comms, self._give_up)
-        self._native = Native(comms, self._watch)
+        self._native = MpiCollectives(comms, self._watch)
         self.fast_path = MpiFastPath(self._agreement, self._run, group.rank, group.size, self._differ)
 
     @classmethod
@@ -172,11 +178,7 @@ class MpiTransport(Transport):
     def _differ(self, mine: Fingerprint) -> NoReturn:
         """Raise the error of ranks with different calls, quoting the call of each. All ranks see the difference."""
         topic = f"mismatch in call {self._agreement.number}"
-        patience = min(self._options.timeout_s, _QUOTE_S)
-        # All ranks are known to be at the same call.
-        values = self._control.exchange(self.group, topic, mine._replace(call=0).values(), patience)
-        problem = explain([Fingerprint(*value) for value in values])
-        raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
+        raise_mismatch(self._control, self.group, topic, mine, self._options.timeout_s)
 
     # -- long waits ----------------------------------------------------------------------------
     def _look(self, peers: Sequence[int]) -> None:
@@ -242,3 +244,38 @@ class MpiTransport(Transport):
 
 
 TRANSPORT = MpiTransport
+
+
+def adopt(
+    comm: Any, timeout_s: float, chunk_bytes: int
+) -> tuple[MpiTransport, ControlPlane, Options, Callable[[], None]]:
+    """Return the transport, control handle and options of this rank, and a function to call at the end.
+
+    Messages travel on private communicators of the same ranks, so that they never match the owner's. Rank 0
+    hosts the control plane, and broadcasts its address and secret over `comm`.
+
+    Raises:
+        TypeError: It is no communicator of mpi4py.
+        ValueError: It is none of MPI's intracommunicators, or null.
+    """
+    mpi = library()
+    show_errors(mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
+    if not isinstance(comm, mpi.Comm):
+        raise TypeError(f"comm must be a communicator of mpi4py, such as MPI.COMM_WORLD, not {type(comm).__name__}")
+    if comm == mpi.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this process is not in it; only its members call from_mpi")
+    if comm.Is_inter():
+        raise ValueError("comm is an intercommunicator; merge its two groups first: comm.Merge()")
+    rank = comm.Get_rank()
+    size = comm.Get_size()
+    deadline = time.monotonic() + timeout_s
+    base = CommHandle.dup(comm, deadline)
+    rendezvous = find_on(base.comm, f"rank {rank} of {size} of an MPI communicator", deadline)
+    try:
+        options = Options("mpi", "cpu", timeout_s, rendezvous.address, chunk_bytes)
+        comms = MpiCommunicators(base, range(size), rendezvous.name)
+        transport = MpiTransport(Group.world(rank, size, rendezvous.name), comms, rendezvous.control, options)
+    except BaseException:
+        rendezvous.close()
+        raise
+    return transport, rendezvous.control, options, rendezvous.close

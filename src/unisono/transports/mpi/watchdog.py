@@ -18,8 +18,11 @@ __all__ = ["Watchdog"]
 _EVERY_S = 0.1
 _GRACE_S = 3.0
 
+# One thread, if any, watches all communicators of the process, and ends with the last of them.
 _watched: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+# That thread, or nothing.
 _patrols: list[threading.Thread] = []
+# Guards both.
 _lock = threading.Lock()
 
 

@@ -34,7 +34,7 @@ _YIELDS = 200
 _SLEEP_S = 0.0002
 
 
-class _Incoming(NamedTuple):
+class _RingReader(NamedTuple):
     """The ring from a peer, and its reader, which is resumed by each poll."""
 
     peer: int
@@ -104,7 +104,7 @@ class ShmMailbox(Mailbox):
         self._out, incoming = rings_of(rank, size, content[rings:], _RING_BYTES)
         self._arrived: list[Envelope] = []
         self._in = [
-            _Incoming(peer, ring, _read(peer, ring, self._arrived))
+            _RingReader(peer, ring, _read(peer, ring, self._arrived))
             for peer, ring in enumerate(incoming)
             if peer != rank
         ]
@@ -171,7 +171,7 @@ class ShmMailbox(Mailbox):
         self._arrived.clear()
         return envelopes
 
-    def _mark_invalid(self, incoming: _Incoming, error: Exception) -> None:
+    def _mark_invalid(self, incoming: _RingReader, error: Exception) -> None:
         """Mark the sender as lost after an invalid message: its ring is not read any more."""
         self._in = [other for other in self._in if other is not incoming]
         self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote an invalid message: {error}"))

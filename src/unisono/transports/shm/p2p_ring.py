@@ -1,38 +1,17 @@
-"""Tagged messages between two ranks in shared memory: a ring of bytes for each direction of each pair."""
+"""Messages between ranks in shared memory: a ring of bytes for each direction of each pair."""
 
 from __future__ import annotations
 
-import struct
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-import torch
-from torch.autograd.graph import increment_version
-
-from unisono.collectives.native_calls import DTYPE_CODES, DTYPES
-from unisono.core.tensors import view_of
-from unisono.core.threads import DaemonThreadPool
-from unisono.core.types import Message, Recv, Send, Timeout
-from unisono.core.work import CountdownWork, elements, missing_ranks_error, resolve_timeout, size_error, timeout_error
-from unisono.errors import CommError, CommTimeoutError
+from unisono.core.work import missing_ranks_error
 from unisono.transports.shm.barrier import SharedBarrier
 from unisono.transports.shm.segment import words_of
+from unisono.transports.tagged_messages import TaggedMessages
 
-__all__ = [
-    "FAREWELL",
-    "HEADER_BYTES",
-    "Bytes",
-    "Incoming",
-    "MessageRings",
-    "Outgoing",
-    "Ring",
-    "RingWork",
-    "nbytes_of",
-    "rings_of",
-]
+__all__ = ["MessageRings", "Ring", "nbytes_of", "rings_of"]
 
 _LINE_BYTES = 64
 _CONTROL_BYTES = 2 * _LINE_BYTES
@@ -94,7 +73,8 @@ class Ring:
         if more:
             self._held = written - counts[_WRITTEN]
         else:
-            counts[_WRITTEN], self._held = written, 0
+            counts[_WRITTEN] = written
+            self._held = 0
         return step
 
     def peek(self) -> memoryview:
@@ -143,287 +123,18 @@ def rings_of(rank: int, size: int, memory: memoryview, ring_bytes: int) -> tuple
     return [ring(rank, peer) for peer in range(size)], [ring(peer, rank) for peer in range(size)]
 
 
-_NO_TIMEOUT_S = 1e9
-
-_Done = Callable[[], bool]
-_Missing = Callable[[], Sequence[int]]
-_Move = Callable[[float, _Done, _Missing], None]
-_Check = Callable[[_Done, _Missing], None]
-
-_threads = DaemonThreadPool("unisono shared memory")
-
-
-class RingWork(CountdownWork):
-    """A batch of messages in rings. The thread that waits for them or polls them moves them.
-
-    Args:
-        timeout_s: Default timeout in seconds.
-        messages: The batch.
-        move: Waits until messages have moved, or the work is done: `MessageRings.wait`.
-        check: Moves messages without waiting: `MessageRings.check`.
-    """
-
-    def __init__(self, timeout_s: float, messages: Sequence[Message], move: _Move, check: _Check) -> None:
-        self._move = move
-        self._check = check
-        self._is_waited_for = False
-        super().__init__(timeout_s, messages)
-
-    def wait(self, timeout: Timeout | None = None) -> None:
-        if not self._done.is_set():
-            started = time.monotonic()
-            limit = resolve_timeout(timeout, self.timeout_s)
-            try:
-                while not self._done.is_set():
-                    self._move(started + limit, self._done.is_set, self._awaited)
-            except CommTimeoutError:
-                raise timeout_error(self._messages, time.monotonic() - started) from None
-        if self._error is not None:
-            raise self._error
-
-    def is_completed(self) -> bool:
-        if not self._done.is_set():
-            try:
-                self._check(self._done.is_set, self._awaited)
-            except CommError as error:
-                self.complete(error)
-        return self._done.is_set()
-
-    def get_future(self) -> torch.futures.Future[None]:
-        with self._lock:
-            first = not self._is_waited_for
-            self._is_waited_for = True
-        if first and not self._done.is_set():
-            _threads.run(self._complete_in_background)
-        return super().get_future()
-
-    def _complete_in_background(self) -> None:
-        try:
-            self.wait(_NO_TIMEOUT_S)
-        except CommError as error:
-            # There is no caller to raise it in; the future reports it.
-            self.complete(error)
-
-    def _awaited(self) -> list[int]:
-        return [message.peer for message in self._messages]
-
-
-ItemT = TypeVar("ItemT")
-
 _RING_BYTES = 128 << 10
-_HEADER = struct.Struct("<qqq")
-"""Tag, number of elements, and code of the dtype: the first part of each message. Its content is the second."""
-HEADER_BYTES = _HEADER.size
-FAREWELL = _HEADER.pack(-1 << 62, 0, 0)
-"""The header that follows the last message on a connection."""
 _SLICE_S = 0.02
 """The longest wait of the native core; after it failures and the deadline are checked."""
 
 
-class Bytes(Protocol):
-    """Carrier of the bytes of messages in one direction: a `Ring`, or a connection."""
-
-    @property
-    def available(self) -> int:
-        """Bytes that can be read now, at least."""
-
-    def write(self, content: bytes | memoryview, more: bool = False) -> int:
-        """As of `Ring`."""
-
-    def peek(self) -> memoryview:
-        """Return what can be read in one piece; a header at least, if it has arrived."""
-
-    def skip(self, nbytes: int) -> None:
-        """As of `Ring`."""
-
-    def read(self, into: memoryview) -> int:
-        """As of `Ring`."""
-
-
-class Outgoing:
-    """Sends to one peer, in their order; the first one is being written.
-
-    Attributes:
-        pending: Number of sends that are not done.
-    """
-
-    def __init__(self, ring: Bytes) -> None:
-        self._ring = ring
-        self.pending = 0
-        self._queue: deque[tuple[Send, CountdownWork]] = deque()
-        self._rest: memoryview | None = None
-
-    def works(self) -> list[CountdownWork]:
-        """Works of the sends that are not done."""
-        return [work for _, work in self._queue]
-
-    def post(self, message: Send, work: CountdownWork) -> None:
-        """Send after those that were posted before."""
-        self._queue.append((message, work))
-        self.pending += 1
-
-    def move(self) -> bool:
-        """Write as much as there is room for; return whether anything was."""
-        moved = False
-        while self._queue:
-            message, work = self._queue[0]
-            if self._rest is None:
-                tensor = message.tensor
-                header = _HEADER.pack(message.tag, tensor.numel(), DTYPE_CODES[tensor.dtype])
-                if not self._ring.write(header, more=tensor.numel() > 0):
-                    break
-                self._rest = view_of(tensor)
-                moved = True
-            step = self._ring.write(self._rest)
-            if step < len(self._rest):
-                self._rest = self._rest[step:]
-                if not step:
-                    break
-            else:
-                self._rest = None
-                self._queue.popleft()
-                self.pending -= 1
-                work.arrived(message)
-            moved = True
-        return moved
-
-
-class Incoming:
-    """Messages from one peer, and the receives that wait for them, by tag.
-
-    Attributes:
-        pending: Number of receives that are not done, plus one while an early message is read.
-        early: Messages that arrived before their receive, by tag.
-        probed: The tag that is probed for, if any.
-    """
-
-    def __init__(self, ring: Bytes, peer: int, rank: int) -> None:
-        self._ring = ring
-        self._peer = peer
-        self._rank = rank
-        self.pending = 0
-        self._posted: dict[int, deque[tuple[Recv, CountdownWork]]] = {}
-        self.early: dict[int, deque[torch.Tensor]] = {}
-        self.probed: int | None = None
-        self._tag = 0
-        self._target: torch.Tensor | None = None
-        self._rest = memoryview(b"")
-        self._end: tuple[Recv, CountdownWork] | None = None
-
-    def works(self) -> list[CountdownWork]:
-        """Works of the receives that are not done."""
-        waiting = [work for queue in self._posted.values() for _, work in queue]
-        return waiting + ([self._end[1]] if self._end is not None else [])
-
-    def post(self, message: Recv, work: CountdownWork) -> None:
-        """Receive an early message, or the next one with its tag."""
-        if message.tag not in self.early:
-            self._posted.setdefault(message.tag, deque()).append((message, work))
-            self.pending += 1
-            return
-        early = _next(self.early, message.tag)
-        if early.dtype is not message.tensor.dtype or early.numel() != message.tensor.numel():
-            self._refuse(message, work, early.numel(), early.dtype)
-        else:
-            view_of(message.tensor)[:] = view_of(early)
-            increment_version(message.tensor)
-            work.arrived(message)
-
-    def move(self) -> bool:
-        """Read as much as there are receives for; return whether anything was."""
-        moved = False
-        while (self.pending or self.probed is not None) and self._ring.available:
-            if self._target is None and not self._begin():
-                break
-            moved = True
-            step = self._ring.read(self._rest)
-            if step < len(self._rest):
-                self._rest = self._rest[step:]
-            else:
-                self._finish()
-        return moved
-
-    def _begin(self) -> bool:
-        """Read a header, and choose where the message goes.
-
-        False if it has not arrived whole, or is the one probed, which stays in the ring.
-        """
-        coming = self._next_tag()
-        if coming is None or (not self._posted and coming == self.probed):
-            return False
-        tag, numel, code = _HEADER.unpack_from(self._ring.peek())
-        if not (0 < code <= len(DTYPES) and numel >= 0):
-            raise CommError(f"rank {self._peer} sent what is no message", peer=self._peer)
-        self._ring.skip(_HEADER.size)
-        dtype = DTYPES[code - 1]
-        if tag in self._posted:
-            self._end = _next(self._posted, tag)
-        else:
-            # A later message, of another tag, is waited for or probed: this one is stored in `early`.
-            self._end = None
-            self.pending = self.pending + 1
-        target = None if self._end is None else self._end[0].tensor
-        if target is None or target.dtype is not dtype or target.numel() != numel:
-            target = torch.empty(numel, dtype=dtype, device="cpu")
-            if self._end is not None:
-                self._refuse(*self._end, numel, dtype)
-        self._tag, self._target, self._rest = tag, target, view_of(target)
-        return True
-
-    def _next_tag(self) -> int | None:
-        """Return the tag of the message that comes next, if its header has arrived."""
-        head = self._ring.peek()
-        return _HEADER.unpack_from(head)[0] if len(head) >= HEADER_BYTES else None
-
-    def _finish(self) -> None:
-        end = self._end
-        content = self._target
-        assert content is not None
-        self._target = self._end = None
-        self.pending -= 1
-        increment_version(content)
-        if end is not None:
-            end[1].arrived(end[0])
-            return
-        self.early.setdefault(self._tag, deque()).append(content)
-        if self._tag in self._posted:
-            # This receive was posted meanwhile.
-            self.pending -= 1
-            self.post(*_next(self._posted, self._tag))
-
-    def _refuse(self, message: Recv, work: CountdownWork, numel: int, dtype: torch.dtype) -> None:
-        """Fail a receive, because another number of elements or another dtype was sent."""
-        sent = elements(numel, str(dtype))
-        expected = elements(message.tensor.numel(), str(message.tensor.dtype))
-        work.complete(size_error(self._peer, sent, self._rank, expected, message.tag, self._peer))
-
-    def holds(self, tag: int) -> bool:
-        """Return whether a message with this tag has arrived that no receive waits for."""
-        return tag in self.early or (self._target is None and self._ring.available > 0 and self._next_tag() == tag)
-
-
-_RingEnd = Outgoing | Incoming
-
-
-def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
-    """Pop the first item of a tag. An empty queue is deleted, because a program may use each tag once."""
-    queue = queues[tag]
-    first = queue.popleft()
-    if not queue:
-        del queues[tag]
-    return first
-
-
-class MessageRings:
-    """All messages of one rank. A waiting thread moves those of all peers; there is no helper thread.
+class MessageRings(TaggedMessages):
+    """Messages in rings. A waiting thread moves them; there is no helper thread.
 
     Args:
         barrier: For waiting and waking without the core, and for failures.
         memory: The part of the shared memory that holds the rings.
         core: The native core, or None.
-
-    Attributes:
-        lock, idle, held: As of `MessageEnds`.
     """
 
     @staticmethod
@@ -432,71 +143,16 @@ class MessageRings:
         return nbytes_of(size, _RING_BYTES)
 
     def __init__(self, barrier: SharedBarrier, memory: memoryview, core: Any) -> None:
+        outgoing, incoming = rings_of(barrier.rank, barrier.size, memory, _RING_BYTES)
+        super().__init__(dict(enumerate(outgoing)), dict(enumerate(incoming)), barrier.rank)
         self._barrier = barrier
         self._core = core
-        self._wake: Callable[[int], object] = barrier.wake if core is None else core.wake
-        self.lock = threading.RLock()
-        self.idle = True
-        self.held = False
-        outgoing, incoming = rings_of(barrier.rank, barrier.size, memory, _RING_BYTES)
-        self._out = [Outgoing(ring) for ring in outgoing]
-        self._in = [Incoming(ring, peer, barrier.rank) for peer, ring in enumerate(incoming)]
-        self._sending: dict[int, _RingEnd] = {}
-        self._receiving: dict[int, _RingEnd] = {}
-        self._early = [end.early for end in self._in]
 
-    def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
-        """Start messages, and move them as far as possible. A thread that waits for the work moves the rest."""
-        work = RingWork(timeout_s, batch, self.wait, self.check)
-        if self._barrier.broken is not None:
-            work.complete(self._barrier.broken)
-            return work
-        with self.lock:
-            if self.held:
-                raise CommError("a message was begun inside another message, as by a signal handler")
-            for message in batch:
-                peer = message.peer
-                if isinstance(message, Send):
-                    self._sending[peer] = self._out[peer]
-                    self._out[peer].post(message, work)
-                else:
-                    self._receiving[peer] = self._in[peer]
-                    self._in[peer].post(message, work)
-            self.move()
-        return work
+    def cause(self) -> BaseException | None:
+        return self._barrier.broken
 
-    def has_read(self, peer: int, tag: int) -> bool:
-        """As of `MessageEnds`."""
-        return tag in self._early[peer]
-
-    def pending(self) -> list[CountdownWork]:
-        """The works that are not done."""
-        with self.lock:
-            ends: list[_RingEnd] = [*self._out, *self._in]
-            return [work for end in ends for work in end.works()]
-
-    def holds(self, peer: int, tag: int) -> bool:
-        """Move what can be moved. Return whether a message with this tag has arrived that no receive waits for."""
-        with self.lock:
-            self._receiving[peer] = end = self._in[peer]
-            end.probed = tag
-            self.move()
-            end.probed = None
-            return end.holds(tag)
-
-    def move(self) -> bool:
-        """Move what can be moved; return whether anything was."""
-        moved = False
-        with self.lock:
-            for ends in (self._sending, self._receiving):
-                for peer, end in list(ends.items()):
-                    if end.move():
-                        moved = True
-                        self._wake(peer)
-                    if not end.pending:
-                        ends.pop(peer, None)
-            self.idle = not self._sending and not self._receiving
-        return moved
+    def wake(self, peer: int) -> None:
+        (self._barrier if self._core is None else self._core).wake(peer)
 
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Wait until messages have moved, or `done` is true.

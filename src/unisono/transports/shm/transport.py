@@ -14,31 +14,30 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from unisono.core.call import Call, Fingerprint, explain
+from unisono.core.call import Call, Fingerprint
 from unisono.core.collective import FAMILIES
-from unisono.core.control import ControlPlane
+from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
 from unisono.core.transport import Mailbox, Options, Transport
 from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import Deferred
-from unisono.errors import ClosedError, CommError, MismatchError, UnavailableError
+from unisono.errors import ClosedError, CommError, UnavailableError
 from unisono.host.cpu_count import cores
 from unisono.host.native import native
 from unisono.host.network import why_no_shm
 from unisono.transports.shm.barrier import SharedBarrier
-from unisono.transports.shm.fast_path import ShmFastPath
 from unisono.transports.shm.mailbox import ShmMailbox
 from unisono.transports.shm.p2p_ring import MessageRings
 from unisono.transports.shm.segment import PAGE_BYTES, map_shared, neighbours, words_of
 
 if TYPE_CHECKING:
     from unisono.core.control import ControlPlane
+from unisono.collectives.native_calls import NativeCalls, Programs, known_dtypes
 
-__all__ = ["TRANSPORT", "ShmTransport", "SymmetricMemory"]
+__all__ = ["TRANSPORT", "ShmFastPath", "ShmTransport", "SymmetricMemory"]
 
 _STAGE_BYTES = 1 << 20
-_MISMATCH_TIMEOUT_S = 10.0
 _INFOS = 64
 _INFO = struct.Struct("<?15s")
 """Entry of a rank in the first page: whether there is a spare core, and the build of the
@@ -163,11 +162,7 @@ class ShmTransport(Transport):
     def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:
         """Raise the error of ranks with different signatures, quoting the call of each. All ranks raise it."""
         topic = f"mismatch in round {self._barrier.round}"
-        timeout = min(self._options.timeout_s, _MISMATCH_TIMEOUT_S)
-        # Calls of the fast path are not numbered here; the rounds have shown that all ranks are at the same call.
-        values = self._control.exchange(self.group, topic, mine._replace(call=0).values(), timeout)
-        problem = explain([Fingerprint(*value) for value in values])
-        raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
+        raise_mismatch(self._control, self.group, topic, mine, self._options.timeout_s)
 
     # -- end -----------------------------------------------------------------------------------
     def leave(self) -> None:
@@ -268,3 +263,48 @@ class SymmetricMemory:
         # Only a tensor and its views keep their source alive.
         weakref.finalize(owner, partial(_remove, weakref.ref(self), self._allocations)).atexit = False
         return tensor[: count * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+class ShmFastPath(NativeCalls):
+    """Native calls of one group in shared memory.
+
+    Args:
+        module: The native core.
+        barrier: The counters that the core shares with Python.
+        words, stages, rings, steps: Addresses of the counters, of two staging buffers per rank, of the rings of
+            messages, and of those of algorithms' steps.
+        stage_bytes: The length of a staging buffer.
+        oversubscribed: Whether there are more ranks than processors: then a wait yields immediately.
+        cost: Latency and seconds per byte of a message.
+        queues: The memory of the rings.
+        mismatch: Raises the error of ranks with different calls.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        barrier: SharedBarrier,
+        words: int,
+        stages: int,
+        rings: int,
+        steps: int,
+        stage_bytes: int,
+        oversubscribed: bool,
+        cost: tuple[float, float],
+        queues: memoryview,
+        mismatch: Callable[[Fingerprint], NoReturn],
+    ) -> None:
+        rank = barrier.rank
+        size = barrier.size
+        core = module.Core(words, stages, rings, steps, stage_bytes, rank, size, oversubscribed, known_dtypes())
+        self.rings = MessageRings(barrier, queues, core)
+        super().__init__(core, rank, size, Programs(module, rank, size, *cost), self.rings)
+        self._barrier = barrier
+        self._mismatch = mismatch
+
+    def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
+        """As of `FastPath`."""
+        self._mismatch(fingerprint)
+
+    def _cause(self) -> BaseException | None:
+        return self._barrier.broken

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.transports.sim.transport import TRANSPORT, Link, Network, SimTransport
+from unisono.transports.sim.transport import TRANSPORT, Link, SimNetwork, SimTransport
 
-__all__ = ["TRANSPORT", "Link", "Network", "SimTransport"]
+__all__ = ["TRANSPORT", "Link", "SimNetwork", "SimTransport"]

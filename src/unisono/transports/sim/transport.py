@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Event
 from typing import NoReturn
 
 from unisono.control.simulated import SimulatedControl
@@ -17,13 +18,13 @@ from unisono.errors import ClosedError, PeerLostError, UnavailableError
 from unisono.simulation import EndedError, TaskScheduler, here, waiting
 from unisono.transports.thread import InFlightMessage, MessageQueue, ThreadTransport
 
-__all__ = ["TRANSPORT", "Link", "Network", "SimTransport"]
+__all__ = ["TRANSPORT", "Link", "SimNetwork", "SimTransport"]
 
 
 class _NetworkQueue(MessageQueue):
     """Unmatched messages, and those in flight. Shared by all ranks."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: SimNetwork) -> None:
         super().__init__()
         self.network = network
         # By each of its two ranks, in order.
@@ -78,7 +79,7 @@ class SimTransport(ThreadTransport):
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> SimTransport:
         if here() is None and group.size > 1:
             raise UnavailableError("simulated ranks need the simulator: run them with un.simulate(fn, nprocs)")
-        network = options.extra.get("network") or Network()
+        network = options.extra.get("network") or SimNetwork()
         return cls(group, control.share("sim/post", lambda: _NetworkQueue(network)), options.timeout_s)._under(control)
 
     def _under(self, control: ControlPlane) -> SimTransport:
@@ -141,6 +142,10 @@ class SimTransport(ThreadTransport):
                 message.expected = replace(message.expected, tensor=message.expected.tensor.clone())
                 message.recv.complete(cause)
 
+    def simulate_freeze(self, thawed: Event, freeze_s: float | None) -> None:
+        with waiting(lambda: "for nothing: it is frozen, as configured"):
+            super().simulate_freeze(thawed, freeze_s)
+
     def simulate_crash(self, error: BaseException) -> NoReturn:
         """Stop all threads of this rank but its program, which raises `error` and reaches no other rank any more."""
         task = here()
@@ -186,7 +191,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class SimNetwork:
     """Links between all ranks.
 
     Attributes:
@@ -197,7 +202,7 @@ class Network:
         notice_s: Delay until the other ranks are notified of a rank's death.
 
     Example:
-        >>> slow = Network(links={(0, 1): Link(latency_s=0.01)})
+        >>> slow = SimNetwork(links={(0, 1): Link(latency_s=0.01)})
         >>> slow.of(0, 1).latency_s, slow.of(1, 0).latency_s
         (0.01, 2e-05)
     """

@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, Self
 
 from unisono.collectives.native_calls import NativeCalls, Programs, known_dtypes
-from unisono.control.mesh import Mesh, say_farewell
+from unisono.control.mesh import say_farewell
 from unisono.control.sockets import invalidate_after_fork
-from unisono.core.call import Fingerprint, explain
-from unisono.core.control import ControlPlane
+from unisono.core.call import Fingerprint
+from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.group import Group
 from unisono.core.transport import Options
-from unisono.errors import CommError, MismatchError, UnavailableError
+from unisono.errors import CommError, UnavailableError
 from unisono.host.cpu_count import cores
 from unisono.host.native import core_build, native
+from unisono.transports.tcp.mailbox import meet
 from unisono.transports.tcp.messages import TcpMessages
 
 __all__ = ["TcpCollectives", "connected"]
 
-_MISMATCH_TIMEOUT_S = 10.0
 _FAREWELL = struct.pack("<QIIQ", 0, 0, 4, 0)
 """A frame of src/native/steps/link.hpp."""
 
@@ -83,11 +83,7 @@ class TcpCollectives(NativeCalls):
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
         """As of `FastPath`."""
         topic = f"mismatch in call {self.core.number}"
-        timeout = min(self._timeout_s, _MISMATCH_TIMEOUT_S)
-        # Calls of the fast path are not numbered here; the rounds have shown that all ranks are at the same call.
-        values = self._control.exchange(self._group, topic, fingerprint._replace(call=0).values(), timeout)
-        problem = explain([Fingerprint(*value) for value in values])
-        raise MismatchError(f"{problem or 'ranks differ in what they are about to do'}. Nothing was sent")
+        raise_mismatch(self._control, self._group, topic, fingerprint, self._timeout_s)
 
     def leave(self) -> None:
         """Notify ranks that wait for this one. A connection that ends without this notice is that of a lost rank."""
@@ -122,14 +118,7 @@ def connected(group: Group, control: ControlPlane, options: Options, topic: str)
     Raises:
         CommError: On every rank: ranks cannot reach each other.
     """
-
-    def conclude(problems: list[CommError]) -> None:
-        if problems:
-            raise problems[0]
-        control.exchange(group, topic, None, options.timeout_s)
-
-    mesh = Mesh(group, control, f"{group.name}/{topic}", range(group.size), options.address)
-    links = mesh.connect(options.timeout_s, options.timeout_s, conclude)
+    links = meet(group, control, options.address, options.timeout_s, topic)
     return {peer: connection for peer, (connection, _) in links.items()}
 
 

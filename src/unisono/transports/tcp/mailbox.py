@@ -30,7 +30,7 @@ _SLICE_S = 0.1
 _MOST_VECTORS = 64
 
 
-class _Stream:
+class _EnvelopeReader:
     """Incoming stream of one rank: the length of an authenticated head, the head, and bodies received in new memory."""
 
     def __init__(self, peer: int, connection: socket.socket, channel: Channel) -> None:
@@ -117,7 +117,8 @@ class TcpMailbox(Mailbox):
         self._links = links
         self._locks = {peer: threading.Lock() for peer in links}
         self._streams = {
-            connection.fileno(): _Stream(peer, connection, channel) for peer, (connection, channel) in links.items()
+            connection.fileno(): _EnvelopeReader(peer, connection, channel)
+            for peer, (connection, channel) in links.items()
         }
         self._wakeup_sender, self._wakeup_receiver = socket.socketpair()
         self._watch = select.poll()
@@ -228,7 +229,7 @@ class TcpMailbox(Mailbox):
         self._wakeup_receiver.close()
 
 
-def meet(group: Group, control: ControlPlane, address: str, timeout: float) -> dict[int, Link]:
+def meet(group: Group, control: ControlPlane, address: str, timeout: float, topic: str = "mail") -> dict[int, Link]:
     """Connect to every other rank. Collective; the group is joined.
 
     Raises:
@@ -239,6 +240,6 @@ def meet(group: Group, control: ControlPlane, address: str, timeout: float) -> d
     def conclude(problems: list[CommError]) -> None:
         if problems:
             raise problems[0]
-        control.exchange(group, "mail", None, timeout)
+        control.exchange(group, topic, None, timeout)
 
-    return Mesh(group, control, f"{group.name}/mail", range(group.size), address).connect(timeout, timeout, conclude)
+    return Mesh(group, control, f"{group.name}/{topic}", range(group.size), address).connect(timeout, timeout, conclude)

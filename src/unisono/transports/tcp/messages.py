@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from unisono.control.mesh import say_farewell
 from unisono.control.sockets import invalidate_after_fork
 from unisono.core.failure import connection_error, left_error
-from unisono.core.types import Message, Send
+from unisono.core.types import Message
 from unisono.core.work import CountdownWork, missing_ranks_error
-from unisono.errors import CommError
-from unisono.transports.shm.p2p_ring import FAREWELL, HEADER_BYTES, Incoming, Outgoing, RingWork
+from unisono.transports.tagged_messages import FAREWELL, HEADER_BYTES, Incoming, Outgoing, TaggedMessages
 
 __all__ = ["Stream", "TcpMessages"]
 
@@ -124,31 +123,22 @@ def _pair() -> Sequence[socket.socket]:
     return ends
 
 
-class TcpMessages:
-    """All messages of one rank. Of the threads that wait, one moves those of all peers.
+class TcpMessages(TaggedMessages):
+    """Messages over connections. Of the threads that wait, one moves those of all peers.
 
     Args:
         rank: This rank.
         connections: By rank; they do not block, and end with this object. This rank's own is made here.
-
-    Attributes:
-        lock, idle, held: As of `MessageEnds`.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
+        self._streams = {peer: Stream(connection) for peer, connection in connections.items()}
+        super().__init__(self._streams, self._streams, rank)
         self._rank = rank
         # From and to this rank, and to wake the thread that polls: made when they are needed.
         self._own: Sequence[socket.socket] = ()
         self._bell: Sequence[socket.socket] = ()
         self._connections = dict(connections)
-        self._streams = {peer: Stream(connection) for peer, connection in connections.items()}
-        self._out = {peer: Outgoing(stream) for peer, stream in self._streams.items()}
-        self._in = {peer: Incoming(stream, peer, rank) for peer, stream in self._streams.items()}
-        self._sending: dict[int, Outgoing] = {}
-        self._receiving: dict[int, Incoming] = {}
-        self.lock = threading.RLock()
-        self.idle = True
-        self.held = False
         # A thread that waits for bytes; the others wait for it.
         self._turn = threading.Condition(threading.Lock())
         self._polls = False
@@ -156,71 +146,37 @@ class TcpMessages:
         invalidate_after_fork(self)
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
-        """Start messages, and move them as far as possible. A thread that waits for the work moves the rest."""
-        work = RingWork(timeout_s, batch, self._wait, self._check)
-        if self.broken is not None:
-            work.complete(self.broken)
-            return work
-        with self.lock:
-            if self.held:
-                raise CommError("a message was begun inside another message, as by a signal handler")
-            for message in batch:
-                peer = message.peer
-                self._have(peer)
-                if isinstance(message, Send):
-                    self._sending[peer] = self._out[peer]
-                    self._out[peer].post(message, work)
-                else:
-                    self._receiving[peer] = self._in[peer]
-                    self._in[peer].post(message, work)
-            self._move()
+        work = super().post(batch, timeout_s)
         if self._polls:
             self._ring()
         return work
 
-    def _have(self, peer: int) -> None:
+    def cause(self) -> BaseException | None:
+        return self.broken
+
+    def open(self, peer: int) -> None:
         """Connect this rank to itself, for its first message there."""
         if peer not in self._out:
             self._own = _pair()
             to_oneself, from_oneself = map(Stream, self._own)
-            self._out[peer], self._in[peer] = Outgoing(to_oneself), Incoming(from_oneself, peer, peer)
+            self._out[peer] = Outgoing(to_oneself)
+            self._in[peer] = Incoming(from_oneself, peer, peer)
 
     def sockets(self, size: int) -> list[int]:
         """Return the descriptors of the connections, by rank; -1 for this rank."""
         return [self._connections[peer].fileno() if peer != self._rank else -1 for peer in range(size)]
 
     def has_read(self, peer: int, tag: int) -> bool:
-        """As of `MessageEnds`."""
-        return tag in self._in[peer].early or self._streams[peer].buffered
+        return super().has_read(peer, tag) or self._streams[peer].buffered
 
     def holds(self, peer: int, tag: int) -> bool:
-        """Move what can be moved. Return whether a message with this tag has arrived that no receive waits for."""
-        with self.lock:
-            self._have(peer)
-            self._receiving[peer] = end = self._in[peer]
-            end.probed = tag
-            self._move()
-            end.probed = None
-            found = end.holds(tag)
+        """As of `TaggedMessages`; raise if the message cannot arrive any more."""
+        found = super().holds(peer, tag)
         if not found:
-            self._check(lambda: False, lambda: [peer])
+            self.check(lambda: False, lambda: [peer])
         return found
 
-    def _move(self) -> bool:
-        moved = False
-        with self.lock:
-            for peer, out in list(self._sending.items()):
-                moved |= out.move()
-                if not out.pending:
-                    self._sending.pop(peer, None)
-            for peer, end in list(self._receiving.items()):
-                moved |= end.move()
-                if not end.pending:
-                    self._receiving.pop(peer, None)
-            self.idle = not self._sending and not self._receiving
-        return moved
-
-    def _wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+    def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         started = time.monotonic()
         with self._turn:
             if self._polls:
@@ -229,16 +185,16 @@ class TcpMessages:
             else:
                 polls = self._polls = True
         try:
-            if polls and not self._move() and not done():
+            if polls and not self.move() and not done():
                 self._poll(min(_SLICE_S, max(0.0, deadline - started)))
-                self._move()
+                self.move()
         finally:
             if polls:
                 with self._turn:
                     self._polls = False
                     self._turn.notify_all()
         if not done():
-            self._check(done, missing)
+            self.check(done, missing)
             if time.monotonic() > deadline:
                 raise missing_ranks_error(time.monotonic() - started, missing())
 
@@ -265,9 +221,9 @@ class TcpMessages:
             return self._own[0 if sends else 1].fileno()
         return -1 if self._streams[peer].lost else self._connections[peer].fileno()
 
-    def _check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+    def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Raise if the wait cannot succeed: the cause of an abort, or the loss of a missing rank."""
-        if self._move() or done():
+        if self.move() or done():
             return
         if self.broken is not None:
             raise self.broken
@@ -286,10 +242,7 @@ class TcpMessages:
     def abort(self, cause: BaseException) -> None:
         """End every wait with an error, from any thread."""
         self.broken = cause
-        with self.lock:
-            ends: list[Outgoing | Incoming] = [*self._out.values(), *self._in.values()]
-            works = [work for end in ends for work in end.works()]
-        for work in works:
+        for work in self.pending():
             work.complete(cause)
         self._ring()
 

@@ -76,7 +76,9 @@ def _all_reduce(backend: Any, call: Call) -> Any:
 
 def _reduce(backend: Any, call: Call) -> Any:
     options = dist.ReduceOptions()
-    options.reduceOp, options.rootRank, options.rootTensor = _torch_op(call), _root(call), 0
+    options.reduceOp = _torch_op(call)
+    options.rootRank = _root(call)
+    options.rootTensor = 0
     return backend.reduce([_plain(call.inputs[0])], options)
 
 

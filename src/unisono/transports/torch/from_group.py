@@ -23,8 +23,7 @@ from unisono.core.transport import Options
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError, CommTimeoutError
 from unisono.host.network import address_towards, host_identity
-from unisono.transports.torch.errors import translated
-from unisono.transports.torch.transport import TorchTransport
+from unisono.transports.torch.transport import TorchTransport, translated
 
 __all__ = ["adopt", "resolve_group"]
 
@@ -51,7 +50,7 @@ def adopt(
     rank = group.rank()
     size = group.size()
     all_gather = partial(_all_gather, backend, size, device, time.monotonic() + timeout_s)
-    hosts = [_text(record) for record in all_gather(host_identity().encode())]
+    hosts = [record.decode() for record in all_gather(host_identity().encode())]
     server: Server | None = None
     record = b""
     with contextlib.ExitStack() as undo:
@@ -84,7 +83,7 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None:
         if not ranks:
             raise ValueError("torch has no default group yet: call dist.init_process_group, or pass a group")
-        group = dist.distributed_c10d._get_default_group()
+        group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
         return group
     if group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -120,7 +119,3 @@ def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, 
         ) from error
     raw = [bytes(view_of(here)) for here in (t.cpu() for t in outputs)]
     return [record[1 : 1 + record[0]] for record in raw]
-
-
-def _text(record: bytes) -> str:
-    return record.decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,22 +18,22 @@ from unisono.control.sockets import invalidate_after_fork
 from unisono.control.torch_store import ControlStore
 from unisono.core.call import Call
 from unisono.core.control import ControlPlane
+from unisono.core.failure import connection_error
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Capabilities, Mailbox, Options, Transport
 from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
-from unisono.core.work import Completion, resolve_timeout
+from unisono.core.work import Completion, resolve_timeout, timeout_error
 from unisono.errors import ClosedError, CommError
 from unisono.transports.tcp.collectives import connected
 from unisono.transports.tcp.mailbox import TcpMailbox
 from unisono.transports.tcp.messages import TcpMessages
 from unisono.transports.torch.collectives import NATIVE, carries, start
-from unisono.transports.torch.errors import translated
 from unisono.transports.torch.gloo_sockets import Sockets
 from unisono.transports.torch.process_groups import backend_of
 
-__all__ = ["TRANSPORT", "TorchTransport"]
+__all__ = ["TRANSPORT", "TorchTransport", "translated"]
 
 _SLICE_S = 0.1
 _LOOK_EVERY_S = 0.001
@@ -69,7 +70,7 @@ class TorchTransport(Transport):
         self._options = options
         self._owned = owned
         self._sockets = sockets or Sockets()
-        self._flying: list[_TorchWork] = []
+        self._flying: list[_BackendWork] = []
         self._lock = threading.Lock()
         declared = self.declared(options.backend)
         self.devices = declared.devices
@@ -169,7 +170,7 @@ class TorchTransport(Transport):
             return self._flown(work, _follow if self._cuda else partial(_wait_for, broken=lambda: self._broken))
 
     def _flown(self, work: Any, wait_for: Callable[[Any, float], bool]) -> Work:
-        waited = _TorchWork(work, self._options.timeout_s, wait_for)
+        waited = _BackendWork(work, self._options.timeout_s, wait_for)
         if self._owned:
             self._flying = [known for known in self._flying if not known.is_finished()] + [waited]
         return waited
@@ -234,7 +235,7 @@ class _DetachedGroup:
         raise self._cause
 
 
-class _TorchWork(Work):
+class _BackendWork(Work):
     """Torch's work of a collective, or of a batch of nccl's messages.
 
     Args:
@@ -329,3 +330,15 @@ def _backend(
 
 
 TRANSPORT = TorchTransport
+
+
+def translated(error: RuntimeError, messages: Sequence[Message], waited_s: float = 0.0) -> CommError:
+    """Translate torch's error. Gloo never names the lost rank; the control plane does."""
+    text = str(error)
+    if re.search(r"[Tt]imed? ?out|timeout", text):
+        return timeout_error(messages, waited_s)
+    peer = messages[0].peer if len(messages) == 1 else None
+    if re.search(r"[Cc]onnection (closed|reset|refused)|Broken pipe|closure|EOF", text):
+        # The control plane reports whether that rank was the first to fail.
+        return connection_error(peer)
+    return CommError(f"torch.distributed failed: {text.splitlines()[0]}", peer=peer)

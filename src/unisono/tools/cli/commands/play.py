@@ -15,8 +15,7 @@ from pathlib import Path
 from unisono.collectives.algorithms import ALGORITHMS, find
 from unisono.lab.player.from_algorithm import replay_algorithm
 from unisono.lab.player.from_trace import replay_trace
-from unisono.lab.player.page import write
-from unisono.lab.player.replay import Replay
+from unisono.lab.player.replay import Replay, write
 from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]

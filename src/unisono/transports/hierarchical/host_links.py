@@ -1,4 +1,9 @@
-"""Exchange of packets: every host sends one to every other host, and receives one from each."""
+"""Links between hosts: plain sockets from one rank of each host to one rank of each other host, for short packets.
+
+They carry agreements between hosts and short data. The waiting thread itself reads a packet, without a helper thread;
+a packet carries its length; and a wait ends immediately when the group fails. Libraries that move bulk data offer
+none of the three.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,13 @@ import threading
 import time
 from collections.abc import Sequence
 
+from unisono.control.mesh import Mesh
 from unisono.control.sockets import invalidate_after_fork
-from unisono.errors import CommTimeoutError, PeerLostError
+from unisono.core.control import ControlPlane
+from unisono.core.group import Group
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
-__all__ = ["HostLinks", "Packet"]
+__all__ = ["HostLinks", "Packet", "check_reachability", "meet"]
 
 _HEAD = struct.Struct("<QQ16s")
 
@@ -174,3 +182,54 @@ class _Exchange:
             self._received += max(0, count - len(head_rest))
             self.differs = self._head_received == _HEAD.size and self._head != head
         return False
+
+
+_REACH_WITHIN_S = 10.0
+
+
+def meet(
+    group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
+) -> HostLinks | None:
+    """Return the links from this host to the others, on its first rank; None on its other ranks. Collective.
+
+    The host with the lower number listens at its own address; the others connect, and prove that they know a secret
+    that the first rank has published over the control plane.
+
+    Args:
+        group: The ranks that meet; joined here.
+        control: This rank's handle.
+        hosts: For each host, its ranks in the group.
+        address: The address of this host, for the others.
+        timeout: Seconds for the others to join. An address that does not answer is given up after 10 s.
+
+    Raises:
+        CommError: On every rank: which rank could not reach which other, at which address, and what to set.
+    """
+    control.join(group)
+    firsts = [ranks[0] for ranks in hosts]
+
+    def conclude(problems: list[CommError]) -> None:
+        """Collect the errors of all ranks."""
+        text = ". ".join(problem.message for problem in problems)
+        found = [text for text in control.exchange(group, "connections between hosts", text, patience_s) if text]
+        if found:
+            raise CommError(". ".join(found), rank=group.rank, size=group.size)
+
+    within_s = min(timeout, _REACH_WITHIN_S)
+    patience_s = timeout + _REACH_WITHIN_S
+    if group.rank not in firsts:
+        conclude([])
+        return None
+    links = Mesh(group, control, f"{group.name}/lanes", firsts, address).connect(timeout, within_s, conclude)
+    where = {rank: "{}:{}".format(*peer.getpeername()[:2]) for rank, (peer, _) in links.items()}
+    peers = {firsts.index(rank): peer for rank, (peer, _) in links.items()}
+    return HostLinks(peers, firsts, [where.get(rank, "") for rank in firsts])
+
+
+def check_reachability(
+    group: Group, control: ControlPlane, hosts: Sequence[Sequence[int]], address: str, timeout: float
+) -> None:
+    """Check that all hosts connect. Raises as `meet`, and keeps no connection."""
+    links = meet(group, control, hosts, address, timeout)
+    if links is not None:
+        links.close()

@@ -1,0 +1,394 @@
+"""Tagged messages between ranks, whatever carries their bytes: rings in shared memory, or connections."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from unisono.collectives.native_calls import DTYPE_CODES, DTYPES
+from unisono.core.tensors import view_of
+from unisono.core.threads import DaemonThreadPool
+from unisono.core.types import Message, Recv, Send, Timeout
+from unisono.core.work import CountdownWork, elements, resolve_timeout, size_error, timeout_error
+from unisono.errors import CommError, CommTimeoutError
+
+__all__ = ["FAREWELL", "HEADER_BYTES", "Bytes", "Incoming", "MessageWork", "Outgoing", "TaggedMessages"]
+
+_NO_TIMEOUT_S = 1e9
+
+_Done = Callable[[], bool]
+_Missing = Callable[[], Sequence[int]]
+_Move = Callable[[float, _Done, _Missing], None]
+_Check = Callable[[_Done, _Missing], None]
+
+_threads = DaemonThreadPool("unisono messages")
+
+
+class MessageWork(CountdownWork):
+    """A batch of messages. The thread that waits for them or polls them moves them.
+
+    Args:
+        timeout_s: Default timeout in seconds.
+        messages: The batch.
+        move: Waits until messages have moved, or the work is done: `MessageRings.wait`.
+        check: Moves messages without waiting: `MessageRings.check`.
+    """
+
+    def __init__(self, timeout_s: float, messages: Sequence[Message], move: _Move, check: _Check) -> None:
+        self._move = move
+        self._check = check
+        self._is_waited_for = False
+        super().__init__(timeout_s, messages)
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        if not self._done.is_set():
+            started = time.monotonic()
+            limit = resolve_timeout(timeout, self.timeout_s)
+            try:
+                while not self._done.is_set():
+                    self._move(started + limit, self._done.is_set, self._awaited)
+            except CommTimeoutError:
+                raise timeout_error(self._messages, time.monotonic() - started) from None
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        if not self._done.is_set():
+            try:
+                self._check(self._done.is_set, self._awaited)
+            except CommError as error:
+                self.complete(error)
+        return self._done.is_set()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        with self._lock:
+            first = not self._is_waited_for
+            self._is_waited_for = True
+        if first and not self._done.is_set():
+            _threads.run(self._complete_in_background)
+        return super().get_future()
+
+    def _complete_in_background(self) -> None:
+        try:
+            self.wait(_NO_TIMEOUT_S)
+        except CommError as error:
+            # There is no caller to raise it in; the future reports it.
+            self.complete(error)
+
+    def _awaited(self) -> list[int]:
+        return [message.peer for message in self._messages]
+
+
+ItemT = TypeVar("ItemT")
+
+_HEADER = struct.Struct("<qqq")
+"""Tag, number of elements, and code of the dtype: the first part of each message. Its content is the second."""
+HEADER_BYTES = _HEADER.size
+FAREWELL = _HEADER.pack(-1 << 62, 0, 0)
+"""The header that follows the last message on a connection."""
+
+
+class Bytes(Protocol):
+    """Carrier of the bytes of messages in one direction: a `Ring`, or a connection."""
+
+    @property
+    def available(self) -> int:
+        """Bytes that can be read now, at least."""
+
+    def write(self, content: bytes | memoryview, more: bool = False) -> int:
+        """As of `Ring`."""
+
+    def peek(self) -> memoryview:
+        """Return what can be read in one piece; a header at least, if it has arrived."""
+
+    def skip(self, nbytes: int) -> None:
+        """As of `Ring`."""
+
+    def read(self, into: memoryview) -> int:
+        """As of `Ring`."""
+
+
+class Outgoing:
+    """Sends to one peer, in their order; the first one is being written.
+
+    Attributes:
+        pending: Number of sends that are not done.
+    """
+
+    def __init__(self, ring: Bytes) -> None:
+        self._ring = ring
+        self.pending = 0
+        self._queue: deque[tuple[Send, CountdownWork]] = deque()
+        self._rest: memoryview | None = None
+
+    def works(self) -> list[CountdownWork]:
+        """Works of the sends that are not done."""
+        return [work for _, work in self._queue]
+
+    def post(self, message: Send, work: CountdownWork) -> None:
+        """Send after those that were posted before."""
+        self._queue.append((message, work))
+        self.pending += 1
+
+    def move(self) -> bool:
+        """Write as much as there is room for; return whether anything was."""
+        moved = False
+        while self._queue:
+            message, work = self._queue[0]
+            if self._rest is None:
+                tensor = message.tensor
+                header = _HEADER.pack(message.tag, tensor.numel(), DTYPE_CODES[tensor.dtype])
+                if not self._ring.write(header, more=tensor.numel() > 0):
+                    break
+                self._rest = view_of(tensor)
+                moved = True
+            step = self._ring.write(self._rest)
+            if step < len(self._rest):
+                self._rest = self._rest[step:]
+                if not step:
+                    break
+            else:
+                self._rest = None
+                self._queue.popleft()
+                self.pending -= 1
+                work.arrived(message)
+            moved = True
+        return moved
+
+
+class Incoming:
+    """Messages from one peer, and the receives that wait for them, by tag.
+
+    Attributes:
+        pending: Number of receives that are not done, plus one while an early message is read.
+        early: Messages that arrived before their receive, by tag.
+        probed: The tag that is probed for, if any.
+    """
+
+    def __init__(self, ring: Bytes, peer: int, rank: int) -> None:
+        self._ring = ring
+        self._peer = peer
+        self._rank = rank
+        self.pending = 0
+        self._posted: dict[int, deque[tuple[Recv, CountdownWork]]] = {}
+        self.early: dict[int, deque[torch.Tensor]] = {}
+        self.probed: int | None = None
+        self._tag = 0
+        self._target: torch.Tensor | None = None
+        self._rest = memoryview(b"")
+        self._end: tuple[Recv, CountdownWork] | None = None
+
+    def works(self) -> list[CountdownWork]:
+        """Works of the receives that are not done."""
+        waiting = [work for queue in self._posted.values() for _, work in queue]
+        return waiting + ([self._end[1]] if self._end is not None else [])
+
+    def post(self, message: Recv, work: CountdownWork) -> None:
+        """Receive an early message, or the next one with its tag."""
+        if message.tag not in self.early:
+            self._posted.setdefault(message.tag, deque()).append((message, work))
+            self.pending += 1
+            return
+        early = _next(self.early, message.tag)
+        if early.dtype is not message.tensor.dtype or early.numel() != message.tensor.numel():
+            self._refuse(message, work, early.numel(), early.dtype)
+        else:
+            view_of(message.tensor)[:] = view_of(early)
+            increment_version(message.tensor)
+            work.arrived(message)
+
+    def move(self) -> bool:
+        """Read as much as there are receives for; return whether anything was."""
+        moved = False
+        while (self.pending or self.probed is not None) and self._ring.available:
+            if self._target is None and not self._begin():
+                break
+            moved = True
+            step = self._ring.read(self._rest)
+            if step < len(self._rest):
+                self._rest = self._rest[step:]
+            else:
+                self._finish()
+        return moved
+
+    def _begin(self) -> bool:
+        """Read a header, and choose where the message goes.
+
+        False if it has not arrived whole, or is the one probed, which stays in the ring.
+        """
+        coming = self._next_tag()
+        if coming is None or (not self._posted and coming == self.probed):
+            return False
+        tag, numel, code = _HEADER.unpack_from(self._ring.peek())
+        if not (0 < code <= len(DTYPES) and numel >= 0):
+            raise CommError(f"rank {self._peer} sent what is no message", peer=self._peer)
+        self._ring.skip(_HEADER.size)
+        dtype = DTYPES[code - 1]
+        if tag in self._posted:
+            self._end = _next(self._posted, tag)
+        else:
+            # A later message, of another tag, is waited for or probed: this one is stored in `early`.
+            self._end = None
+            self.pending = self.pending + 1
+        target = None if self._end is None else self._end[0].tensor
+        if target is None or target.dtype is not dtype or target.numel() != numel:
+            target = torch.empty(numel, dtype=dtype, device="cpu")
+            if self._end is not None:
+                self._refuse(*self._end, numel, dtype)
+        self._tag = tag
+        self._target = target
+        self._rest = view_of(target)
+        return True
+
+    def _next_tag(self) -> int | None:
+        """Return the tag of the message that comes next, if its header has arrived."""
+        head = self._ring.peek()
+        return _HEADER.unpack_from(head)[0] if len(head) >= HEADER_BYTES else None
+
+    def _finish(self) -> None:
+        end = self._end
+        content = self._target
+        assert content is not None
+        self._target = self._end = None
+        self.pending -= 1
+        increment_version(content)
+        if end is not None:
+            end[1].arrived(end[0])
+            return
+        self.early.setdefault(self._tag, deque()).append(content)
+        if self._tag in self._posted:
+            # This receive was posted meanwhile.
+            self.pending -= 1
+            self.post(*_next(self._posted, self._tag))
+
+    def _refuse(self, message: Recv, work: CountdownWork, numel: int, dtype: torch.dtype) -> None:
+        """Fail a receive, because another number of elements or another dtype was sent."""
+        sent = elements(numel, str(dtype))
+        expected = elements(message.tensor.numel(), str(message.tensor.dtype))
+        work.complete(size_error(self._peer, sent, self._rank, expected, message.tag, self._peer))
+
+    def holds(self, tag: int) -> bool:
+        """Return whether a message with this tag has arrived that no receive waits for."""
+        return tag in self.early or (self._target is None and self._ring.available > 0 and self._next_tag() == tag)
+
+
+_End = Outgoing | Incoming
+
+
+def _next(queues: dict[int, deque[ItemT]], tag: int) -> ItemT:
+    """Pop the first item of a tag. An empty queue is deleted, because a program may use each tag once."""
+    queue = queues[tag]
+    first = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return first
+
+
+class TaggedMessages(ABC):
+    """All messages of one rank, of every tag. The threads that wait for messages move those of all peers.
+
+    Args:
+        outgoing, incoming: What carries the bytes to and from each peer.
+        rank: This rank.
+
+    Attributes:
+        lock, idle, held: As of `MessageEnds`.
+    """
+
+    def __init__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], rank: int) -> None:
+        self._out = {peer: Outgoing(carrier) for peer, carrier in outgoing.items()}
+        self._in = {peer: Incoming(carrier, peer, rank) for peer, carrier in incoming.items()}
+        self._sending: dict[int, _End] = {}
+        self._receiving: dict[int, _End] = {}
+        self.lock = threading.RLock()
+        self.idle = True
+        self.held = False
+
+    def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
+        """Start messages, and move them as far as possible. A thread that waits for the work moves the rest."""
+        work = MessageWork(timeout_s, batch, self.wait, self.check)
+        cause = self.cause()
+        if cause is not None:
+            work.complete(cause)
+            return work
+        with self.lock:
+            if self.held:
+                raise CommError("a message was begun inside another message, as by a signal handler")
+            for message in batch:
+                peer = message.peer
+                self.open(peer)
+                if isinstance(message, Send):
+                    self._sending[peer] = self._out[peer]
+                    self._out[peer].post(message, work)
+                else:
+                    self._receiving[peer] = self._in[peer]
+                    self._in[peer].post(message, work)
+            self.move()
+        return work
+
+    def has_read(self, peer: int, tag: int) -> bool:
+        """As of `MessageEnds`."""
+        return tag in self._in[peer].early
+
+    def pending(self) -> list[CountdownWork]:
+        """The works that are not done."""
+        with self.lock:
+            ends: list[_End] = [*self._out.values(), *self._in.values()]
+            return [work for end in ends for work in end.works()]
+
+    def holds(self, peer: int, tag: int) -> bool:
+        """Move what can be moved. Return whether a message with this tag has arrived that no receive waits for."""
+        with self.lock:
+            self.open(peer)
+            self._receiving[peer] = end = self._in[peer]
+            end.probed = tag
+            self.move()
+            end.probed = None
+            return end.holds(tag)
+
+    def move(self) -> bool:
+        """Move what can be moved; return whether anything was."""
+        moved = False
+        with self.lock:
+            for ends in (self._sending, self._receiving):
+                for peer, end in list(ends.items()):
+                    if end.move():
+                        moved = True
+                        self.wake(peer)
+                    if not end.pending:
+                        ends.pop(peer, None)
+            self.idle = not self._sending and not self._receiving
+        return moved
+
+    # -- of each carrier -----------------------------------------------------------------------
+    @abstractmethod
+    def cause(self) -> BaseException | None:
+        """Return why no message can be posted any more, if so."""
+
+    @abstractmethod
+    def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Wait until messages have moved, or `done` is true.
+
+        Args:
+            deadline: On the clock of `time.monotonic`.
+            done: Whether what is waited for has happened.
+            missing: The ranks whose loss ends the wait.
+        """
+
+    @abstractmethod
+    def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Move what can be moved. Raise if the rest cannot complete: an abort's cause, or the loss of a rank."""
+
+    def open(self, peer: int) -> None:
+        """Make what carries the bytes of a peer, if that is made when it is needed."""
+
+    def wake(self, peer: int) -> None:
+        """Wake a peer that may sleep until bytes, or room for bytes, are there."""

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from _questions import parser
 
 import unisono as un
-from unisono.tools.bench import Finding, Sample, Spread, Timings, interleave, on_ranks, timed
+from unisono.tools.bench import BoundCheck, Sample, Spread, Timings, interleave, on_ranks, timed
 
 State = dict[str, torch.Tensor]
 Bytes = dict[str, list[int]]
@@ -219,7 +219,7 @@ def report(timings: Timings) -> None:
         ("load, warm: checked / unchecked", "load ours warm", "load unchecked warm", 1.7, True),
         ("load, cold: checked / unchecked", "pair checked", "pair unchecked", 1.11, True),
     ):
-        print(Finding(what, timings.ratio(first, second), bound, most=most))
+        print(BoundCheck(what, timings.ratio(first, second), bound, most=most))
 
 
 def main() -> None:
@@ -239,7 +239,7 @@ def main() -> None:
     ours, theirs = (
         Spread.of([count / (given.mib << 20) for count in read[f"load {name} cold"]]) for name in ("ours", "dcp")
     )
-    print(Finding("load, cold: ours, from the disk, times the state", ours, 1.01, most=True))
+    print(BoundCheck("load, cold: ours, from the disk, times the state", ours, 1.01, most=True))
     print(f"        load, cold: dcp, from the disk, times the state: {theirs:.2f}")
 
 

@@ -24,7 +24,7 @@ import torch
 from _questions import parser
 
 import unisono as un
-from unisono.tools.bench import Finding, Spread, interleave, timed
+from unisono.tools.bench import BoundCheck, Spread, interleave, timed
 
 CHUNK = 16_384
 BULK = 1 << 20
@@ -98,7 +98,7 @@ def exact(samples: int, ranks: int) -> bool:
     return given == samples and bool(seen.all())
 
 
-def times(samples: int, turns: int) -> Iterator[Finding | str]:
+def times(samples: int, turns: int) -> Iterator[BoundCheck | str]:
     shuffle, seeds = un.data.IndexShuffle(samples), count()
     ways: dict[str, Callable[[], object]] = {
         "first": lambda: next(iter(rank_of(samples, next(seeds)))),
@@ -107,19 +107,19 @@ def times(samples: int, turns: int) -> Iterator[Finding | str]:
         "randperm": lambda: torch.randperm(10 * BULK),
     }
     timings = interleave({name: timed(way) for name, way in ways.items()}, rounds=turns)
-    yield Finding(f"first of {samples} samples, ms", timings.of("first") * 1e3, 1.0, most=True)
-    yield Finding("an index in bulk, as a tensor, ns", timings.of("bulk") * (1e9 / BULK), 40.0, most=True)
+    yield BoundCheck(f"first of {samples} samples, ms", timings.of("first") * 1e3, 1.0, most=True)
+    yield BoundCheck("an index in bulk, as a tensor, ns", timings.of("bulk") * (1e9 / BULK), 40.0, most=True)
     yield f"        an index from the sampler, as a number, ns: {timings.of('list').median * 1e9 / BULK:.2f}"
     yield f"        an index of torch.randperm of 10 million, ns: {timings.of('randperm').median * 1e8 / BULK:.2f}"
 
 
-def memory(samples: int) -> Iterator[Finding]:
+def memory(samples: int) -> Iterator[BoundCheck]:
     whole, python = in_process("sampler", samples)
-    yield Finding("memory of a rank, KiB", Spread.of([whole / KIB]), 1024, most=True)
-    yield Finding("memory of its Python objects, KiB", Spread.of([python / KIB]), 1024, most=True)
+    yield BoundCheck("memory of a rank, KiB", Spread.of([whole / KIB]), 1024, most=True)
+    yield BoundCheck("memory of its Python objects, KiB", Spread.of([python / KIB]), 1024, most=True)
     part = max(1, samples // 100)
     randperm = in_process("randperm", part)[0] * samples / part
-    yield Finding("times as much takes torch.randperm", Spread.of([randperm / max(whole, 1)]), 1000)
+    yield BoundCheck("times as much takes torch.randperm", Spread.of([randperm / max(whole, 1)]), 1000)
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ def main() -> None:
     marked = options.samples if options.exhaustive else max(1, options.samples // 100)
     for ranks in range(1, RANKS + 1):
         whole = Spread.of([float(exact(marked, ranks))])
-        print(Finding(f"{marked} samples are exactly one rank's, of {ranks}", whole, 1.0))
+        print(BoundCheck(f"{marked} samples are exactly one rank's, of {ranks}", whole, 1.0))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import unisono as un
 from unisono.errors import UnavailableError
 from unisono.tools.bench import (
     COLLECTIVES,
-    Finding,
+    BoundCheck,
     Spread,
     Timings,
     interleave,
@@ -33,14 +33,14 @@ SHORT, LONG = "8", "1M,16M,100M"
 MOST_US, LEAST_RATIO = 25, 0.90
 
 
-def beyond(what: str, own: Spread, mpi_us: float) -> Finding:
+def beyond(what: str, own: Spread, mpi_us: float) -> BoundCheck:
     """Return the microseconds that unisono adds to 1.15 times MPI's time."""
     allowed = 1.15 * mpi_us
     left = Spread(own.low - allowed, own.median - allowed, own.high - allowed)
-    return Finding(f"{what}, us beyond 1.15 times mpi's {mpi_us:.1f}", left, MOST_US, most=True)
+    return BoundCheck(f"{what}, us beyond 1.15 times mpi's {mpi_us:.1f}", left, MOST_US, most=True)
 
 
-def ask(given: argparse.Namespace, caches: str, collective: str) -> list[Finding]:
+def ask(given: argparse.Namespace, caches: str, collective: str) -> list[BoundCheck]:
     sizes = f"{SHORT},{LONG if collective == 'all_reduce' else '1M'}"
     results = measured(given, sizes, backend="mpi", against=("mpi",), collective=collective, cold=caches == "cold")
     where = f"2 ranks, {caches}, {collective}"
@@ -69,7 +69,7 @@ def there_and_back(comm: un.Communicator, nbytes: int, seconds: float, folder: P
     return interleave(samples, comm, seconds=seconds).slowest(comm)
 
 
-def messages(given: argparse.Namespace) -> list[Finding]:
+def messages(given: argparse.Namespace) -> list[BoundCheck]:
     """Return the findings about point-to-point messages of each size."""
     found = []
     for nbytes in parse_sizes(f"{SHORT},{LONG}"):
@@ -79,7 +79,7 @@ def messages(given: argparse.Namespace) -> list[Finding]:
             if nbytes < 1 << 20:
                 found.append(beyond(what, timings.of("own") * 5e5, timings.of("mpi").median * 5e5))
             else:
-                found.append(Finding(f"{what}, mpi/own", timings.ratio("mpi", "own"), LEAST_RATIO))
+                found.append(BoundCheck(f"{what}, mpi/own", timings.ratio("mpi", "own"), LEAST_RATIO))
     return found
 
 

@@ -29,7 +29,7 @@ from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
 from unisono.host.mpi_library import imported, name_of
 from unisono.tools.bench import (
-    Finding,
+    BoundCheck,
     Sample,
     Slot,
     Timings,
@@ -41,7 +41,7 @@ from unisono.tools.bench import (
     parse_sizes,
     shown_size,
 )
-from unisono.tools.bench.memory import Pool
+from unisono.tools.bench.memory import SlotPool
 from unisono.tools.bench.pattern import given as pattern_of
 from unisono.tools.bench.peers.gloo import Gloo
 
@@ -56,7 +56,7 @@ MOST_OF_MPI = 1.3
 Transfer = Callable[[torch.Tensor, int], object]
 
 
-def all_reduce(given: argparse.Namespace, ranks: int, caches: str) -> list[Finding]:
+def all_reduce(given: argparse.Namespace, ranks: int, caches: str) -> list[BoundCheck]:
     """Measure all_reduce from 8 B to 100 MiB."""
     sizes = "8,1K,16K,64K,1M,16M,100M"
     results = measured(given, sizes, backend="tcp", ranks=ranks, against=("gloo",), cold=caches == "cold")
@@ -68,9 +68,9 @@ def all_reduce(given: argparse.Namespace, ranks: int, caches: str) -> list[Findi
     ]
 
 
-def others(given: argparse.Namespace, ranks: int, caches: str) -> list[Finding]:
+def others(given: argparse.Namespace, ranks: int, caches: str) -> list[BoundCheck]:
     """Measure the other collectives, with short and with long messages."""
-    findings: list[Finding] = []
+    findings: list[BoundCheck] = []
     for name in OTHERS:
         sizes = "8" if name == "barrier" else "8,1M"
         how = {"backend": "tcp", "ranks": ranks, "against": ("gloo",), "cold": caches == "cold"}
@@ -89,7 +89,7 @@ def there_and_back(comm: un.Communicator, nbytes: int, cold: bool, seconds: floa
     # As in an all_gather, each rank receives the other's source into the other's part of its target.
     workload = Workload.of_bytes("all_gather", 2, 2 * nbytes, torch.float32, ReduceOp.SUM)
     expected = pattern_of(other, 2, workload.dtype, workload.op)
-    pool = Pool(workload, torch.empty, cold=cold)
+    pool = SlotPool(workload, torch.empty, cold=cold)
     pool.fill(comm.rank)
 
     def received(slot: Slot) -> torch.Tensor:
@@ -127,7 +127,7 @@ def there_and_back(comm: un.Communicator, nbytes: int, cold: bool, seconds: floa
         return interleave(samples, comm, seconds=seconds).slowest(comm)
 
 
-def messages(given: argparse.Namespace, caches: str) -> list[Finding]:
+def messages(given: argparse.Namespace, caches: str) -> list[BoundCheck]:
     """Measure short and long messages between two ranks."""
     findings = []
     for nbytes, bound in MESSAGES.items():
@@ -135,11 +135,11 @@ def messages(given: argparse.Namespace, caches: str) -> list[Finding]:
             timings = on_ranks(there_and_back, 2, "tcp", (nbytes, caches == "cold", given.seconds))[0]
             times = ", ".join(f"{name} {timings.of(name).median * 1e6:.1f} us" for name in ("own", "gloo"))
             what = f"2 ranks, {caches}, send and recv, {shown_size(nbytes)}, {times}, gloo/own"
-            findings.append(Finding(what, timings.ratio("gloo", "own"), bound))
+            findings.append(BoundCheck(what, timings.ratio("gloo", "own"), bound))
     return findings
 
 
-def open_mpi(given: argparse.Namespace) -> list[Finding]:
+def open_mpi(given: argparse.Namespace) -> list[BoundCheck]:
     """Measure all_reduce beside Open MPI.
 
     Raises:
@@ -150,7 +150,7 @@ def open_mpi(given: argparse.Namespace) -> list[Finding]:
         raise UnavailableError(f"mpi4py uses {library}")
     # mpirun takes the options from here.
     os.environ |= {f"OMPI_MCA_{name}": value for name, value in OPEN_MPI.items()}
-    findings: list[Finding] = []
+    findings: list[BoundCheck] = []
     for caches, ranks in product(given.caches, given.ranks):
         how = {"backend": "tcp", "ranks": ranks, "against": ("mpi",), "cold": caches == "cold"}
         results = between(measured(given, "8,1M,16M", **how), "1M", "16M")
@@ -163,7 +163,7 @@ def main() -> None:
     options = sweep_parser(__doc__)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     given = options.parse_args()
-    findings: list[Finding] = []
+    findings: list[BoundCheck] = []
     for caches, ranks in product(given.caches, given.ranks):
         findings += all_reduce(given, ranks, caches)
         findings += others(given, ranks, caches)

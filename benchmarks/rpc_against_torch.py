@@ -20,7 +20,7 @@ import torch.distributed.rpc as torch_rpc
 from _questions import parser
 
 import unisono as un
-from unisono.tools.bench import Finding, Timings, interleave, on_ranks, timed
+from unisono.tools.bench import BoundCheck, Timings, interleave, on_ranks, timed
 
 BLOCK = 100
 IN_FLIGHT = 10_000
@@ -91,7 +91,7 @@ def main() -> None:
         for what, timings in found.items():
             own, torchs = (timings.of(name).median * 1e6 for name in ("own", "torch"))
             text = f"{backend}, {what}, own {own:.1f} us, torch {torchs:.1f} us, torch/own"
-            print(Finding(text, timings.ratio("torch", "own"), BOUNDS.get((backend, what), 0.0)))
+            print(BoundCheck(text, timings.ratio("torch", "own"), BOUNDS.get((backend, what), 0.0)))
         print(
             f"        {backend}, {IN_FLIGHT} calls in flight: own {ours:,.0f} calls/s, torch {theirs:,.0f} calls/s",
             flush=True,

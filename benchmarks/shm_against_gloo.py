@@ -14,13 +14,13 @@ import argparse
 
 from _questions import between, measured, sweep_parser
 
-from unisono.tools.bench import Finding, least_ratio, mean_ratio
+from unisono.tools.bench import BoundCheck, least_ratio, mean_ratio
 
 SMALL, MIDDLE, LARGE = "8,64,512,4K", "64K,256K,1M", "4M,16M,100M"
 OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
-def two_ranks(given: argparse.Namespace, caches: str) -> list[Finding]:
+def two_ranks(given: argparse.Namespace, caches: str) -> list[BoundCheck]:
     """Measure ordinary tensors, the barrier, and registered memory beside the roofline."""
     how = {"against": ("gloo",), "cold": caches == "cold"}
     results = measured(given, f"{SMALL},{MIDDLE},{LARGE}", **how)
@@ -42,9 +42,9 @@ def two_ranks(given: argparse.Namespace, caches: str) -> list[Finding]:
     return findings
 
 
-def others(given: argparse.Namespace, caches: str) -> list[Finding]:
+def others(given: argparse.Namespace, caches: str) -> list[BoundCheck]:
     """Measure all other collectives, repeated on the same tensors."""
-    findings: list[Finding] = []
+    findings: list[BoundCheck] = []
     for name in OTHERS:
         results = measured(given, "8,64K,1M,16M", collective=name, against=("gloo",), cold=caches == "cold")
         what = f"2 ranks, {caches}, {name}"
@@ -54,7 +54,7 @@ def others(given: argparse.Namespace, caches: str) -> list[Finding]:
     return findings
 
 
-def four_ranks(given: argparse.Namespace, caches: str) -> list[Finding]:
+def four_ranks(given: argparse.Namespace, caches: str) -> list[BoundCheck]:
     how = {"against": ("gloo",), "cold": caches == "cold", "ranks": 4}
     results = measured(given, f"{SMALL},{MIDDLE},16M,100M", **how)
     registered = measured(given, "16M,100M", registered=True, **how)
@@ -65,7 +65,7 @@ def four_ranks(given: argparse.Namespace, caches: str) -> list[Finding]:
     ]
 
 
-def eight_ranks(given: argparse.Namespace, caches: str) -> list[Finding]:
+def eight_ranks(given: argparse.Namespace, caches: str) -> list[BoundCheck]:
     how = {"against": ("gloo",), "cold": caches == "cold", "ranks": 8}
     results = measured(given, f"{SMALL},{MIDDLE},{LARGE}", **how)
     registered = measured(given, "1M,16M,100M", registered=True, **how)
@@ -79,7 +79,7 @@ def main() -> None:
     options = sweep_parser(__doc__)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="leave out other numbers of ranks")
     given = options.parse_args()
-    findings: list[Finding] = []
+    findings: list[BoundCheck] = []
     for caches in given.caches:
         for ranks, ask in ((2, two_ranks), (2, others), (4, four_ranks), (8, eight_ranks)):
             if ranks in given.ranks:

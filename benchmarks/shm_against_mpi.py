@@ -15,10 +15,10 @@ import argparse
 from _questions import between, measured, sweep_parser
 
 from unisono.errors import UnavailableError
-from unisono.tools.bench import Finding, least_ratio
+from unisono.tools.bench import BoundCheck, least_ratio
 
 
-def ask(given: argparse.Namespace, caches: str) -> list[Finding]:
+def ask(given: argparse.Namespace, caches: str) -> list[BoundCheck]:
     how = {"against": ("mpi",), "cold": caches == "cold"}
     results = measured(given, "8,4K,64K,256K,1M,16M,100M", **how)
     registered = measured(given, "1M,16M,100M", registered=True, **how)

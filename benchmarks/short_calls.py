@@ -27,7 +27,7 @@ from _questions import parser
 import unisono as un
 from unisono.core.types import ReduceOp
 from unisono.tools.bench import (
-    Finding,
+    BoundCheck,
     Sample,
     Slot,
     Spread,
@@ -137,12 +137,12 @@ def beside(given: argparse.Namespace) -> Iterable[str]:
             lines.append((f"{memory}, {shown_size(nbytes)}", *cells))
         yield markdown((f"{given.ranks} ranks", *given.dtypes), lines)
         middle = Spread.of([spread.median for spread in found.values()])
-        yield str(Finding(f"{given.ranks} ranks, own/other, all cells", middle, 1.05, most=True))
+        yield str(BoundCheck(f"{given.ranks} ranks, own/other, all cells", middle, 1.05, most=True))
         for (memory, nbytes, dtype), spread in found.items():
             if spread.median > most:
                 again, _ = ratio(memory, nbytes, dtype)
                 what = f"{memory}, {shown_size(nbytes)}, {dtype}, own/other, {spread.median:.2f} before, again"
-                yield str(Finding(what, again, most, most=True))
+                yield str(BoundCheck(what, again, most, most=True))
 
 
 def main() -> None:
@@ -163,7 +163,7 @@ def main() -> None:
         return
     timings = on_ranks(operations, given.ranks, "shm", (given.operations, given.seconds))[0]
     for name in given.operations:
-        print(Finding(f"{given.ranks} ranks, 8 B, {name}, us", timings.of(name) * 1e6, MOST_US[name], most=True))
+        print(BoundCheck(f"{given.ranks} ranks, 8 B, {name}, us", timings.of(name) * 1e6, MOST_US[name], most=True))
 
 
 if __name__ == "__main__":

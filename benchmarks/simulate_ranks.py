@@ -14,7 +14,7 @@ import torch
 from _questions import parser
 
 import unisono as un
-from unisono.tools.bench import Finding, Spread
+from unisono.tools.bench import BoundCheck, Spread
 
 WANTED_S = {1000: 10.0, 4096: 60.0}
 
@@ -49,7 +49,7 @@ def main() -> None:
     spent_s = {ranks: measure(ranks) for ranks in given.ranks}
     for ranks, bound_s in WANTED_S.items():
         if ranks in spent_s:
-            print(Finding(f"all_reduce of {ranks} ranks, s", Spread.of([spent_s[ranks]]), bound_s, most=True))
+            print(BoundCheck(f"all_reduce of {ranks} ranks, s", Spread.of([spent_s[ranks]]), bound_s, most=True))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from _questions import parser
 
 import unisono as un
 from unisono.testing import chaos
-from unisono.tools.bench import Finding, Spread, interleave, timed
+from unisono.tools.bench import BoundCheck, Spread, interleave, timed
 
 RANKS, STEPS, MESSAGES = 3, 5, 2000
 WANTED_AN_HOUR = 2000
@@ -74,7 +74,7 @@ def main() -> None:
     for what in ways:
         print(line(what, timings.of(what)))
     an_hour = 3600 / statistics.mean(timings.figures["the same in chaos"])
-    print(Finding("chaos runs an hour", Spread.of([an_hour]), WANTED_AN_HOUR))
+    print(BoundCheck("chaos runs an hour", Spread.of([an_hour]), WANTED_AN_HOUR))
     pings = {
         count: timed(lambda count=count: un.simulate(ping, 2, (count,), seed=next(seeds))) for count in (MESSAGES, 0)
     }

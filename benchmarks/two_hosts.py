@@ -37,7 +37,7 @@ from unisono.testing import HostNetwork
 from unisono.testing.namespaced_ranks import HostRanks, LinkReport, obstacle
 from unisono.tools.bench import (
     PEERS,
-    Finding,
+    BoundCheck,
     Result,
     Settings,
     Spread,
@@ -150,7 +150,7 @@ def steps(comm: un.Communicator, seconds: float) -> Timings:
     return timings
 
 
-def measured(link: str, given: Settings, trained_s: float) -> list[Finding]:
+def measured(link: str, given: Settings, trained_s: float) -> list[BoundCheck]:
     """Measure one link, print its table, and return the figures that have bounds."""
     each, reports = given.ranks // 2, list[LinkReport]()
     turn = multiprocessing.get_context("forkserver").Barrier(given.ranks + 1)
@@ -188,13 +188,13 @@ def measured(link: str, given: Settings, trained_s: float) -> list[Finding]:
     return findings(what, results)
 
 
-def findings(what: str, results: list[Result]) -> list[Finding]:
+def findings(what: str, results: list[Result]) -> list[BoundCheck]:
     found = []
     for (first, last), bound in BOUNDS.items():
         for result in between(results, first, last):
             ratio = result.against[PEER].ratio
             inverse = Spread(1 / ratio.high, 1 / ratio.median, 1 / ratio.low)
-            found.append(Finding(f"{what}, {shown_size(result.nbytes)}, own/gloo", inverse, bound, most=True))
+            found.append(BoundCheck(f"{what}, {shown_size(result.nbytes)}, own/gloo", inverse, bound, most=True))
     return found
 
 
@@ -215,7 +215,7 @@ def main() -> None:
         return
     (most,) = parse_sizes(given.most)
     sizes = tuple(size for size in parse_sizes(SIZES) if size <= most)
-    found: list[Finding] = []
+    found: list[BoundCheck] = []
     for each in given.ranks:
         settings = Settings(
             backend=BACKEND, ranks=2 * each, sizes=sizes, against=(PEER,), seconds=given.seconds, least=5

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unisono.tools.bench import Against, Finding, Result, Settings, Spread, heading, line
+from unisono.tools.bench import Against, BoundCheck, Result, Settings, Spread, heading, line
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -37,7 +37,7 @@ def network(ranks: int, peer_over_own: float, peer: str = "gloo") -> str:
     time = Spread(40.0, 50.0, 60.0)
     result = Result("all_reduce", ranks, 1024, 256, "float32", "sum", "native", time, 0, 9, against)
     settings = Settings(backend="tcp", ranks=ranks, sizes=(1024,), against=(peer,))
-    return f"{heading(settings)}\n{line(result)}\n{Finding(f'{ranks} ranks, 1 KiB, {peer}/own', ratio, 2.5)}\n"
+    return f"{heading(settings)}\n{line(result)}\n{BoundCheck(f'{ranks} ranks, 1 KiB, {peer}/own', ratio, 2.5)}\n"
 
 
 def test_page_is_made_of_the_raw_outputs() -> None:
@@ -82,12 +82,12 @@ def test_open_mpi_has_a_table_of_its_own(folder: Path) -> None:
 
 
 def test_missed_bounds_of_other_formats() -> None:
-    remote = f"{Finding('shm, 1 MiB, own 2.0 us, torch 1.0 us, torch/own', Spread(0.4, 0.5, 0.6), 2)}\n"
+    remote = f"{BoundCheck('shm, 1 MiB, own 2.0 us, torch 1.0 us, torch/own', Spread(0.4, 0.5, 0.6), 2)}\n"
     assert "| shm, 1 MiB | 2.0 us | 1.0 us | 0.50 (0.40 to 0.60) | at least 2: **MISSED** |" in tables.calls(remote)
     checked = "shm, 8 B, auto: 8.9 us unchecked, +9.0 us (+101.1 %)\n  MISSED: at most 5 us below 64 KiB\n"
     assert "| 8 B | 8.9 | +9.0 (+101.1 %), **MISSED** |" in tables.checks(checked)
     save = "save ours    4.00 ms (3.00 to 5.00)\nsave dcp    2.00 ms (1.00 to 3.00)\n"
-    assert "**MISSED**" in tables.saves(f"{save}{Finding('save: ours / DCP', Spread(1.5, 2.0, 2.5), 1, most=True)}")
+    assert "**MISSED**" in tables.saves(f"{save}{BoundCheck('save: ours / DCP', Spread(1.5, 2.0, 2.5), 1, most=True)}")
     step = (
         "mlp  2 ranks, shm: step alone 1.0 ms, ddp 3.0, ours 2.0; ours/ddp 0.67; exposed 0.50 (0.40 to 0.60;"
         " 0.25 wanted; a barrier alone 0.00); processor 0.23 (0.33 wanted)"
@@ -96,7 +96,7 @@ def test_missed_bounds_of_other_formats() -> None:
 
 
 def test_training_steps_between_hosts_are_shown() -> None:
-    bound = Finding("2 + 2 ranks, far, 1 MiB, own/gloo", Spread(0.6, 0.8, 0.9), 0.7, most=True)
+    bound = BoundCheck("2 + 2 ranks, far, 1 MiB, own/gloo", Spread(0.6, 0.8, 0.9), 0.7, most=True)
     output = f"# training step, DDP on gloo/own: 1.50 (1.40 to 1.60)\n{bound}"
     assert "| 1 MiB | 0.80 (0.60 to 0.90), at most 0.7: **MISSED** |" in tables.links(output)
     assert "| training step, gloo/own | 1.50 (1.40 to 1.60) |" in tables.links(output)

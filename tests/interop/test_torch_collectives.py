@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch_cases import CASES, size
 from torch_ranks import on_ranks
 
-from unisono.interop.options import TorchWork
+from unisono.interop.options import UnisonoWork
 
 
 def compare() -> dict[str, str]:
@@ -134,7 +134,7 @@ def test_works_can_be_dropped(layout: torch.layout, monkeypatch: pytest.MonkeyPa
     tensor = torch.ones(4) if layout is torch.strided else torch.ones(4).to_sparse()
     raised: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
-    work = TorchWork(None, [tensor])
+    work = UnisonoWork(None, [tensor])
     assert work.wait()
     del work
     gc.collect()

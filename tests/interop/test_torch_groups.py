@@ -15,7 +15,7 @@ from torch_ranks import message, on_ranks, summed
 
 import unisono as un
 from unisono.interop import GroupOptions, register
-from unisono.interop.options import TorchWork
+from unisono.interop.options import UnisonoWork
 
 
 def test_registration_is_idempotent() -> None:
@@ -192,13 +192,13 @@ class Elsewhere(dist.ProcessGroup):
         super().__init__(rank, size)
         self.asked: list[str] = []
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> UnisonoWork:
         self.asked.append("allreduce")
-        return TorchWork(None, tensors)
+        return UnisonoWork(None, tensors)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> TorchWork:
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> UnisonoWork:
         self.asked.append("allgather")
-        return TorchWork(None, outputs[0])
+        return UnisonoWork(None, outputs[0])
 
     def shutdown(self) -> None:
         NOTES.append([*self.asked, "shutdown"])

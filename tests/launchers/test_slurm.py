@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from launcher_helpers import BATCH, expect, task
 
 from unisono.bootstrap import find, slurm
-from unisono.bootstrap.slurm import MAX_HOSTS, Step, expand, port_of, step
+from unisono.bootstrap.slurm import MAX_HOSTS, SlurmStep, expand, port_of, step
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -118,12 +118,12 @@ def test_arbitrary_text_parses_or_fails(text: str) -> None:
 def test_slurm_task(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = ("gnode10", "gnode11")
     set_all(monkeypatch, task(3, 4, SLURM_STEP_NODELIST="gnode[10-11]", SLURM_LOCALID="1", SLURM_STEP_ID="2"))
-    assert step() == Step(3, 4, 1, 200505, 2, nodes)
+    assert step() == SlurmStep(3, 4, 1, 200505, 2, nodes)
 
 
 def test_step_variables_override_job_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, task(1, 2))
-    assert step() == Step(1, 2, 1, 200505, 0, ("gnode10",))
+    assert step() == SlurmStep(1, 2, 1, 200505, 0, ("gnode10",))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_step_of_one_task_is_single(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_minimal_variables_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {"SLURM_JOB_ID": "5", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
-    assert step() == Step(1, 2, 1, 5, 0, ())
+    assert step() == SlurmStep(1, 2, 1, 5, 0, ())
 
 
 def test_job_name_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

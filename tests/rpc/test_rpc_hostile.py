@@ -19,7 +19,7 @@ import unisono as un
 from unisono import serialization
 from unisono.control.local import LocalHub
 from unisono.control.mesh import Link
-from unisono.control.sockets import Channel, Hello
+from unisono.control.sockets import FrameProtector, Hello
 from unisono.core.group import Group
 from unisono.core.transport import Envelope
 from unisono.errors import CommError, PeerLostError
@@ -61,7 +61,7 @@ def assail(address: tuple[str, int], kind: str) -> bytes:
                 greeting = Hello(b"a guess", client=True)
                 line.sendall(greeting.hello)
                 heard += line.recv(4096)
-                line.sendall(greeting.proof() + Channel(b"k", b"k").encode(struct.pack("<I", 1)))
+                line.sendall(greeting.proof() + FrameProtector(b"k", b"k").encode(struct.pack("<I", 1)))
             elif kind == "replay":
                 line.sendall(b"unisono2" + bytes(32) + bytes(32) + bytes(24))
             while more := line.recv(4096):

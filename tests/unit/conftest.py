@@ -18,7 +18,7 @@ from unisono.bootstrap import server_lease
 from unisono.control import LocalHub
 from unisono.control.client import SocketControl
 from unisono.control.client_base import ControlClient
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 
 # An empty package instead of unisono: its __init__ imports torch, which takes seconds in each process.
 _BARE = f"""
@@ -58,16 +58,16 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server() -> Iterator[ControlServer]:
     """A control server whose secret is `of the tests`."""
-    serving = Server(b"of the tests")
+    serving = ControlServer(b"of the tests")
     yield serving
     serving.close()
     assert not serving._thread.is_alive()
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[SocketControl]:
+def client(server: ControlServer) -> Iterator[SocketControl]:
     """A handle to it."""
     control = SocketControl(server.address, b"of the tests", 10.0)
     yield control
@@ -79,7 +79,7 @@ def client(server: Server) -> Iterator[SocketControl]:
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """One more rank's handle; all of a test lead to the same control plane."""
     made: list[ControlClient] = []
-    hub, server = (LocalHub(), None) if request.param == "local" else (None, Server(b"of the tests"))
+    hub, server = (LocalHub(), None) if request.param == "local" else (None, ControlServer(b"of the tests"))
 
     def one() -> ControlClient:
         made.append(SocketControl(server.address, b"of the tests", 10.0) if server is not None else hub.control())

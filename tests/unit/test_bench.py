@@ -15,8 +15,8 @@ from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
 from unisono.tools import bench
-from unisono.tools.bench import PEERS, Against, Finding, Result, Settings, Slot, Spread, Workload, memory
-from unisono.tools.bench.memory import Pool, calls_per_sample
+from unisono.tools.bench import PEERS, Against, BoundCheck, Result, Settings, Slot, Spread, Workload, memory
+from unisono.tools.bench.memory import SlotPool, calls_per_sample
 from unisono.tools.bench.pattern import PERIOD, given
 from unisono.tools.bench.peers import Peer
 from unisono.tools.cli import main
@@ -161,7 +161,7 @@ def test_cold_memory_is_not_in_the_caches(monkeypatch: pytest.MonkeyPatch) -> No
         taken.append(4 * numel)
         return torch.zeros(numel)
 
-    warm, cold = (Pool(workload(nbytes=64 << 10), allocate, cold=cold) for cold in (False, True))
+    warm, cold = (SlotPool(workload(nbytes=64 << 10), allocate, cold=cold) for cold in (False, True))
     assert warm.slots == calls_per_sample(64 << 10)
     assert taken[1] > 2 << 20
     starts = [slot.target.data_ptr() for _ in range(cold.slots // warm.slots) for slot in cold.next()]
@@ -270,6 +270,6 @@ def test_findings() -> None:
     assert over.found.median == pytest.approx(30.0)
     (least,) = bench.least_ratio("any", results, "gloo", 20)
     assert str(least) == "MISSED  any, gloo/own, least (at 1048576 B): 15.00 (14.00 to 16.50), at least 20 wanted"
-    assert Finding("x", Spread(1.0, 2.0, 3.0), 2.0, most=True).met
-    assert not Finding("x", Spread(1.0, 2.1, 3.0), 2.0, most=True).met
+    assert BoundCheck("x", Spread(1.0, 2.0, 3.0), 2.0, most=True).met
+    assert not BoundCheck("x", Spread(1.0, 2.1, 3.0), 2.0, most=True).met
     assert bench.mean_ratio("none", [], "gloo", 30) == bench.least_ratio("none", [], "gloo", 20) == []

@@ -13,7 +13,7 @@ from printed import printed
 import unisono as un
 from unisono.tools import bench
 from unisono.tools.bench import Settings
-from unisono.tools.bench.traffic import Traffic
+from unisono.tools.bench.traffic import MemoryTraffic
 from unisono.tools.cli import main
 
 SHORT = ["--seconds", "0.01"]
@@ -102,14 +102,14 @@ def _fail_on_rank_1(comm: un.Communicator, folder: Path) -> None:
 def test_traffic_of_torch_operations() -> None:
     one, two, out = (torch.ones(100) for _ in range(3))
 
-    def of(operation: Callable[[], object]) -> Traffic:
+    def of(operation: Callable[[], object]) -> MemoryTraffic:
         with bench.counted() as traffic:
             operation()
         return traffic
 
-    assert of(lambda: torch.add(one, two, out=out)) == Traffic(800, 400, 0)
-    assert of(lambda: one[:50].copy_(two[50:])) == Traffic(200, 200, 0)
-    assert of(lambda: one.add_(two)) == Traffic(800, 400, 0)
-    assert of(lambda: torch.stack([one, two])) == Traffic(800, 800, 800)
-    assert of(lambda: torch.empty(100)) == Traffic(0, 0, 400)
-    assert of(lambda: one.view(10, 10).split(2)) == Traffic(0, 0, 0)
+    assert of(lambda: torch.add(one, two, out=out)) == MemoryTraffic(800, 400, 0)
+    assert of(lambda: one[:50].copy_(two[50:])) == MemoryTraffic(200, 200, 0)
+    assert of(lambda: one.add_(two)) == MemoryTraffic(800, 400, 0)
+    assert of(lambda: torch.stack([one, two])) == MemoryTraffic(800, 800, 800)
+    assert of(lambda: torch.empty(100)) == MemoryTraffic(0, 0, 400)
+    assert of(lambda: one.view(10, 10).split(2)) == MemoryTraffic(0, 0, 0)

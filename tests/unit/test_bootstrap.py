@@ -17,7 +17,7 @@ from waiting import run_concurrently
 
 from unisono.bootstrap import Rendezvous, find
 from unisono.control.client import SocketControl
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 from unisono.control.sockets import find_secret
 from unisono.core.group import Group
 from unisono.errors import PeerLostError
@@ -156,7 +156,7 @@ def test_rank_0_may_close_first(port: int) -> None:
 
 
 def test_server_ended_during_rendezvous_is_replaced(port: int) -> None:
-    old = Server(find_secret(), "127.0.0.1", port)
+    old = ControlServer(find_secret(), "127.0.0.1", port)
     seated = threading.Event()
     real = SocketControl.register_rank
 

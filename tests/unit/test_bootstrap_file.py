@@ -16,7 +16,7 @@ from waiting import run_concurrently, wait_until
 
 from unisono.bootstrap import Rendezvous, find
 from unisono.control.client import SocketControl
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 from unisono.errors import CommError, CommTimeoutError
 
 pytestmark = pytest.mark.usefixtures("nobody_started_us")
@@ -78,7 +78,7 @@ def test_file_of_a_dead_run_is_replaced(tmp_path: Path, port: int) -> None:
 
 def test_file_of_a_running_job_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "meet"
-    old = Server(b"old secret")
+    old = ControlServer(b"old secret")
     path.write_text(f"unisono meets here\n127.0.0.1\n{old.address[1]}\nold secret\n{socket.gethostname()}\n")
     path.chmod(0o600)
     seated: queue.SimpleQueue[str] = queue.SimpleQueue()

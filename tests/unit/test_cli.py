@@ -116,7 +116,7 @@ def test_defaults_and_names_of_options_are_those_of_the_settings() -> None:
     named = {name: getattr(settings, name) for name in vars(bench) if hasattr(settings, name)}
     expected = {**vars(bench), "sizes": tools_bench.parse_sizes(bench.sizes), "against": ()}
     assert named.items() <= expected.items()
-    assert asdict(tools_demo.Settings()).items() <= vars(demo).items()
+    assert asdict(tools_demo.DemoSettings()).items() <= vars(demo).items()
     parser = argparse.ArgumentParser()
     COMMANDS["bench"].add_arguments(parser)
     said = " ".join(parser.format_help().split())

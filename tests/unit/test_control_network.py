@@ -16,7 +16,7 @@ import pytest
 from unisono import serialization
 from unisono.control import handshake
 from unisono.control.client import SocketControl, connect
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 from unisono.control.sockets import HELLO_BYTES, Hello
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
@@ -46,14 +46,14 @@ def everything(peer: socket.socket) -> bytes:
 
 # -- strangers -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2, bytes(100), os.urandom(5000)])
-def test_garbage_gets_no_reply(server: Server, client: SocketControl, garbage: bytes) -> None:
+def test_garbage_gets_no_reply(server: ControlServer, client: SocketControl, garbage: bytes) -> None:
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(garbage)
         assert everything(stranger) == b""
     assert works(client)
 
 
-def test_other_version_is_refused_in_a_sentence(server: Server) -> None:
+def test_other_version_is_refused_in_a_sentence(server: ControlServer) -> None:
     with socket.create_connection(server.address) as newer:
         newer.sendall(b"unisono9" + bytes(HELLO_BYTES - 8))
         # What the newer one needs to say which versions there are.
@@ -73,7 +73,7 @@ def answer_once(listener: socket.socket, answer: bytes) -> None:
         everything(peer)
 
 
-def test_wrong_proof_closes_the_connection(server: Server, client: SocketControl) -> None:
+def test_wrong_proof_closes_the_connection(server: ControlServer, client: SocketControl) -> None:
     greeting = Hello(b"a guess", client=True)
     with socket.create_connection(server.address) as stranger:
         stranger.sendall(greeting.hello)
@@ -84,7 +84,9 @@ def test_wrong_proof_closes_the_connection(server: Server, client: SocketControl
     assert works(client)
 
 
-def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch, server: Server, client: SocketControl) -> None:
+def test_silent_connection_is_closed(
+    monkeypatch: pytest.MonkeyPatch, server: ControlServer, client: SocketControl
+) -> None:
     monkeypatch.setattr(handshake, "_WITHIN_S", 0.1)
     with socket.create_connection(server.address) as stranger:
         assert everything(stranger) == b""
@@ -92,7 +94,7 @@ def test_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch, server: Se
 
 
 def test_excess_unauthenticated_connections_are_closed(
-    monkeypatch: pytest.MonkeyPatch, server: Server, client: SocketControl
+    monkeypatch: pytest.MonkeyPatch, server: ControlServer, client: SocketControl
 ) -> None:
     monkeypatch.setattr(handshake, "_MAX_PENDING", 3)
     strangers = [socket.create_connection(server.address) for _ in range(5)]
@@ -103,7 +105,7 @@ def test_excess_unauthenticated_connections_are_closed(
 
 
 @pytest.mark.parametrize("how", ["repeated", "changed", "no value", "no request", "too long"])
-def test_bad_frame_closes_only_its_connection(server: Server, client: SocketControl, how: str) -> None:
+def test_bad_frame_closes_only_its_connection(server: ControlServer, client: SocketControl, how: str) -> None:
     line, news = connect(server.address, SECRET, SOON)
     good = line._channel.encode(serialization.encode((1, ("num_keys",))))
     frames = {
@@ -122,7 +124,7 @@ def test_bad_frame_closes_only_its_connection(server: Server, client: SocketCont
 
 
 # -- reaching the server ---------------------------------------------------------------------------
-def test_wrong_secret(server: Server) -> None:
+def test_wrong_secret(server: ControlServer) -> None:
     began = time.monotonic()
     with pytest.raises(CommError, match=r"use different secrets\. Set UNISONO_SECRET to the same value on every host"):
         SocketControl(server.address, b"another", SOON)
@@ -159,7 +161,7 @@ def test_silent_server() -> None:
 def test_server_may_start_later() -> None:
     with socket.create_server(("127.0.0.1", 0)) as placeholder:
         address = placeholder.getsockname()
-    late: list[Server] = []
+    late: list[ControlServer] = []
     refused = threading.Event()
     real = socket.create_connection
 
@@ -172,7 +174,7 @@ def test_server_may_start_later() -> None:
 
     def start_late() -> None:
         assert refused.wait(SOON)
-        late.append(Server(SECRET, *address))
+        late.append(ControlServer(SECRET, *address))
 
     thread = threading.Thread(target=start_late)
     thread.start()
@@ -185,15 +187,15 @@ def test_server_may_start_later() -> None:
     late[0].close()
 
 
-def test_invalid_listen_addresses(server: Server) -> None:
+def test_invalid_listen_addresses(server: ControlServer) -> None:
     with pytest.raises(CommError, match=f"port {server.address[1]} is taken by another program.*MASTER_PORT") as caught:
-        Server(SECRET, *server.address)
+        ControlServer(SECRET, *server.address)
     assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(CommError, match=r"192.0.2.1 is not an address of this host"):
-        Server(SECRET, "192.0.2.1")
+        ControlServer(SECRET, "192.0.2.1")
 
 
-def test_blocked_client_does_not_delay_others(server: Server, client: SocketControl) -> None:
+def test_blocked_client_does_not_delay_others(server: ControlServer, client: SocketControl) -> None:
     client.set("big", bytes(8 << 20))
     line, news = connect(server.address, SECRET, SOON)
     for number in range(4):
@@ -207,7 +209,7 @@ def test_blocked_client_does_not_delay_others(server: Server, client: SocketCont
     news.close()
 
 
-def test_oversized_values(server: Server, client: SocketControl) -> None:
+def test_oversized_values(server: ControlServer, client: SocketControl) -> None:
     with pytest.raises(ValueError, match="too many for one message; at most 67108864"):
         client.set("huge", bytes(65 << 20))
     client.join(Group.world(0, 2))
@@ -231,8 +233,8 @@ def test_stopped_server_does_not_hang_its_clients(start: Start, monkeypatch: pyt
     process = start(
         """
         import time
-        from unisono.control.server import Server
-        server = Server(b"of the tests")
+        from unisono.control.server import ControlServer
+        server = ControlServer(b"of the tests")
         print(server.address[1], flush=True)
         time.sleep(60)
         """

@@ -12,7 +12,7 @@ import pytest
 from printed import printed
 
 from unisono.control.client import SocketControl
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.errors import ClosedError, PeerLostError
@@ -39,7 +39,7 @@ def works(control: SocketControl) -> bool:
     return control.get("works", SOON) == b"yes"
 
 
-def test_clean_exit_is_no_failure(client: SocketControl, server: Server) -> None:
+def test_clean_exit_is_no_failure(client: SocketControl, server: ControlServer) -> None:
     told: list[Cause] = []
     client._on_orphan = lambda: told.append(Cause("orphan", None, ""))
     client.join(Group.world(0, 2), told.append)
@@ -52,7 +52,7 @@ def test_clean_exit_is_no_failure(client: SocketControl, server: Server) -> None
     assert told == []
 
 
-def test_close_with_a_timeout_waits_for_clients(server: Server) -> None:
+def test_close_with_a_timeout_waits_for_clients(server: ControlServer) -> None:
     control = SocketControl(server.address, SECRET, SOON)
     server.retire(SOON)
     assert works(control)
@@ -67,8 +67,8 @@ def test_death_of_the_server(start: Start) -> None:
     process = start(
         """
         import time
-        from unisono.control.server import Server
-        server = Server(b"of the tests")
+        from unisono.control.server import ControlServer
+        server = ControlServer(b"of the tests")
         print(server.address[1], flush=True)
         time.sleep(60)
         """
@@ -93,7 +93,7 @@ def test_death_of_the_server(start: Start) -> None:
     control.close()
 
 
-def test_killed_process_is_named_within_a_second(server: Server, client: SocketControl, start: Start) -> None:
+def test_killed_process_is_named_within_a_second(server: ControlServer, client: SocketControl, start: Start) -> None:
     victim = start(
         RANK
         + """
@@ -139,7 +139,7 @@ def test_killed_process_is_named_within_a_second(server: Server, client: SocketC
     ],
 )
 def test_exit_of_a_process_is_reported(
-    server: Server, client: SocketControl, start: Start, ending: str, words: str
+    server: ControlServer, client: SocketControl, start: Start, ending: str, words: str
 ) -> None:
     client.join(Group.world(0, 2))
     process = start(f"{RANK}\n    {ending}", server.address[1], 1, 2)
@@ -148,7 +148,7 @@ def test_exit_of_a_process_is_reported(
         client.exchange(Group.world(0, 2), "x", 1, SOON)
 
 
-def test_forked_client_is_closed(server: Server, client: SocketControl, start: Start) -> None:
+def test_forked_client_is_closed(server: ControlServer, client: SocketControl, start: Start) -> None:
     client.join(Group.world(0, 2))
     process = start(
         RANK
@@ -176,7 +176,7 @@ def test_forked_client_is_closed(server: Server, client: SocketControl, start: S
         client.exchange(Group.world(0, 2), "x", 1, SOON)
 
 
-def test_store_drives_gloo(server: Server, start: Start) -> None:
+def test_store_drives_gloo(server: ControlServer, start: Start) -> None:
     code = """
         import sys
         from datetime import timedelta

@@ -13,7 +13,7 @@ import pytest
 
 from unisono.control.client import SocketControl
 from unisono.control.inspect_socket import InspectSocket, find_control, find_jobs
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 from unisono.errors import CommError
 from unisono.tools.cli import main
 
@@ -105,7 +105,7 @@ def test_inspect_socket_returns_the_control_address(monkeypatch: pytest.MonkeyPa
     # This process may have a part in other jobs, whose doors come first.
     monkeypatch.setattr("unisono.control.inspect_socket._name", lambda pid, number: f"\0unisono test/{pid}/{number}")
     with (
-        closing(Server(b"of the tests")) as server,
+        closing(ControlServer(b"of the tests")) as server,
         closing(SocketControl(server.address, b"of the tests", 10.0)) as me,
     ):
         assert find_control(os.getpid()) == (server.address, b"of the tests")

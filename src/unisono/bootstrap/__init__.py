@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from unisono.bootstrap import env, file, mpi, single, slurm, tcp
-from unisono.bootstrap.result import Rendezvous, Request
+from unisono.bootstrap.result import InitRequest, Rendezvous
 from unisono.errors import CommError
 
-__all__ = ["Rendezvous", "Request", "find"]
+__all__ = ["InitRequest", "Rendezvous", "find"]
 
 _SCHEMES = {"env": env.find, "file": file.find, "mpi": mpi.find, "tcp": tcp.find}
 _AUTOMATIC = (env, mpi, slurm, single)
-_PLACES: dict[Callable[[Request], Rendezvous], tuple[str, ...]] = {
+_PLACES: dict[Callable[[InitRequest], Rendezvous], tuple[str, ...]] = {
     env.find: ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     mpi.find: ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK"),
     slurm.find: ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
@@ -60,8 +60,8 @@ def find(
         (0, 1)
         >>> place.close()
     """
-    request = Request(init_method, rank, world_size, time.monotonic() + timeout_s, secret)
-    start: Callable[[Request], Rendezvous]
+    request = InitRequest(init_method, rank, world_size, time.monotonic() + timeout_s, secret)
+    start: Callable[[InitRequest], Rendezvous]
     if init_method is None:
         start = next(way.find for way in _AUTOMATIC if way.detected(request))
     else:

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import os
 
-from unisono.bootstrap.rendezvous import Claim
-from unisono.bootstrap.result import Rendezvous, Request, checked, env_number
+from unisono.bootstrap.rendezvous import RankClaim
+from unisono.bootstrap.result import InitRequest, Rendezvous, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.bootstrap.tcp_store import find_in_store
 
 __all__ = ["detected", "find", "read"]
 
 
-def detected(request: Request) -> bool:
+def detected(request: InitRequest) -> bool:
     """Return whether the environment, or the caller, defines ranks at all."""
     given = request.rank is not None or request.size is not None
     # Set to nothing is not set.
     return given or bool(os.environ.get("RANK") or os.environ.get("WORLD_SIZE"))
 
 
-def find(request: Request) -> Rendezvous:
+def find(request: InitRequest) -> Rendezvous:
     """Return the rendezvous that the environment names; the caller's arguments take precedence."""
     host, port = read(request)
     rank, size = request.numbers()
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where = f"torchrun's agent at {host}:{port}" if by_agent else f"MASTER_ADDR {host}:{port}"
     source = f"rank {rank} of {size} from the environment, rendezvous at {where}"
-    claim = Claim(rank, size, env_number("LOCAL_RANK"), request.deadline, source)
+    claim = RankClaim(rank, size, env_number("LOCAL_RANK"), request.deadline, source)
     if _private_port() is not None and not by_agent:
         return find_at(claim, host, port, request.secret)
     return find_in_store(claim, host, port, request.secret, agent=by_agent)
 
 
-def read(request: Request) -> tuple[str, int]:
+def read(request: InitRequest) -> tuple[str, int]:
     """Return where the ranks meet, with rank and size set in the request.
 
     Raises:
@@ -67,7 +67,7 @@ def _private_port() -> int | None:
     return int(port)
 
 
-def _both(request: Request) -> tuple[int, int]:
+def _both(request: InitRequest) -> tuple[int, int]:
     rank = env_number("RANK") if request.rank is None else request.rank
     size = env_number("WORLD_SIZE") if request.size is None else request.size
     if rank is None or size is None:

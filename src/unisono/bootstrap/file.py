@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from unisono.bootstrap.rendezvous import Claim, MovedError, confirm, meet
-from unisono.bootstrap.result import Rendezvous, Request
+from unisono.bootstrap.rendezvous import MovedError, RankClaim, confirm, meet
+from unisono.bootstrap.result import InitRequest, Rendezvous
 from unisono.bootstrap.server_lease import Lease, acquire
 from unisono.control.client import SocketControl
 from unisono.control.sockets import refuse_if_shared
@@ -40,11 +40,11 @@ class _RendezvousFile:
         return "\n".join((_MARK, self.host, str(self.port), self.secret, self.name, ""))
 
 
-def find(request: Request) -> Rendezvous:
+def find(request: InitRequest) -> Rendezvous:
     """Return the rendezvous that the file names. The file is created if missing, and taken over if empty or old."""
     path = _path(request.init_method or "")
     rank, size = request.numbers()
-    claim = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous through {path}")
+    claim = RankClaim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous through {path}")
     return _host(path, claim) if rank == 0 else _follow(path, claim)
 
 
@@ -96,7 +96,7 @@ def _is_address(host: str, port: str) -> bool:
 
 
 # -- rank 0 ----------------------------------------------------------------------------------------
-def _host(path: Path, claim: Claim) -> Rendezvous:
+def _host(path: Path, claim: RankClaim) -> Rendezvous:
     old = _read(path)
     held = _lease(path, made_by_user=path.exists() and old is None)
     published = _RendezvousFile(*held.server.address, held.secret.decode(), socket.gethostname())
@@ -143,7 +143,7 @@ def _write(path: Path, text: str) -> None:
 
 
 # -- the others ------------------------------------------------------------------------------------
-def _follow(path: Path, claim: Claim) -> Rendezvous:
+def _follow(path: Path, claim: RankClaim) -> Rendezvous:
     """Try the file's address repeatedly: a file of an earlier run has a stale address."""
     last = "no rank has written it"
     while claim.left_s:
@@ -165,7 +165,7 @@ class _UnreachableError(Exception):
     """No server, or another server, at the address in an old file."""
 
 
-def _try(path: Path, published: _RendezvousFile, claim: Claim) -> Rendezvous:
+def _try(path: Path, published: _RendezvousFile, claim: RankClaim) -> Rendezvous:
     patience_s = max(claim.left_s, 1.0)
     reach_within_s = min(max(claim.left_s, 0.1), _REACH_WITHIN_S)
     try:

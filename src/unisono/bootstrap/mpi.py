@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from unisono import serialization
 from unisono.bootstrap import single
-from unisono.bootstrap.rendezvous import Claim, meet
-from unisono.bootstrap.result import Rendezvous, Request
+from unisono.bootstrap.rendezvous import RankClaim, meet
+from unisono.bootstrap.result import InitRequest, Rendezvous
 from unisono.bootstrap.server_lease import acquire
 from unisono.control.process_exit import close_all
 from unisono.control.sockets import secret_bytes
@@ -35,13 +35,13 @@ _LENGTH = struct.Struct("<I")
 _GRACE_S = 2.0
 
 
-def detected(_request: Request) -> bool:
+def detected(_request: InitRequest) -> bool:
     """Return whether an MPI launcher has started this process, and others with it."""
     found = launched()
     return found is not None and found.size != 1
 
 
-def find(request: Request) -> Rendezvous:
+def find(request: InitRequest) -> Rendezvous:
     """Return the rendezvous found through MPI.
 
     Raises:
@@ -79,7 +79,7 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
         deadline: On the monotonic clock.
         secret: A random one if None.
     """
-    claim = Claim(comm.Get_rank(), comm.Get_size(), None, deadline, source)
+    claim = RankClaim(comm.Get_rank(), comm.Get_size(), None, deadline, source)
     # Looked at on every rank, for a bad one is to be refused on each.
     known = secrets.token_hex(32).encode() if secret is None else secret_bytes(secret)
     exchange = _HelloExchange(comm, claim)
@@ -112,7 +112,7 @@ def _address(hosts_by_rank: list[tuple[str, str]]) -> str:
 class _HelloExchange:
     """Short messages from all ranks to rank 0, and from rank 0 to all, with a time limit. No pickle."""
 
-    def __init__(self, comm: Any, claim: Claim) -> None:
+    def __init__(self, comm: Any, claim: RankClaim) -> None:
         self._comm = comm
         self._claim = claim
 

@@ -16,7 +16,7 @@ from unisono.core.failure import error_of
 from unisono.core.group import Group
 from unisono.errors import ClosedError, CommError, MismatchError
 
-__all__ = ["Claim", "MovedError", "claim_rank", "confirm", "meet"]
+__all__ = ["MovedError", "RankClaim", "claim_rank", "confirm", "meet"]
 
 _LOOK_EVERY_S = 0.05
 _CLAIM_WITHIN_S = 1.0
@@ -28,7 +28,7 @@ class MovedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class RankClaim:
     """Rank, job and deadline of a process that wants to join.
 
     Attributes:
@@ -51,7 +51,7 @@ class Claim:
         return max(0.0, self.deadline - time.monotonic())
 
 
-def meet(claim: Claim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
+def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
     """Return the rendezvous at the server of this address, when all ranks have joined.
 
     A server that closes meanwhile belonged to an earlier `init`; the call waits for the next one.
@@ -79,7 +79,7 @@ def meet(claim: Claim, address: tuple[str, int], secret: bytes, lease: Lease | N
         raise
 
 
-def claim_rank(claim: Claim, address: tuple[str, int], secret: bytes) -> None:
+def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> None:
     """Claim rank 0 at a server that this process should host and cannot. Other errors are not reported.
 
     Raises:
@@ -102,7 +102,7 @@ def claim_rank(claim: Claim, address: tuple[str, int], secret: bytes) -> None:
 
 
 def confirm(
-    claim: Claim, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
+    claim: RankClaim, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
 ) -> Rendezvous:
     """Return the rendezvous at the server of `control`, when all ranks have joined; close `control` on failure.
 
@@ -128,7 +128,7 @@ def confirm(
     )
 
 
-def _gather(claim: Claim, control: SocketControl, moved: Callable[[], bool] | None) -> str:
+def _gather(claim: RankClaim, control: SocketControl, moved: Callable[[], bool] | None) -> str:
     try:
         name = control.register_rank(claim.job, claim.rank, claim.size, _process(os.getpid()))
     except MismatchError:
@@ -145,7 +145,7 @@ def _gather(claim: Claim, control: SocketControl, moved: Callable[[], bool] | No
     return name
 
 
-def _await_rank_0(claim: Claim, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
+def _await_rank_0(claim: RankClaim, control: SocketControl, group: Group, moved: Callable[[], bool]) -> None:
     """Poll until rank 0 has joined here, or has turned out to be elsewhere."""
     while not control.check([_open(group)]) and claim.left_s:
         cause = control.first_cause(group)

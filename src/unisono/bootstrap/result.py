@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 from unisono.core.control import ControlPlane
 
-__all__ = ["Rendezvous", "Request", "checked", "env_number", "nothing"]
+__all__ = ["InitRequest", "Rendezvous", "checked", "env_number", "nothing"]
 
 
 @dataclass(slots=True)
-class Request:
+class InitRequest:
     """Arguments of the caller of `init`.
 
     Attributes:
@@ -84,7 +84,7 @@ class Rendezvous:
     size: int
     local_rank: int | None
     control: ControlPlane
-    server: Server | None
+    server: ControlServer | None
     address: str
     name: str
     source: str

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unisono.control.process_exit import CLOSE_SERVERS, close_all, when_process_ends
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 
 __all__ = ["LINGER_S", "Lease", "acquire", "hosts_at"]
 
@@ -28,7 +28,7 @@ class Lease:
         withdraw: Called when the last user has released it, before it ends.
     """
 
-    server: Server
+    server: ControlServer
     secret: bytes
     users: int
     withdraw: Callable[[], None]
@@ -65,7 +65,7 @@ def acquire(key: str, secret: bytes | None, host: str, port: int, withdraw: Call
             known.users += 1
             return known
         chosen = secrets.token_hex(32).encode() if secret is None else secret
-        made = _leases[os.getpid(), key] = Lease(Server(chosen, host, port), chosen, 1, withdraw)
+        made = _leases[os.getpid(), key] = Lease(ControlServer(chosen, host, port), chosen, 1, withdraw)
     when_process_ends(_close_servers, CLOSE_SERVERS)
     return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from unisono.bootstrap.result import Rendezvous, Request
+from unisono.bootstrap.result import InitRequest, Rendezvous
 from unisono.control import LocalHub
 from unisono.control.process_exit import close_at_exit
 from unisono.core.group import Group
@@ -14,12 +14,12 @@ __all__ = ["detected", "find"]
 _numbers = itertools.count(1)
 
 
-def detected(_request: Request) -> bool:
+def detected(_request: InitRequest) -> bool:
     """Always: this is what is left."""
     return True
 
 
-def find(_request: Request) -> Rendezvous:
+def find(_request: InitRequest) -> Rendezvous:
     """The place of the only rank. Costs nothing; no socket, no thread."""
     control = LocalHub().control()
     close_at_exit(control)

@@ -18,13 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from unisono.bootstrap import single
-from unisono.bootstrap.rendezvous import Claim
-from unisono.bootstrap.result import Rendezvous, Request, checked, env_number
+from unisono.bootstrap.rendezvous import RankClaim
+from unisono.bootstrap.result import InitRequest, Rendezvous, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.errors import CommTimeoutError
 from unisono.host.network import address_towards
 
-__all__ = ["MAX_HOSTS", "Step", "detected", "expand", "find", "port_of", "step"]
+__all__ = ["MAX_HOSTS", "SlurmStep", "detected", "expand", "find", "port_of", "step"]
 
 _log = logging.getLogger("unisono")
 
@@ -37,7 +37,7 @@ _STRIDE = 1009
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SlurmStep:
     """Description of this task by Slurm.
 
     Attributes:
@@ -73,12 +73,12 @@ def port_of(job: int, number: int) -> int:
     return _FIRST_PORT + (job + _STRIDE * number) % _PORTS
 
 
-def detected(_request: Request) -> bool:
+def detected(_request: InitRequest) -> bool:
     """Return whether this process belongs to a Slurm job at all."""
     return "SLURM_JOB_ID" in os.environ or "SLURM_PROCID" in os.environ
 
 
-def find(request: Request) -> Rendezvous:
+def find(request: InitRequest) -> Rendezvous:
     """The place of a step's task; a world of one where no step runs, or where it has one task."""
     task = step()
     job = os.environ.get("SLURM_JOB_ID", "?")
@@ -93,7 +93,7 @@ def find(request: Request) -> Rendezvous:
     return _meet(task, request)
 
 
-def step() -> Step | None:
+def step() -> SlurmStep | None:
     """The step that this process is a task of; None if it is none.
 
     The body of an sbatch script has a SLURM_PROCID too, though it is no rank of anything; slurmstepd has
@@ -114,10 +114,10 @@ def step() -> Step | None:
     rank, size = checked(rank, size)
     names = next(filter(None, map(os.environ.get, _NODE_LISTS)), None)
     nodes = tuple(expand(names)) if names else ()
-    return Step(rank, size, env_number("SLURM_LOCALID"), env_number("SLURM_JOB_ID") or 0, number or 0, nodes)
+    return SlurmStep(rank, size, env_number("SLURM_LOCALID"), env_number("SLURM_JOB_ID") or 0, number or 0, nodes)
 
 
-def _meet(task: Step, request: Request) -> Rendezvous:
+def _meet(task: SlurmStep, request: InitRequest) -> Rendezvous:
     request.rank = task.rank
     request.size = task.size
     port = env_number("MASTER_PORT")
@@ -128,7 +128,7 @@ def _meet(task: Step, request: Request) -> Rendezvous:
     host = os.environ.get("MASTER_ADDR") or _first_node(task)
     name = f"{task.job}.{task.number}"
     source = f"rank {task.rank} of {task.size} from Slurm's step {name}, rendezvous at {host}:{port}"
-    claim = Claim(task.rank, task.size, task.local_rank, request.deadline, source, job=f"slurm{name}-world")
+    claim = RankClaim(task.rank, task.size, task.local_rank, request.deadline, source, job=f"slurm{name}-world")
     try:
         return find_at(claim, host, port, request.secret)
     except CommTimeoutError as error:
@@ -139,7 +139,7 @@ def _meet(task: Step, request: Request) -> Rendezvous:
         raise
 
 
-def _first_node(task: Step) -> str:
+def _first_node(task: SlurmStep) -> str:
     """Return an address of rank 0's host that the others can reach."""
     if len(task.nodes) <= 1:
         return "127.0.0.1"
@@ -180,10 +180,10 @@ def expand(hostlist: str) -> list[str]:
         >>> expand("node[001-003,7],gpu-a")
         ['node001', 'node002', 'node003', 'node7', 'gpu-a']
     """
-    return _Reader(hostlist.strip()).read()
+    return _HostlistParser(hostlist.strip()).read()
 
 
-class _Reader:
+class _HostlistParser:
     """Reads from left to right; one method for each rule of the grammar."""
 
     def __init__(self, text: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 from urllib.parse import urlsplit
 
-from unisono.bootstrap.rendezvous import Claim, claim_rank, meet
-from unisono.bootstrap.result import Rendezvous, Request
+from unisono.bootstrap.rendezvous import RankClaim, claim_rank, meet
+from unisono.bootstrap.result import InitRequest, Rendezvous
 from unisono.bootstrap.server_lease import acquire
 from unisono.control.sockets import find_secret
 from unisono.errors import CommError
@@ -14,16 +14,16 @@ from unisono.errors import CommError
 __all__ = ["address_of", "find", "find_at", "plain_host"]
 
 
-def find(request: Request) -> Rendezvous:
+def find(request: InitRequest) -> Rendezvous:
     """Return the rendezvous at the address in `init_method`."""
     url = request.init_method or ""
     host, port = address_of(url)
     rank, size = request.numbers()
-    claim = Claim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous at {url}")
+    claim = RankClaim(rank, size, None, request.deadline, f"rank {rank} of {size}, rendezvous at {url}")
     return find_at(claim, host, port, request.secret)
 
 
-def find_at(claim: Claim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
+def find_at(claim: RankClaim, host: str, port: int, secret: str | bytes | None) -> Rendezvous:
     """The place at this address, of which rank 0 is the host."""
     host = plain_host(host)
     known = find_secret(secret)

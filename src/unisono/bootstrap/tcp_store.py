@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from unisono.bootstrap.rendezvous import Claim, MovedError, claim_rank, confirm, meet
+from unisono.bootstrap.rendezvous import MovedError, RankClaim, claim_rank, confirm, meet
 from unisono.bootstrap.result import Rendezvous
 from unisono.bootstrap.server_lease import LINGER_S, acquire, hosts_at
 from unisono.bootstrap.tcp import plain_host
@@ -40,7 +40,7 @@ _ANSWERS_WITHIN_S = 10.0
 _threads = DaemonThreadPool("unisono store")
 
 
-def find_in_store(claim: Claim, host: str, port: int, secret: str | bytes | None, *, agent: bool) -> Rendezvous:
+def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | None, *, agent: bool) -> Rendezvous:
     """Return the rendezvous that rank 0 publishes in the store at this address.
 
     The address is removed once all ranks have met. After a restart by torchrun, its store may still hold the earlier
@@ -84,7 +84,7 @@ def find_in_store(claim: Claim, host: str, port: int, secret: str | bytes | None
     return found
 
 
-def _connected(claim: Claim, host: str, port: int, where: str) -> TCPStore:
+def _connected(claim: RankClaim, host: str, port: int, where: str) -> TCPStore:
     """Return the store that another process serves."""
 
     def knock(timeout_s: float) -> None:
@@ -121,7 +121,7 @@ def _client(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
         ) from error
 
 
-def _opened(claim: Claim, host: str, port: int, secret: bytes, key: str) -> TCPStore:
+def _opened(claim: RankClaim, host: str, port: int, secret: bytes, key: str) -> TCPStore:
     """Return the store that this process serves at this port: one that torch has opened, or else a new one.
 
     Raises:
@@ -162,7 +162,7 @@ def _opened(claim: Claim, host: str, port: int, secret: bytes, key: str) -> TCPS
         raise taken from None
 
 
-def _claim_there(claim: Claim, host: str, port: int, secret: bytes, key: str) -> None:
+def _claim_there(claim: RankClaim, host: str, port: int, secret: bytes, key: str) -> None:
     """Claim the rank at the address that another process has published."""
     try:
         published = _read(_client(host, port, "the store", _REACH_WITHIN_S), key)
@@ -172,7 +172,7 @@ def _claim_there(claim: Claim, host: str, port: int, secret: bytes, key: str) ->
         claim_rank(claim, published_address(published), secret)
 
 
-def _follow(store: TCPStore, key: str, claim: Claim, secret: bytes, where: str) -> Rendezvous:
+def _follow(store: TCPStore, key: str, claim: RankClaim, secret: bytes, where: str) -> Rendezvous:
     """Try the address that rank 0 has published, repeatedly."""
     last = "it has published nothing yet"
     while claim.left_s:
@@ -212,7 +212,7 @@ def published_address(published: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _try(store: TCPStore, key: str, published: str, claim: Claim, secret: bytes) -> Rendezvous:
+def _try(store: TCPStore, key: str, published: str, claim: RankClaim, secret: bytes) -> Rendezvous:
     control = SocketControl(
         published_address(published),
         secret,
@@ -224,7 +224,7 @@ def _try(store: TCPStore, key: str, published: str, claim: Claim, secret: bytes)
     return confirm(claim, control, moved=lambda: _read(store, key) != published)
 
 
-def _moves(store: TCPStore, key: str, published: str, claim: Claim) -> bool:
+def _moves(store: TCPStore, key: str, published: str, claim: RankClaim) -> bool:
     """Return whether rank 0 publishes another address soon."""
     deadline = time.monotonic() + min(_MOVES_WITHIN_S, claim.left_s)
     while time.monotonic() < deadline:

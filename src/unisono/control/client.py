@@ -17,7 +17,7 @@ from unisono.control import handshake
 from unisono.control.client_base import ControlClient, PendingRequest, news_of, reply_of
 from unisono.control.inspect_socket import InspectSocket
 from unisono.control.process_exit import close_at_exit
-from unisono.control.sockets import Channel, check_platform, invalidate_after_fork
+from unisono.control.sockets import FrameProtector, check_platform, invalidate_after_fork
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
@@ -240,7 +240,7 @@ _MAX_POLL_S = 1e6
 class ClientConnection:
     """A connection on which both sides know each other. One thread at a time may send, and one receive."""
 
-    def __init__(self, peer: socket.socket, channel: Channel) -> None:
+    def __init__(self, peer: socket.socket, channel: FrameProtector) -> None:
         peer.setblocking(False)
         self._peer = peer
         self._channel = channel

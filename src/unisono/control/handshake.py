@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, Channel, Hello, tune
+from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, FrameProtector, Hello, tune
 
 __all__ = ["Acceptor", "AuthenticationError", "Handshake", "connect"]
 
@@ -71,7 +71,7 @@ class Handshake:
         tune(self.peer)
         self.peer.sendall(self._hello.hello)
 
-    def advance(self) -> Channel | None:
+    def advance(self) -> FrameProtector | None:
         """Read the bytes that have arrived, and answer. Return the channel when both sides have proved the secret.
 
         Raises:
@@ -108,7 +108,7 @@ class Handshake:
             self.peer.sendall(self._hello.hello + self._hello.proof())
             self._expected += RANK_BYTES
 
-    def _conclude(self, proof: bytes) -> Channel:
+    def _conclude(self, proof: bytes) -> FrameProtector:
         if not self._hello.accepts(proof):
             if self._client:
                 with contextlib.suppress(OSError):
@@ -121,7 +121,7 @@ class Handshake:
 
 def connect(
     address: tuple[str, int], secret: bytes, timeout: float, rank: int | None = None
-) -> tuple[socket.socket, Channel]:
+) -> tuple[socket.socket, FrameProtector]:
     """Connect, and authenticate both sides, within `timeout` seconds.
 
     Raises:
@@ -190,7 +190,7 @@ class Acceptor:
         self._pending[peer] = Handshake(peer, self._secret)
         self._selector.register(peer, selectors.EVENT_READ, self._pending[peer])
 
-    def advance(self, handshake: Handshake) -> Channel | None:
+    def advance(self, handshake: Handshake) -> FrameProtector | None:
         """Serve a client. With a channel, its connection is the caller's, and no longer in the selector."""
         try:
             channel = handshake.advance()

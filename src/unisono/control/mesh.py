@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono import serialization
 from unisono.control.handshake import Acceptor, AuthenticationError, connect
-from unisono.control.sockets import Channel, listen
+from unisono.control.sockets import FrameProtector, listen
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
@@ -23,7 +23,7 @@ from unisono.host.network import INTERFACE, interface_of, is_loopback
 
 __all__ = ["Link", "Mesh", "say_farewell"]
 
-Link = tuple[socket.socket, Channel]
+Link = tuple[socket.socket, FrameProtector]
 """A connection that does not block, and the channel that encodes and decodes its frames."""
 
 _LOOK_EVERY_S = 0.1
@@ -187,7 +187,7 @@ class _Accepting:
                         self._admit(key.data.rank, key.data.peer, channel)
                 acceptor.tidy()
 
-    def _admit(self, rank: int, peer: socket.socket, channel: Channel) -> None:
+    def _admit(self, rank: int, peer: socket.socket, channel: FrameProtector) -> None:
         if rank in self._missing:
             self._links[rank] = peer, channel
             self._missing.remove(rank)

@@ -17,7 +17,7 @@ from unisono.errors import AbortedError, CommError, PeerLostError
 __all__ = [
     "CLOSE_HANDLES",
     "CLOSE_SERVERS",
-    "Handle",
+    "ExitHandler",
     "close_all",
     "close_at_exit",
     "raise_failed_saves",
@@ -30,7 +30,7 @@ CLOSE_SERVERS = 10
 _GRACE_S = 2.0
 
 
-class Handle(Protocol):
+class ExitHandler(Protocol):
     """A resource to close before the process ends."""
 
     def on_process_exit(self, error: BaseException | None) -> None:
@@ -39,7 +39,7 @@ class Handle(Protocol):
 
 
 # By the process that registered them: a forked child has its parent's, and must not close them.
-_handles: weakref.WeakValueDictionary[tuple[int, int], Handle] = weakref.WeakValueDictionary()
+_handles: weakref.WeakValueDictionary[tuple[int, int], ExitHandler] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _registered: set[tuple[int, int]] = set()
 
@@ -51,7 +51,7 @@ def when_process_ends(function: Callable[[], object], priority: int) -> None:
         Finalize(None, function, exitpriority=priority)
 
 
-def close_at_exit(handle: Handle) -> None:
+def close_at_exit(handle: ExitHandler) -> None:
     """Register a handle to be closed at the end of the process, if it still exists."""
     _handles[os.getpid(), next(_numbers)] = handle
     when_process_ends(_take_leave, CLOSE_HANDLES)

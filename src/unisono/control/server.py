@@ -16,18 +16,18 @@ from selectors import EVENT_READ
 from unisono import serialization
 from unisono.control.handshake import Acceptor, Handshake
 from unisono.control.inspect_socket import InspectSocket
-from unisono.control.sockets import MAX_FRAME_BYTES, Channel, check_platform, invalidate_after_fork, listen
+from unisono.control.sockets import MAX_FRAME_BYTES, FrameProtector, check_platform, invalidate_after_fork, listen
 from unisono.control.state import ControlState, Outgoing, Reply, failed
 from unisono.core.failure import Cause
 
-__all__ = ["Connection", "Server"]
+__all__ = ["Connection", "ControlServer"]
 
 _log = logging.getLogger(__name__)
 
 _FLUSH_WITHIN_S = 1.0
 
 
-class Server:
+class ControlServer:
     """Server that listens at exactly the given address, and serves clients that know the secret.
 
     Args:
@@ -41,7 +41,7 @@ class Server:
 
     Example:
         >>> from unisono.control.client import SocketControl
-        >>> server = Server(b"a secret")
+        >>> server = ControlServer(b"a secret")
         >>> control = SocketControl(server.address, b"a secret", timeout=5.0)
         >>> control.set("colour", b"blue")
         >>> control.get("colour", timeout=1.0)
@@ -245,7 +245,7 @@ class Connection:
         waiting: Whether bytes wait until the client has read others.
     """
 
-    def __init__(self, number: int, peer: socket.socket, channel: Channel) -> None:
+    def __init__(self, number: int, peer: socket.socket, channel: FrameProtector) -> None:
         self.number = number
         self.peer = peer
         self._channel = channel

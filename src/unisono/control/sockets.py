@@ -25,8 +25,8 @@ __all__ = [
     "PORT_RANGE",
     "PROOF_BYTES",
     "RANK_BYTES",
-    "Channel",
     "ForkUnsafeResource",
+    "FrameProtector",
     "Hello",
     "InvalidFrameError",
     "check_platform",
@@ -201,7 +201,7 @@ class InvalidFrameError(ValueError):
     """Bytes that the peer did not encode, or not at this position in the stream."""
 
 
-class Channel:
+class FrameProtector:
     """Encoder of outgoing and verifier of incoming frames, in order."""
 
     def __init__(self, send_key: bytes, receive_key: bytes) -> None:
@@ -304,10 +304,10 @@ class Hello:
             self.rank = number
         return accepted
 
-    def channel(self) -> Channel:
+    def channel(self) -> FrameProtector:
         """Make the channel for everything that follows."""
         keys = self._derive(b"client's frames"), self._derive(b"server's frames")
-        return Channel(*keys) if self._client else Channel(*reversed(keys))
+        return FrameProtector(*keys) if self._client else FrameProtector(*reversed(keys))
 
     def _rank_bytes(self) -> bytes:
         return _RANK.pack(_NO_RANK if self.rank is None else self.rank)

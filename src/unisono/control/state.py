@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 from unisono.core.failure import Cause, left_error, waited_for
 
 __all__ = [
-    "Contribution",
     "ControlState",
+    "ExchangeEntry",
     "Groups",
     "KeyValueStore",
     "Outgoing",
@@ -291,7 +291,7 @@ def pushed(name: str, cause: Cause) -> Reply:
     return 0, "failed", (name, cause.kind, cause.rank, cause.message)
 
 
-class Contribution(NamedTuple):
+class ExchangeEntry(NamedTuple):
     """One rank's value in an exchange, and the request to answer with the others' values.
 
     Attributes:
@@ -305,13 +305,13 @@ class Contribution(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Group:
+class _GroupState:
     name: str
     size: int
     members: tuple[int, ...] = ()
     present: dict[int, int] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
-    exchanges: dict[str, dict[int, Contribution]] = field(default_factory=dict)
+    exchanges: dict[str, dict[int, ExchangeEntry]] = field(default_factory=dict)
     cause: Cause | None = None
 
     @property
@@ -352,7 +352,7 @@ class Groups:
     ) -> None:
         self._on_failure = on_failure
         self._on_end = on_end
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _GroupState] = {}
         self._ranks: dict[int, dict[str, int]] = {}
         self._gathering: set[str] = set()
 
@@ -367,7 +367,7 @@ class Groups:
         answer: str | None = None,
     ) -> Outgoing:
         """Add a rank to a group. Idempotent per client. A conflicting join fails a group that is still forming."""
-        group = self._groups.setdefault(name, _Group(name, size))
+        group = self._groups.setdefault(name, _GroupState(name, size))
         group.members = group.members or tuple(members)
         contradiction = self._contradiction(group, client, rank, size)
         if contradiction is not None:
@@ -394,7 +394,7 @@ class Groups:
                 out += self._fail(part, Cause("PeerLostError", missing[0], message))
         return out
 
-    def _contradiction(self, group: _Group, client: int, rank: int, size: int) -> str | None:
+    def _contradiction(self, group: _GroupState, client: int, rank: int, size: int) -> str | None:
         if size != group.size:
             return (
                 f"rank {rank} declares {size} ranks for {group.name}, other ranks {group.size}; start all of them "
@@ -455,7 +455,7 @@ class Groups:
         if rank in exchange:
             message = f"rank {rank} joined {topic!r} of {name} twice; every exchange needs its own topic"
             return [(client, failed(request, Cause("CommError", rank, message)))]
-        exchange[rank] = Contribution(client, request, content, agree)
+        exchange[rank] = ExchangeEntry(client, request, content, agree)
         missing_for_good = group.left - exchange.keys()
         if missing_for_good:
             del group.exchanges[topic]
@@ -484,7 +484,7 @@ class Groups:
         out = [] if group is None else self._fail(group, cause)
         return (group and group.cause) or cause, out
 
-    def _fail(self, group: _Group, cause: Cause) -> Outgoing:
+    def _fail(self, group: _GroupState, cause: Cause) -> Outgoing:
         return [] if group.cause is not None else [*group.fail(cause), *self._on_failure(group.name, cause)]
 
     def cause(self, name: str) -> Cause | None:
@@ -526,7 +526,7 @@ class Groups:
         group.left.add(rank)
         return [(client, pushed(name, cause)), *self._fail(group, cause)]
 
-    def _forget_if_over(self, group: _Group) -> Outgoing:
+    def _forget_if_over(self, group: _GroupState) -> Outgoing:
         if len(group.left) < group.size:
             return []
         del self._groups[group.name]
@@ -538,7 +538,7 @@ class Groups:
         return name in self._groups
 
 
-def _results(exchange: dict[int, Contribution]) -> Outgoing:
+def _results(exchange: dict[int, ExchangeEntry]) -> Outgoing:
     contents = [exchange[rank].content for rank in range(len(exchange))]
     same = all(content == contents[0] for content in contents)
     # Rank 0 last: where its process is the server too, it would take the interpreter from this thread.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from unisono.host.processes import process_space, process_stat, started
 
-__all__ = ["Event", "EventLog", "process_state", "read_events", "record_of"]
+__all__ = ["EventLog", "LoggedEvent", "process_state", "read_events", "record_of"]
 
 _VARIABLE = "UNISONO_EVENTS"
 _MAGIC = b"unisono events 1"
@@ -34,7 +34,7 @@ _log = logging.getLogger("unisono")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LoggedEvent:
     """One event of a rank.
 
     Attributes:
@@ -125,7 +125,7 @@ def _new_in(folder: Path, rank: int) -> EventLog:
             number += 1
 
 
-def read_events(path: Path) -> tuple[int, int, list[Event]]:
+def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
     """Return process, rank and events of a file, the oldest first. Damaged records are skipped.
 
     Raises:
@@ -147,7 +147,7 @@ def read_events(path: Path) -> tuple[int, int, list[Event]]:
             # A partially written record may hold any number.
             if not 0 <= time_s < _LAST_S:
                 continue
-            events.append(Event(number, time_s, kind_said, group_said, of, None if call < 0 else call, text_said))
+            events.append(LoggedEvent(number, time_s, kind_said, group_said, of, None if call < 0 else call, text_said))
     return pid, rank, sorted(events, key=lambda event: event.number)
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from unisono.communicator import Communicator
 from unisono.core.flight_recorder import called_at
 from unisono.interop.device_backends import DeviceBackends, by_device
-from unisono.interop.from_store import Connection
-from unisono.interop.options import TorchWork, asynchronous, limit_s, only, operation, plain
+from unisono.interop.from_store import JoinedGroup
+from unisono.interop.options import UnisonoWork, asynchronous, limit_s, only, operation, plain
 from unisono.interop.serial_queue import Progress, SerialQueue
 
 __all__ = ["Collectives", "Lists", "Tensors"]
@@ -34,16 +34,16 @@ class Collectives:
     """
 
     others: DeviceBackends
-    _connection: Connection
+    _connection: JoinedGroup
     _queue: SerialQueue
     _progress: Progress
     _timeout_s: float
-    _batch: list[TorchWork] | None
+    _batch: list[UnisonoWork] | None
     _barriers: int
 
     # -- reductions ----------------------------------------------------------------------------
     @by_device
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> TorchWork:
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> UnisonoWork:
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         tensor = only(given, "all_reduce")
         op = operation(opts)
@@ -55,7 +55,7 @@ class Collectives:
         return self._do(lambda limit: comm.all_reduce(tensor, op, timeout=limit), opts, given)
 
     @by_device
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> UnisonoWork:
         mine = [plain(t) for t in tensors]
         op = operation(opts)
         comm = self._connection.comm
@@ -67,14 +67,14 @@ class Collectives:
         return self._do(all_of_them, opts, tensors)
 
     @by_device
-    def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
+    def reduce(self, tensors: Tensors, opts: Any) -> UnisonoWork:
         tensor = only(tensors, "reduce")
         op = operation(opts)
         comm = self._connection.comm
         return self._do(lambda limit: comm.reduce(tensor, opts.rootRank, op, timeout=limit), opts, tensors)
 
     @by_device
-    def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = None) -> TorchWork:
+    def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = None) -> UnisonoWork:
         output = only(outputs, "reduce_scatter")
         op = operation(opts)
         comm = self._connection.comm
@@ -82,11 +82,11 @@ class Collectives:
         return self._do(lambda limit: comm.reduce_scatter(output, parts, op, timeout=limit), opts, outputs)
 
     @by_device
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> UnisonoWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     @by_device
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> UnisonoWork:
         op = operation(opts)
         comm = self._connection.comm
         pairs = [(plain(output), plain(given)) for output, given in zip(outputs, inputs, strict=True)]
@@ -99,20 +99,20 @@ class Collectives:
 
     # -- movements -----------------------------------------------------------------------------
     @by_device
-    def broadcast(self, tensors: Tensors, opts: Any) -> TorchWork:
+    def broadcast(self, tensors: Tensors, opts: Any) -> UnisonoWork:
         tensor = only(tensors, "broadcast")
         comm = self._connection.comm
         return self._do(lambda limit: comm.broadcast(tensor, opts.rootRank, timeout=limit), opts, tensors)
 
     @by_device
-    def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> TorchWork:
+    def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> UnisonoWork:
         tensor = only(inputs, "all_gather")
         comm = self._connection.comm
         parts = [plain(t) for t in outputs[0]]
         return self._do(lambda limit: comm.all_gather(parts, tensor, timeout=limit), opts, outputs[0])
 
     @by_device
-    def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> TorchWork:
+    def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> UnisonoWork:
         """`outputs[r][i]` becomes rank r's `inputs[i]`."""
         comm = self._connection.comm
         mine = [plain(t) for t in inputs]
@@ -125,11 +125,11 @@ class Collectives:
         return self._do(all_of_them, opts, [t for row in outputs for t in row])
 
     @by_device
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> UnisonoWork:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     @by_device
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> UnisonoWork:
         comm = self._connection.comm
         pairs = [(plain(output), plain(given)) for output, given in zip(outputs, inputs, strict=True)]
 
@@ -140,14 +140,14 @@ class Collectives:
         return self._do(all_of_them, opts, outputs)
 
     @by_device
-    def gather(self, outputs: Lists, inputs: Tensors, opts: Any) -> TorchWork:
+    def gather(self, outputs: Lists, inputs: Tensors, opts: Any) -> UnisonoWork:
         tensor = only(inputs, "gather")
         comm = self._connection.comm
         targets = _list_at_root(outputs)
         return self._do(lambda limit: comm.gather(tensor, targets, opts.rootRank, timeout=limit), opts, targets or [])
 
     @by_device
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> TorchWork:
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> UnisonoWork:
         """Gather as many elements from each rank, one after another: since torch 2.15."""
         tensor = plain(input)
         comm = self._connection.comm
@@ -162,14 +162,14 @@ class Collectives:
         return self._do(lambda limit: comm.gather(tensor, targets, opts.rootRank, timeout=limit), opts, [output])
 
     @by_device
-    def scatter(self, outputs: Tensors, inputs: Lists, opts: Any) -> TorchWork:
+    def scatter(self, outputs: Tensors, inputs: Lists, opts: Any) -> UnisonoWork:
         tensor = only(outputs, "scatter")
         comm = self._connection.comm
         sources = _list_at_root(inputs)
         return self._do(lambda limit: comm.scatter(tensor, sources, opts.rootRank, timeout=limit), opts, outputs)
 
     @by_device
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> UnisonoWork:
         targets = [plain(t) for t in outputs]
         sources = [plain(t) for t in inputs]
         comm = self._connection.comm
@@ -183,7 +183,7 @@ class Collectives:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
-    ) -> TorchWork:
+    ) -> UnisonoWork:
         target = plain(output)
         source = plain(input)
         comm = self._connection.comm
@@ -215,19 +215,19 @@ class Collectives:
 
     # -- messages ------------------------------------------------------------------------------
     @by_device
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> UnisonoWork:
         work = self._connection.comm.isend(only(tensors, "send"), dst, tag)
         self._progress.watch(work)
-        return self._recorded(TorchWork(work, tensors))
+        return self._recorded(UnisonoWork(work, tensors))
 
     @by_device
-    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> TorchWork:
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> UnisonoWork:
         work = self._connection.comm.irecv(only(tensors, "recv"), src, tag)
         self._progress.watch(work)
-        return self._recorded(TorchWork(work, tensors))
+        return self._recorded(UnisonoWork(work, tensors))
 
     @by_device
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> UnisonoWork:
         return self.recv(tensors, None, tag)
 
     # Names by which other versions of torch call the same.
@@ -238,12 +238,12 @@ class Collectives:
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # -- order ---------------------------------------------------------------------------------
-    def _do(self, call: Callable[[float], object], opts: Any, result: Tensors) -> TorchWork:
+    def _do(self, call: Callable[[float], object], opts: Any, result: Tensors) -> UnisonoWork:
         """Run the call now, or queue it, in order; it receives its timeout in seconds."""
         limit = limit_s(opts) or self._timeout_s
         if not asynchronous(opts) or self._connection.group.size == 1:
             self._queue.run(lambda: call(limit))
-            return self._recorded(TorchWork(None, result))
+            return self._recorded(UnisonoWork(None, result))
         # Tensors made in inference mode may be written in inference mode only, which is a thread's own.
         inference = torch.is_inference_mode_enabled()
 
@@ -251,9 +251,9 @@ class Collectives:
             with torch.inference_mode() if inference else contextlib.nullcontext():
                 call(limit)
 
-        return self._recorded(TorchWork(self._queue.start(called_at(sys._getframe(), there)), result))
+        return self._recorded(UnisonoWork(self._queue.start(called_at(sys._getframe(), there)), result))
 
-    def _recorded(self, work: TorchWork) -> TorchWork:
+    def _recorded(self, work: UnisonoWork) -> UnisonoWork:
         if self._batch is not None:
             self._batch.append(work)
         return work

@@ -29,7 +29,7 @@ from unisono.transports import TRANSPORTS
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["Connection", "meet"]
+__all__ = ["JoinedGroup", "meet"]
 
 _ADDRESS_KEY = "unisono/place"
 _FAILED = "failed"
@@ -37,7 +37,7 @@ _REACH_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class JoinedGroup:
     """Result of joining, on this rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class Connection:
     group: Group
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions) -> Connection:
+def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions) -> JoinedGroup:
     """Join the other ranks of a new torch group. Each rank calls it, with a store for this group alone.
 
     Rank 0 hosts a control plane and publishes its address, with a fresh secret, in the store: any process that
@@ -82,7 +82,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
 
 def _join(
     store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions, held: Lease | None
-) -> Connection:
+) -> JoinedGroup:
     """Connect to the address that rank 0 publishes, and join all the others there."""
     published = _read(store, _ADDRESS_KEY, timeout_s, "rank 0 has not published its address")
     if published[0] == _FAILED:
@@ -112,14 +112,14 @@ def _joined(
     timeout_s: float,
     group_options: GroupOptions,
     release: Callable[[], None],
-) -> Connection:
+) -> JoinedGroup:
     address = control.local_host if isinstance(control, SocketControl) else "127.0.0.1"
     options = Options(transport, "cpu", timeout_s, address, group_options.chunk_bytes)
     connected = TRANSPORTS[transport].connect(group, control, options)
     comm = Communicator(connected, control, options, check=group_options.check)
     comm.allow_any_thread()
     comm.after_close(release)
-    return Connection(comm, control, group)
+    return JoinedGroup(comm, control, group)
 
 
 def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:

@@ -16,7 +16,7 @@ from unisono.core.threads import spawn_thread
 from unisono.interop.collectives import Collectives
 from unisono.interop.device_backends import DeviceBackends
 from unisono.interop.from_store import meet
-from unisono.interop.options import GroupOptions, TorchWork, together
+from unisono.interop.options import GroupOptions, UnisonoWork, together
 from unisono.interop.serial_queue import Progress, SerialQueue
 
 __all__ = ["Leaving", "UnisonoGroup"]
@@ -54,7 +54,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         # C++ holds only its part of a store, which fails without the Python part, if there is one.
         self._store = store
         self._name = self._desc = "undefined"
-        self._batch: list[TorchWork] | None = None
+        self._batch: list[UnisonoWork] | None = None
         self._barriers = self._communicators = 0
         self.others = DeviceBackends(self, store, timeout, others_options)
         self._connection = meet(store, rank, size, self._timeout_s, group_options)

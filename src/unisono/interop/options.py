@@ -14,7 +14,7 @@ import torch.distributed as dist
 from unisono.core.types import Work
 from unisono.core.work import WorkGroup
 
-__all__ = ["GroupOptions", "TorchWork", "asynchronous", "limit_s", "only", "operation", "plain", "together"]
+__all__ = ["GroupOptions", "UnisonoWork", "asynchronous", "limit_s", "only", "operation", "plain", "together"]
 
 _NAMES: dict[object, str] = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
@@ -87,10 +87,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 _ALWAYS = timedelta(0)
 _KEPT_BYTES = 4096
-_dropped: deque[TorchWork] = deque(maxlen=1024)
+_dropped: deque[UnisonoWork] = deque(maxlen=1024)
 
 
-class TorchWork(dist.Work):
+class UnisonoWork(dist.Work):
     """Torch `Work` over a unisono work.
 
     Torch's C++ code holds only its own part of one that Python hands to it, as `DDP.join` does, and finds methods by
@@ -154,7 +154,7 @@ class TorchWork(dist.Work):
         return self._tensors
 
 
-def together(works: Sequence[TorchWork]) -> TorchWork:
+def together(works: Sequence[UnisonoWork]) -> UnisonoWork:
     """Several works as one, which holds the tensors of all of them."""
     group = WorkGroup([work._work for work in works if work._work is not None])
-    return TorchWork(group, [tensor for work in works for tensor in work.result()])
+    return UnisonoWork(group, [tensor for work in works for tensor in work.result()])

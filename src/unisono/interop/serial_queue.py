@@ -22,7 +22,7 @@ _AT_EXIT_S = 5.0
 _queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
 
 
-class _Task(Completion):
+class _QueuedJob(Completion):
     """Queued job. A waiting thread runs it, and those before it, unless another thread is running jobs."""
 
     def __init__(self, queue: SerialQueue, job: Job) -> None:
@@ -55,7 +55,7 @@ class SerialQueue:
 
     def __init__(self, name: str) -> None:
         self._threads = DaemonThreadPool(name)
-        self._waiting: deque[_Task] = deque()
+        self._waiting: deque[_QueuedJob] = deque()
         # Held by the one thread that does jobs, which is the driver meanwhile.
         self._turn = threading.Lock()
         self._driver: int | None = None
@@ -81,7 +81,7 @@ class SerialQueue:
 
     def start(self, job: Job) -> Completion:
         """Queue a job, and return immediately."""
-        task = _Task(self, job)
+        task = _QueuedJob(self, job)
         if self._driver == threading.get_ident():
             task.perform()
             return task

@@ -18,7 +18,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 from unisono.core.failure import ended_by
 from unisono.errors import PeerLostError, UnavailableError
 from unisono.host.cpu_count import cores
@@ -59,7 +59,7 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
         )
     payload = by_value(job)
     key = secrets.token_bytes(32)
-    server = Server(secret := secrets.token_bytes(32))
+    server = ControlServer(secret := secrets.token_bytes(32))
     orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None, None)
     with tempfile.TemporaryDirectory(prefix="unisono-mpi-") as name:
         folder = Path(name)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 from unisono.core.failure import ended_by
 from unisono.core.work import seconds_left
 from unisono.errors import CommError, PeerLostError
@@ -46,7 +46,7 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
         )
     context = _context()
     payload = dump(job, importable(job.fn))
-    server = Server(secret := secrets.token_bytes(32))
+    server = ControlServer(secret := secrets.token_bytes(32))
     ranks: list[tuple[BaseProcess, connection.Connection]] = []
     ended: list[Outcome] = []
     try:

@@ -27,7 +27,7 @@ _made: weakref.WeakKeyDictionary[rpc.Agent, tuple[Communicator, dist.Store]] = w
 _numbers = itertools.count()
 
 
-class _Agent(rpc.Agent):
+class _TorchAgent(rpc.Agent):
     """Makes references that speak as torch's do."""
 
     rref_class = RRef
@@ -71,7 +71,7 @@ def init_rpc(
     comm, store = _meet(options.init_method, rank, world_size or -1)
     try:
         with as_in_torch():
-            agent = _Agent(comm, name, timeout, True, (), options.num_worker_threads)
+            agent = _TorchAgent(comm, name, timeout, True, (), options.num_worker_threads)
     except BaseException:
         comm.close()
         raise

@@ -12,17 +12,18 @@ from unisono.tools.bench.ranks import on_ranks, run
 from unisono.tools.bench.report import as_json, check_plot, machine, plot
 from unisono.tools.bench.result import Against, Result
 from unisono.tools.bench.settings import Settings
-from unisono.tools.bench.sizes import Finding, least_ratio, mean_ratio, parse_sizes, shown_size
+from unisono.tools.bench.sizes import BoundCheck, least_ratio, mean_ratio, parse_sizes, shown_size
 from unisono.tools.bench.table import heading, line, markdown, summary
 from unisono.tools.bench.timings import Sample, Spread, Timings, clock, interleave, timed
-from unisono.tools.bench.traffic import Traffic, counted
+from unisono.tools.bench.traffic import MemoryTraffic, counted
 from unisono.tools.bench.workload import COLLECTIVES, Slot, Workload, bus_factor
 
 __all__ = [
     "COLLECTIVES",
     "PEERS",
     "Against",
-    "Finding",
+    "BoundCheck",
+    "MemoryTraffic",
     "Peer",
     "Result",
     "Sample",
@@ -30,7 +31,6 @@ __all__ = [
     "Slot",
     "Spread",
     "Timings",
-    "Traffic",
     "Workload",
     "as_json",
     "bus_factor",

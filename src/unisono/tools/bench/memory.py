@@ -10,7 +10,7 @@ import torch
 
 from unisono.tools.bench.workload import Slot, Workload
 
-__all__ = ["Pool", "cache_bytes", "calls_per_sample"]
+__all__ = ["SlotPool", "cache_bytes", "calls_per_sample"]
 
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096
@@ -36,7 +36,7 @@ def _parsed(path: Path) -> int:
     return int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]] if text[:-1].isdigit() and text[-1] in "KM" else 0
 
 
-class Pool:
+class SlotPool:
     """Slots of one size for one rank.
 
     Args:

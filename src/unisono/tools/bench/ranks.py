@@ -16,7 +16,7 @@ import unisono as un
 from unisono.communicator import Communicator
 from unisono.core.transport import Options
 from unisono.launcher.job import Job, conclude
-from unisono.tools.bench.memory import Pool
+from unisono.tools.bench.memory import SlotPool
 from unisono.tools.bench.peers import PEERS, Peer
 from unisono.tools.bench.peers.unisono import UnisonoPeer
 from unisono.tools.bench.result import Against, Result
@@ -124,14 +124,14 @@ def measure(comm: Communicator, settings: Settings, folder: Path, report: Callab
             stack.callback(candidates[name].close)
         results = []
         for workload in settings.workloads:
-            results.append(_Case(comm, settings, workload, candidates).measure())
+            results.append(_Measurement(comm, settings, workload, candidates).measure())
             report(results[-1])
         # No rank closes a connection that another rank still uses.
         comm.barrier()
         return results
 
 
-class _Case:
+class _Measurement:
     """All candidates at one workload."""
 
     def __init__(self, comm: Communicator, settings: Settings, workload: Workload, candidates: dict[str, Peer]) -> None:
@@ -146,9 +146,9 @@ class _Case:
         def registered(numel: int) -> torch.Tensor:
             return comm.empty(numel, workload.dtype)
 
-        own = Pool(workload, registered if settings.registered else ordinary, cold=settings.cold)
+        own = SlotPool(workload, registered if settings.registered else ordinary, cold=settings.cold)
         apart = settings.registered and settings.against
-        others = Pool(workload, ordinary, cold=settings.cold) if apart else own
+        others = SlotPool(workload, ordinary, cold=settings.cold) if apart else own
         self._pools = {name: own if name == _OWN else others for name in candidates}
         for pool in {own, others}:
             pool.fill(comm.rank)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from unisono.tools.bench.result import Result
 from unisono.tools.bench.timings import Spread
 
-__all__ = ["Finding", "least_ratio", "mean_ratio", "parse_sizes", "shown_size"]
+__all__ = ["BoundCheck", "least_ratio", "mean_ratio", "parse_sizes", "shown_size"]
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -73,7 +73,7 @@ def shown_size(nbytes: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class BoundCheck:
     """A figure beside its bound.
 
     Attributes:
@@ -83,9 +83,9 @@ class Finding:
         most: Whether the bound is the maximum instead.
 
     Example:
-        >>> print(Finding("2 ranks, 8 B, gloo/own", Spread(18.0, 20.0, 21.0), 15.0))
+        >>> print(BoundCheck("2 ranks, 8 B, gloo/own", Spread(18.0, 20.0, 21.0), 15.0))
         met     2 ranks, 8 B, gloo/own: 20.00 (18.00 to 21.00), at least 15 wanted
-        >>> print(Finding("memory, KiB", Spread.of([108.0]), 100.0, most=True))
+        >>> print(BoundCheck("memory, KiB", Spread.of([108.0]), 100.0, most=True))
         MISSED  memory, KiB: 108.00, at most 100 wanted
     """
 
@@ -106,21 +106,21 @@ class Finding:
         return f"{'met' if self.met else 'MISSED':<7} {self.what}: {found}, {bound}"
 
 
-def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[Finding]:
+def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
     """Compare the geometric mean of a peer's ratios over some sizes with a bound; no finding without a size."""
     ratios = [result.against[peer].ratio for result in results]
     if not ratios:
         return []
     quartiles = zip(*((ratio.low, ratio.median, ratio.high) for ratio in ratios), strict=True)
-    return [Finding(f"{what}, {peer}/own, geometric mean", Spread(*map(_mean, quartiles)), bound)]
+    return [BoundCheck(f"{what}, {peer}/own, geometric mean", Spread(*map(_mean, quartiles)), bound)]
 
 
-def least_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[Finding]:
+def least_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
     """Compare a peer's smallest ratio over some sizes with a bound; no finding without a size."""
     if not results:
         return []
     least = min(results, key=lambda result: result.against[peer].ratio.median)
-    return [Finding(f"{what}, {peer}/own, least (at {least.nbytes} B)", least.against[peer].ratio, bound)]
+    return [BoundCheck(f"{what}, {peer}/own, least (at {least.nbytes} B)", least.against[peer].ratio, bound)]
 
 
 def _mean(figures: Sequence[float]) -> float:

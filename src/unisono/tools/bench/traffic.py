@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Traffic", "counted"]
+__all__ = ["MemoryTraffic", "counted"]
 
 # Operations that overwrite their operand without reading it.
 _ONLY_WRITE = {"copy_", "fill_", "zero_"}
 
 
 @dataclass(slots=True)
-class Traffic:
+class MemoryTraffic:
     """Bytes that torch operations moved.
 
     Attributes:
@@ -36,7 +36,7 @@ class Traffic:
 
 
 @contextmanager
-def counted() -> Iterator[Traffic]:
+def counted() -> Iterator[MemoryTraffic]:
     """Count this thread's operations inside the `with`. Excludes other threads and bytes moved by C code.
 
     Example:
@@ -55,7 +55,7 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.traffic = Traffic()
+        self.traffic = MemoryTraffic()
 
     def __torch_dispatch__(
         self,

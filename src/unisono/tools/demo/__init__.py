@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.tools.demo.run import PreparedDemo, Settings, prepare, show
+from unisono.tools.demo.run import DemoSettings, PreparedDemo, prepare, show
 
-__all__ = ["PreparedDemo", "Settings", "prepare", "show"]
+__all__ = ["DemoSettings", "PreparedDemo", "prepare", "show"]

@@ -9,13 +9,13 @@ import torch
 from unisono.data import DataPartitioner
 from unisono.tools.demo.data import Pictures
 
-__all__ = ["BATCH", "Batches", "Share"]
+__all__ = ["BATCH", "Batches", "StepShare"]
 
 BATCH = 64
 """Maximum pictures of one step over all ranks; more if there are more ranks, because each takes at least one."""
 
 
-class Share(NamedTuple):
+class StepShare(NamedTuple):
     """One rank's share of one step.
 
     Attributes:
@@ -45,17 +45,17 @@ class Batches:
         self._seed = seed
         self.steps = min(-(-len(pictures) // BATCH), len(pictures) // ranks)
 
-    def of(self, rank: int, epoch: int) -> list[Share]:
+    def of(self, rank: int, epoch: int) -> list[StepShare]:
         """Return the shares of one rank in an epoch: all pictures of its partition, once."""
         counts = [sum(sizes) for sizes in zip(*map(self._sizes, self._parts), strict=True)]
         divisors = [count / len(self._parts) for count in counts]
-        return [Share(*both) for both in zip(self._cut(rank, epoch), divisors, strict=True)]
+        return [StepShare(*both) for both in zip(self._cut(rank, epoch), divisors, strict=True)]
 
-    def whole(self, epoch: int) -> list[Share]:
+    def whole(self, epoch: int) -> list[StepShare]:
         """Return the shares for a single rank to see the same pictures in each step as all ranks together."""
         cuts = [self._cut(rank, epoch) for rank in range(len(self._parts))]
         batches = [torch.cat(parts) for parts in zip(*cuts, strict=True)]
-        return [Share(batch, len(batch)) for batch in batches]
+        return [StepShare(batch, len(batch)) for batch in batches]
 
     def _cut(self, rank: int, epoch: int) -> tuple[torch.Tensor, ...]:
         part = self._parts[rank]

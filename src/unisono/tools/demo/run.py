@@ -23,8 +23,8 @@ from unisono.tools.demo.train import Weights, sgd_step, train
 from unisono.transports.hierarchical import transport_named
 
 __all__ = [
+    "DemoSettings",
     "PreparedDemo",
-    "Settings",
     "difference",
     "largest",
     "one_rank",
@@ -40,7 +40,7 @@ _PROOF_STEPS = 150
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class DemoSettings:
     """Settings of the demonstration; see `unisono demo --help`."""
 
     ranks: int = 2
@@ -55,7 +55,7 @@ class Settings:
 class PreparedDemo:
     """Validated settings, and the pictures."""
 
-    settings: Settings
+    settings: DemoSettings
     backend: str
     training: Pictures
     held_out: Pictures
@@ -68,7 +68,7 @@ class PreparedDemo:
         )
 
 
-def prepare(settings: Settings) -> PreparedDemo:
+def prepare(settings: DemoSettings) -> PreparedDemo:
     """Load the pictures and check everything that can be checked before the first rank starts.
 
     Raises:
@@ -91,7 +91,7 @@ def prepare(settings: Settings) -> PreparedDemo:
     return PreparedDemo(settings, backend, training, held_out)
 
 
-def _backend(settings: Settings) -> str:
+def _backend(settings: DemoSettings) -> str:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no GPU here: leave out --device cuda")
     if settings.backend == "nccl" and settings.device == "cpu":
@@ -183,7 +183,7 @@ def _ranks(count: int) -> str:
     return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
-def _next(settings: Settings) -> str:
+def _next(settings: DemoSettings) -> str:
     """Return a command that this user can run here."""
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
     options = ["--ranks", "4"] if settings.ranks != 4 else ["--ranks", "3", "--backend", "thread"]

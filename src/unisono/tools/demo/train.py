@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import unisono as un
 from unisono.host.distribution import install_command
-from unisono.tools.demo.batches import Batches, Share
+from unisono.tools.demo.batches import Batches, StepShare
 from unisono.tools.demo.data import Pictures
 from unisono.tools.demo.model import build
 
@@ -63,7 +63,7 @@ def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int, sho
 
 
 def sgd_step(
-    model: nn.Module, pictures: Pictures, epochs: Iterable[list[Share]], average: Callable[[], None]
+    model: nn.Module, pictures: Pictures, epochs: Iterable[list[StepShare]], average: Callable[[], None]
 ) -> Iterator[torch.Tensor]:
     """Run plain SGD, calling `average` between `backward` and `step`; yield each step's loss.
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from unisono.control.mesh import Link, Mesh, say_farewell
-from unisono.control.sockets import Channel, invalidate_after_fork
+from unisono.control.sockets import FrameProtector, invalidate_after_fork
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.tensors import view_of
@@ -33,7 +33,7 @@ _MOST_VECTORS = 64
 class _EnvelopeReader:
     """Incoming stream of one rank: the length of an authenticated head, the head, and bodies received in new memory."""
 
-    def __init__(self, peer: int, connection: socket.socket, channel: Channel) -> None:
+    def __init__(self, peer: int, connection: socket.socket, channel: FrameProtector) -> None:
         self.peer = peer
         self.connection = connection
         self._channel = channel

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from unisono import serialization
 from unisono.control.client import SocketControl
-from unisono.control.server import Server
+from unisono.control.server import ControlServer
 from unisono.core.group import Group
 from unisono.core.tensors import view_of
 from unisono.core.transport import Options
@@ -51,13 +51,15 @@ def adopt(
     size = group.size()
     all_gather = partial(_all_gather, backend, size, device, time.monotonic() + timeout_s)
     hosts = [record.decode() for record in all_gather(host_identity().encode())]
-    server: Server | None = None
+    server: ControlServer | None = None
     record = b""
     with contextlib.ExitStack() as undo:
         if rank == 0:
             # For ranks of several hosts: the address towards the job's master, which the other hosts can reach, too.
             far = None if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR", "192.0.2.1")
-            server = Server(secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_towards(far))
+            server = ControlServer(
+                secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_towards(far)
+            )
             undo.callback(server.close)
             record = serialization.encode((*server.address, secret, f"adopted/{secrets.token_hex(4)}"))
         host, port, secret, name = serialization.decode(all_gather(record)[0])

@@ -7,14 +7,14 @@ from pathlib import Path
 from unisono.communicator import Communicator
 from unisono.tools.bench.peers.unisono import UnisonoPeer
 
-__all__ = ["PEER", "Native"]
+__all__ = ["PEER", "NativePeer"]
 
 
-class Native(UnisonoPeer):
+class NativePeer(UnisonoPeer):
     """Unisono with `algorithm="native"`, on ordinary memory."""
 
     def __init__(self, comm: Communicator, folder: Path) -> None:
         super().__init__(comm, folder, "native")
 
 
-PEER = Native
+PEER = NativePeer

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from unisono.diagnostics.event_log import Event, process_state, read_events
+from unisono.diagnostics.event_log import LoggedEvent, process_state, read_events
 from unisono.tools.cli import UsageError
 
 __all__ = ["add_arguments", "run"]
@@ -37,18 +37,18 @@ _TEXTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
+class _RankLog:
     rank: int
     pid: int
     process: str | None
-    events: list[Event]
+    events: list[LoggedEvent]
 
     @property
-    def last(self) -> Event:
+    def last(self) -> LoggedEvent:
         return self.events[-1]
 
     @property
-    def error(self) -> Event | None:
+    def error(self) -> LoggedEvent | None:
         return next((event for event in self.events if event.kind == "error"), None)
 
     @property
@@ -107,7 +107,7 @@ def run(given: argparse.Namespace) -> int:
     return 0 if first is None or all(rank.state in {"ended", "left"} for rank in ranks) else 1
 
 
-def _print(ranks: list[_Rank], first: _Rank | None, count: int) -> None:
+def _print(ranks: list[_RankLog], first: _RankLog | None, count: int) -> None:
     end = max(rank.last.time_s for rank in ranks)
     for rank in ranks:
         print(f"rank {rank.rank} (process {rank.pid}) {rank.text}, {end - rank.last.time_s:.3f} s before the end")
@@ -120,7 +120,7 @@ def _print(ranks: list[_Rank], first: _Rank | None, count: int) -> None:
         print(f"  {clock} rank {rank.rank} {event.kind:5} {event.text} [{event.group}]")
 
 
-def _ranks(directory: Path) -> list[_Rank]:
+def _ranks(directory: Path) -> list[_RankLog]:
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; pass the folder that UNISONO_EVENTS named")
     found = []
@@ -128,7 +128,7 @@ def _ranks(directory: Path) -> list[_Rank]:
         try:
             pid, rank, events = read_events(path)
             if events:
-                found.append(_Rank(rank, pid, process_state(path), events))
+                found.append(_RankLog(rank, pid, process_state(path), events))
         except (ValueError, OSError) as error:
             raise UsageError(str(error)) from error
     if not found:
@@ -136,13 +136,13 @@ def _ranks(directory: Path) -> list[_Rank]:
     return sorted(map(_later(found), found), key=lambda rank: (rank.rank, rank.last.time_s))
 
 
-def _later(ranks: list[_Rank]) -> Callable[[_Rank], _Rank]:
+def _later(ranks: list[_RankLog]) -> Callable[[_RankLog], _RankLog]:
     """Return a function that marks a rank whose process launchers have ended: another failed, and none missed it."""
     failed = any(rank.state == "failed" for rank in ranks)
     told = " ".join(rank.error.text for rank in ranks if rank.error is not None)
     missed = {int(number) for number in re.findall(r"rank (\d+) was (?:lost|ended)", told)}
 
-    def marked(rank: _Rank) -> _Rank:
+    def marked(rank: _RankLog) -> _RankLog:
         later = failed and rank.state == "killed" and rank.rank not in missed
         return replace(rank, process="later") if later else rank
 

@@ -18,8 +18,8 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options; see `unisono.tools.demo.Settings`."""
-    # Literal defaults, because those of Settings import torch, which help must not.
+    """Add the options; see `unisono.tools.demo.DemoSettings`."""
+    # Literal defaults, because those of `DemoSettings` import torch, which help must not.
     add = parser.add_argument
     add("-n", "--ranks", type=int, default=2, help="number of ranks (%(default)s)")
     add("--backend", default="auto", help="shm, gloo, thread, ...; auto chooses the best available backend")
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the demonstration; return 1 if the proof fails."""
-    from unisono.tools.demo import Settings, prepare, show
+    from unisono.tools.demo import DemoSettings, prepare, show
 
     try:
-        ready = prepare(Settings(given.ranks, given.backend, given.epochs, given.data, given.device, given.seed))
+        ready = prepare(DemoSettings(given.ranks, given.backend, given.epochs, given.data, given.device, given.seed))
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     return show(ready, as_json=given.json)

@@ -29,7 +29,7 @@ _COMMAND_WIDTH = 80
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _RunningJob:
     address: tuple[str, int]
     processes: list[int]
     ranks: dict[tuple[str, int], dict[str, Any] | None]
@@ -76,15 +76,15 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _query(address: tuple[str, int], secret: bytes, processes: list[int], timeout: float) -> _Job:
+def _query(address: tuple[str, int], secret: bytes, processes: list[int], timeout: float) -> _RunningJob:
     control = SocketControl(address, secret, _REACH_WITHIN_S)
     try:
-        return _Job(address, processes, control.query(None, timeout))
+        return _RunningJob(address, processes, control.query(None, timeout))
     finally:
         control.close()
 
 
-def _lines(job: _Job, at_length: bool, stacks: bool) -> list[str]:
+def _lines(job: _RunningJob, at_length: bool, stacks: bool) -> list[str]:
     lines = [job.title]
     for (group, rank), report in sorted(job.ranks.items()):
         process = "" if report is None else f" (process {report['pid']})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from unisono.bootstrap import Request, env, slurm
+from unisono.bootstrap import InitRequest, env, slurm
 from unisono.host import mpi_library
 from unisono.host.mpi_library import MpiLauncher, number
 from unisono.host.network import is_loopback
@@ -55,7 +55,7 @@ def launched() -> MpiLauncher:
 
 def _refused() -> Iterator[Finding]:
     """Yield the error that `init` would raise, verbatim."""
-    request = Request(None, None, None, 0.0, None)
+    request = InitRequest(None, None, None, 0.0, None)
     try:
         if env.detected(request):
             env.read(request)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from unisono import serialization
-from unisono.bootstrap import server_lease
+from unisono.bootstrap import rendezvous
 from unisono.control import LocalHub
 from unisono.control.client import SocketControl
 from unisono.control.client_base import ControlClient
@@ -101,9 +101,9 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     yield
-    for lease in list(server_lease._leases.values()):
+    for lease in list(rendezvous._leases.values()):
         lease.server.close()
-    server_lease._leases.clear()
+    rendezvous._leases.clear()
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from unisono.bootstrap import env, file, mpi, single, slurm, tcp
-from unisono.bootstrap.result import InitRequest, Rendezvous
+from unisono.bootstrap import env, file, mpi, slurm, tcp
+from unisono.bootstrap.rendezvous import InitRequest, Rendezvous, alone
 from unisono.errors import CommError
 
 __all__ = ["InitRequest", "Rendezvous", "find"]
 
 _SCHEMES = {"env": env.find, "file": file.find, "mpi": mpi.find, "tcp": tcp.find}
-_AUTOMATIC = (env, mpi, slurm, single)
+_AUTOMATIC = (env, mpi, slurm)
 _PLACES: dict[Callable[[InitRequest], Rendezvous], tuple[str, ...]] = {
     env.find: ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     mpi.find: ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK"),
@@ -63,7 +63,7 @@ def find(
     request = InitRequest(init_method, rank, world_size, time.monotonic() + timeout_s, secret)
     start: Callable[[InitRequest], Rendezvous]
     if init_method is None:
-        start = next(way.find for way in _AUTOMATIC if way.detected(request))
+        start = next((way.find for way in _AUTOMATIC if way.detected(request)), alone)
     else:
         scheme, separator, _ = init_method.partition("://")
         if not separator or scheme not in _SCHEMES:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from unisono.bootstrap.rendezvous import RankClaim
-from unisono.bootstrap.result import InitRequest, Rendezvous, checked, env_number
+from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.bootstrap.tcp_store import find_in_store
 

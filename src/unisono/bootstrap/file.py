@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from unisono.bootstrap.rendezvous import MovedError, RankClaim, confirm, meet
-from unisono.bootstrap.result import InitRequest, Rendezvous
-from unisono.bootstrap.server_lease import Lease, acquire
+from unisono.bootstrap.rendezvous import InitRequest, Lease, MovedError, RankClaim, Rendezvous, acquire, confirm, meet
 from unisono.control.client import SocketControl
 from unisono.control.sockets import refuse_if_shared
 from unisono.errors import ClosedError, CommError, CommTimeoutError

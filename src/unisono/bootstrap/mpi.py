@@ -17,10 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from unisono import serialization
-from unisono.bootstrap import single
-from unisono.bootstrap.rendezvous import RankClaim, meet
-from unisono.bootstrap.result import InitRequest, Rendezvous
-from unisono.bootstrap.server_lease import acquire
+from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, acquire, alone, meet
 from unisono.control.process_exit import close_all
 from unisono.control.sockets import secret_bytes
 from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
@@ -58,7 +55,7 @@ def find(request: InitRequest) -> Rendezvous:
     rank, size = request.rank, request.size = world.Get_rank(), world.Get_size()
     source = f"rank {rank} of {size} from {name_of(mpi)}"
     if size == 1:
-        return replace(single.find(request), source=f"{source}: a world of one")
+        return replace(alone(request), source=f"{source}: a world of one")
     end = job_end(mpi, rank, size)
     rendezvous = find_on(world, source, request.deadline, request.secret)
     rendezvous.network = "mpi"

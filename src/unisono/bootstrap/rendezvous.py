@@ -1,28 +1,214 @@
-"""Rendezvous at an address: connect, register the rank, and wait until all ranks have registered."""
+"""Rendezvous at an address: host or reach the control plane there, register the rank, and wait until all ranks have."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from unisono.bootstrap.result import Rendezvous, nothing
-from unisono.bootstrap.server_lease import Lease
+from unisono.control import LocalHub
 from unisono.control.client import SocketControl
+from unisono.control.process_exit import CLOSE_SERVERS, close_all, close_at_exit, when_process_ends
+from unisono.control.server import ControlServer
+from unisono.core.control import ControlPlane
 from unisono.core.failure import error_of
 from unisono.core.group import Group
 from unisono.errors import ClosedError, CommError, MismatchError
 
-__all__ = ["MovedError", "RankClaim", "claim_rank", "confirm", "meet"]
+__all__ = [
+    "LINGER_S",
+    "InitRequest",
+    "Lease",
+    "MovedError",
+    "RankClaim",
+    "Rendezvous",
+    "acquire",
+    "alone",
+    "checked",
+    "claim_rank",
+    "confirm",
+    "env_number",
+    "hosts_at",
+    "meet",
+]
 
 _LOOK_EVERY_S = 0.05
 _CLAIM_WITHIN_S = 1.0
 _OPEN = "open"
 
 
+@dataclass(slots=True)
+class InitRequest:
+    """Arguments of the caller of `init`.
+
+    Attributes:
+        init_method: As passed.
+        rank, size: As passed; or as found, so that errors name the rank.
+        deadline: Time by which all ranks must have joined, on the monotonic clock.
+        secret: As passed.
+    """
+
+    init_method: str | None
+    rank: int | None
+    size: int | None
+    deadline: float
+    secret: str | bytes | None
+
+    def numbers(self) -> tuple[int, int]:
+        """Rank and size, if they were given and make sense."""
+        if self.rank is None or self.size is None:
+            raise ValueError(
+                f"{self.init_method} gives an address, but not the rank of this process: pass rank and world_size too"
+            )
+        return checked(self.rank, self.size)
+
+
+def checked(rank: int, size: int) -> tuple[int, int]:
+    """Rank and size, if they make sense together."""
+    for name, number in (("rank", rank), ("world_size", size)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ValueError(f"{name} must be a whole number, not {number!r}")
+    if size < 1:
+        raise ValueError(f"world_size must be at least 1, not {size}")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not among 0 to {size - 1}, the ranks of a world of {size}")
+    return rank, size
+
+
+def env_number(name: str) -> int | None:
+    """Return the number in a variable of the environment; None if it is not set, or empty."""
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, which is not a number") from None
+
+
+def _nothing() -> None:
+    """Do nothing: there is nothing to release."""
+
+
+@dataclass(slots=True)
+class Rendezvous:
+    """Place of this process in the world. Its group is joined already; join again to be notified of failures.
+
+    Attributes:
+        rank, size: This process's rank, and the number of ranks.
+        local_rank: Its number on its host, if known.
+        control: Its own handle to the control plane.
+        server: The control plane itself, if this process hosts it.
+        address: The address of this host that the other ranks can reach.
+        name: The name of the world's group, different for each `init` of a job.
+        source: The decision and its reason, in one line for the log.
+        network: The backend that "auto" uses between hosts; "" if it depends on them.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    control: ControlPlane
+    server: ControlServer | None
+    address: str
+    name: str
+    source: str
+    release: Callable[[], None] = field(default=_nothing, repr=False)
+    network: str = ""
+
+    def close(self) -> None:
+        """Leave without an error. Idempotent. A server of this process serves the others until they have left."""
+        release = self.release
+        self.release = _nothing
+        self.control.close()
+        release()
+
+
+# -- servers of this process -----------------------------------------------------------------------
+# Long enough for ranks that end together, short enough for one that does not end at all.
+LINGER_S = 5.0
+
+
+@dataclass(slots=True)
+class Lease:
+    """Right to use a server of this process, shared by all callers that requested the same key.
+
+    Attributes:
+        server: The server.
+        secret: The secret that it was started with.
+        users: Number of users that have not released it.
+        withdraw: Called when the last user has released it, before it ends.
+    """
+
+    server: ControlServer
+    secret: bytes
+    users: int
+    withdraw: Callable[[], None]
+
+    def release(self) -> None:
+        """Release this use. After the last one, the server ends when its clients have, in the background."""
+        with _lock:
+            self.users -= 1
+            if not self.users:
+                self.withdraw()
+                self.server.retire(LINGER_S)
+
+
+# Of the process, because the address is: each `init` of a job must find the server of the one before. By process,
+# for a forked child has its parent's entries, and serves nothing.
+_leases: dict[tuple[int, str], Lease] = {}
+# Guards the leases above.
+_lock = threading.Lock()
+
+
+def acquire(key: str, secret: bytes | None, host: str, port: int, withdraw: Callable[[], None] = lambda: None) -> Lease:
+    """The server that this process runs under `key`; a new one if there is none.
+
+    Without a secret, it has one of its own.
+
+    The next `init` of a job finds the server of the last one, even if that is about to end.
+
+    Raises:
+        ValueError: It runs, with another secret.
+        CommError: A new one cannot listen there.
+    """
+    with _lock:
+        known = _leases.get((os.getpid(), key))
+        if known is not None and known.users and secret not in (None, known.secret):
+            raise ValueError(f"this process hosts {key} already, with another secret; pass the same secret")
+        if known is not None and secret in (None, known.secret) and known.server.stay():
+            known.users += 1
+            return known
+        chosen = secrets.token_hex(32).encode() if secret is None else secret
+        made = _leases[os.getpid(), key] = Lease(ControlServer(chosen, host, port), chosen, 1, withdraw)
+    when_process_ends(_close_servers, CLOSE_SERVERS)
+    return made
+
+
+def hosts_at(address: tuple[str, int]) -> bool:
+    """Return whether a server of this process listens at an address, or did: one that is retired does for a while."""
+    return any(process == os.getpid() and held.server.address == address for (process, _), held in _leases.items())
+
+
+def _close_servers() -> None:
+    # This process's own handles close first, whatever the order of its exit hooks.
+    close_all()
+    mine = [held for (process, _), held in _leases.items() if process == os.getpid()]
+    for held in mine:
+        if held.users:
+            held.withdraw()
+        held.server.retire(LINGER_S)
+    for held in mine:
+        held.server.close(LINGER_S)
+
+
+# -- joining ---------------------------------------------------------------------------------------
 class MovedError(Exception):
     """The ranks meet at another place than was thought."""
 
@@ -122,7 +308,7 @@ def confirm(
     except BaseException:
         control.close()
         raise
-    server, release = (None, nothing) if lease is None else (lease.server, lease.release)
+    server, release = (None, _nothing) if lease is None else (lease.server, lease.release)
     return Rendezvous(
         claim.rank, claim.size, claim.local_rank, control, server, control.local_host, name, claim.source, release
     )
@@ -164,3 +350,16 @@ def _open(group: Group) -> str:
 def _process(number: int) -> str:
     """A name for this process that no other one has; a fork has another number."""
     return f"{number}-{uuid.uuid4().hex}"
+
+
+# Of the process: two worlds of one must not have the same name.
+_worlds_of_one = itertools.count(1)
+
+
+def alone(_request: InitRequest) -> Rendezvous:
+    """Return a world of one: nothing in the arguments or the environment defines ranks. No socket, no thread."""
+    control = LocalHub().control()
+    close_at_exit(control)
+    name = f"alone{next(_worlds_of_one)}"
+    control.join(Group.world(0, 1, name))
+    return Rendezvous(0, 1, 0, control, None, "127.0.0.1", name, "no launcher and no init_method: a world of one")

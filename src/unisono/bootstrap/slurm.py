@@ -17,9 +17,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from unisono.bootstrap import single
-from unisono.bootstrap.rendezvous import RankClaim
-from unisono.bootstrap.result import InitRequest, Rendezvous, checked, env_number
+from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, alone, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.errors import CommTimeoutError
 from unisono.host.network import address_towards
@@ -87,9 +85,9 @@ def find(request: InitRequest) -> Rendezvous:
         source = f"Slurm job {job} runs no step here: a world of one; start the ranks with srun"
         if tasks is not None and tasks > 1:
             _log.warning("unisono: %s (the job has %d tasks)", source, tasks)
-        return replace(single.find(request), source=source)
+        return replace(alone(request), source=source)
     if task.size == 1:
-        return replace(single.find(request), source=f"step {job}.{task.number} of Slurm has one task: a world of one")
+        return replace(alone(request), source=f"step {job}.{task.number} of Slurm has one task: a world of one")
     return _meet(task, request)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 from urllib.parse import urlsplit
 
-from unisono.bootstrap.rendezvous import RankClaim, claim_rank, meet
-from unisono.bootstrap.result import InitRequest, Rendezvous
-from unisono.bootstrap.server_lease import acquire
+from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, acquire, claim_rank, meet
 from unisono.control.sockets import find_secret
 from unisono.errors import CommError
 

@@ -16,9 +16,17 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from unisono.bootstrap.rendezvous import MovedError, RankClaim, claim_rank, confirm, meet
-from unisono.bootstrap.result import Rendezvous
-from unisono.bootstrap.server_lease import LINGER_S, acquire, hosts_at
+from unisono.bootstrap.rendezvous import (
+    LINGER_S,
+    MovedError,
+    RankClaim,
+    Rendezvous,
+    acquire,
+    claim_rank,
+    confirm,
+    hosts_at,
+    meet,
+)
 from unisono.bootstrap.tcp import plain_host
 from unisono.control.client import SocketControl, reach
 from unisono.control.sockets import find_secret, listen

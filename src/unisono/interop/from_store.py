@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from unisono import serialization
-from unisono.bootstrap.server_lease import Lease, acquire
+from unisono.bootstrap.rendezvous import Lease, acquire
 from unisono.communicator import Communicator
 from unisono.control import LocalHub
 from unisono.control.client import SocketControl

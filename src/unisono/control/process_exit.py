@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import sys
 import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from unisono.errors import AbortedError, CommError, PeerLostError
 
@@ -20,6 +21,7 @@ __all__ = [
     "ExitHandler",
     "close_all",
     "close_at_exit",
+    "exit_with_children",
     "raise_failed_saves",
     "when_process_ends",
 ]
@@ -40,7 +42,9 @@ class ExitHandler(Protocol):
 
 # By the process that registered them: a forked child has its parent's, and must not close them.
 _handles: weakref.WeakValueDictionary[tuple[int, int], ExitHandler] = weakref.WeakValueDictionary()
+# Of the process, for the order in which handles were made.
 _numbers = itertools.count()
+# By process, as the handles: a forked child registers its own.
 _registered: set[tuple[int, int]] = set()
 
 
@@ -63,6 +67,14 @@ def _take_leave() -> None:
     if isinstance(error, PeerLostError | AbortedError):
         # Launchers blame the process that ends first, which should be the one that failed.
         time.sleep(_GRACE_S)
+
+
+def exit_with_children() -> NoReturn:
+    """Exit immediately, with all that this rank has started, because its launcher is gone."""
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        # What this rank has started is in its group.
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def raise_failed_saves() -> None:

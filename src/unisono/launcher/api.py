@@ -6,7 +6,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -21,12 +20,12 @@ from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
-from unisono.core.work import positive_timeout, seconds_left
+from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
 from unisono.host.native import core_build
 from unisono.host.network import address_of, host_identity, interface_of, requested_interface, why_no_shm
-from unisono.launcher.job import GRACE_S, Job, Outcome, check_chunk_bytes, check_job, conclude
+from unisono.launcher.job import Job, Outcome, check_chunk_bytes, check_job, collect, conclude
 from unisono.launcher.simulated import run_simulated, seed_of
 from unisono.transports import TRANSPORTS
 from unisono.transports.hierarchical import transport_named
@@ -414,26 +413,18 @@ def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
         finally:
             control.close()
 
+    def next_outcome(limit_s: float | None) -> list[Outcome]:
+        try:
+            return [done.get(timeout=limit_s)]
+        except queue.Empty:
+            return []
+
     try:
         for rank in range(size):
             threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()
-        return _collect(done, size, on_failure)
+        return collect(size, on_failure, next_outcome, [])
     except BaseException as error:
         # The caller was interrupted. No thread waits for the ranks any more; they end at their next call.
         cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")
         hub.control().report_failure(Group.world(0, size), cause)
         raise
-
-
-def _collect(done: queue.SimpleQueue[Outcome], size: int, on_failure: str) -> list[Outcome]:
-    """Outcomes, until all ranks have ended, or the grace after a failure is over."""
-    ended: list[Outcome] = []
-    deadline: float | None = None
-    while len(ended) < size:
-        try:
-            ended.append(done.get(timeout=None if deadline is None else seconds_left(deadline)))
-        except queue.Empty:
-            break
-        if ended[-1].error is not None and on_failure == "end" and deadline is None:
-            deadline = time.monotonic() + GRACE_S
-    return ended

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from unisono.core.failure import text_of
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
 from unisono.core.transport import Options, Transport
+from unisono.core.work import seconds_left
 from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableError
 from unisono.serialization.functions import dumps
 from unisono.transports.hierarchical import Connectable
@@ -27,8 +30,10 @@ __all__ = [
     "Outcome",
     "check_chunk_bytes",
     "check_job",
+    "collect",
     "conclude",
     "first_failure",
+    "received",
     "reported",
     "run_reported",
 ]
@@ -140,6 +145,36 @@ def reported(rank: int, data: bytes) -> Outcome:
         error.add_note(f"while reading the {kind} of rank {rank}")
         return Outcome(rank, error=error)
     return Outcome(rank, value) if kind == "result" else Outcome(rank, error=value)
+
+
+def received(rank: int, link: Connection[Any, Any]) -> Outcome | None:
+    """Return the outcome that a rank's process sends over a connection; None if it ends without one."""
+    try:
+        return reported(rank, link.recv_bytes())
+    except (EOFError, OSError):
+        return None
+
+
+def collect(
+    size: int, on_failure: str, wait: Callable[[float | None], Iterable[Outcome]], ended: list[Outcome]
+) -> list[Outcome]:
+    """Collect outcomes until all ranks have ended, or the grace after a failure is over.
+
+    Args:
+        size: Number of ranks.
+        on_failure: With "continue", no failure limits the time of the others.
+        wait: Returns outcomes as soon as there are any, or none after a number of seconds; None is no limit.
+        ended: The outcomes that are known, to which the others are added in the order in which ranks end.
+    """
+    deadline: float | None = None
+    while len(ended) < size:
+        if deadline is None and on_failure == "end" and any(outcome.error is not None for outcome in ended):
+            deadline = time.monotonic() + GRACE_S
+        left_s = None if deadline is None else seconds_left(deadline)
+        if left_s == 0:
+            break
+        ended += wait(left_s)
+    return ended
 
 
 def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:

@@ -1,8 +1,12 @@
-"""Ranks that mpirun starts on this host, for backends that need MPI. They report to this process."""
+"""Ranks that mpirun starts on this host, for backends that need MPI. They report to this process.
+
+`python -m unisono.launcher.mpirun FOLDER` is one of these ranks.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import secrets
 import signal
@@ -13,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -23,20 +28,17 @@ from unisono.core.failure import ended_by
 from unisono.errors import PeerLostError, UnavailableError
 from unisono.host.cpu_count import cores
 from unisono.host.distribution import install_command
-from unisono.host.mpi_library import find_mpirun, mpirun_environment
-from unisono.launcher.job import GRACE_S, Job, Outcome, reported
-from unisono.launcher.processes import by_value, share_of_cores
-from unisono.launcher.worker import WorkerSpec
+from unisono.host.mpi_library import find_mpirun, launched, mpirun_environment
+from unisono.launcher.job import Job, Outcome, collect, received
+from unisono.launcher.processes import WorkerSpec, by_value, configure_process, run_job, share_of_cores
 from unisono.serialization.functions import dumps
 
-__all__ = ["ORDERS", "RANKS", "run_mpirun", "running"]
+__all__ = ["run_mpirun", "run_rank", "running"]
 
-ORDERS = "orders"
-RANKS = "ranks"
+_ORDERS = "orders"
+_RANKS = "ranks"
 """Names in the ranks' folder: the file with their orders, and the socket at which they report."""
 
-# Not imported here, for the ranks run it as their main module.
-_RANK = "unisono.launcher.mpi_worker"
 _LOOK_EVERY_S = 0.1
 _COME_S = 120.0
 _END_S = 5.0
@@ -63,12 +65,20 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
     orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None, None)
     with tempfile.TemporaryDirectory(prefix="unisono-mpi-") as name:
         folder = Path(name)
-        (folder / ORDERS).write_bytes(dumps((orders, key, list(sys.path))))
-        command = [mpirun, *_survival(mpirun, on_failure), "-n", str(size), sys.executable, "-m", _RANK, name]
+        (folder / _ORDERS).write_bytes(dumps((orders, key, list(sys.path))))
+        command = [mpirun, *_survival(mpirun, on_failure), "-n", str(size), sys.executable, "-m", __name__, name]
         try:
-            with Listener(str(folder / RANKS), authkey=key) as listener, running(command, size) as process:
-                links = _WorkerConnections(listener, process, size, (str(folder / RANKS), key)).links
-                return _watch(links, size, process, on_failure)
+            with Listener(str(folder / _RANKS), authkey=key) as listener, running(command, size) as process:
+                links = _WorkerConnections(listener, process, size, (str(folder / _RANKS), key)).links
+                ended = [_no_result(rank, size, process) for rank in range(size) if rank not in links.values()]
+
+                def next_outcomes(limit_s: float | None) -> list[Outcome]:
+                    ready = wait(list(links), limit_s)
+                    over = [link for link in links if link in ready]
+                    return [_outcome(links.pop(link), size, link, process) for link in over]
+
+                # A rank that never came is missed by the others, whatever the caller wants after a failure.
+                return collect(size, "end" if ended else on_failure, next_outcomes, ended)
         finally:
             server.close()
 
@@ -130,33 +140,9 @@ class _WorkerConnections:
                 return
 
 
-def _watch(
-    links: dict[Connection[Any, Any], int], size: int, process: subprocess.Popen[bytes], on_failure: str
-) -> list[Outcome]:
-    """Outcomes, until all ranks have ended or the grace after a failure is over."""
-    missing = sorted(set(range(size)) - set(links.values()))
-    ended = [_no_result(rank, size, process) for rank in missing]
-    deadline = time.monotonic() + GRACE_S if missing else None
-    while links:
-        left_s = None if deadline is None else deadline - time.monotonic()
-        if left_s is not None and left_s <= 0:
-            break
-        for link in wait(list(links), left_s):
-            assert isinstance(link, Connection)
-            ended.append(_outcome(links.pop(link), size, link, process))
-            if ended[-1].error is not None and on_failure == "end" and deadline is None:
-                deadline = time.monotonic() + GRACE_S
-    return ended
-
-
 def _outcome(rank: int, size: int, link: Connection[Any, Any], process: subprocess.Popen[bytes]) -> Outcome:
-    try:
-        data = link.recv_bytes()
-    except (EOFError, OSError):
-        return _no_result(rank, size, process)
-    finally:
-        link.close()
-    return reported(rank, data)
+    with link:
+        return received(rank, link) or _no_result(rank, size, process)
 
 
 def _no_result(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcome:
@@ -179,3 +165,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
             return
+
+
+def run_rank(folder: Path) -> None:
+    """Be one rank, which mpirun has started: run the orders in the folder, and report there."""
+    found = launched()
+    assert found is not None
+    assert found.rank is not None
+    orders, key, path = pickle.loads((folder / _ORDERS).read_bytes())
+    sys.path[:] = path
+    with Client(str(folder / _RANKS), authkey=key) as report:
+        report.send(found.rank)
+        configure_process(orders.threads)
+        report.send_bytes(run_job(replace(orders, rank=found.rank)))
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))

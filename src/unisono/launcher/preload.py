@@ -9,7 +9,7 @@ __all__ = ["PRELOADED"]
 
 PRELOADED = (
     "unisono.gradients",
-    "unisono.launcher.worker",
+    "unisono.launcher.processes",
     "unisono.transports.thread",
     "unisono.transports.torch",
 )

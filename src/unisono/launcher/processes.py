@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.machinery
+import io
 import multiprocessing
 import os
 import pickle
@@ -15,25 +16,40 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
+from unisono.control.client import SocketControl
+from unisono.control.process_exit import exit_with_children, raise_failed_saves
 from unisono.control.server import ControlServer
 from unisono.core.failure import ended_by
+from unisono.core.group import Group
 from unisono.core.work import seconds_left
 from unisono.errors import CommError, PeerLostError
 from unisono.host.cpu_count import cores
-from unisono.launcher.job import GRACE_S, Job, Outcome, reported
-from unisono.launcher.worker import WorkerSpec, run_worker
+from unisono.launcher.job import Job, Outcome, collect, received, run_reported
 from unisono.serialization.functions import dumps
 
-__all__ = ["by_value", "dump", "importable", "run_processes", "share_of_cores"]
-
+__all__ = [
+    "WorkerSpec",
+    "by_value",
+    "configure_process",
+    "dump",
+    "importable",
+    "run_job",
+    "run_processes",
+    "run_worker",
+    "share_of_cores",
+]
 _END_S = 1.0
+# Of the process, as `__main__` is, which it guards.
 _starting = threading.Lock()
 
 
@@ -47,8 +63,16 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
     context = _context()
     payload = dump(job, importable(job.fn))
     server = ControlServer(secret := secrets.token_bytes(32))
-    ranks: list[tuple[BaseProcess, connection.Connection]] = []
+    ranks: list[tuple[BaseProcess, Connection]] = []
+    running: dict[int, tuple[BaseProcess, Connection]] = {}
     ended: list[Outcome] = []
+
+    def next_outcomes(limit_s: float | None) -> list[Outcome]:
+        # A rank's own children may hold its end of the pipe open longer than it lives.
+        ready = wait([sign for process, reader in running.values() for sign in (reader, process.sentinel)], limit_s)
+        over = [rank for rank, (process, reader) in running.items() if {reader, process.sentinel} & {*ready}]
+        return [_outcome(rank, size, *running.pop(rank)) for rank in over]
+
     try:
         for rank in range(size):
             reader, writer = context.Pipe(duplex=False)
@@ -70,8 +94,8 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
                 _start(process)
             writer.close()
             ranks.append((process, reader))
-        _watch(ranks, on_failure, ended)
-        return ended
+            running[rank] = process, reader
+        return collect(size, on_failure, next_outcomes, ended)
     finally:
         heard = {outcome.rank for outcome in ended}
         _end(
@@ -95,36 +119,13 @@ def _start(process: BaseProcess) -> None:
         ) from error
 
 
-def _watch(ranks: list[tuple[BaseProcess, connection.Connection]], on_failure: str, ended: list[Outcome]) -> None:
-    """Collect outcomes until all ranks have ended, or the grace after a failure is over."""
-    running = dict(enumerate(ranks))
-    deadline: float | None = None
-    while running:
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            break
-        # A rank's own children may hold its end of the pipe open longer than it lives.
-        ready = connection.wait(
-            [sign for process, reader in running.values() for sign in (reader, process.sentinel)], left
-        )
-        for rank, (process, reader) in list(running.items()):
-            if reader in ready or process.sentinel in ready:
-                del running[rank]
-                ended.append(_outcome(rank, len(ranks), process, reader))
-        if deadline is None and on_failure == "end" and any(outcome.error is not None for outcome in ended):
-            deadline = time.monotonic() + GRACE_S
-
-
-def _outcome(rank: int, size: int, process: BaseProcess, reader: connection.Connection) -> Outcome:
+def _outcome(rank: int, size: int, process: BaseProcess, reader: Connection) -> Outcome:
     """Return what a rank reported, or how it ended if it did not."""
-    try:
-        data = reader.recv_bytes() if reader.poll() else None
-    except (EOFError, OSError):
-        data = None
-    if data is None:
+    outcome = received(rank, reader) if reader.poll() else None
+    if outcome is None:
         process.join(_END_S)
         return Outcome(rank, error=_no_result(rank, size, process.exitcode), reported=False)
-    return reported(rank, data)
+    return outcome
 
 
 def _no_result(rank: int, size: int, code: int | None) -> PeerLostError:
@@ -300,3 +301,73 @@ def _found(module: ModuleType) -> bool:
     path = sys.modules[parent].__path__ if parent else None
     spec = importlib.machinery.PathFinder.find_spec(module.__name__, path)
     return spec is not None and module.__spec__ is not None and spec.origin == module.__spec__.origin
+
+
+# -- the rank --------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class WorkerSpec:
+    """Orders of the launching process to a rank. Multiprocessing passes them from parent to child.
+
+    Attributes:
+        job: A `Job`, pickled: it may need the caller's main module, which is imported first.
+        environment: The caller's, because the forkserver keeps the one it was started with.
+        address, secret: Of the control plane, which the caller hosts.
+        outputs: Copies of the caller's standard output and error; None for a closed one.
+        start_method: How the caller lets processes start, if it has chosen; None is the platform's way.
+    """
+
+    rank: int
+    size: int
+    job: bytes
+    environment: dict[str, str]
+    address: tuple[str, int]
+    secret: bytes
+    threads: int
+    outputs: tuple[Any, Any] | None
+    start_method: str | None
+
+
+def run_worker(orders: WorkerSpec, report: Connection) -> None:
+    """Run a rank: set up, run the job, send its outcome to the launching process."""
+    # An interrupt at the terminal is for the launching process, which then ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "setpgid"):
+        # What this rank starts is with it, and ends with it.
+        os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(orders.environment)
+    if orders.outputs is not None:
+        for number, copy in zip((1, 2), orders.outputs, strict=True):
+            if copy is not None:
+                os.dup2(copy.detach(), number)
+    configure_process(orders.threads)
+    # Workers of a loader start as those of a plain script do, not as ranks do.
+    multiprocessing.set_start_method(orders.start_method, force=True)
+    report.send_bytes(run_job(orders))
+
+
+def configure_process(threads: int) -> None:
+    """Set up how a rank prints and computes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Whole lines, so that those of several ranks do not run into each other.
+            stream.reconfigure(line_buffering=True, write_through=False)
+    torch.set_num_threads(threads)
+
+
+def run_job(orders: WorkerSpec) -> bytes:
+    """Run the job; return its outcome, for the launching process."""
+
+    def program() -> Any:
+        job: Job = pickle.loads(orders.job)
+        control = SocketControl(orders.address, orders.secret, job.options.timeout_s, on_orphan=exit_with_children)
+        result = job.run(Group.world(orders.rank, orders.size), control)
+        raise_failed_saves()
+        return result
+
+    outcome = run_reported(orders.rank, program)
+    for stream in (sys.stdout, sys.stderr):
+        # A stream may be missing, or its reader gone: the outcome is reported all the same.
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    return outcome

@@ -12,7 +12,7 @@ import types
 import zipfile
 from pathlib import Path
 
-from unisono.control.process_exit import raise_failed_saves
+from unisono.control.process_exit import exit_with_children, raise_failed_saves
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.host import numa
 
@@ -72,10 +72,7 @@ def _search_first(folder: str) -> None:
 
 def _end_with_launcher(alive: int) -> None:
     os.read(alive, 1)
-    if os.getpgrp() == os.getpid():
-        # What this rank has started is in its group.
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    exit_with_children()
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@ import argparse
 from typing import Any
 
 from unisono.tools.bench.ranks import run
-from unisono.tools.bench.result import Result
-from unisono.tools.bench.settings import Settings
-from unisono.tools.bench.sizes import parse_sizes
-from unisono.tools.bench.table import summary
+from unisono.tools.bench.result import Result, summary
+from unisono.tools.bench.settings import Settings, parse_sizes
 
 __all__ = ["between", "measured", "parser", "sweep_parser"]
 

@@ -41,9 +41,9 @@ from unisono.tools.bench import (
     parse_sizes,
     shown_size,
 )
-from unisono.tools.bench.memory import SlotPool
-from unisono.tools.bench.pattern import given as pattern_of
 from unisono.tools.bench.peers.gloo import Gloo
+from unisono.tools.bench.workload import SlotPool
+from unisono.tools.bench.workload import given as pattern_of
 
 OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 # Minimum ratio of gloo's time to that of tcp, by the bytes of a message.

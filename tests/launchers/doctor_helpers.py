@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unisono.tools.doctor import Target, examine
-from unisono.tools.doctor.report import Finding
+from unisono.tools.doctor.examination import Finding
 
 __all__ = ["ALONE", "DOCTOR", "Seen", "Start", "find", "the_problem"]
 

@@ -10,8 +10,8 @@ import pytest
 from doctor_helpers import DOCTOR, Start, the_problem
 
 from unisono.tools.cli import main
-from unisono.tools.doctor import CHECKS, Target, runner
-from unisono.tools.doctor.report import Finding, info, ok, optional
+from unisono.tools.doctor import CHECKS, Target, examination
+from unisono.tools.doctor.examination import Finding, info, ok, optional
 
 
 class Planted:
@@ -39,7 +39,7 @@ def test_failing_check_is_a_cross(plant: Callable[..., None], capsys: pytest.Cap
 
 
 def test_hanging_check_is_a_cross(plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_GRACE_S", 0.0)
+    monkeypatch.setattr(examination, "_GRACE_S", 0.0)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         plant(lambda: [ok(str(theirs.recv(1)))])

@@ -99,7 +99,7 @@ def test_no_mpi_library(doctor: Callable[..., Seen], tmp_path: Path) -> None:
 
 
 def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.tools.doctor import mpi
+    from unisono.tools.doctor.checks import mpi
 
     monkeypatch.setattr(mpi, "find_spec", lambda name: None)
     assert "no MPI library: mpi4py is not installed" in the_problem("mpi", MPI).text

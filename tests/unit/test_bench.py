@@ -15,10 +15,9 @@ from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
 from unisono.tools import bench
-from unisono.tools.bench import PEERS, Against, BoundCheck, Result, Settings, Slot, Spread, Workload, memory
-from unisono.tools.bench.memory import SlotPool, calls_per_sample
-from unisono.tools.bench.pattern import PERIOD, given
+from unisono.tools.bench import PEERS, Against, BoundCheck, Result, Settings, Slot, Spread, Workload
 from unisono.tools.bench.peers import Peer
+from unisono.tools.bench.workload import PERIOD, SlotPool, calls_per_sample, given
 from unisono.tools.cli import main
 
 SHORT = ["--seconds", "0.01"]
@@ -154,7 +153,7 @@ def test_data_of_another_rank_is_wrong() -> None:
 
 
 def test_cold_memory_is_not_in_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "cache_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("unisono.tools.bench.workload.cache_bytes", lambda: 1 << 20)
     taken: list[int] = []
 
     def allocate(numel: int) -> torch.Tensor:

@@ -16,9 +16,8 @@ from unisono.host.distribution import install_command
 from unisono.host.network import why_no_shm
 from unisono.tools.cli import main
 from unisono.tools.demo import run as demonstration
-from unisono.tools.demo.batches import Batches
 from unisono.tools.demo.data import Pictures, load, split
-from unisono.tools.demo.train import progress, train
+from unisono.tools.demo.train import Batches, progress, train
 
 ACCURACY = re.compile(r"^test accuracy: (\d+\.\d) %$", re.MULTILINE)
 NEXT = re.compile(r"^next: (.+)$", re.MULTILINE)

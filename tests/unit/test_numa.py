@@ -10,7 +10,7 @@ import pytest
 from unisono.host import cpu_count, numa
 from unisono.launcher.script import ScriptJob
 from unisono.tools.doctor.checks.numa import check
-from unisono.tools.doctor.runner import Target
+from unisono.tools.doctor.examination import Target
 
 
 @pytest.fixture

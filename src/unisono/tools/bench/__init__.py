@@ -10,10 +10,18 @@ from __future__ import annotations
 from unisono.tools.bench.peers import PEERS, Peer
 from unisono.tools.bench.ranks import on_ranks, run
 from unisono.tools.bench.report import as_json, check_plot, machine, plot
-from unisono.tools.bench.result import Against, Result
-from unisono.tools.bench.settings import Settings
-from unisono.tools.bench.sizes import BoundCheck, least_ratio, mean_ratio, parse_sizes, shown_size
-from unisono.tools.bench.table import heading, line, markdown, summary
+from unisono.tools.bench.result import (
+    Against,
+    BoundCheck,
+    Result,
+    heading,
+    least_ratio,
+    line,
+    markdown,
+    mean_ratio,
+    summary,
+)
+from unisono.tools.bench.settings import Settings, parse_sizes, shown_size
 from unisono.tools.bench.timings import Sample, Spread, Timings, clock, interleave, timed
 from unisono.tools.bench.traffic import MemoryTraffic, counted
 from unisono.tools.bench.workload import COLLECTIVES, Slot, Workload, bus_factor

@@ -16,14 +16,12 @@ import unisono as un
 from unisono.communicator import Communicator
 from unisono.core.transport import Options
 from unisono.launcher.job import Job, conclude
-from unisono.tools.bench.memory import SlotPool
 from unisono.tools.bench.peers import PEERS, Peer
 from unisono.tools.bench.peers.unisono import UnisonoPeer
-from unisono.tools.bench.result import Against, Result
+from unisono.tools.bench.result import Against, Result, heading, line
 from unisono.tools.bench.settings import Settings
-from unisono.tools.bench.table import heading, line
 from unisono.tools.bench.timings import Timings, clock, interleave
-from unisono.tools.bench.workload import Slot, Workload
+from unisono.tools.bench.workload import Slot, SlotPool, Workload
 from unisono.transports.hierarchical import transport_named
 
 __all__ = ["measure", "on_ranks", "run"]

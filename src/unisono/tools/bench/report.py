@@ -13,9 +13,9 @@ import torch
 import unisono as un
 from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
-from unisono.tools.bench.memory import cache_bytes
 from unisono.tools.bench.result import Result
 from unisono.tools.bench.settings import Settings
+from unisono.tools.bench.workload import cache_bytes
 
 __all__ = ["as_json", "check_plot", "machine", "plot"]
 

@@ -1,14 +1,31 @@
-"""Results of one workload: unisono's figures and its peers'."""
+"""Results of one workload, unisono's figures and its peers', as tables and beside their bounds.
+
+Tables have the columns of nccl-tests, and for each peer its time and how many times as fast unisono was.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from unisono.core.collective import FAMILIES
+from unisono.tools.bench.settings import Settings
 from unisono.tools.bench.timings import Spread
 from unisono.tools.bench.workload import bus_factor
 
-__all__ = ["Against", "Result"]
+__all__ = [
+    "Against",
+    "BoundCheck",
+    "Result",
+    "heading",
+    "least_ratio",
+    "line",
+    "markdown",
+    "mean_ratio",
+    "summary",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +88,144 @@ class Result:
         """Return fields and bandwidths as JSON-serializable values."""
         figures = {"time_us": self.time_us, "algbw_gb_s": self.algbw_gb_s, "busbw_gb_s": self.busbw_gb_s}
         return asdict(self) | figures
+
+
+_COLUMNS = (
+    ("size", "(B)", 11),
+    ("count", "(elements)", 11),
+    ("type", "", 9),
+    ("op", "", 7),
+    ("algorithm", "", 18),
+    ("time", "(us)", 10),
+    ("algbw", "(GB/s)", 7),
+    ("busbw", "(GB/s)", 7),
+    ("#wrong", "", 6),
+)
+_PEER_COLUMNS = (("{}", "(us)", 10), ("{}/own", "", 8), ("quartiles", "", 15))
+
+
+def heading(settings: Settings) -> str:
+    """Return the title and the column names; every line is a comment, as in nccl-tests."""
+    memory = "registered" if settings.registered else "ordinary"
+    caches = "cold" if settings.cold else "warm"
+    ranks = f"{settings.ranks} rank" + ("s" if settings.ranks > 1 else "")
+    what = f"{settings.collective}, {ranks}, {settings.chosen_backend}, {memory} memory, {caches} caches"
+    columns = [
+        *_COLUMNS,
+        *((top.format(peer), below, width) for peer in settings.against for top, below, width in _PEER_COLUMNS),
+    ]
+    return "\n".join(
+        (
+            f"# {what}; medians; ratios of neighbouring samples",
+            "#" + " ".join(top.rjust(width) for top, _, width in columns),
+            "#" + " ".join(below.rjust(width) for _, below, width in columns).rstrip(),
+        )
+    )
+
+
+def line(result: Result) -> str:
+    """Return the line of one result."""
+    cells = [
+        str(result.nbytes),
+        str(result.count),
+        result.dtype if result.count else "-",
+        result.op if FAMILIES[result.collective].reduces else "-",
+        result.algorithm,
+        _figure(result.time_us),
+        f"{result.algbw_gb_s:.2f}",
+        f"{result.busbw_gb_s:.2f}",
+        str(result.wrong),
+    ]
+    widths = [width for _, _, width in _COLUMNS]
+    for peer in result.against.values():
+        cells += _peer(peer)
+        widths += [width for _, _, width in _PEER_COLUMNS]
+    return " " + " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def _peer(peer: Against) -> list[str]:
+    ratio = peer.ratio
+    return [_figure(peer.time_us), f"{ratio.median:.2f}", f"{ratio.low:.2f}..{ratio.high:.2f}"]
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table as markdown.
+
+    Example:
+        >>> print(markdown(("size", "ratio"), [("8 B", "1.02")]))
+        | size | ratio |
+        |---|---|
+        | 8 B | 1.02 |
+    """
+    shown = [f"| {' | '.join(cells)} |" for cells in (header, *lines)]
+    return "\n".join([shown[0], "|" + "---|" * len(header), *shown[1:]])
+
+
+def _figure(value: float) -> str:
+    """Format with at least three significant digits."""
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def summary(results: list[Result]) -> str:
+    """Return how many elements of each candidate were wrong."""
+    wrong = {"unisono": sum(result.wrong for result in results)}
+    for result in results:
+        for name, peer in result.against.items():
+            wrong[name] = wrong.get(name, 0) + peer.wrong
+    counted = ", ".join(f"{count} of {name}" for name, count in wrong.items() if count)
+    return f"# wrong elements: {counted or 'none'}"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundCheck:
+    """A figure beside its bound.
+
+    Attributes:
+        what: Description of the figure.
+        found: The figure and its quartiles; a single figure has none.
+        bound: Minimum of the median.
+        most: Whether the bound is the maximum instead.
+
+    Example:
+        >>> print(BoundCheck("2 ranks, 8 B, gloo/own", Spread(18.0, 20.0, 21.0), 15.0))
+        met     2 ranks, 8 B, gloo/own: 20.00 (18.00 to 21.00), at least 15 wanted
+        >>> print(BoundCheck("memory, KiB", Spread.of([108.0]), 100.0, most=True))
+        MISSED  memory, KiB: 108.00, at most 100 wanted
+    """
+
+    what: str
+    found: Spread
+    bound: float
+    most: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Return whether the median meets the bound."""
+        return self.found.median <= self.bound if self.most else self.found.median >= self.bound
+
+    def __str__(self) -> str:
+        single = self.found.low == self.found.high
+        found = f"{self.found.median:.2f}" if single else f"{self.found:.2f}"
+        bound = f"at {'most' if self.most else 'least'} {self.bound:g} wanted"
+        return f"{'met' if self.met else 'MISSED':<7} {self.what}: {found}, {bound}"
+
+
+def mean_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
+    """Compare the geometric mean of a peer's ratios over some sizes with a bound; no finding without a size."""
+    ratios = [result.against[peer].ratio for result in results]
+    if not ratios:
+        return []
+    quartiles = zip(*((ratio.low, ratio.median, ratio.high) for ratio in ratios), strict=True)
+    return [BoundCheck(f"{what}, {peer}/own, geometric mean", Spread(*map(_mean, quartiles)), bound)]
+
+
+def least_ratio(what: str, results: Sequence[Result], peer: str, bound: float) -> list[BoundCheck]:
+    """Compare a peer's smallest ratio over some sizes with a bound; no finding without a size."""
+    if not results:
+        return []
+    least = min(results, key=lambda result: result.against[peer].ratio.median)
+    return [BoundCheck(f"{what}, {peer}/own, least (at {least.nbytes} B)", least.against[peer].ratio, bound)]
+
+
+def _mean(figures: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, figures)) / len(figures))

@@ -1,7 +1,8 @@
-"""Settings of a measurement, checked before the first rank starts."""
+"""Settings of a measurement, checked before the first rank starts, and sizes of messages as text."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,10 +16,11 @@ from unisono.tools.bench.peers import PEERS
 from unisono.tools.bench.workload import COLLECTIVES, Workload
 from unisono.transports.hierarchical import transport_named
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "parse_sizes", "shown_size"]
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 _DTYPES = (*_FLOATS, "int8", "int16", "int32", "int64", "uint8", "bool")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +128,60 @@ class Settings:
     def plain(self) -> dict[str, Any]:
         """Return the settings as JSON-serializable values."""
         return asdict(self) | {"backend": self.chosen_backend}
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Parse sizes in bytes from a list such as "8,4K,1M", or a range such as "8:128M:*4" or "1M:4M:+1M".
+
+    Raises:
+        ValueError: The text is neither; the message shows the syntax.
+
+    Example:
+        >>> parse_sizes("8,4K,1M")
+        (8, 4096, 1048576)
+        >>> parse_sizes("8:2K:*4")
+        (8, 32, 128, 512, 2048)
+    """
+    if ":" not in text:
+        return tuple(_bytes(part) for part in text.split(","))
+    parts = text.split(":")
+    if len(parts) != 3 or parts[2][:1] not in ("*", "+"):
+        raise ValueError(
+            f"{text!r} is not a range of sizes; pass first:last:*factor or first:last:+step, as in 8:128M:*4"
+        )
+    size = _bytes(parts[0])
+    last = _bytes(parts[1])
+    step = _bytes(parts[2][1:])
+    multiplies = parts[2][0] == "*"
+    if multiplies and step < 2:
+        raise ValueError(f"{text!r} never ends; the factor must be at least 2")
+    sizes = []
+    while size <= last:
+        sizes.append(size)
+        size = size * step if multiplies else size + step
+    if not sizes:
+        raise ValueError(f"{text!r} is empty; the first size must not be larger than the last")
+    return tuple(sizes)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)(?:iB|B)?", text.strip(), re.IGNORECASE)
+    size = int(found[1]) * _UNITS[found[2].upper()] if found else 0
+    if size < 1:
+        raise ValueError(
+            f"{text!r} is not a size; pass a positive number of bytes, with K, M or G for 1024, 1024², 1024³"
+        )
+    return size
+
+
+def shown_size(nbytes: int) -> str:
+    """Format a size in its natural unit.
+
+    Example:
+        >>> shown_size(4096), shown_size(100 << 20), shown_size(1000)
+        ('4 KiB', '100 MiB', '1000 B')
+    """
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"

@@ -59,7 +59,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -72,20 +72,21 @@ class _Counter(TorchDispatchMode):
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         operands = []
-        for index, argument in enumerate(func._schema.arguments):
+        schema = func._schema
+        for index, argument in enumerate(schema.arguments):
             value = kwargs.get(argument.name, args[index] if index < len(args) else None)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(value):
                 operands.append(tensor)
                 self.traffic.written += tensor.nbytes if writes else 0
-                reads = not writes or not (argument.is_out or func._schema.name.split("::")[1] in _ONLY_WRITE)
+                reads = not writes or not (argument.is_out or schema.name.split("::")[1] in _ONLY_WRITE)
                 self.traffic.read += tensor.nbytes if reads else 0
         known = {id(tensor) for tensor in operands}
         for tensor in _tensors(result):
             if id(tensor) not in known:
                 self.traffic.largest_new = max(self.traffic.largest_new, tensor.nbytes)
                 # Memory that is only allocated is not written yet.
-                self.traffic.written += 0 if "empty" in func._schema.name else tensor.nbytes
+                self.traffic.written += 0 if "empty" in schema.name else tensor.nbytes
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, reduce
+from pathlib import Path
 
 import torch
 
 from unisono.core.collective import FAMILIES, Collective
+from unisono.core.tensors import combine
 from unisono.core.types import ReduceOp
-from unisono.tools.bench import pattern
-from unisono.tools.bench.pattern import Pattern
 
-__all__ = ["COLLECTIVES", "Slot", "Workload", "bus_factor"]
+__all__ = [
+    "COLLECTIVES",
+    "PERIOD",
+    "Pattern",
+    "Slot",
+    "SlotPool",
+    "Workload",
+    "bus_factor",
+    "cache_bytes",
+    "calls_per_sample",
+    "given",
+    "reduced",
+]
 
 COLLECTIVES = tuple(FAMILIES)
 
@@ -135,8 +148,135 @@ class Workload:
 
     @cached_property
     def _given(self) -> list[Pattern]:
-        return [pattern.given(rank, self.ranks, self.dtype, self.op) for rank in range(self.ranks)]
+        return [given(rank, self.ranks, self.dtype, self.op) for rank in range(self.ranks)]
 
     @cached_property
     def _reduced(self) -> Pattern:
-        return pattern.reduced(self._given, self.op)
+        return reduced(self._given, self.op)
+
+
+# -- data that differ by rank and by index, so that a result can be checked element by element ------
+PERIOD = 65521
+"""Elements until the data repeats. A prime, so that a shift by any tile or share of a message is detected."""
+
+
+class Pattern:
+    """An endless sequence of values, of which any stretch can be written or compared.
+
+    Args:
+        period: The first `PERIOD` of them.
+    """
+
+    def __init__(self, period: torch.Tensor) -> None:
+        self.period = period
+        self._twice = torch.cat([period, period])
+
+    def write(self, tensor: torch.Tensor, start: int = 0) -> None:
+        """Fill a one-dimensional tensor with the values from number `start` on."""
+        for part, values in self._stretches(tensor, start):
+            part.copy_(values)
+
+    def wrong(self, tensor: torch.Tensor, start: int = 0) -> int:
+        """Count the elements of a one-dimensional tensor that are not the values from number `start` on."""
+        pairs = self._stretches(tensor, start)
+        return sum(int((part != values).sum()) for part, values in pairs if not torch.equal(part, values))
+
+    def _stretches(self, tensor: torch.Tensor, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield pieces of a period's length: avoids a copy as large as the message, and keeps the values in cache."""
+        for low in range(0, tensor.numel(), PERIOD):
+            part = tensor[low : low + PERIOD]
+            offset = (start + low) % PERIOD
+            yield part, self._twice[offset : offset + part.numel()]
+
+
+def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
+    """Return a rank's input: whole numbers, so small that every dtype holds every result exactly. None is 0."""
+    if dtype is torch.bool:
+        above = 2
+        scale = 1
+    elif op is ReduceOp.PRODUCT:
+        above = 3
+        scale = 1
+    else:
+        # Makes an average whole, too.
+        scale = ranks if op is ReduceOp.AVG else 1
+        above = max(3, 127 // (ranks * scale))
+    chance = torch.Generator().manual_seed(rank)
+    low = 0 if dtype is torch.bool else 1
+    return Pattern((torch.randint(low, above, (PERIOD,), generator=chance) * scale).to(dtype))
+
+
+def reduced(patterns: list[Pattern], op: ReduceOp) -> Pattern:
+    """Return the reduction of all ranks' inputs, in the order of ranks."""
+
+    def both(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        combine(op, low, high, result := torch.empty_like(low))
+        return result
+
+    total = reduce(both, [pattern.period for pattern in patterns])
+    return Pattern(total / len(patterns) if op is ReduceOp.AVG else total)
+
+
+# -- the same memory each time for warm caches, rotating through more than the caches for cold ones --
+_LINE_BYTES = 64
+_PAGE_BYTES = 4096
+_BATCH_BYTES = 256 << 10
+_MOST_CALLS = 16
+_USUAL_CACHE_BYTES = 32 << 20
+
+
+def calls_per_sample(nbytes: int) -> int:
+    """Return how many calls are timed together: several where one is too short for a clock, each on its own memory."""
+    return max(1, min(_MOST_CALLS, _BATCH_BYTES // max(1, nbytes)))
+
+
+@cache
+def cache_bytes() -> int:
+    """Return the size of the largest cache of this machine, or a usual size where the system does not report it."""
+    found = [_parsed(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max(found, default=0) or _USUAL_CACHE_BYTES
+
+
+def _parsed(path: Path) -> int:
+    text = path.read_text().strip()
+    return int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]] if text[:-1].isdigit() and text[-1] in "KM" else 0
+
+
+class SlotPool:
+    """Slots of one size for one rank.
+
+    Args:
+        workload: The workload that uses them.
+        allocate: Allocates one-dimensional memory of a number of elements; called once.
+        cold: Whether there are enough slots for each to leave the caches before its next use.
+    """
+
+    def __init__(self, workload: Workload, allocate: Callable[[int], torch.Tensor], *, cold: bool) -> None:
+        self._workload = workload
+        self._batch = calls_per_sample(workload.nbytes)
+        used = workload.slot_numel * workload.dtype.itemsize
+        # Cold slots start on separate pages, because the hardware prefetches the next line and page. The extra line
+        # keeps slots from mapping to the same cache set.
+        stride = -(-max(used, _PAGE_BYTES if cold else 1) // _LINE_BYTES) * _LINE_BYTES + _LINE_BYTES
+        slots = max(self._batch, 1 + -(-2 * cache_bytes() // stride) if cold else 0)
+        slots = -(-slots // self._batch) * self._batch
+        step = stride // workload.dtype.itemsize
+        memory = allocate(slots * step)
+        self._slots = [workload.slot(memory[at : at + workload.slot_numel]) for at in range(0, slots * step, step)]
+        self._next = 0
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return len(self._slots)
+
+    def next(self) -> list[Slot]:
+        """Return the slots for the next sample: the same tensors every time if there are no more."""
+        first = self._next
+        self._next = (self._next + self._batch) % self.slots
+        return self._slots[first : first + self._batch]
+
+    def fill(self, rank: int) -> None:
+        """Fill all slots as `Workload.fill` does."""
+        for slot in self._slots:
+            self._workload.fill(slot, rank)

@@ -16,10 +16,8 @@ import torch
 
 import unisono as un
 from unisono.host.network import why_no_shm
-from unisono.tools.demo.batches import Batches
 from unisono.tools.demo.data import Pictures, load, split
-from unisono.tools.demo.model import accuracy, build
-from unisono.tools.demo.train import Weights, sgd_step, train
+from unisono.tools.demo.train import Batches, Weights, accuracy, build, sgd_step, train
 from unisono.transports.hierarchical import transport_named
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Synchronous distributed SGD: the training loop, and the program of one rank."""
+"""Synchronous distributed SGD: the network, its batches, the training loop, and the program of one rank."""
 
 from __future__ import annotations
 
@@ -7,18 +7,119 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 import unisono as un
+from unisono.data import DataPartitioner
 from unisono.host.distribution import install_command
-from unisono.tools.demo.batches import Batches, StepShare
 from unisono.tools.demo.data import Pictures
-from unisono.tools.demo.model import build
 
-__all__ = ["Tell", "TrainResult", "Weights", "progress", "sgd_step", "train"]
+__all__ = [
+    "BATCH",
+    "Batches",
+    "StepShare",
+    "Tell",
+    "TrainResult",
+    "Weights",
+    "accuracy",
+    "build",
+    "progress",
+    "sgd_step",
+    "train",
+]
+
+BATCH = 64
+"""Maximum pictures of one step over all ranks; more if there are more ranks, because each takes at least one."""
+
+
+class StepShare(NamedTuple):
+    """One rank's share of one step.
+
+    Attributes:
+        indices: Indices of its pictures.
+        divisor: A sum over them divided by this, averaged over ranks, is the mean over the step's whole batch.
+    """
+
+    indices: torch.Tensor
+    divisor: float
+
+
+class Batches:
+    """A partition of the pictures for each rank, cut into as many batches as the other ranks have.
+
+    Args:
+        pictures: Pictures to train on, at least one per rank.
+        ranks: Number of ranks that share them.
+        seed: Seed of the partition, and of its order in each epoch.
+
+    Attributes:
+        steps: Steps of one epoch.
+    """
+
+    def __init__(self, pictures: Pictures, ranks: int, seed: int) -> None:
+        partitioner = DataPartitioner(pictures, [1 / ranks] * ranks, seed)
+        self._parts = [partitioner.use(rank).indices for rank in range(ranks)]
+        self._seed = seed
+        self.steps = min(-(-len(pictures) // BATCH), len(pictures) // ranks)
+
+    def of(self, rank: int, epoch: int) -> list[StepShare]:
+        """Return the shares of one rank in an epoch: all pictures of its partition, once."""
+        counts = [sum(sizes) for sizes in zip(*map(self._sizes, self._parts), strict=True)]
+        divisors = [count / len(self._parts) for count in counts]
+        return [StepShare(*both) for both in zip(self._cut(rank, epoch), divisors, strict=True)]
+
+    def whole(self, epoch: int) -> list[StepShare]:
+        """Return the shares for a single rank to see the same pictures in each step as all ranks together."""
+        cuts = [self._cut(rank, epoch) for rank in range(len(self._parts))]
+        batches = [torch.cat(parts) for parts in zip(*cuts, strict=True)]
+        return [StepShare(batch, len(batch)) for batch in batches]
+
+    def _cut(self, rank: int, epoch: int) -> tuple[torch.Tensor, ...]:
+        part = self._parts[rank]
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        return part[torch.randperm(len(part), generator=generator)].tensor_split(self.steps)
+
+    def _sizes(self, part: torch.Tensor) -> list[int]:
+        return [len(piece) for piece in part.tensor_split(self.steps)]
+
+
+def build(pictures: Pictures, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build a network for pictures of this size, colours and classes, on the CPU; its weights depend only on the seed.
+
+    The global random generator is neither read nor changed: ranks that are threads share it.
+    """
+    channels = pictures.x.shape[1]
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Conv2d(channels, 16, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 64),
+            nn.ReLU(),
+            nn.Linear(64, pictures.classes),
+        )
+    model = model.to_empty(device="cpu").to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.kaiming_uniform_(parameter, nonlinearity="relu", generator=generator)
+        else:
+            nn.init.zeros_(parameter)
+    return model
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, pictures: Pictures) -> float:
+    """Return the fraction of these pictures that the network classifies correctly."""
+    return float((model(pictures.x).argmax(dim=1) == pictures.y).double().mean())
+
 
 Weights = dict[str, torch.Tensor]
 

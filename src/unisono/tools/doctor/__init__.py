@@ -5,7 +5,6 @@ A check is one file in `unisono.tools.doctor.checks`, looked up by name. Nothing
 
 from __future__ import annotations
 
-from unisono.tools.doctor.report import Finding
-from unisono.tools.doctor.runner import CHECKS, PORT, Target, examine
+from unisono.tools.doctor.examination import CHECKS, PORT, Finding, Target, examine
 
 __all__ = ["CHECKS", "PORT", "Finding", "Target", "examine"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import unisono as un
-from unisono.tools.doctor.report import Finding, ok, problem
+from unisono.tools.doctor.examination import Finding, ok, problem
 from unisono.tools.doctor.subprocesses import CompletedRun, clean_environment, run
 
 __all__ = ["main", "summed", "tried"]

@@ -18,7 +18,7 @@ import sys
 from unisono.tools.cli import UsageError
 from unisono.tools.doctor import CHECKS, PORT, Finding, Target, examine
 from unisono.tools.doctor.checks.launcher import launched
-from unisono.tools.doctor.report import as_json, facts, lines, marks
+from unisono.tools.doctor.examination import as_json, facts, lines, marks
 
 __all__ = ["add_arguments", "run"]
 

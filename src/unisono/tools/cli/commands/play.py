@@ -63,7 +63,7 @@ def _algorithm(given: argparse.Namespace) -> Replay:
         known = ALGORITHMS[given.collective].names() if given.collective in ALGORITHMS else []
         listed = f"algorithms of {given.collective}: {', '.join(known)}" if known else f"known: {', '.join(ALGORITHMS)}"
         raise UsageError(f"pass a collective and its algorithm; {listed}")
-    from unisono.tools.bench.sizes import parse_sizes
+    from unisono.tools.bench.settings import parse_sizes
 
     nbytes, *more = parse_sizes(given.size)
     if more:

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Simulate, and print and write what is asked for."""
     from unisono.tools.bench.report import check_plot
-    from unisono.tools.bench.sizes import parse_sizes
+    from unisono.tools.bench.settings import parse_sizes
 
     if given.plot:
         check_plot()
@@ -133,7 +133,7 @@ def _rate(text: str) -> float:
 
 
 def _table(points: list[ScalingPoint]) -> str:
-    from unisono.tools.bench.sizes import shown_size
+    from unisono.tools.bench.settings import shown_size
 
     names = list(dict.fromkeys(point.algorithm for point in points))
     widths = [max(len(name), 12) for name in names]

@@ -1,1 +1,1 @@
-"""The checks: one file each, see `unisono.tools.doctor.runner.Check`."""
+"""The checks: one file each, see `unisono.tools.doctor.examination.Check`."""

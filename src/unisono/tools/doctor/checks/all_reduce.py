@@ -11,10 +11,9 @@ from functools import partial
 
 from unisono.host.mpi_library import find_mpirun
 from unisono.host.network import why_no_shm
+from unisono.tools.doctor.checks.mpi import find_library, mpi_environment
 from unisono.tools.doctor.checks.torch import load_torch
-from unisono.tools.doctor.mpi import find_library, mpi_environment
-from unisono.tools.doctor.report import Finding, info
-from unisono.tools.doctor.runner import Target
+from unisono.tools.doctor.examination import Finding, Target, info
 from unisono.tools.doctor.smoke_test_runner import tried
 
 __all__ = ["ORDER", "check"]

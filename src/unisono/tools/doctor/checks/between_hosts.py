@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from unisono.host.network import is_loopback
+from unisono.tools.doctor.examination import Finding, Target, problem
 from unisono.tools.doctor.network import addresses, is_own, own_addresses
-from unisono.tools.doctor.report import Finding, problem
-from unisono.tools.doctor.runner import Target
 from unisono.tools.doctor.smoke_test_runner import tried
 
 __all__ = ["ORDER", "check"]

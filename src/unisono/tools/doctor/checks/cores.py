@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from unisono.host.cpu_count import cores, visible
 from unisono.host.mpi_library import number
 from unisono.tools.doctor.checks.launcher import BY_VARIABLES, launched
-from unisono.tools.doctor.report import Finding, info, ok, problem
-from unisono.tools.doctor.runner import Target
+from unisono.tools.doctor.examination import Finding, Target, info, ok, problem
 
 __all__ = ["ORDER", "check", "ranks_here"]
 

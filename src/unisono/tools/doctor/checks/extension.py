@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from unisono.host.distribution import source
 from unisono.host.native import NO_EXTENSIONS, native
-from unisono.tools.doctor.report import Finding, info, ok, optional
-from unisono.tools.doctor.runner import Target
+from unisono.tools.doctor.examination import Finding, Target, info, ok, optional
 
 __all__ = ["ORDER", "check"]
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from unisono.host.network import address_outward, is_loopback
 from unisono.tools.doctor.checks.launcher import launched
+from unisono.tools.doctor.examination import Finding, Target, ok, optional, problem
 from unisono.tools.doctor.network import addresses, is_own, own_addresses
-from unisono.tools.doctor.report import Finding, ok, optional, problem
-from unisono.tools.doctor.runner import Target
 
 __all__ = ["ORDER", "check"]
 

@@ -13,9 +13,8 @@ from unisono.host.network import (
     is_loopback,
     requested_interface,
 )
+from unisono.tools.doctor.examination import Finding, Target, info, ok, problem
 from unisono.tools.doctor.network import addresses
-from unisono.tools.doctor.report import Finding, info, ok, problem
-from unisono.tools.doctor.runner import Target
 
 __all__ = ["ORDER", "check"]
 

@@ -9,9 +9,8 @@ from unisono.bootstrap import InitRequest, env, slurm
 from unisono.host import mpi_library
 from unisono.host.mpi_library import MpiLauncher, number
 from unisono.host.network import is_loopback
+from unisono.tools.doctor.examination import Finding, Target, info, ok, problem
 from unisono.tools.doctor.network import addresses
-from unisono.tools.doctor.report import Finding, info, ok, problem
-from unisono.tools.doctor.runner import Target
 
 __all__ = ["BY_VARIABLES", "ORDER", "check", "launched"]
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unisono.host.network import why_no_shm
-from unisono.tools.doctor.report import Finding, info, ok, problem
-from unisono.tools.doctor.runner import Target
+from unisono.tools.doctor.examination import Finding, Target, info, ok, problem
 
 __all__ = ["ORDER", "check"]
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from unisono.host import mpi_library
 from unisono.host.mpi_library import find_mpirun
-from unisono.tools.doctor.mpi import Library, find_library, mpi_environment
-from unisono.tools.doctor.report import Finding, info, ok, optional
-from unisono.tools.doctor.runner import Target
+from unisono.tools.doctor.checks.mpi import Library, find_library, mpi_environment
+from unisono.tools.doctor.examination import Finding, Target, info, ok, optional
 from unisono.tools.doctor.subprocesses import run
 
 __all__ = ["ORDER", "check"]

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from unisono.tools.doctor.checks.torch import load_torch
-from unisono.tools.doctor.report import Finding, info, ok, problem
-from unisono.tools.doctor.runner import Target
+from unisono.tools.doctor.examination import Finding, Target, info, ok, problem
 
 __all__ = ["ORDER", "check"]
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from unisono.host.numa import nodes, placement, shown
 from unisono.tools.doctor.checks.cores import ranks_here
-from unisono.tools.doctor.report import Finding, info, ok
-from unisono.tools.doctor.runner import Target
+from unisono.tools.doctor.examination import Finding, Target, info, ok
 
 __all__ = ["ORDER", "check"]
 

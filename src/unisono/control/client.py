@@ -182,7 +182,7 @@ class SocketControl(ControlClient):
                 left_s = deadline - time.monotonic()
                 contents = self._connection.receive(left_s)
                 for content in contents:
-                    self._receive(reply_of(content))
+                    self.receive(reply_of(content))
                 if left_s <= 0 and not contents:
                     return
         except (OSError, ValueError):
@@ -207,7 +207,7 @@ class SocketControl(ControlClient):
                 for content in self._news.receive(None):
                     news = news_of(content)
                     goodbye = goodbye or news[1] == "goodbye"
-                    self._call(None if goodbye else self._receive(news))
+                    self._call(None if goodbye else self.receive(news))
         except (OSError, ValueError) as error:
             _log.debug("%s: %s", self._where, error)
         if goodbye:

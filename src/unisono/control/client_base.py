@@ -49,7 +49,7 @@ class ControlClient(ControlPlane, ABC):
 
     @abstractmethod
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
-        """Start a request. `_receive` gets its reply, from any thread, possibly before this returns."""
+        """Start a request. `receive` gets its reply, from any thread, possibly before this returns."""
 
     @abstractmethod
     def _notify(self, words: tuple[Any, ...]) -> None:
@@ -104,7 +104,7 @@ class ControlClient(ControlPlane, ABC):
     def _request(self, *words: Any, group: Group | None = None, within_s: float | None = None) -> Any:
         return self._finish(self._begin(*words), self._patience_s if within_s is None else within_s, group)
 
-    def _receive(self, reply: Reply) -> Callback | None:
+    def receive(self, reply: Reply) -> Callback | None:
         """Pass a reply to its waiter. Return the callback that it causes, to be called outside of any lock."""
         number, outcome, body = reply
         if outcome == "asked":

@@ -82,7 +82,7 @@ class LocalHub:
 
     def _deliver(self, out: Outgoing) -> list[Callable[[], None]]:
         addressed = ((self._controls.get(client), reply) for client, reply in out)
-        callbacks = (control._receive(reply) for control, reply in addressed if control is not None)
+        callbacks = (control.receive(reply) for control, reply in addressed if control is not None)
         return [callback for callback in callbacks if callback is not None]
 
 

@@ -52,6 +52,7 @@ class ForkUnsafeResource(Protocol):
         ...
 
 
+# Of the process, because a fork copies the descriptors of all of it; weak, so that it keeps none of them open.
 _holders: weakref.WeakSet[ForkUnsafeResource] = weakref.WeakSet()
 
 

@@ -87,6 +87,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 _ALWAYS = timedelta(0)
 _KEPT_BYTES = 4096
+# Of the process, because torch's C++ code does not say whose works it still holds; bounded.
 _dropped: deque[UnisonoWork] = deque(maxlen=1024)
 
 

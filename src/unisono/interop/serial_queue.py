@@ -19,6 +19,7 @@ __all__ = ["Job", "Progress", "SerialQueue"]
 Job = Callable[[], object]
 
 _AT_EXIT_S = 5.0
+# Of the process, whose end completes the jobs of all queues; weak, so that a queue ends with its group.
 _queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
 
 

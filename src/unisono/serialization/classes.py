@@ -30,8 +30,11 @@ ClassT = TypeVar("ClassT", bound=type[Any])
 # Module name of a script in itself, and in the processes that multiprocessing starts from it.
 _MAIN = ("__main__", "__mp_main__")
 
+# Of the process, as classes are: a name that arrives has to lead to the one class. Users fill it by `register`.
 _registered: dict[str, type[Any]] = {}
+# Caches of what follows from a class alone; weak, so that a local class can be freed.
 _encoders: WeakKeyDictionary[type[Any], Encoder] = WeakKeyDictionary()
+# As the encoders.
 _hooks: WeakKeyDictionary[type[Any], str] = WeakKeyDictionary()
 
 

@@ -34,7 +34,7 @@ class Deaf(ControlClient):
         pass
 
     def take(self, content: bytes) -> None:
-        callback = self._receive(reply_of(content))
+        callback = self.receive(reply_of(content))
         if callback is not None:
             callback()
 

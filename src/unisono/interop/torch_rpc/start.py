@@ -23,7 +23,9 @@ from unisono.rpc.context import current_agent, find_agent, set_agent
 __all__ = ["init_rpc", "is_available", "shutdown"]
 
 _FOREVER_S = 3.0e8
+# As torch's RPC, one per process: `shutdown` gets no handle. Kept here, because an agent of unisono owns neither.
 _made: weakref.WeakKeyDictionary[rpc.Agent, tuple[Communicator, dist.Store]] = weakref.WeakKeyDictionary()
+# Of the process, so that each `init_rpc` meets under a name of its own in a store that outlives it.
 _numbers = itertools.count()
 
 

@@ -1,10 +1,14 @@
-"""Process group that torch sees: its identity, capabilities and lifetime."""
+"""Process group that torch sees: its identity, its collectives and messages by a communicator, its lifetime."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,17 +16,33 @@ import torch.distributed as dist
 
 from unisono.communicator import Communicator
 from unisono.control.process_exit import close_at_exit
+from unisono.core.flight_recorder import called_at
 from unisono.core.threads import spawn_thread
-from unisono.interop.collectives import Collectives
-from unisono.interop.device_backends import DeviceBackends
+from unisono.interop.device_backends import DeviceBackends, by_device
 from unisono.interop.from_store import meet
-from unisono.interop.options import GroupOptions, UnisonoWork, together
+from unisono.interop.options import (
+    GroupOptions,
+    UnisonoWork,
+    asynchronous,
+    limit_s,
+    only,
+    operation,
+    plain,
+    together,
+)
 from unisono.interop.serial_queue import Progress, SerialQueue
 
 __all__ = ["Leaving", "UnisonoGroup"]
 
+Tensors = list[torch.Tensor]
+Lists = list[list[torch.Tensor]]
 
-class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
+# Its methods are torch's, but for other names and optional arguments, of which torch's annotations say other types.
+_ProcessGroup: Any = dist.ProcessGroup
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     """Torch process group over a unisono communicator. Torch creates it; see `register`.
 
     Callable from any thread, as autograd's threads do. Python callers, and torch's C++ code, look up
@@ -49,7 +69,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         others_options: object = None,
     ) -> None:
         # Of torch's two constructors, the one that it documents is not for classes written in Python.
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)
         self._timeout_s = timeout.total_seconds()
         # C++ holds only its part of a store, which fails without the Python part, if there is one.
         self._store = store
@@ -58,10 +78,11 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._barriers = self._communicators = 0
         self.others = DeviceBackends(self, store, timeout, others_options)
         self._connection = meet(store, rank, size, self._timeout_s, group_options)
+        self._comm = self._connection.comm
         label = f"unisono {self._connection.group.name} rank {rank}"
         self._queue = SerialQueue(label)
         self._progress = Progress(f"{label} messages")
-        self._leaving = Leaving(self._queue, self._progress, self._connection.comm)
+        self._leaving = Leaving(self._queue, self._progress, self._comm)
         self._dropped = weakref.finalize(self, self._leaving.drop)
         # The end of the process closes what is open then.
         self._dropped.atexit = False
@@ -75,7 +96,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return "unisono" if self.others.names() else "gloo"
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         return self._name
 
     @property
@@ -133,6 +154,196 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._batch = None
         return together(works)
 
+    # -- collectives and messages: methods that torch calls, with its names and arguments ----------
+    # A call returns immediately where torch requests it, or its C++ code calls. Collectives run in the order of their
+    # calls; `wait` and the future raise the errors of those that run later.
+    # -- reductions ----------------------------------------------------------------------------
+    @by_device
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> UnisonoWork:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        tensor = only(given, "all_reduce")
+        op = operation(opts)
+        call = partial(self._comm.all_reduce, tensor, op)
+        if tensor.layout != torch.strided:
+            call = partial(_sum_sparse, self._comm, tensor, op)
+        elif op == "avg" and tensor.dtype in _INTEGERS:
+            call = partial(_truncated_mean, self._comm, tensor)
+        return self._do(opts, given, call)
+
+    @by_device
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> UnisonoWork:
+        op = operation(opts)
+        return self._do(opts, tensors, *(partial(self._comm.all_reduce, plain(t), op) for t in tensors))
+
+    @by_device
+    def reduce(self, tensors: Tensors, opts: Any) -> UnisonoWork:
+        tensor = only(tensors, "reduce")
+        op = operation(opts)
+        return self._do(opts, tensors, partial(self._comm.reduce, tensor, opts.rootRank, op))
+
+    @by_device
+    def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = None) -> UnisonoWork:
+        output = only(outputs, "reduce_scatter")
+        op = operation(opts)
+        parts = [plain(t) for t in inputs[0]]
+        return self._do(opts, outputs, partial(self._comm.reduce_scatter, output, parts, op))
+
+    @by_device
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> UnisonoWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    @by_device
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> UnisonoWork:
+        op = operation(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        calls = [partial(self._comm.reduce_scatter_single, plain(output), plain(t), op) for output, t in pairs]
+        return self._do(opts, outputs, *calls)
+
+    # -- movements -----------------------------------------------------------------------------
+    @by_device
+    def broadcast(self, tensors: Tensors, opts: Any) -> UnisonoWork:
+        tensor = only(tensors, "broadcast")
+        return self._do(opts, tensors, partial(self._comm.broadcast, tensor, opts.rootRank))
+
+    @by_device
+    def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> UnisonoWork:
+        tensor = only(inputs, "all_gather")
+        parts = [plain(t) for t in outputs[0]]
+        return self._do(opts, outputs[0], partial(self._comm.all_gather, parts, tensor))
+
+    @by_device
+    def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> UnisonoWork:
+        """`outputs[r][i]` becomes rank r's `inputs[i]`."""
+        pairs = zip(zip(*outputs, strict=True), inputs, strict=True)
+        calls = [partial(self._comm.all_gather, [plain(t) for t in column], plain(own)) for column, own in pairs]
+        return self._do(opts, [t for row in outputs for t in row], *calls)
+
+    @by_device
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> UnisonoWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    @by_device
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> UnisonoWork:
+        pairs = zip(outputs, inputs, strict=True)
+        return self._do(opts, outputs, *(partial(self._comm.all_gather_single, plain(to), plain(t)) for to, t in pairs))
+
+    @by_device
+    def gather(self, outputs: Lists, inputs: Tensors, opts: Any) -> UnisonoWork:
+        tensor = only(inputs, "gather")
+        targets = _list_at_root(outputs)
+        return self._do(opts, targets or [], partial(self._comm.gather, tensor, targets, opts.rootRank))
+
+    @by_device
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> UnisonoWork:
+        """Gather as many elements from each rank, one after another: since torch 2.15."""
+        comm = self._comm
+        tensor = plain(input)
+        targets = None
+        if opts.rootRank == comm.rank:
+            if not output.is_contiguous() or output.numel() != comm.size * tensor.numel():
+                raise ValueError(
+                    f"gather_tensor must be contiguous, with {comm.size} times the {tensor.numel()} elements of "
+                    f"tensor; it has {output.numel()}, in strides {tuple(output.stride())}"
+                )
+            targets = list(plain(output).view(comm.size, *tensor.shape))
+        return self._do(opts, [output], partial(comm.gather, tensor, targets, opts.rootRank))
+
+    @by_device
+    def scatter(self, outputs: Tensors, inputs: Lists, opts: Any) -> UnisonoWork:
+        tensor = only(outputs, "scatter")
+        sources = _list_at_root(inputs)
+        return self._do(opts, outputs, partial(self._comm.scatter, tensor, sources, opts.rootRank))
+
+    @by_device
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> UnisonoWork:
+        targets = [plain(t) for t in outputs]
+        sources = [plain(t) for t in inputs]
+        return self._do(opts, outputs, partial(self._comm.all_to_all, targets, sources))
+
+    @by_device
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> UnisonoWork:
+        target = plain(output)
+        source = plain(input)
+        taken = output_split_sizes or None
+        given = input_split_sizes or None
+        return self._do(opts, [output], partial(self._comm.all_to_all_single, target, source, taken, given))
+
+    # -- barriers ------------------------------------------------------------------------------
+    @by_device
+    def barrier(self, opts: Any = None) -> dist.Work:
+        device = getattr(opts, "device", None)
+        if device is not None and device.type != "cpu":
+            return self.others.of(device).barrier(opts)
+        return self._do(opts, [], self._comm.barrier)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names every missing rank. Blocking; over the control plane.
+
+        A timeout of zero fails immediately.
+        """
+        self._barriers += 1
+        connection = self._connection
+        topic = f"monitored barrier {self._barriers}"
+        limit = self._timeout_s if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
+        self._queue.run(lambda: connection.control.exchange(connection.group, topic, None, limit))
+
+    # -- messages ------------------------------------------------------------------------------
+    @by_device
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> UnisonoWork:
+        work = self._comm.isend(only(tensors, "send"), dst, tag)
+        self._progress.watch(work)
+        return self._recorded(UnisonoWork(work, tensors))
+
+    @by_device
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> UnisonoWork:
+        work = self._comm.irecv(only(tensors, "recv"), src, tag)
+        self._progress.watch(work)
+        return self._recorded(UnisonoWork(work, tensors))
+
+    @by_device
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> UnisonoWork:
+        return self.recv(tensors, None, tag)
+
+    # Names by which other versions of torch call the same.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- order ---------------------------------------------------------------------------------
+    def _do(self, opts: Any, result: Tensors, *calls: Callable[..., object]) -> UnisonoWork:
+        """Make the calls now, or queue them as one job, in order; each receives its timeout in seconds."""
+        limit = limit_s(opts) or self._timeout_s
+
+        def job() -> None:
+            for call in calls:
+                call(timeout=limit)
+
+        if not asynchronous(opts) or self._connection.group.size == 1:
+            self._queue.run(job)
+            return self._recorded(UnisonoWork(None, result))
+        # Tensors made in inference mode may be written in inference mode only, which is a thread's own.
+        inference = torch.is_inference_mode_enabled()
+
+        def there() -> None:
+            with torch.inference_mode() if inference else contextlib.nullcontext():
+                job()
+
+        return self._recorded(UnisonoWork(self._queue.start(called_at(sys._getframe(), there)), result))
+
+    def _recorded(self, work: UnisonoWork) -> UnisonoWork:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
     # -- beside it -----------------------------------------------------------------------------
     def make_communicator(
         self, timeout_s: float, chunk_bytes: int, check: Literal["auto", "full", "off"]
@@ -145,7 +356,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """
         self._communicators += 1
         store = dist.PrefixStore(f"communicator {self._communicators}", self._store)
-        options = GroupOptions(self._connection.comm.backend, check, chunk_bytes)
+        options = GroupOptions(self._comm.backend, check, chunk_bytes)
         comm = meet(store, self.rank(), self.size(), timeout_s, options).comm
         # As every other communicator, it belongs to the first thread that uses it.
         comm.release_thread()
@@ -164,7 +375,7 @@ class UnisonoGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End every wait on every rank, and leave."""
-        self._connection.comm.abort("the torch process group was aborted")
+        self._comm.abort("the torch process group was aborted")
         self.others.abort()
         self.shutdown()
 
@@ -207,3 +418,37 @@ class Leaving:
         """Wait, when the process ends, for a departure in the background."""
         if self._dropped:
             self._over.wait(_AT_EXIT_S)
+
+
+def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: float | None) -> None:
+    """Make a sparse COO tensor the sum of all ranks' ones, in place. Blocking.
+
+    Raises `ValueError` for another layout or operation.
+    """
+    if tensor.layout != torch.sparse_coo or op != "sum":
+        raise ValueError(f"only sums of sparse_coo tensors are reduced, not {op} of {tensor.layout}; use to_dense()")
+    mine = tensor.detach().coalesce()
+    counts = torch.zeros(comm.size, dtype=torch.int64)
+    comm.all_gather_single(counts, torch.tensor([mine.values().shape[0]]), timeout=timeout)
+    indices = mine.indices().contiguous()
+    values = mine.values().contiguous()
+    all_indices = [indices.new_empty((indices.shape[0], n)) for n in counts.tolist()]
+    all_values = [values.new_empty((n, *values.shape[1:])) for n in counts.tolist()]
+    comm.all_gather(all_indices, indices, timeout=timeout)
+    comm.all_gather(all_values, values, timeout=timeout)
+    total = torch.sparse_coo_tensor(
+        torch.cat(all_indices, 1), torch.cat(all_values), mine.shape, check_invariants=False
+    ).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)
+
+
+def _truncated_mean(comm: Communicator, tensor: torch.Tensor, timeout: float) -> None:
+    """The mean of integers as NCCL gives it. Lightning asks every backend but gloo for one."""
+    comm.all_reduce(tensor, "sum", timeout=timeout)
+    tensor.div_(comm.size, rounding_mode="trunc")
+
+
+def _list_at_root(lists: Lists) -> Tensors | None:
+    """Torch gives a list of one list at the root, and an empty list (or an empty list in it) elsewhere."""
+    return [plain(t) for t in lists[0]] if lists and lists[0] else None

@@ -14,12 +14,21 @@ form travel as pickles. `docs/how-to/torch-rpc.md` lists what differs.
 from __future__ import annotations
 
 from unisono.interop.torch_rpc import constants, dist_autograd, functions
-from unisono.interop.torch_rpc.calls import get_worker_info, remote, rpc_async, rpc_sync
+from unisono.interop.torch_rpc.api import (
+    BackendType,
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
 from unisono.interop.torch_rpc.dist_autograd import DistributedOptimizer
-from unisono.interop.torch_rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from unisono.interop.torch_rpc.reference import PyRRef, RRef
 from unisono.interop.torch_rpc.remote_module import RemoteModule
-from unisono.interop.torch_rpc.start import init_rpc, is_available, shutdown
 from unisono.rpc import WorkerInfo
 
 __all__ = [

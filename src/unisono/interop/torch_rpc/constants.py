@@ -1,12 +1,23 @@
-"""Torch's numbers for timeouts, and what they mean here."""
+"""Torch's numbers for timeouts and what they mean here, and errors of its classes where unisono's own are others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 from unisono.core.types import Timeout
+from unisono.rpc.remote_errors import RemoteError
 
-__all__ = ["DEFAULT_NUM_WORKER_THREADS", "DEFAULT_RPC_TIMEOUT_SEC", "UNSET_RPC_TIMEOUT", "seconds"]
+__all__ = [
+    "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_RPC_TIMEOUT_SEC",
+    "UNSET_RPC_TIMEOUT",
+    "ArgumentError",
+    "as_in_torch",
+    "as_runtime_error",
+    "seconds",
+]
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_NUM_WORKER_THREADS = 16
@@ -26,3 +37,29 @@ def seconds(timeout: Timeout | None) -> float | None:
     if given is None or given < 0:
         return None
     return _FOREVER_S if given == 0 else given
+
+
+class ArgumentError(RuntimeError, ValueError):
+    """An argument that torch refuses with a RuntimeError, and unisono with a ValueError."""
+
+
+@contextmanager
+def as_in_torch() -> Iterator[None]:
+    """Raise an `ArgumentError` in place of a `ValueError`, unless a function on another rank has raised it."""
+    try:
+        yield
+    except (RemoteError, ArgumentError):
+        raise
+    except ValueError as error:
+        raise ArgumentError(str(error)) from error
+
+
+@contextmanager
+def as_runtime_error() -> Iterator[None]:
+    """Raise a RuntimeError in place of any other exception, as torch's backward passes do."""
+    try:
+        yield
+    except RuntimeError:
+        raise
+    except Exception as error:
+        raise RuntimeError(str(error)) from error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unisono import rpc
-from unisono.interop.torch_rpc.errors import as_runtime_error
+from unisono.interop.torch_rpc.constants import as_runtime_error
 from unisono.rpc import autograd
 from unisono.rpc.context import current_agent
 from unisono.rpc.protocol import NO_CONTEXT

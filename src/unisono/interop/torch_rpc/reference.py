@@ -9,9 +9,8 @@ import torch
 
 from unisono import rpc
 from unisono.core.types import Timeout
-from unisono.interop.torch_rpc.constants import UNSET_RPC_TIMEOUT, seconds
+from unisono.interop.torch_rpc.constants import UNSET_RPC_TIMEOUT, ArgumentError, as_runtime_error, seconds
 from unisono.interop.torch_rpc.dist_autograd import checked
-from unisono.interop.torch_rpc.errors import ArgumentError, as_runtime_error
 from unisono.rpc.channel import register_reference
 
 __all__ = ["PyRRef", "RRef"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unisono import rpc
-from unisono.interop.torch_rpc.calls import remote
+from unisono.interop.torch_rpc.api import remote
 from unisono.interop.torch_rpc.reference import RRef
 from unisono.rpc.context import current_agent
 

@@ -1,0 +1,230 @@
+"""Start, options, calls and end of a program's RPC, with torch's signatures."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono import rpc
+from unisono.communicator import Communicator
+from unisono.interop.from_store import meet
+from unisono.interop.options import GroupOptions
+from unisono.interop.torch_rpc.constants import (
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_RPC_TIMEOUT_SEC,
+    UNSET_RPC_TIMEOUT,
+    ArgumentError,
+    as_in_torch,
+    seconds,
+)
+from unisono.interop.torch_rpc.reference import RRef
+from unisono.launcher.api import TIMEOUT_S
+from unisono.rpc.context import current_agent, find_agent, set_agent
+
+__all__ = [
+    "BackendType",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+
+class BackendType(enum.Enum):
+    """Torch's backends of RPC. Whichever is requested, unisono's own runs."""
+
+    TENSORPIPE = "TENSORPIPE"
+
+
+class RpcBackendOptions:
+    """Rendezvous address of the ranks, and timeout of calls.
+
+    Args:
+        rpc_timeout: Seconds; 0 for no limit.
+        init_method: As for `torch.distributed.init_process_group`: "env://", "tcp://host:port", "file:///path".
+    """
+
+    def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = "env://") -> None:
+        if rpc_timeout < 0:
+            raise ArgumentError(f"rpc_timeout must be a number of seconds, or 0 for no limit, not {rpc_timeout!r}")
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """The same, and the number of functions that may run concurrently.
+
+    Args:
+        num_worker_threads: Number of functions called by other ranks that run here concurrently.
+        rpc_timeout: As above.
+        init_method: As above.
+        device_maps: Accepted; tensors arrive on the CPU whatever it says.
+        devices: Likewise.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = "env://",
+        device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
+        devices: Sequence[Any] | None = None,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        if num_worker_threads < 1:
+            raise ArgumentError(f"num_worker_threads must be at least 1, not {num_worker_threads!r}")
+        self.num_worker_threads = num_worker_threads
+        self.device_maps: dict[str, dict[Any, Any]] = {}
+        self.devices: list[Any] = list(devices or [])
+        for to, mapped in (device_maps or {}).items():
+            self.set_device_map(to, mapped)
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Accepted, with a warning: tensors travel by way of the CPU, and arrive there."""
+        warnings.warn("unisono's calls carry tensors to the CPU of the other rank; move them there", stacklevel=2)
+        self.device_maps.setdefault(to, {}).update(device_map)
+
+    def set_devices(self, devices: Sequence[Any]) -> None:
+        """Accepted; it has no effect."""
+        self.devices = list(devices)
+
+
+_FOREVER_S = 3.0e8
+# As torch's RPC, one per process: `shutdown` gets no handle. Kept here, because an agent of unisono owns neither.
+_made: weakref.WeakKeyDictionary[rpc.Agent, tuple[Communicator, dist.Store]] = weakref.WeakKeyDictionary()
+# Of the process, so that each `init_rpc` meets under a name of its own in a store that outlives it.
+_numbers = itertools.count()
+
+
+class _TorchAgent(rpc.Agent):
+    """Makes references that speak as torch's do."""
+
+    rref_class = RRef
+
+
+def is_available() -> bool:
+    """Always true."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Let this process call others and be called. Every rank calls it, with a name of its own.
+
+    Ranks meet as `init_method` of the options says, "env://" by default: MASTER_ADDR and MASTER_PORT, and RANK and
+    WORLD_SIZE if these are not given here. It is torch's meeting: a process group of the program may use the same
+    address, before or after.
+
+    Raises:
+        RuntimeError: It was called before; ranks do not come; or the arguments make no sense (a ValueError, too).
+        TypeError: The backend or the options are of another class than torch's.
+    """
+    if find_agent() is not None:
+        raise RuntimeError("RPC is already initialized")
+    if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", name):
+        raise ArgumentError(f"a worker name must have at most 127 letters, digits, '-', '_' and ':', not {name!r}")
+    options = rpc_backend_options or TensorPipeRpcBackendOptions()
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
+    if not isinstance(options, TensorPipeRpcBackendOptions):
+        raise TypeError(
+            "Could not infer backend for options: `rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, "
+            f"not a {type(options).__name__}"
+        )
+    timeout = seconds(options.rpc_timeout) or _FOREVER_S
+    comm, store = _meet(options.init_method, rank, world_size or -1)
+    try:
+        with as_in_torch():
+            agent = _TorchAgent(comm, name, timeout, True, (), options.num_worker_threads)
+    except BaseException:
+        comm.close()
+        raise
+    set_agent(agent)
+    # Rank 0 serves the store.
+    _made[agent] = comm, store
+
+
+def _meet(init_method: str, rank: int, world_size: int) -> tuple[Communicator, dist.Store]:
+    """Join through torch's store, as a process group does, under a separate name: so both may use one address."""
+    limit = timedelta(seconds=TIMEOUT_S)
+    store, rank, size = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
+    name = f"unisono/rpc {next(_numbers)}"
+    return meet(dist.PrefixStore(name, store), rank, size, TIMEOUT_S, GroupOptions()).comm, store
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """End this rank's calls.
+
+    Args:
+        graceful: Serve on until all ranks have called this, and no call is under way.
+        timeout: Seconds to wait for that; 0 for no limit.
+    """
+    agent = current_agent()
+    comm, _store = _made.pop(agent, (None, None))
+    try:
+        rpc.shutdown(graceful, timeout or None)
+    finally:
+        if comm is not None:
+            comm.close()
+
+
+_To = str | int | rpc.WorkerInfo
+_Function = Callable[..., Any]
+_Arguments = Sequence[Any] | None
+_Named = Mapping[str, Any] | None
+
+
+def rpc_sync(to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = -1.0) -> Any:
+    """Call a function on a rank, and return its result. `timeout`: seconds; -1 for the default, 0 for no limit."""
+    with as_in_torch():
+        return rpc.rpc_sync(to, _checked(func), args or (), kwargs, seconds(timeout))
+
+
+def rpc_async(
+    to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> torch.futures.Future[Any]:
+    """The same as `rpc_sync`, but return a future immediately."""
+    with as_in_torch():
+        return rpc.rpc_async(to, _checked(func), args or (), kwargs, seconds(timeout))
+
+
+def remote(
+    to: _To, func: _Function, args: _Arguments = None, kwargs: _Named = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> rpc.RRef[Any]:
+    """The same as `rpc_sync`, but leave the result on its rank: return a reference to it immediately."""
+    with as_in_torch():
+        return rpc.remote(to, _checked(func), args or (), kwargs, seconds(timeout))
+
+
+def get_worker_info(worker_name: str | None = None) -> rpc.WorkerInfo:
+    """Name and number of a rank; of this one if None."""
+    with as_in_torch():
+        return rpc.get_worker_info(worker_name)
+
+
+def _checked(func: _Function) -> _Function:
+    if not callable(func):
+        raise TypeError(f"function must be callable, not a {type(func).__name__}")
+    return func

@@ -26,7 +26,7 @@ from typing import Any
 from _questions import parser
 
 import unisono as un
-from unisono.host.cpu_count import cores
+from unisono.host.processors import cores
 from unisono.host.mpi_library import find_mpirun, mpirun_environment
 
 WORKERS = 2

@@ -168,10 +168,10 @@ def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cgroup_cpu_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.host import cpu_count
+    from unisono.host import processors
 
-    monkeypatch.setattr(cpu_count, "quota", lambda: 1.5)
-    monkeypatch.setattr(cpu_count, "visible", lambda: 64)
+    monkeypatch.setattr(processors, "quota", lambda: 1.5)
+    monkeypatch.setattr(processors, "visible", lambda: 64)
     monkeypatch.setattr("unisono.tools.doctor.checks.cores.visible", lambda: 64)
     assert "1 core(s) are what the control group allows of 64" in the_problem("cores", Target(ranks=2)).text
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.host import cpu_count as counting
-from unisono.host.cpu_count import cores
+from unisono.host import processors as counting
+from unisono.host.processors import cores
 from unisono.launcher.processes import share_of_cores
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.host import cpu_count, numa
+from unisono.host import processors
 from unisono.launcher.script import ScriptJob
 from unisono.tools.doctor.checks.numa import check
 from unisono.tools.doctor.examination import Target
@@ -22,7 +22,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for cpu in range(8):
         (tmp_path / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
         (tmp_path / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    monkeypatch.setattr(numa, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(processors, "_SYSTEM", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     return tmp_path
 
@@ -41,22 +41,22 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (10, "core", ["0", "0", "4", "1", "5", "2", "2", "6", "3", "7"]),
     ],
 )
-def test_consecutive_ranks_share_a_node(ranks: int, binding: numa.Binding, placed: list[str]) -> None:
-    assert [numa.shown(cpus) for cpus in numa.placement(ranks, binding)] == placed
+def test_consecutive_ranks_share_a_node(ranks: int, binding: processors.Binding, placed: list[str]) -> None:
+    assert [processors.shown(cpus) for cpus in processors.placement(ranks, binding)] == placed
 
 
 @pytest.mark.usefixtures("two_nodes")
 def test_processors_outside_the_affinity_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 6}, raising=False)
-    assert numa.nodes() == {1: (2, 6)}
-    assert numa.placement(2, "core") == [(2,), (6,)]
+    assert processors.nodes() == {1: (2, 6)}
+    assert processors.placement(2, "core") == [(2,), (6,)]
 
 
 def test_host_without_a_list_of_nodes_is_one_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(numa, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(processors, "_SYSTEM", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
-    assert numa.nodes() == {0: (0, 1)}
-    assert numa.placement(2, "numa") == [(0, 1)] * 2
+    assert processors.nodes() == {0: (0, 1)}
+    assert processors.placement(2, "numa") == [(0, 1)] * 2
 
 
 @pytest.mark.usefixtures("two_nodes")
@@ -69,8 +69,8 @@ def test_doctor_shows_nodes_and_placement() -> None:
 @pytest.mark.usefixtures("two_nodes")
 def test_launcher_passes_processors_only_if_asked() -> None:
     job = ScriptJob(["train.py"], 2, binding="numa")
-    assert job.environment(1, (1, 2), 0)[numa.BOUND] == "2-3,6-7"
-    assert numa.BOUND not in ScriptJob(["train.py"], 2).environment(1, (1, 2), 0)
+    assert job.environment(1, (1, 2), 0)[processors.BOUND] == "2-3,6-7"
+    assert processors.BOUND not in ScriptJob(["train.py"], 2).environment(1, (1, 2), 0)
 
 
 def test_bound_rank_counts_the_processors_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_bound_rank_counts_the_processors_of_all_ranks(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
     bound: list[set[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: bound.append(cpus), raising=False)
-    monkeypatch.setenv(numa.BOUND, "3")
-    numa.bind()
+    monkeypatch.setenv(processors.BOUND, "3")
+    processors.bind()
     assert bound == [{3}]
-    assert cpu_count.visible() == 8
+    assert processors.visible() == 8

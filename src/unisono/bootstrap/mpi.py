@@ -180,9 +180,6 @@ def _read(memory: bytearray) -> Any:
     return serialization.decode(bytes(memory[_LENGTH.size : _LENGTH.size + length]))
 
 
-_GRACE_S = 2.0
-
-
 def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:
     """Install hooks that end the job with this process: after an uncaught exception, or `sys.exit(3)`."""
     known = getattr(sys.excepthook, "__self__", None)

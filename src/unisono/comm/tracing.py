@@ -17,7 +17,7 @@ import torch
 from unisono.core.staging import current_streams
 from unisono.core.tracing import TraceEvent, recording
 from unisono.diagnostics.trace_file import Json, merged, rank_events
-from unisono.host.cpu_count import core_wait_s
+from unisono.host.processors import core_wait_s
 
 __all__ = ["trace"]
 

@@ -19,7 +19,7 @@ from unisono.collectives.tuning.prediction import Machine
 from unisono.core.control import ControlPlane
 from unisono.core.tracing import SINK, Sink, emit
 from unisono.core.transport import Options, Transport
-from unisono.host.cpu_count import cores
+from unisono.host.processors import cores
 
 __all__ = ["Tuner", "measured_table"]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from unisono import serialization
 from unisono.errors import CommError, UnavailableError
+from unisono.host.processes import process_stat
 
 __all__ = ["InspectSocket", "find_control", "find_jobs"]
 
@@ -147,11 +148,9 @@ def _names() -> list[tuple[int, int]]:
 
 def _ancestors(pid: int) -> set[int]:
     found: set[int] = set()
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        while pid and pid not in found:
-            # The name in parentheses may hold any character.
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            found.add(pid)
+    while pid and pid not in found:
+        pid = int(process_stat(pid)[1])
+        found.add(pid)
     return found
 
 

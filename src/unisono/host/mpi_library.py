@@ -61,6 +61,11 @@ class MpiLauncher:
         """Return whether the launcher is Open MPI's; None if it is unknown."""
         return None if "PMIx" in self.by else "Open MPI" in self.by
 
+    @property
+    def on_several_hosts(self) -> bool:
+        """Return whether some of the processes are known to be on other hosts."""
+        return self.size is not None and self.local_size is not None and self.local_size < self.size
+
 
 # Rank and size, global and on this host, from the most to the least specific. Slurm sets the last ones too, if it
 # speaks PMI.

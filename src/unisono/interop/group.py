@@ -34,8 +34,8 @@ from unisono.interop.serial_queue import Progress, SerialQueue
 
 __all__ = ["Leaving", "UnisonoGroup"]
 
-Tensors = list[torch.Tensor]
-Lists = list[list[torch.Tensor]]
+_Tensors = list[torch.Tensor]
+_Lists = list[list[torch.Tensor]]
 
 # Its methods are torch's, but for other names and optional arguments, of which torch's annotations say other types.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -159,7 +159,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # calls; `wait` and the future raise the errors of those that run later.
     # -- reductions ----------------------------------------------------------------------------
     @by_device
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> UnisonoWork:
+    def allreduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None) -> UnisonoWork:
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         tensor = only(given, "all_reduce")
         op = operation(opts)
@@ -171,18 +171,18 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(opts, given, call)
 
     @by_device
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> UnisonoWork:
+    def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> UnisonoWork:
         op = operation(opts)
         return self._do(opts, tensors, *(partial(self._comm.all_reduce, plain(t), op) for t in tensors))
 
     @by_device
-    def reduce(self, tensors: Tensors, opts: Any) -> UnisonoWork:
+    def reduce(self, tensors: _Tensors, opts: Any) -> UnisonoWork:
         tensor = only(tensors, "reduce")
         op = operation(opts)
         return self._do(opts, tensors, partial(self._comm.reduce, tensor, opts.rootRank, op))
 
     @by_device
-    def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = None) -> UnisonoWork:
+    def reduce_scatter(self, outputs: _Tensors, inputs: _Lists, opts: Any = None) -> UnisonoWork:
         output = only(outputs, "reduce_scatter")
         op = operation(opts)
         parts = [plain(t) for t in inputs[0]]
@@ -193,7 +193,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     @by_device
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> UnisonoWork:
+    def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
         op = operation(opts)
         pairs = zip(outputs, inputs, strict=True)
         calls = [partial(self._comm.reduce_scatter_single, plain(output), plain(t), op) for output, t in pairs]
@@ -201,18 +201,18 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- movements -----------------------------------------------------------------------------
     @by_device
-    def broadcast(self, tensors: Tensors, opts: Any) -> UnisonoWork:
+    def broadcast(self, tensors: _Tensors, opts: Any) -> UnisonoWork:
         tensor = only(tensors, "broadcast")
         return self._do(opts, tensors, partial(self._comm.broadcast, tensor, opts.rootRank))
 
     @by_device
-    def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> UnisonoWork:
+    def allgather(self, outputs: _Lists, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
         tensor = only(inputs, "all_gather")
         parts = [plain(t) for t in outputs[0]]
         return self._do(opts, outputs[0], partial(self._comm.all_gather, parts, tensor))
 
     @by_device
-    def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> UnisonoWork:
+    def allgather_coalesced(self, outputs: _Lists, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
         """`outputs[r][i]` becomes rank r's `inputs[i]`."""
         pairs = zip(zip(*outputs, strict=True), inputs, strict=True)
         calls = [partial(self._comm.all_gather, [plain(t) for t in column], plain(own)) for column, own in pairs]
@@ -223,12 +223,12 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self.all_gather_single_coalesced([output], [input], opts)
 
     @by_device
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> UnisonoWork:
+    def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
         pairs = zip(outputs, inputs, strict=True)
         return self._do(opts, outputs, *(partial(self._comm.all_gather_single, plain(to), plain(t)) for to, t in pairs))
 
     @by_device
-    def gather(self, outputs: Lists, inputs: Tensors, opts: Any) -> UnisonoWork:
+    def gather(self, outputs: _Lists, inputs: _Tensors, opts: Any) -> UnisonoWork:
         tensor = only(inputs, "gather")
         targets = _list_at_root(outputs)
         return self._do(opts, targets or [], partial(self._comm.gather, tensor, targets, opts.rootRank))
@@ -249,13 +249,13 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(opts, [output], partial(comm.gather, tensor, targets, opts.rootRank))
 
     @by_device
-    def scatter(self, outputs: Tensors, inputs: Lists, opts: Any) -> UnisonoWork:
+    def scatter(self, outputs: _Tensors, inputs: _Lists, opts: Any) -> UnisonoWork:
         tensor = only(outputs, "scatter")
         sources = _list_at_root(inputs)
         return self._do(opts, outputs, partial(self._comm.scatter, tensor, sources, opts.rootRank))
 
     @by_device
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> UnisonoWork:
+    def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
         targets = [plain(t) for t in outputs]
         sources = [plain(t) for t in inputs]
         return self._do(opts, outputs, partial(self._comm.all_to_all, targets, sources))
@@ -296,19 +296,19 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- messages ------------------------------------------------------------------------------
     @by_device
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> UnisonoWork:
+    def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> UnisonoWork:
         work = self._comm.isend(only(tensors, "send"), dst, tag)
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
 
     @by_device
-    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> UnisonoWork:
+    def recv(self, tensors: _Tensors, src: int | None, tag: int = 0) -> UnisonoWork:
         work = self._comm.irecv(only(tensors, "recv"), src, tag)
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
 
     @by_device
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> UnisonoWork:
+    def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> UnisonoWork:
         return self.recv(tensors, None, tag)
 
     # Names by which other versions of torch call the same.
@@ -319,7 +319,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # -- order ---------------------------------------------------------------------------------
-    def _do(self, opts: Any, result: Tensors, *calls: Callable[..., object]) -> UnisonoWork:
+    def _do(self, opts: Any, result: _Tensors, *calls: Callable[..., object]) -> UnisonoWork:
         """Make the calls now, or queue them as one job, in order; each receives its timeout in seconds."""
         limit = limit_s(opts) or self._timeout_s
 
@@ -330,7 +330,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if not asynchronous(opts) or self._connection.group.size == 1:
             self._queue.run(job)
             return self._recorded(UnisonoWork(None, result))
-        # Tensors made in inference mode may be written in inference mode only, which is a thread's own.
+        # _Tensors made in inference mode may be written in inference mode only, which is a thread's own.
         inference = torch.is_inference_mode_enabled()
 
         def there() -> None:
@@ -449,6 +449,6 @@ def _truncated_mean(comm: Communicator, tensor: torch.Tensor, timeout: float) ->
     tensor.div_(comm.size, rounding_mode="trunc")
 
 
-def _list_at_root(lists: Lists) -> Tensors | None:
+def _list_at_root(lists: _Lists) -> _Tensors | None:
     """Torch gives a list of one list at the root, and an empty list (or an empty list in it) elsewhere."""
     return [plain(t) for t in lists[0]] if lists and lists[0] else None

@@ -256,8 +256,6 @@ def _options(
     return Options(backend, chosen, timeout_s, address, chunk_bytes)
 
 
-_log = logging.getLogger("unisono")
-
 Hosts = tuple[tuple[int, ...], ...]
 """For each host, its ranks."""
 

@@ -26,9 +26,9 @@ from typing import Any
 from unisono.control.server import ControlServer
 from unisono.core.failure import ended_by
 from unisono.errors import PeerLostError, UnavailableError
-from unisono.host.cpu_count import cores
 from unisono.host.distribution import install_command
 from unisono.host.mpi_library import find_mpirun, launched, mpirun_environment
+from unisono.host.processors import cores
 from unisono.launcher.job import Job, Outcome, collect, received
 from unisono.launcher.processes import WorkerSpec, by_value, configure_process, run_job, share_of_cores
 from unisono.serialization.functions import dumps

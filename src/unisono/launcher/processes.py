@@ -33,7 +33,7 @@ from unisono.core.failure import ended_by
 from unisono.core.group import Group
 from unisono.core.work import seconds_left
 from unisono.errors import CommError, PeerLostError
-from unisono.host.cpu_count import cores
+from unisono.host.processors import cores
 from unisono.launcher.job import Job, Outcome, collect, received, run_reported
 from unisono.serialization.functions import dumps
 

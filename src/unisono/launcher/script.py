@@ -21,8 +21,8 @@ from typing import IO, Any, TextIO
 
 from unisono.core.failure import ended_by
 from unisono.core.work import seconds_left
-from unisono.host import numa
-from unisono.host.cpu_count import cores
+from unisono.host import processors
+from unisono.host.processors import cores
 
 __all__ = ["ScriptJob", "ScriptResult", "run_script"]
 
@@ -49,7 +49,7 @@ class ScriptJob:
         address: Address of the first host.
         port: Where rank 0 listens, for torch too at the port after it; free ports if None.
         backend: What `init` uses where a program passes none; None for its own choice.
-        binding: Which processors a rank may use; see `unisono.host.numa.placement`.
+        binding: Which processors a rank may use; see `unisono.host.processors.placement`.
         prefix: Whether each line of output begins with its rank.
         to_stderr: Whether the ranks' standard output goes to standard error too.
         grace_s: Seconds in which ranks that were asked to end may save and leave.
@@ -63,7 +63,7 @@ class ScriptJob:
     address: str = "127.0.0.1"
     port: int | None = None
     backend: str | None = None
-    binding: numa.Binding = "none"
+    binding: processors.Binding = "none"
     prefix: bool = True
     to_stderr: bool = False
     grace_s: float = 30.0
@@ -89,7 +89,7 @@ class ScriptJob:
         }
         chosen = {} if self.backend is None else {"UNISONO_BACKEND": self.backend}
         if self.binding != "none":
-            chosen[numa.BOUND] = numa.shown(numa.placement(self.ranks, self.binding)[local_rank])
+            chosen[processors.BOUND] = processors.shown(processors.placement(self.ranks, self.binding)[local_rank])
         # An outer torchrun's would lead the ranks to its own store.
         outer = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         return {**outer, **{name: str(value) for name, value in places.items()}, **chosen}

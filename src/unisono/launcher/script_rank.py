@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unisono.control.process_exit import exit_with_children, raise_failed_saves
 from unisono.diagnostics.tracebacks import show_errors
-from unisono.host import numa
+from unisono.host import processors
 
 __all__ = ["main"]
 
@@ -27,7 +27,7 @@ def main(alive: int, report: int, command: list[str]) -> None:
         report: File descriptor of the file for an uncaught error.
         command: A file or "-m" and a module, then the script's arguments.
     """
-    numa.bind()
+    processors.bind()
     for descriptor in (alive, report):
         os.set_inheritable(descriptor, False)
     threading.Thread(target=_end_with_launcher, args=(alive,), daemon=True).start()

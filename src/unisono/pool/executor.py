@@ -20,8 +20,8 @@ from unisono.control.process_exit import close_at_exit
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError, PeerLostError
-from unisono.host.cpu_count import cores
 from unisono.host.network import why_no_shm
+from unisono.host.processors import cores
 from unisono.launcher.api import init, launch
 from unisono.pool.batch import LONGEST_S, Batch, Part, results
 from unisono.pool.codecs import Chunk

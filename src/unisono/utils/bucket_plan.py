@@ -14,7 +14,7 @@ from unisono.communicator import Communicator
 from unisono.core.staging import ACCELERATORS
 from unisono.core.tensors import is_non_overlapping
 from unisono.errors import MismatchError
-from unisono.host.cpu_count import cores
+from unisono.host.processors import cores
 from unisono.serialization.tensors import has_no_storage
 
 __all__ = [

@@ -18,8 +18,8 @@ from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Send
 from unisono.core.work import Completion, Deferred, seconds_left
 from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import ClosedError, CommError, PeerLostError, UnavailableError
-from unisono.host.cpu_count import cores
 from unisono.host.mpi_library import check_world, library
+from unisono.host.processors import cores
 from unisono.transports.mpi.collectives import NATIVE, MpiCollectives, carries, too_long
 from unisono.transports.mpi.communicators import CommHandle, MpiCommunicators
 from unisono.transports.mpi.consistency import MpiAgreement

@@ -23,9 +23,9 @@ from unisono.core.transport import Mailbox, Options, Transport
 from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import Deferred
 from unisono.errors import ClosedError, CommError, UnavailableError
-from unisono.host.cpu_count import cores
 from unisono.host.native import native
 from unisono.host.network import why_no_shm
+from unisono.host.processors import cores
 from unisono.transports.shm.barrier import SharedBarrier
 from unisono.transports.shm.mailbox import ShmMailbox
 from unisono.transports.shm.p2p_ring import MessageRings

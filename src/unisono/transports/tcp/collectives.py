@@ -16,8 +16,8 @@ from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.group import Group
 from unisono.core.transport import Options
 from unisono.errors import CommError, UnavailableError
-from unisono.host.cpu_count import cores
 from unisono.host.native import core_build, native
+from unisono.host.processors import cores
 from unisono.transports.tcp.mailbox import meet
 from unisono.transports.tcp.messages import TcpMessages
 

@@ -16,8 +16,8 @@ from unisono.core.transport import Mailbox, Options, Transport
 from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import Deferred
 from unisono.errors import ClosedError
-from unisono.host.cpu_count import cores
 from unisono.host.network import host_identity
+from unisono.host.processors import cores
 from unisono.transports.tcp.collectives import TcpCollectives
 from unisono.transports.tcp.mailbox import TcpMailbox
 

@@ -28,7 +28,7 @@ def check(target: Target) -> Iterator[Finding]:
         yield problem(f"the host name {name} has no address; mpirun and torchrun look it up", _entry(name, own))
     elif all(map(is_loopback, found)):
         text = f"the host name {name} resolves to the loopback, {', '.join(found)}: {_WHY}"
-        yield optional(text, _entry(name, own), required=bool(target.hosts) or _on_several_hosts())
+        yield optional(text, _entry(name, own), required=bool(target.hosts) or launched().on_several_hosts)
     elif not any(is_own(address) for address in found):
         yield problem(
             f"the host name {name} resolves to {', '.join(found)}, which is not an address of this host",
@@ -36,11 +36,6 @@ def check(target: Target) -> Iterator[Finding]:
         )
     else:
         yield ok(f"{name} is {', '.join(found)}")
-
-
-def _on_several_hosts() -> bool:
-    launch = launched()
-    return launch.size is not None and launch.local_size is not None and launch.local_size < launch.size
 
 
 def _entry(name: str, own: str | None) -> str:

@@ -75,10 +75,9 @@ def _master(launch: MpiLauncher) -> Iterator[Finding]:
     if not host:
         return
     found = addresses(host)
-    several = launch.size is not None and launch.local_size is not None and launch.local_size < launch.size
     if not found:
         yield problem(f"MASTER_ADDR {host} has no address", f"getent hosts {host}   # then export MASTER_ADDR=...")
-    elif several and all(map(is_loopback, found)):
+    elif launch.on_several_hosts and all(map(is_loopback, found)):
         yield problem(
             f"MASTER_ADDR {host} is the loopback, but only {launch.local_size} of {launch.size} ranks are on this "
             "host: the others would look for rank 0 on their own hosts",
@@ -109,8 +108,7 @@ def _remarks(target: Target, launch: MpiLauncher) -> Iterator[Finding]:
             f"Slurm job {os.environ['SLURM_JOB_ID']} runs no step here, so this is a world of one",
             "srun python train.py",
         )
-    several = launch.size is not None and launch.local_size is not None and launch.local_size < launch.size
-    if (several or target.hosts) and not os.environ.get("UNISONO_SECRET"):
+    if (launch.on_several_hosts or target.hosts) and not os.environ.get("UNISONO_SECRET"):
         yield info(
             "UNISONO_SECRET is not set: ranks on several hosts can authenticate only if the hosts share your home",
             "export UNISONO_SECRET=$(openssl rand -hex 32)   # once; then the same on every host",

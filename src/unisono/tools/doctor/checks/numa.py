@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.host.numa import nodes, placement, shown
+from unisono.host.processors import nodes, placement, shown
 from unisono.tools.doctor.checks.cores import ranks_here
 from unisono.tools.doctor.examination import Finding, Target, info, ok
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from random import Random
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.gradients import LogicalShards
 from unisono.testing import pool
 
 COUNT = 1001
@@ -112,17 +113,19 @@ def trained(comm: un.Communicator, shards: int | None, dtype: torch.dtype, setti
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(part(100 + number, dtype, parameter.numel()).view(parameter.shape))
-    averager = un.GradientAverager(model, comm, deterministic=True, shards=shards, **settings)
+    averager: un.GradientAverager | LogicalShards
+    if shards is None:
+        averager = un.GradientAverager(model, comm, deterministic=True, **settings)
+    else:
+        averager = LogicalShards(model, comm, shards, **settings)
+    numbers = averager.local if isinstance(averager, LogicalShards) else [comm.rank]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
-        for number in reversed(averager.shards):
+        for number in reversed(numbers):
             x = part(1000 * step + number, dtype, 35).view(5, 7)
-            if shards is None:
+            with averager.shard(number) if isinstance(averager, LogicalShards) else nullcontext():
                 model(x).square().mean().backward()
-            else:
-                with averager.shard(number):
-                    model(x).square().mean().backward()
         optimizer.step()
     averager.remove()
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
@@ -171,22 +174,22 @@ def test_random_configurations_give_the_same_bits(backend: str, configurations: 
 
 def on_shards(comm: un.Communicator, misuse: Any) -> None:
     model = torch.nn.Linear(2, 1)
-    averager = un.GradientAverager(model, comm, shards=4)
+    averager = LogicalShards(model, comm, 4)
     misuse(averager, lambda: model(torch.ones(1, 2)).sum().backward())
 
 
-def twice(averager: un.GradientAverager, backward: Any) -> None:
+def twice(averager: LogicalShards, backward: Any) -> None:
     for _ in range(2):
         with averager.shard(1):
             backward()
 
 
-def of_another_rank(averager: un.GradientAverager, backward: Any) -> None:
+def of_another_rank(averager: LogicalShards, backward: Any) -> None:
     with averager.shard(4):
         backward()
 
 
-def nested(averager: un.GradientAverager, backward: Any) -> None:
+def nested(averager: LogicalShards, backward: Any) -> None:
     with averager.shard(0), averager.shard(1):
         backward()
 
@@ -198,7 +201,6 @@ def nested(averager: un.GradientAverager, backward: Any) -> None:
         (twice, ValueError, "shard 1 has a gradient in this step already"),
         (of_another_rank, ValueError, "shard 4 is not one of this rank, which has shards 0 to 3"),
         (nested, RuntimeError, r"shard\(1\) was called inside shard\(0\)"),
-        (lambda averager, backward: averager.weight(2), RuntimeError, r"with logical shards has no weight\(\)"),
     ],
 )
 def test_misuse_of_shards_is_refused(misuse: Any, error: type[Exception], message: str) -> None:
@@ -209,8 +211,8 @@ def test_misuse_of_shards_is_refused(misuse: Any, error: type[Exception], messag
 def test_failed_shard_can_be_repeated() -> None:
     def program(comm: un.Communicator) -> list[float]:
         w = torch.zeros(1, requires_grad=True)
-        averager = un.GradientAverager([w], comm, shards=4)
-        for number in averager.shards:
+        averager = LogicalShards([w], comm, 4)
+        for number in averager.local:
             with suppress(KeyError), averager.shard(number):
                 (w * 100).sum().backward()
                 raise KeyError
@@ -221,9 +223,47 @@ def test_failed_shard_can_be_repeated() -> None:
     assert un.launch(program, 2, "thread") == [[1.5]] * 2
 
 
+def test_shards_move_to_other_ranks_and_sum_and_share_buffers() -> None:
+    def program(comm: un.Communicator) -> tuple[list[float], list[float], dict[str, Any], str]:
+        model = torch.nn.Linear(1, 1, bias=False)
+        model.register_buffer("seen", torch.zeros(1))
+        shards = LogicalShards(model, comm, 4, average="sum", broadcast_buffers=True)
+        with pytest.raises(ValueError, match="'weight' is averaged by another LogicalShards"):
+            un.GradientAverager(model, comm)
+        pair = comm.split(comm.rank // 2)
+        shards.move_to(pair)
+        for number in shards.local:
+            model.seen.fill_(comm.rank)
+            with shards.shard(number):
+                (model.weight * number).sum().backward()
+        state = shards.state_dict()
+        text = repr(shards)
+        shards.remove()
+        un.GradientAverager(model, pair).remove()
+        return model.weight.grad.flatten().tolist(), model.seen.tolist(), state, text
+
+    found = un.launch(program, 4, "thread")
+    assert [gradient for gradient, *_ in found] == [[6.0]] * 4
+    assert [seen for _, seen, *_ in found] == [[0.0], [0.0], [2.0], [2.0]]
+    assert found[3][2:] == ({"steps": 1}, "<LogicalShards 2 to 3 of 4, rank 1 of 2>")
+
+
+def test_parameter_added_before_the_end_of_a_shard_is_refused() -> None:
+    def program(comm: un.Communicator) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+        shards = LogicalShards(model, comm, 1)
+        with shards.shard(0):
+            model.append(torch.nn.Linear(1, 1))
+
+    with pytest.raises(RuntimeError, match=r"'1.weight' \(and 1 more\) was added to the model"):
+        un.launch(program, 1, "thread")
+
+
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="shards must be a positive multiple of the 2 ranks, not 3"):
-        un.launch(lambda comm: un.GradientAverager(torch.nn.Linear(1, 1), comm, shards=3), 2, "thread")
+    with pytest.raises(ValueError, match="count must be a positive multiple of the 2 ranks, not 3"):
+        un.launch(lambda comm: LogicalShards(torch.nn.Linear(1, 1), comm, 3), 2, "thread")
+    with pytest.raises(ValueError, match="average must be 'mean' or 'sum', not 'median'"):
+        un.launch(lambda comm: LogicalShards(torch.nn.Linear(1, 1), comm, 2, average="median"), 2, "thread")
     with pytest.raises(ValueError, match="compressed gradients are not summed in the balanced tree"):
         un.launch(
             lambda comm: un.GradientAverager(torch.nn.Linear(1, 1), comm, deterministic=True, compression="fp16"),

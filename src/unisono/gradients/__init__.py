@@ -8,6 +8,7 @@ from unisono.gradients.diloco import DiLoCo
 from unisono.gradients.divergence_guard import DivergenceGuard
 from unisono.gradients.gossip import Gossip
 from unisono.gradients.local_sgd import LocalSGD
+from unisono.gradients.logical_shards import LogicalShards
 from unisono.gradients.nan_guard import NanGuard, assert_finite
 from unisono.gradients.periodic import every
 from unisono.gradients.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
@@ -19,6 +20,7 @@ __all__ = [
     "Gossip",
     "GradientAverager",
     "LocalSGD",
+    "LogicalShards",
     "NanGuard",
     "SyncBatchNorm",
     "assert_finite",

@@ -18,14 +18,13 @@ from unisono.core.types import Work
 from unisono.core.work import format_bytes
 from unisono.errors import AbortedError, CommError
 from unisono.gradients.bucket import Bucket
-from unisono.gradients.logical_shards import LogicalShards
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.sparse import average_sparse, sparse_parameters
-from unisono.gradients.weights import AllRanksDone, ErrorContext, Weights, check_skipped, used_gradients
+from unisono.gradients.weights import AllRanksDone, ErrorContext, Weights, check_average, check_skipped, used_gradients
 from unisono.utils.backward_pass import BackwardPass, SavedGradients, adds_to_leaves, current_pass, watch_outputs
 from unisono.utils.bucket_plan import agree_on_parameters, bucket_sizes, in_bytes, named_parameters
-from unisono.utils.flatten import broadcast_all, share
+from unisono.utils.flatten import broadcast_all, share, share_buffers
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
@@ -146,9 +145,7 @@ class GradientAverager:
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         broadcast_buffers: Whether to broadcast rank 0's buffers after each backward pass.
         deterministic: Whether gradients are summed in one fixed order, whatever the backend, its algorithms and the
-            bucket sizes; see `unisono.init`.
-        shards: Number of logical shards of each step's data, a multiple of the number of ranks: each shard's backward
-            pass runs in `shard(number)`. On all numbers of ranks that divide it, gradients then have the same bits.
+            bucket sizes; see `unisono.init`. On any number of ranks: see `un.gradients.LogicalShards`.
 
     Raises:
         ValueError: Another averager has the model, or a part of it; or an argument is out of range.
@@ -192,10 +189,8 @@ class GradientAverager:
         init_sync: bool = True,
         broadcast_buffers: bool = False,
         deterministic: bool = False,
-        shards: int | None = None,
     ) -> None:
-        if average not in ("mean", "sum"):
-            raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
+        self._total = check_average(average)
         self._named = named_parameters(model)
         self._names = [n for n, _ in self._named]
         self._parameters = [p for _, p in self._named]
@@ -204,11 +199,9 @@ class GradientAverager:
         self._find_unused = find_unused_parameters
         self._sync_buffers = broadcast_buffers
         self._compression = compression
-        self._total = average == "sum"
         self._weights = Weights(comm, self._total)
-        self._steps = [0]
-        self._deterministic = deterministic or shards is not None
-        self._shard_count = shards
+        self._steps = 0
+        self._deterministic = deterministic
         if self._deterministic and compression is not None:
             raise ValueError("compressed gradients are not summed in the balanced tree of deterministic=True")
         self._syncing = True
@@ -229,7 +222,6 @@ class GradientAverager:
             >>> un.launch(program, nprocs=2, backend="thread")
             [3.0, 3.0]
         """
-        self._refuse_shards("no_sync(): a shard may run several backward passes, which are added up")
         before = self._syncing
         self._syncing = False
         try:
@@ -263,7 +255,6 @@ class GradientAverager:
             >>> un.launch(program, nprocs=2, backend="thread")
             [3.0, 3.0]
         """
-        self._refuse_shards("weight()")
         if self._weights.in_use and any(p.grad is not None for p in self._parameters):
             raise RuntimeError(
                 "weight() was called again before the pass that averages, and all that p.grad holds has one weight. "
@@ -298,14 +289,13 @@ class GradientAverager:
             >>> un.launch(program, nprocs=2, backend="thread")
             [[1.5], [1.5, 2.0]]
         """
-        self._refuse_shards("join()")
         weights = self._weights
-        before = self._steps[-1]
+        before = self._steps
         weights.joining = weights.uneven = True
         try:
             yield
             weights.here = False
-            made = self._steps[-1] - before
+            made = self._steps - before
             with suppress(AllRanksDone):
                 while True:
                     self._shadow()
@@ -382,7 +372,7 @@ class GradientAverager:
         """Return the number of steps made, and the state of the codecs. Differs from rank to rank."""
         codecs = self._codecs()
         states = [codec.state_dict() for _, codec in codecs]
-        return {"steps": self._steps[-1], "buckets": [names for names, _ in codecs], "codecs": states}
+        return {"steps": self._steps, "buckets": [names for names, _ in codecs], "codecs": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state of the same rank.
@@ -406,7 +396,7 @@ class GradientAverager:
             )
         for (_, codec), one in zip(codecs, state["codecs"], strict=True):
             codec.load_state_dict(one)
-        self._steps[-1] = state["steps"]
+        self._steps = state["steps"]
 
     def _codecs(self) -> list[tuple[list[str], Codec]]:
         """Codecs with a state, each with the names of its parameters."""
@@ -441,65 +431,12 @@ class GradientAverager:
         self.remove()
         self._attach(comm, init_sync=False)
 
-    # -- logical shards -----------------------------------------------------------------------
-    @property
-    def shards(self) -> range:
-        """The numbers of this rank's logical shards; one for each rank, without the argument of this name."""
-        return range(self.rank, self.rank + 1) if self._shards is None else self._shards.local
-
-    @contextmanager
-    def shard(self, number: int) -> Iterator[None]:
-        """Return a context for the backward passes of one logical shard: `with averager.shard(number):`.
-
-        Each rank runs each of its `shards` once a step, in any order. When the last one ends, each `p.grad` is the
-        mean over all shards: their sum in one balanced binary tree over the shards, in which the first half is the
-        longer one, each addition rounded in the parameter's dtype. So the bits depend neither on the number of ranks
-        nor on the backend, if what each shard computes does not either: torch's version, kernels and number of
-        threads, and the shape of its batch.
-
-        Args:
-            number: The shard, one of `shards`; the same data has the same number on any number of ranks.
-
-        Raises:
-            ValueError: The shard is not one of this rank, or was run in this step already.
-            RuntimeError: From `backward()`: it runs outside of a shard.
-
-        Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards a rank. One
-        all_reduce of the gradients if the number of ranks is a power of two or the number of shards, else an
-        all_gather of up to 2 log2(s) gradients from each rank.
-
-        Example:
-            >>> def program(comm):
-            ...     model = torch.nn.Linear(3, 1, bias=False)
-            ...     torch.nn.init.ones_(model.weight)
-            ...     averager = un.GradientAverager(model, comm, shards=4)
-            ...     for number in averager.shards:
-            ...         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
-            ...         with averager.shard(number):
-            ...             model(x).square().mean().backward()
-            ...     return model.weight.grad.tolist()
-            >>> un.launch(program, 1, "thread")[0] == un.launch(program, 4, "thread")[3]
-            True
-        """
-        if self._shards is None:
-            raise RuntimeError("this averager has no logical shards; create it with shards=their number")
-        with self._shards.shard(number):
-            yield
-        if not self._shards.unfinished:
-            self._steps[-1] += 1
-            if self._sync_buffers:
-                self._share_buffers()
-
-    def _refuse_shards(self, what: str) -> None:
-        if self._shards is not None:
-            raise RuntimeError(f"an averager with logical shards has no {what}")
-
     # -- life -----------------------------------------------------------------------------------
     def _attach(self, comm: Communicator, *, init_sync: bool) -> None:
         self._registry = ParameterRegistry(self._model, self._named, self._report)
         codec = codec_for(self._compression)
-        how_summed = self._total, self._deterministic, self._shard_count
-        settings = (*self._sizes, *how_summed, self._find_unused, self._sync_buffers, repr(codec))
+        how = self._total, self._deterministic, self._find_unused, self._sync_buffers
+        settings = (*self._sizes, *how, repr(codec))
         buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
         agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
         if init_sync:
@@ -508,8 +445,8 @@ class GradientAverager:
         self.size = comm.size
         self._comms = AveragerComms(comm, deterministic=self._deterministic)
         data = self._comms.data
-        how = {"background": data.overlaps and codec is None, "compressed": codec is not None}
-        sizes = bucket_sizes(self._sizes, self._parameters, comm, **how)
+        background = data.overlaps and codec is None
+        sizes = bucket_sizes(self._sizes, self._parameters, comm, background=background, compressed=codec is not None)
         spread = sparse_parameters(self._model) if self._model is not None else set()
         self._spread = {i for i, p in enumerate(self._parameters) if id(p) in spread}
         self._sparse: list[int] = []
@@ -531,11 +468,7 @@ class GradientAverager:
         # If buckets are sent while others fill, the first step of all ranks records the order of gradients.
         self._seen: list[torch.Tensor] | None = [] if self._reducer.background else None
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
-        self._shards: LogicalShards | None = None
-        if self._shard_count is not None:
-            self._shards = LogicalShards(self._named, self._comms.data, self._shard_count, total=self._total)
-            self._registry.watch_gradients(self._shards.arrive)
-        elif self.size > 1:
+        if self.size > 1:
             self._install()
         self._comms.ready()
         self._weights.attach(self._comms.control)
@@ -690,8 +623,8 @@ class GradientAverager:
             self._on_unfrozen(thawed, arrived)
         if self._sparse:
             self._average_sparse(arrived)
-        if self._sync_buffers:
-            self._share_buffers()
+        if self._sync_buffers and self._model is not None:
+            share_buffers(self._model, self._comms.control, self._weights.source)
         if self._weights.here:
             self._reducer.assign()
         else:
@@ -705,7 +638,7 @@ class GradientAverager:
             self._accumulated = {i for i in waiting if not self._reducer.has_mean(i)}
         self._reducer.begin()
         self._saved.clear()
-        self._steps[-1] += self._weights.here
+        self._steps += self._weights.here
         all_took_part = self._weights.active == self.size
         if self._weights.uneven:
             self._weights.forget()
@@ -769,22 +702,6 @@ class GradientAverager:
             size=self.size,
             peer=rank,
         )
-
-    def _share_buffers(self) -> None:
-        """Broadcast the buffers of the first rank that has data.
-
-        A buffer that the graph of another forward holds is replaced, so that its backward pass finds the old values.
-        """
-        if self._model is None:
-            return
-        replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for module in self._model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer._use_count() > 1:  # type: ignore[attr-defined]
-                    replaced.setdefault(id(buffer), (buffer, buffer.clone()))
-                if id(buffer) in replaced:
-                    module._buffers[name] = replaced[id(buffer)][1]
-        broadcast_all(self._model.buffers(), self._comms.control, self._weights.source)
 
     def _shadow(self) -> None:
         """Join a step of the ranks that still have data: contribute nothing, and leave p.grad as it is."""

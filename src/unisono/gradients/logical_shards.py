@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 
 from unisono.communicator import Communicator
 from unisono.core.tensors import HALVES
-from unisono.gradients.weights import used_gradients
-from unisono.utils.bucket_plan import MIB, Named, plan_buckets
+from unisono.gradients.parameter_registry import ParameterRegistry
+from unisono.gradients.weights import check_average, used_gradients
+from unisono.utils.bucket_plan import MIB, agree_on_parameters, named_parameters, plan_buckets
+from unisono.utils.flatten import share, share_buffers
 
 __all__ = ["LogicalShards"]
 
@@ -23,42 +26,113 @@ _Gradients = list[torch.Tensor | None]
 
 
 class LogicalShards:
-    """Sums of the gradients of logical shards, which the ranks have in consecutive runs of equal length.
+    """Averaging of gradients with the same bits on any number of ranks: the mean over logical shards of the data.
 
-    Sums are formed as soon as both parts of a subtree are there, so a rank with s shards keeps at most log2(s) + 1
-    gradients of each parameter. If the tree adds each rank's shards to one sum, ranks all-reduce these; else (three
-    ranks with two shards each, say) every rank gathers the partial sums of all.
+    Each step's data is cut into `count` shards, which the ranks have in consecutive runs of equal length. Each rank
+    runs the backward passes of each of its shards, in `shard`, once a step and in any order. When its last one ends,
+    each `p.grad` is the mean over all shards: their sum in one balanced binary tree over the shards, in which the first
+    half is the longer one, each addition rounded in the parameter's dtype. So the bits depend neither on the number of
+    ranks nor on the backend, if what each shard computes does not either: torch's version, kernels and number of
+    threads, and the shape of its batch.
+
+    Collective: every rank creates one for the same model. Torch hides hooks from the garbage collector: an unused
+    model is freed only after `remove()`.
 
     Args:
-        named: The parameters, with their names.
-        comm: Communicator that reduces in the balanced tree over the ranks.
-        count: Number of shards in all.
-        total: Whether the result is the sum rather than the mean.
+        model: A module, or its parameters.
+        comm: The ranks that average. The sums travel over a communicator of its own, derived from it.
+        count: Number of shards in all, a multiple of the number of ranks.
+        average: "mean", or "sum" for losses that are divided by the global batch already.
+        init_sync: Whether to broadcast rank 0's parameters and buffers now.
+        broadcast_buffers: Whether to broadcast rank 0's buffers after each step.
 
     Attributes:
-        local: The shards of this rank.
+        local: The numbers of this rank's shards, a range.
+        rank, size: This rank, and the number of ranks.
+
+    Raises:
+        ValueError: Another averager has the model, or a part of it; or an argument is out of range.
+        TypeError: `model` is a single tensor, or contains something other than tensors.
+        MismatchError: Ranks have different models or settings.
+        RuntimeError: From `backward()`: it runs outside of a shard.
+
+    Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards a rank: sums are
+    formed as soon as both parts of a subtree are there. One all_reduce of the gradients if the number of ranks is a
+    power of two or the number of shards, else an all_gather of up to 2 log2(s) gradients from each rank.
+
+    Example:
+        >>> def program(comm):
+        ...     model = torch.nn.Linear(3, 1, bias=False)
+        ...     torch.nn.init.ones_(model.weight)
+        ...     shards = un.gradients.LogicalShards(model, comm, 4)
+        ...     for number in shards.local:
+        ...         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
+        ...         with shards.shard(number):
+        ...             model(x).square().mean().backward()
+        ...     return model.weight.grad.tolist()
+        >>> un.launch(program, 1, "thread")[0] == un.launch(program, 4, "thread")[3]
+        True
     """
 
-    def __init__(self, named: Named, comm: Communicator, count: int, *, total: bool) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module | Iterable[torch.Tensor],
+        comm: Communicator,
+        count: int,
+        *,
+        average: Literal["mean", "sum"] = "mean",
+        init_sync: bool = True,
+        broadcast_buffers: bool = False,
+    ) -> None:
+        self._total = check_average(average)
+        self._named = named_parameters(model)
+        self._parameters = [parameter for _, parameter in self._named]
+        self._model = model if isinstance(model, torch.nn.Module) else None
+        self._count = count
+        self._sync_buffers = broadcast_buffers
+        self._steps = 0
+        self._attach(comm, init_sync=init_sync)
+
+    def _attach(self, comm: Communicator, *, init_sync: bool) -> None:
+        self._registry = ParameterRegistry(self._model, self._named, self.abort, "LogicalShards")
+        buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
+        settings = self._count, self._total, self._sync_buffers
+        agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
+        count = self._count
         if isinstance(count, bool) or not isinstance(count, int) or count < 1 or count % comm.size:
-            raise ValueError(f"shards must be a positive multiple of the {comm.size} ranks, not {count!r}")
+            raise ValueError(f"count must be a positive multiple of the {comm.size} ranks, not {count!r}")
+        if init_sync:
+            share([*self._named, *buffers], comm)
+        self.rank = comm.rank
+        self.size = comm.size
         each = count // comm.size
         self.local = range(comm.rank * each, (comm.rank + 1) * each)
-        self._runs = [(rank * each, (rank + 1) * each) for rank in range(comm.size)]
-        self._named = named
-        self._parameters = [parameter for _, parameter in named]
+        runs = [(rank * each, (rank + 1) * each) for rank in range(comm.size)]
+        # If the tree adds each rank's shards to one sum, ranks all-reduce these; else (three ranks with two shards
+        # each, say) every rank gathers the partial sums of all.
+        self._covers = [_cover(0, count, *run) for run in runs]
         self._arrived = set[int]()
-        self._comm = comm
-        self._count = count
-        self._total = total
         self._open: int | None = None
         self._done = set[int]()
         self._sums = dict[_Node, _Gradients]()
         self._before: _Gradients = []
+        self._comm = comm.dup(deterministic=True)
+        self._comm.allow_any_thread()
+        self._registry.watch_gradients(self._arrive)
 
     @contextmanager
     def shard(self, number: int) -> Iterator[None]:
-        """Context of the backward passes of one shard; after the last one of this rank gradients are averaged."""
+        """Return a context for the backward passes of one shard: `with shards.shard(number):`.
+
+        Collective where it is the last one of this rank's step: it averages. A shard that raises may be repeated.
+
+        Args:
+            number: The shard, one of `local`; the same data has the same number on any number of ranks.
+
+        Raises:
+            ValueError: The shard is not one of this rank, or was run in this step already.
+            RuntimeError: It is inside another one, a hook has used a gradient too early, or `check` raises.
+        """
         if self._open is not None:
             raise RuntimeError(f"shard({number}) was called inside shard({self._open}); leave that first")
         if isinstance(number, bool) or number not in self.local:
@@ -74,6 +148,7 @@ class LogicalShards:
         self._arrived.clear()
         try:
             yield
+            self.check()
             lost = [name for i, (name, p) in enumerate(self._named) if i in self._arrived and p.grad is None]
             if lost:
                 raise RuntimeError(used_gradients(lost))
@@ -90,17 +165,65 @@ class LogicalShards:
         if len(self._done) == len(self.local):
             self._finish()
 
-    @property
-    def unfinished(self) -> bool:
-        """True after some, but not all, of this rank's shards of a step."""
-        return bool(self._done)
+    def check(self) -> None:
+        """Raise if a parameter was replaced, swapped or added after the creation: it is not averaged.
 
-    def arrive(self, index: int, _gradient: torch.Tensor) -> None:
+        This is checked at the end of each shard, too.
+
+        Raises:
+            RuntimeError: Names the parameter. The other ranks get an `AbortedError` when they average.
+        """
+        self._registry.check()
+
+    def abort(self, reason: str) -> None:
+        """End all running and later averaging on all ranks, as when an error was caught that others do not know of.
+
+        Args:
+            reason: Text for the `AbortedError` of the other ranks.
+        """
+        self._comm.abort(reason)
+
+    def remove(self) -> None:
+        """Remove the hooks, and release the communicator. Gradients stay unchanged. Idempotent."""
+        self._registry.remove()
+        self._comm.close()
+
+    def move_to(self, comm: Communicator) -> None:
+        """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`. Collective over it.
+
+        A step that is not complete is discarded. Parameters stay unchanged: make them equal on all ranks.
+
+        Args:
+            comm: The new communicator; `count` is a multiple of its number of ranks.
+
+        Raises:
+            MismatchError: Ranks have different models or settings.
+            ValueError: The number of shards is no multiple of the number of ranks.
+        """
+        self.remove()
+        self._attach(comm, init_sync=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps made, which is the same on all ranks."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state of any rank.
+
+        Args:
+            state: A result of `state_dict`.
+        """
+        self._steps = int(state["steps"])
+
+    def __repr__(self) -> str:
+        mine = f"{self.local[0]} to {self.local[-1]} of {self._count}"
+        return f"<LogicalShards {mine}, rank {self.rank} of {self.size}>"
+
+    def _arrive(self, index: int, _gradient: torch.Tensor) -> None:
         """Hook of every gradient: raise outside of a shard, where it would belong to none."""
         if self._open is None:
             raise RuntimeError(
-                "backward() ran outside of a logical shard; with shards=, put each backward pass into "
-                "`with averager.shard(number):`"
+                "backward() ran outside of a logical shard; put each backward pass into `with shards.shard(number):`"
             )
         self._arrived.add(index)
 
@@ -138,17 +261,18 @@ class LogicalShards:
     @torch.no_grad()
     def _finish(self) -> None:
         """Average the gradients of all shards of all ranks, and begin another step. Collective."""
-        covers = [_cover(0, self._count, *run) for run in self._runs]
-        mine = [self._sums[node] for node in covers[self._comm.rank]]
+        mine = [self._sums[node] for node in self._covers[self.rank]]
         self._sums.clear()
         self._done.clear()
-        used = torch.tensor([any(sums[i] is not None for sums in mine) for i in range(len(self._parameters))])
+        used = torch.tensor(
+            [any(sums[i] is not None for sums in mine) for i in range(len(self._parameters))], device=self._comm.device
+        )
         self._comm.all_reduce(used)
         indices = [i for i, is_used in enumerate(used.tolist()) if is_used]
         for bucket in plan_buckets(self._parameters, indices, _CAP_BYTES):
             members = [self._parameters[i] for i in bucket]
             partial = [torch.cat([_flat(sums[i], self._parameters[i]) for i in bucket]) for sums in mine]
-            result = self._reduced(covers, partial)
+            result = self._reduced(partial)
             if not self._total and result.dtype not in HALVES:
                 result /= self._count
             for i, parameter, part in zip(bucket, members, result.split([p.numel() for p in members]), strict=True):
@@ -159,18 +283,21 @@ class LogicalShards:
             if parameter.grad is None:
                 parameter.grad = self._before[i]
         self._before = []
+        self._steps += 1
+        if self._sync_buffers and self._model is not None:
+            share_buffers(self._model, self._comm)
 
-    def _reduced(self, covers: list[list[_Node]], partial: list[torch.Tensor]) -> torch.Tensor:
+    def _reduced(self, partial: list[torch.Tensor]) -> torch.Tensor:
         """Return the sum over all shards, of each rank's partial sums of its own."""
-        if all(len(cover) == 1 for cover in covers):
+        if all(len(cover) == 1 for cover in self._covers):
             self._comm.all_reduce(partial[0])
             return partial[0]
         numel = partial[0].numel()
-        gathered = [partial[0].new_empty(numel * len(cover)) for cover in covers]
+        gathered = [partial[0].new_empty(numel * len(cover)) for cover in self._covers]
         self._comm.all_gather(gathered, torch.cat(partial))
         known: dict[_Node, torch.Tensor] = {
             node: part
-            for cover, parts in zip(covers, gathered, strict=True)
+            for cover, parts in zip(self._covers, gathered, strict=True)
             for node, part in zip(cover, parts.split(numel), strict=True)
         }
 

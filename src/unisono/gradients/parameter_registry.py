@@ -36,6 +36,7 @@ class ParameterRegistry:
         model: The module; None for parameters without one.
         named: Its parameters, with their names.
         report: Called with the problem that `check` is about to raise.
+        owner: Class of the object that averages.
 
     Raises:
         ValueError: A parameter accepts no hooks, or is averaged or sharded already.
@@ -55,13 +56,18 @@ class ParameterRegistry:
     """
 
     def __init__(
-        self, model: torch.nn.Module | None, named: Named, report: Callable[[str], None] = lambda problem: None
+        self,
+        model: torch.nn.Module | None,
+        named: Named,
+        report: Callable[[str], None] = lambda problem: None,
+        owner: str = "GradientAverager",
     ) -> None:
         check_unclaimed(named)
         check_parameters(named)
         self.model = model
         self.named = named
         self._report = report
+        self._owner = owner
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.ids = frozenset(map(id, self.parameters))
@@ -124,7 +130,7 @@ class ParameterRegistry:
         Includes frozen parameters, which may be unfrozen later: torch accepts no hook until then.
         """
         self.hooked = True
-        self._claim = claim(self.named, "averaged", "GradientAverager")
+        self._claim = claim(self.named, "averaged", self._owner)
         for index, parameter in enumerate(self.parameters):
             frozen = not parameter.requires_grad
             if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):

@@ -9,7 +9,7 @@ import torch
 from unisono.communicator import Communicator
 from unisono.errors import CommError, MismatchError
 
-__all__ = ["AllRanksDone", "ErrorContext", "Weights", "check_skipped", "used_gradients"]
+__all__ = ["AllRanksDone", "ErrorContext", "Weights", "check_average", "check_skipped", "used_gradients"]
 
 
 class AllRanksDone(Exception):
@@ -104,6 +104,13 @@ class ErrorContext:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, CommError):
             error.message += f" (while {self._what})"
+
+
+def check_average(average: str) -> bool:
+    """Return whether gradients are summed; `ValueError` for what is neither "mean" nor "sum"."""
+    if average not in ("mean", "sum"):
+        raise ValueError(f"average must be 'mean' or 'sum', not {average!r}")
+    return average == "sum"
 
 
 def used_gradients(names: Sequence[str]) -> str:

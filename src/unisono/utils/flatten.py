@@ -10,7 +10,7 @@ from unisono.communicator import Communicator
 from unisono.core.tensors import check_tensor
 from unisono.utils.bucket_plan import MIB, Named, plan_buckets
 
-__all__ = ["broadcast_all", "buckets", "flat_apply", "share"]
+__all__ = ["broadcast_all", "buckets", "flat_apply", "share", "share_buffers"]
 
 
 def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:
@@ -68,3 +68,18 @@ def share(named: Named, comm: Communicator, src: int = 0, cap_bytes: int = 25 * 
     for name, tensor in named:
         check_tensor(tensor, repr(name), frozenset([tensor.device.type]), written=True)
     broadcast_all([tensor for _, tensor in named], comm, src, cap_bytes)
+
+
+def share_buffers(model: torch.nn.Module, comm: Communicator, src: int = 0) -> None:
+    """Make a module's buffers equal to rank `src`'s. Collective.
+
+    A buffer that the graph of another forward holds is replaced, so that its backward pass finds the old values.
+    """
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer._use_count() > 1:  # type: ignore[attr-defined]
+                replaced.setdefault(id(buffer), (buffer, buffer.clone()))
+            if id(buffer) in replaced:
+                setattr(module, name, replaced[id(buffer)][1])
+    broadcast_all(model.buffers(), comm, src)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.gradients.averager import GradientAverager
-from unisono.gradients.bucket import Bucket
+from unisono.gradients.bucket import GradientBucket
 from unisono.gradients.reducer import Reducer
 from unisono.gradients.weights import Weights
 from unisono.testing import run_ranks
@@ -78,7 +78,7 @@ def keeps_the_hooks(self: GradientAverager) -> None:
     """Says that it lets go."""
 
 
-def hands_out_copies_before_the_mean(self: Bucket, *given: Any) -> None:
+def hands_out_copies_before_the_mean(self: GradientBucket, *given: Any) -> None:
     kept = [None if p.grad is None else p.grad.clone() for p in self.parameters]
     original_fill(self, *given)
     self.views = [view if grad is None else grad for view, grad in zip(self.views, kept, strict=True)]
@@ -100,18 +100,18 @@ def counts_who_is_through(self: Weights) -> float:
     return factor * self.active / self.comm.size
 
 
-def takes_all_for_present(self: Bucket) -> list[tuple[bool, bool]]:
+def takes_all_for_present(self: GradientBucket) -> list[tuple[bool, bool]]:
     return [(True, False)] * len(self.parameters)
 
 
 original_end = GradientAverager._end
-original_fill, original_last, original_agree = Bucket.finalize, Reducer.finish, Weights.agree
+original_fill, original_last, original_agree = GradientBucket.finalize, Reducer.finish, Weights.agree
 
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (GradientAverager, "_end", forgets_what_is_owed),
     (GradientAverager, "remove", keeps_the_hooks),
-    (Bucket, "finalize", hands_out_copies_before_the_mean),
-    (Bucket, "read_header", takes_all_for_present),
+    (GradientBucket, "finalize", hands_out_copies_before_the_mean),
+    (GradientBucket, "read_header", takes_all_for_present),
     (Reducer, "finish", forgets_the_last_buckets),
     (Weights, "say", weighs_all_alike),
     (Weights, "agree", counts_who_is_through),

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 import unisono as un
 from unisono.gradients import parameter_registry
 from unisono.gradients.averager import AveragerComms, GradientAverager
-from unisono.gradients.bucket import Bucket
+from unisono.gradients.bucket import GradientBucket
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer
 from unisono.gradients.weights import Weights
 from unisono.testing import run_ranks
 from unisono.transports.thread import ThreadTransport
 from unisono.utils import backward_pass
-from unisono.utils.backward_pass import BackwardPass, SavedGradients
+from unisono.utils.backward_pass import BackwardTracker, SavedGradients
 
 TINY = {"bucket_cap_mb": 4 / 2**20}
 """One parameter a bucket."""
@@ -179,11 +179,11 @@ def in_background(monkeypatch: pytest.MonkeyPatch) -> None:
     JOINED.clear()
 
 
-def drops_no_more(self: BackwardPass, number: int) -> None:
+def drops_no_more(self: BackwardTracker, number: int) -> None:
     self._tasks.pop(number, None)
 
 
-def forgets_the_outer_pass(self: BackwardPass, number: int) -> None:
+def forgets_the_outer_pass(self: BackwardTracker, number: int) -> None:
     if torch._C._current_graph_task_id() < 0:
         original_dropped(self, number)
 
@@ -209,7 +209,7 @@ def consumes_on_failure(self: Reducer) -> bool:
     return original_fail(self)
 
 
-original_dropped, original_save = BackwardPass._dropped, SavedGradients.save
+original_dropped, original_save = BackwardTracker._dropped, SavedGradients.save
 original_agree, original_fail = Weights.agree, Reducer.fail
 
 
@@ -219,15 +219,15 @@ def nothing(*_: Any, **__: Any) -> None:
 
 MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (passes, backward_pass, "_is_nested", lambda: False),
-    (passes, BackwardPass, "_dropped", drops_no_more),
-    (passes, BackwardPass, "_dropped", forgets_the_outer_pass),
+    (passes, BackwardTracker, "_dropped", drops_no_more),
+    (passes, BackwardTracker, "_dropped", forgets_the_outer_pass),
     (passes, SavedGradients, "restore", nothing),
     (passes, SavedGradients, "merge", loses_what_was_aside),
     (passes, SavedGradients, "save", leaves_p_grad),
     (passes, GradientAverager, "_lies_in_buckets", lambda self, index, grad: False),
     (passes, Reducer, "fail", consumes_on_failure),
-    (left, Bucket, "can_rewind", lambda self: False),
-    (left, Bucket, "rewind", lambda self: setattr(self, "started", False)),
+    (left, GradientBucket, "can_rewind", lambda self: False),
+    (left, GradientBucket, "rewind", lambda self: setattr(self, "started", False)),
     (alone, Weights, "agree", uses_the_weight_up),
     (alone, Reducer, "fail", lambda self: bool(original_fail(self) and False)),
     (alone, AveragerComms, "abort_pass", nothing),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.gradients import bucket as buckets
-from unisono.gradients.bucket import Bucket
+from unisono.gradients.bucket import GradientBucket
 from unisono.host.native import native
 from unisono.utils.backward_pass import SavedGradients
 
@@ -73,7 +73,7 @@ def law(
         return torch.full((count,), torch.nan, dtype=dtype)
 
     with patch.object(buckets, "_CHUNK_BYTES", chunk):
-        bucket = Bucket(range(len(parameters)), parameters, allocate, scale)
+        bucket = GradientBucket(range(len(parameters)), parameters, allocate, scale)
     taken = [slot for slots in bucket.chunks[:-1] for slot in slots]
     assert taken == list(range(len(taken)))
     assert list(bucket.chunks[-1]) == list(range(len(parameters)))
@@ -90,7 +90,9 @@ def with_gradients(parameters: list[torch.nn.Parameter]) -> dict[int, torch.Tens
     return {2 * number + 1: grad for number, grad in enumerate(grads)}
 
 
-def one_step(bucket: Bucket, coming: list[int], scale: float, factor: float, forms: tuple[str, ...], step: int) -> None:
+def one_step(
+    bucket: GradientBucket, coming: list[int], scale: float, factor: float, forms: tuple[str, ...], step: int
+) -> None:
     parameters = bucket.parameters
     earlier = with_gradients(parameters[1::2]) if step else {}
     saved = SavedGradients(parameters, set(), lambda _index, _grad: False)
@@ -180,7 +182,7 @@ def test_gradients_unsupported_by_the_core_are_copied_by_torch() -> None:
 
 def test_gradient_already_in_the_bucket_is_not_copied() -> None:
     parameter = torch.nn.Parameter(torch.zeros(200_000))
-    bucket = Bucket([0], [parameter], lambda count, dtype, device: torch.zeros(count, dtype=dtype))
+    bucket = GradientBucket([0], [parameter], lambda count, dtype, device: torch.zeros(count, dtype=dtype))
     bucket.views[0].copy_(torch.arange(200_000.0))
     parameter.grad = bucket.views[0]
     bucket.take([0])
@@ -188,31 +190,33 @@ def test_gradient_already_in_the_bucket_is_not_copied() -> None:
     assert torch.equal(bucket.views[0], torch.arange(200_000.0))
 
 
-def forgets_the_last(self: Bucket, slots: Iterable[int]) -> None:
+def forgets_the_last(self: GradientBucket, slots: Iterable[int]) -> None:
     original_take(self, slots)
     if len(list(slots)) > 1:
         self.views[list(slots)[-1]].zero_()
 
 
-def overwrites(self: Bucket, slots: Iterable[int]) -> None:
+def overwrites(self: GradientBucket, slots: Iterable[int]) -> None:
     for slot in slots:
         self.inside[slot] &= self.parameters[slot].grad is None
     original_take(self, slots)
 
 
-def zeroes_nothing(self: Bucket, came: set[int], earlier: dict[int, torch.Tensor], *given: Any, **also: Any) -> None:
+def zeroes_nothing(
+    self: GradientBucket, came: set[int], earlier: dict[int, torch.Tensor], *given: Any, **also: Any
+) -> None:
     with patch.object(torch.Tensor, "zero_", lambda tensor: tensor):
         original_fill(self, came, earlier, *given, **also)
 
 
 def forgets_what_was_earlier(
-    self: Bucket, came: set[int], earlier: dict[int, torch.Tensor], *given: Any, **also: Any
+    self: GradientBucket, came: set[int], earlier: dict[int, torch.Tensor], *given: Any, **also: Any
 ) -> None:
     original_fill(self, came, {}, *given, **also)
     earlier.clear()
 
 
-original_take, original_fill = Bucket.take, Bucket.finalize
+original_take, original_fill = GradientBucket.take, GradientBucket.finalize
 
 
 @pytest.mark.parametrize(
@@ -225,7 +229,7 @@ original_take, original_fill = Bucket.take, Bucket.finalize
     ],
 )
 def test_faulty_bucket_is_detected(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bucket, name, mutant)
+    monkeypatch.setattr(GradientBucket, name, mutant)
 
     # Of lengths in bytes 36, 8, 28, 32 and 12: the third is taken first, then its neighbours together; one never comes.
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (9, 2, 7, 8, 3)]

@@ -99,9 +99,9 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         """
         self._sampler.set_epoch(epoch)
 
-    def __iter__(self) -> _Steps:
+    def __iter__(self) -> _BatchIterator:
         refuse_second_split(self.num_replicas)
-        return _Steps(self, iter(self._sampler))
+        return _BatchIterator(self, iter(self._sampler))
 
     def __len__(self) -> int:
         """Return the number of steps in this epoch, or since a state was loaded."""
@@ -192,7 +192,7 @@ def _progress(state: dict[str, Any]) -> tuple[int, int]:
     return state["epoch"], sum(sum(phase["taken"]) for phase in state["phases"]) + state["taken"]
 
 
-class _Steps(Iterator[list[Any]]):
+class _BatchIterator(Iterator[list[Any]]):
     """One way through the batches, with the state of the samples that have been given."""
 
     def __init__(self, batches: GlobalBatchSampler, samples: StatefulIterator) -> None:

@@ -11,7 +11,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Concatenated", "Counted", "Indices", "Listed", "Places", "Selected", "are_integers", "select", "taken_from"]
+__all__ = [
+    "Concatenated",
+    "Indices",
+    "Listed",
+    "Places",
+    "RangeIndices",
+    "Selected",
+    "are_integers",
+    "select",
+    "taken_from",
+]
 
 Places = range | torch.Tensor
 """Some places of a sequence: a range with a positive step, or a one-dimensional int64 tensor on the CPU."""
@@ -84,7 +94,7 @@ class Indices(ABC):
             yield from self.values(torch.arange(start, min(start + _CHUNK, len(self)), device="cpu"))
 
 
-class Counted(Indices):
+class RangeIndices(Indices):
     """0, 1, 2 and so on."""
 
     def __init__(self, count: int) -> None:
@@ -183,7 +193,7 @@ def select(base: Indices, pieces: Sequence[Places]) -> Indices:
     """The places of all pieces, one after another. Ranges of ranges become one, so that resuming often costs nothing.
 
     Example:
-        >>> list(select(select(Counted(100), [range(10, 50, 2)]), [range(3), range(10, 12)]))
+        >>> list(select(select(RangeIndices(100), [range(10, 50, 2)]), [range(3), range(10, 12)]))
         [10, 12, 14, 30, 32]
     """
     parts = [_selected(base, piece) for piece in pieces if len(piece)]

@@ -11,7 +11,7 @@ import torch
 
 from unisono.core.registry import Registry
 from unisono.data.feistel import IndexShuffle
-from unisono.data.indices import Counted, Indices, Places
+from unisono.data.indices import Indices, Places, RangeIndices
 
 __all__ = ["PARTITIONERS", "Bound", "Partitioner", "resolve"]
 
@@ -104,7 +104,7 @@ class Partitioner(ABC):
             >>> list(un.data.strided().order(4, shuffle=False, seed=0, epoch=0, shares=[1.0]))
             [0, 1, 2, 3]
         """
-        return IndexShuffle(count, seed, epoch) if shuffle else Counted(count)
+        return IndexShuffle(count, seed, epoch) if shuffle else RangeIndices(count)
 
     @abstractmethod
     def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:

@@ -17,7 +17,7 @@ from unisono.data.epoch_progress import EpochProgress, EpochWarning, unchanged_o
 from unisono.data.partitioner import Partitioner, resolve
 from unisono.data.resharding import Evening, Resharding, ShardingPhase, added, deal
 from unisono.data.resume_state import FORMAT, check_states, counts_of, gather_states, phases_of
-from unisono.data.stateful_iterator import Source, StatefulIterator, walk
+from unisono.data.stateful_iterator import SampleSource, StatefulIterator, walk
 from unisono.data.workers import ranks_of, refuse_second_split
 
 __all__ = ["PartitionSampler"]
@@ -283,8 +283,8 @@ class PartitionSampler(DistributedSampler[Any]):
         if which is self._pass:
             self._requested_epoch = None
 
-    def _source(self, which: EpochProgress) -> Source:
-        return Source(which.indices, which.taken, lambda: self._end(which))
+    def _source(self, which: EpochProgress) -> SampleSource:
+        return SampleSource(which.indices, which.taken, lambda: self._end(which))
 
     def _now(self) -> EpochProgress:
         """Return the current pass; recreate it if the dataset has grown since, and nothing is committed."""
@@ -337,7 +337,7 @@ class PartitionSampler(DistributedSampler[Any]):
         begun = token.begun or given > 0 or bool(token.state["phases"])
         return {**token.state, "taken": given, "through": through, "begun": begun}
 
-    def _load_walk(self, state: dict[str, Any]) -> tuple[Source, EpochProgress]:
+    def _load_walk(self, state: dict[str, Any]) -> tuple[SampleSource, EpochProgress]:
         """Load the state of a walk, and return where to resume.
 
         A loader that was complete starts over next; but if the epoch of the state is requested, it gives no more until

@@ -119,7 +119,7 @@ class ShardPartition(IterableDataset[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:
         refuse_second_split(self.num_replicas)
-        return self._passes.begin(bool(self._done or self._skip or self._resumed)) or _Reader(self)
+        return self._passes.begin(bool(self._done or self._skip or self._resumed)) or _ShardIterator(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch; nothing changes if it is the current one.
@@ -230,7 +230,7 @@ class ShardPartition(IterableDataset[T_co]):
         self._resumed = True
 
 
-class _Reader(Iterator[T_co]):
+class _ShardIterator(Iterator[T_co]):
     """One way of one worker through its shards; torchdata's loader saves it with the worker."""
 
     def __init__(self, of: ShardPartition[T_co]) -> None:

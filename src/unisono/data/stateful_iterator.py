@@ -12,7 +12,7 @@ import torch
 
 from unisono.data.indices import Indices
 
-__all__ = ["Source", "StatefulIterator", "walk"]
+__all__ = ["SampleSource", "StatefulIterator", "walk"]
 
 # The first sample should arrive immediately; later ones in runs that are long enough for vector instructions, and
 # short enough for the cache and for less than a MiB.
@@ -20,7 +20,7 @@ _FIRST = 1
 _LONGEST = 4096
 
 
-class Source:
+class SampleSource:
     """Gives a sequence from some place on in runs, as iterators; at its end it is `over`, and calls `ended`."""
 
     def __init__(self, indices: Indices, start: int, ended: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class Source:
         """The place of the next sample."""
         return self._at - length_hint(self._run)
 
-    def replace(self, other: Source) -> None:
+    def replace(self, other: SampleSource) -> None:
         """Go on as the other one would."""
         deque(self._run, maxlen=0)
         self._indices = other._indices
@@ -59,7 +59,7 @@ class _StatefulSampler(Protocol):
     """Sampler that saves and loads the state of a walk."""
 
     def _walk_state(self, token: Any, given: int, through: bool | None) -> dict[str, Any]: ...
-    def _load_walk(self, state: Any) -> tuple[Source, Any]: ...
+    def _load_walk(self, state: Any) -> tuple[SampleSource, Any]: ...
 
 
 class StatefulIterator(chain[Any]):
@@ -68,7 +68,7 @@ class StatefulIterator(chain[Any]):
     The state is that of the sampler when all samples that this walk has given are committed.
     """
 
-    _source: Source
+    _source: SampleSource
     _sampler: _StatefulSampler
     _token: Any
 
@@ -80,7 +80,7 @@ class StatefulIterator(chain[Any]):
         self._source.replace(source)
 
 
-def walk(source: Source, sampler: _StatefulSampler, token: Any) -> StatefulIterator:
+def walk(source: SampleSource, sampler: _StatefulSampler, token: Any) -> StatefulIterator:
     """Return a walk of the source's samples; `token` identifies the pass to the sampler."""
     made = StatefulIterator.from_iterable(source.runs())
     assert isinstance(made, StatefulIterator)

@@ -80,7 +80,7 @@ class StreamPartition(IterableDataset[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:
         refuse_second_split(self.num_replicas)
-        return self._passes.begin(bool(self._taken or self._edge)) or _Share(self)
+        return self._passes.begin(bool(self._taken or self._edge)) or _StreamIterator(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch, here and in the dataset; progress is kept if it is the current one.
@@ -160,7 +160,7 @@ class StreamPartition(IterableDataset[T_co]):
         self._holes = left
 
 
-class _Share(Iterator[T_co]):
+class _StreamIterator(Iterator[T_co]):
     """One way of one worker through the stream; torchdata's loader saves it with the worker."""
 
     def __init__(self, of: StreamPartition[T_co]) -> None:

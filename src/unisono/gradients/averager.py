@@ -17,12 +17,12 @@ from unisono.core.notebook import html_table
 from unisono.core.types import Work
 from unisono.core.work import format_bytes
 from unisono.errors import AbortedError, CommError
-from unisono.gradients.bucket import Bucket
+from unisono.gradients.bucket import GradientBucket
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import AllRanksDone, ErrorContext, Weights, check_average, check_skipped, used_gradients
-from unisono.utils.backward_pass import BackwardPass, SavedGradients, adds_to_leaves, current_pass, watch_outputs
+from unisono.utils.backward_pass import BackwardTracker, SavedGradients, adds_to_leaves, current_pass, watch_outputs
 from unisono.utils.bucket_plan import agree_on_parameters, bucket_sizes, in_bytes, named_parameters
 from unisono.utils.flatten import broadcast_all, share, share_buffers
 
@@ -460,7 +460,7 @@ class GradientAverager:
         self._saved = SavedGradients(self._parameters, self._stays, self._lies_in_buckets)
         self._reducer = Reducer(self._named, data, codec, sizes, self._weights, self._saved, self._reconnect)
         on_cpu = all(p.is_cpu for p in self._parameters)
-        self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=on_cpu)
+        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=on_cpu)
         self._accumulated: set[int] = set()
         self._versions: list[int] | None = None
         self._syncing = True
@@ -536,7 +536,7 @@ class GradientAverager:
         hooks = enumerate(map(_post_accumulate_hooks, self._parameters))
         return {index for index, table in hooks if table and len(table) > own[index]}
 
-    def _on_chunk_ready(self, bucket: Bucket, slots: Sequence[int], _parameter: torch.Tensor) -> None:
+    def _on_chunk_ready(self, bucket: GradientBucket, slots: Sequence[int], _parameter: torch.Tensor) -> None:
         """A hook of the last parameter of a chunk: its gradient has been added to `p.grad`."""
         if self._pass.is_open and self._syncing and not bucket.started:
             bucket.take(slots)
@@ -713,7 +713,7 @@ class GradientAverager:
             self._fail()
             raise
 
-    def _look_at(self, buckets: Sequence[Bucket]) -> None:
+    def _look_at(self, buckets: Sequence[GradientBucket]) -> None:
         """`MismatchError` on all ranks if some lack a gradient that others have."""
         if not any(had and lacked for bucket in buckets for had, lacked in bucket.found):
             return

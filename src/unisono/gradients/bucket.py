@@ -13,7 +13,7 @@ from unisono.host.native import native
 from unisono.utils.backward_pass import SavedGradients
 from unisono.utils.bucket_plan import dense_strides
 
-__all__ = ["Bucket"]
+__all__ = ["GradientBucket"]
 
 _on_cpu = attrgetter("is_cpu")
 _length = attrgetter("nbytes")
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 512 << 10
 """Gradients of this length are still in the cache, and copying each one separately would take longer."""
 
 
-class Bucket:
+class GradientBucket:
     """One message. Gradients are copied in; after the reduction `p.grad` is a view of the bucket.
 
     Args:

@@ -15,7 +15,7 @@ from unisono.core.tensors import HALVES
 from unisono.core.tracing import SINK, TraceEvent, profiler, span
 from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError
-from unisono.gradients.bucket import Bucket
+from unisono.gradients.bucket import GradientBucket
 from unisono.gradients.weights import Weights
 from unisono.utils.backward_pass import SavedGradients
 from unisono.utils.bucket_plan import Named, plan_buckets
@@ -78,8 +78,8 @@ class Reducer:
         self._reconnect = reconnect
         self._cap, self._first = sizes
         self.background = comm.overlaps and codec is None
-        self.buckets: list[Bucket] = []
-        self.where: dict[int, tuple[Bucket, int]] = {}
+        self.buckets: list[GradientBucket] = []
+        self.where: dict[int, tuple[GradientBucket, int]] = {}
         self._codecs: dict[tuple[int, ...], Codec] = {}
         self._factor: float | None = None
         self._repeats = False
@@ -95,7 +95,7 @@ class Reducer:
             first = self._names[indices[0]]
             last = self._names[indices[-1]]
             name = repr(first) if first == last else f"{first!r} to {last!r}"
-            bucket = Bucket(indices, members, self._memory, self._scale(members[0].dtype), name)
+            bucket = GradientBucket(indices, members, self._memory, self._scale(members[0].dtype), name)
             self.buckets.append(bucket)
             self.where.update((index, (bucket, slot)) for slot, index in enumerate(indices))
 
@@ -127,7 +127,7 @@ class Reducer:
                 return self._comm.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def holding(self, grad: torch.Tensor) -> Bucket | None:
+    def holding(self, grad: torch.Tensor) -> GradientBucket | None:
         """The bucket that stores a gradient in its memory, if any."""
         return next((bucket for bucket in self.buckets if bucket.holds(grad)), None)
 
@@ -141,7 +141,7 @@ class Reducer:
         bucket, slot = self.where.get(index, (None, 0))
         return bucket is not None and bucket.found[slot][0]
 
-    def codec_of(self, bucket: Bucket) -> Codec | None:
+    def codec_of(self, bucket: GradientBucket) -> Codec | None:
         """The bucket's own codec, if it has one."""
         if self._codec is None or not bucket.flat.is_floating_point():
             return None
@@ -205,7 +205,7 @@ class Reducer:
                 self._saved.keep(index)
 
     def _reduce_all(self, arrived: Set[int], first: int, asks: Sequence[bool]) -> None:
-        late = any(map(Bucket.is_late, self.buckets[: self._next]))
+        late = any(map(GradientBucket.is_late, self.buckets[: self._next]))
         while self._next < len(self.buckets):
             self._start(arrived, (late, *asks))
         if self._factor is None:
@@ -239,7 +239,7 @@ class Reducer:
             with observe_bucket(bucket, self._comm._engine.group, self._names):
                 self._reduce(bucket)
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _reduce(self, bucket: GradientBucket) -> None:
         codec = None if self._codec is None else self.codec_of(bucket)
         try:
             if self.background:
@@ -260,7 +260,7 @@ class Reducer:
             error.message += f" (while averaging the gradients of {bucket.name})"
             raise
 
-    def _wait(self, bucket: Bucket) -> None:
+    def _wait(self, bucket: GradientBucket) -> None:
         """Return when the bucket holds the means."""
         work = bucket.work
         bucket.work = None
@@ -316,7 +316,7 @@ class Reducer:
             # For good, and for the same reason.
             raise aborted from error
 
-    def _give_up(self, bucket: Bucket) -> None:
+    def _give_up(self, bucket: GradientBucket) -> None:
         """Wait for a bucket's pending reduction, ignoring its result, so that the memory can be reused."""
         # The caller that started it gets an error already.
         with suppress(CommError):
@@ -324,7 +324,7 @@ class Reducer:
 
 
 @contextmanager
-def observe_bucket(bucket: Bucket, group: Group, names: Sequence[str]) -> Iterator[None]:
+def observe_bucket(bucket: GradientBucket, group: Group, names: Sequence[str]) -> Iterator[None]:
     """Record the block as the start of a bucket's reduction, or its wait; report the bucket once it is reduced.
 
     Args:

@@ -17,7 +17,7 @@ from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.shard_optimizer import Piece
 from unisono.utils.bucket_plan import Named
-from unisono.utils.layout import FlatLayout, Slice
+from unisono.utils.layout import FlatLayout, ParameterSlice
 
 __all__ = ["FlatGradient", "FlatParameters", "FreedParameter", "ParameterBucket", "ShardedGradient", "free", "refill"]
 
@@ -84,7 +84,7 @@ class FlatParameters:
         self.part = torch.zeros(self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device)
         places = {place.index: place for place in self.layout.slices(self._comms.rank)}
         for index, piece in enumerate(self.pieces):
-            place = places.get(index, Slice(index, 0, 0, 0))
+            place = places.get(index, ParameterSlice(index, 0, 0, 0))
             piece.move(place.start, self.part[place.offset : place.offset + place.numel])
 
     def _make_whole(self) -> None:
@@ -378,8 +378,8 @@ class ParameterBucket:
             place = self._place(slot)
             piece.move(place.start, self._master[place.offset : place.offset + place.numel])
 
-    def _place(self, slot: int) -> Slice:
-        return self._slices.get(slot, Slice(slot, 0, 0, 0))
+    def _place(self, slot: int) -> ParameterSlice:
+        return self._slices.get(slot, ParameterSlice(slot, 0, 0, 0))
 
     @torch.no_grad()
     def recut(self) -> None:

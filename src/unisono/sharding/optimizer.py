@@ -22,7 +22,7 @@ from unisono.sharding.shard_optimizer import (
     shard_optimizer,
     unwrap,
 )
-from unisono.utils.backward_pass import BackwardPass
+from unisono.utils.backward_pass import BackwardTracker
 from unisono.utils.bucket_plan import agree_on_parameters, in_bytes, plan_buckets, warn_of_norm_limits
 from unisono.utils.claims import claim, release
 from unisono.utils.flatten import share
@@ -493,7 +493,7 @@ class GradientSharder:
         self._comms = comms
         self.sync = True
         on_cpu = all(p.is_cpu for bucket in buckets for p in bucket.parameters)
-        self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=on_cpu)
+        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=on_cpu)
         self._next = 0
         self._syncing = True
         self._problem: str | None = None

@@ -17,7 +17,7 @@ from unisono.errors import MismatchError
 from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
 from unisono.sharding.unit import Call, Unit, recut_units
-from unisono.utils.backward_pass import BackwardPass, current_pass, watch_outputs
+from unisono.utils.backward_pass import BackwardTracker, current_pass, watch_outputs
 
 __all__ = ["Runtime"]
 
@@ -41,7 +41,7 @@ class Runtime:
         self._comms = comms
         self.sync = True
         self._stream = OneStream({p.device for unit in units for flat in unit.flats for p in flat.parameters})
-        self._pass = BackwardPass(self._begin, self._end, self._fail, one_thread=self._stream.on_cpu)
+        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=self._stream.on_cpu)
         self._handles: list[Any] = []
         self._version = 0  # of changes of the parameters
         # Number of running modules, and the exception that was handled when the outermost one began.

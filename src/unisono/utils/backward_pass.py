@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
-__all__ = ["BackwardPass", "SavedGradients", "adds_to_leaves", "current_pass", "watch_outputs", "will_run"]
+__all__ = ["BackwardTracker", "SavedGradients", "adds_to_leaves", "current_pass", "watch_outputs", "will_run"]
 
 _APPLY = BackwardCFunction.apply.__code__
 _RUN = _engine_run_backward.__code__
@@ -25,7 +25,7 @@ current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the graph task (one call of autograd's engine) that runs in this thread; -1 if none does."""
 
 
-class BackwardPass:
+class BackwardTracker:
     """The pass of one model: the outermost call of autograd in which a hooked parameter got a gradient.
 
     Calls that run inside it belong to it: those of re-entrant checkpointing, and those of users' hooks.

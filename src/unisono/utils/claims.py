@@ -9,10 +9,10 @@ import torch
 
 from unisono.utils.bucket_plan import Named
 
-__all__ = ["Claim", "check_unclaimed", "claim", "release"]
+__all__ = ["ParameterClaim", "check_unclaimed", "claim", "release"]
 
 
-class Claim:
+class ParameterClaim:
     """Claim of parameters, which it keeps alive; it ends when its owner does."""
 
     def __init__(self, named: Named, text: str) -> None:
@@ -20,11 +20,11 @@ class Claim:
         self.text = text
 
 
-_CLAIMS: WeakValueDictionary[int, Claim] = WeakValueDictionary()
+_CLAIMS: WeakValueDictionary[int, ParameterClaim] = WeakValueDictionary()
 """By the id of each parameter. A weak reference to a parameter would keep torch from swapping it."""
 
 
-def claim(named: Named, how: str, owner: str) -> Claim:
+def claim(named: Named, how: str, owner: str) -> ParameterClaim:
     """Claim parameters until `release`, or until the returned claim is dropped.
 
     Args:
@@ -47,7 +47,7 @@ def claim(named: Named, how: str, owner: str) -> Claim:
         ValueError: 'weight' is averaged by another GradientAverager; call its remove() first
     """
     check_unclaimed(named)
-    found = Claim(named, f"{how} by another {owner}")
+    found = ParameterClaim(named, f"{how} by another {owner}")
     for _, parameter in named:
         _CLAIMS[id(parameter)] = found
     return found

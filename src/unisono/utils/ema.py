@@ -78,7 +78,7 @@ class EMA:
         for name, tensor in chosen:
             kind = torch.promote_types(tensor.dtype, torch.float32), tensor.device
             alike.setdefault(kind, []).append((name, tensor))
-        self._parts = [_Part(members, dtype, comm) for (dtype, _), members in alike.items()]
+        self._parts = [_FlatAverage(members, dtype, comm) for (dtype, _), members in alike.items()]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -183,7 +183,7 @@ def _local(name: str, given: Any, mine: Any) -> torch.Tensor:
     return whole
 
 
-class _Part:
+class _FlatAverage:
     """This rank's part of the average of tensors of one dtype and device."""
 
     def __init__(self, members: Named, dtype: torch.dtype, comm: Communicator | None) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["FlatLayout", "Slice"]
+__all__ = ["FlatLayout", "ParameterSlice"]
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class ParameterSlice:
     """Elements of one parameter in one rank's part.
 
     Attributes:
@@ -45,9 +45,9 @@ class FlatLayout:
         >>> layout.offsets, layout.part, layout.total
         ([0, 3], 4, 8)
         >>> layout.slices(0)
-        [Slice(index=0, start=0, numel=3, offset=0), Slice(index=1, start=0, numel=1, offset=3)]
+        [ParameterSlice(index=0, start=0, numel=3, offset=0), ParameterSlice(index=1, start=0, numel=1, offset=3)]
         >>> layout.slices(1)
-        [Slice(index=1, start=1, numel=3, offset=0)]
+        [ParameterSlice(index=1, start=1, numel=3, offset=0)]
     """
 
     def __init__(self, numels: Sequence[int], ranks: int) -> None:
@@ -56,7 +56,7 @@ class FlatLayout:
         self.total = self.part * ranks
         self._numels = numels
 
-    def slices(self, rank: int) -> list[Slice]:
+    def slices(self, rank: int) -> list[ParameterSlice]:
         """Return the slices in the part of a rank, in order."""
         low = rank * self.part
         high = (rank + 1) * self.part
@@ -65,5 +65,5 @@ class FlatLayout:
             first = max(offset, low)
             stop = min(offset + numel, high)
             if first < stop:
-                found.append(Slice(index, first - offset, stop - first, first - low))
+                found.append(ParameterSlice(index, first - offset, stop - first, first - low))
         return found

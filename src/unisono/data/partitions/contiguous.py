@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from unisono.data.apportionment import apportion
 from unisono.data.feistel import IndexShuffle
-from unisono.data.indices import Concatenated, Counted, Indices, Places
+from unisono.data.indices import Concatenated, Indices, Places, RangeIndices
 from unisono.data.partitioner import Partitioner
 
 __all__ = ["PARTITIONER", "Contiguous"]
@@ -27,7 +27,7 @@ class Contiguous(Partitioner):
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
         if not shuffle:
-            return Counted(count)
+            return RangeIndices(count)
         lengths = apportion(count, shares)
         # The place among the parts makes two runs of one length differ.
         runs = [IndexShuffle(length, (seed << 20) + part, epoch) for part, length in enumerate(lengths)]

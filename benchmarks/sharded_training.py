@@ -46,7 +46,7 @@ from torch.optim import Adam, Optimizer
 
 import unisono as un
 from unisono.tools.bench import interleave, on_ranks, timed
-from unisono.utils.bucket_plan import MIB, plan_buckets
+from unisono.utils.flatten import MIB, plan_buckets
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "unit"))
 from live_storages import LiveStorages

@@ -15,7 +15,7 @@ from loading import load
 
 from unisono.checkpoint import divergence
 from unisono.errors import CommError
-from unisono.gradients import diloco, gossip, local_sgd, periodic, sync_batch_norm, topology
+from unisono.gradients import gossip, local_sgd, periodic, sync_batch_norm, topology
 
 UNIT = Path(__file__).parents[1] / "unit"
 Patch = pytest.MonkeyPatch
@@ -67,36 +67,36 @@ def formula(nesterov: bool = True) -> None:
 
 
 def goes_the_wrong_way(patch: Patch) -> None:
-    right = diloco.over_buckets
+    right = local_sgd.over_buckets
 
     def wrong(ways: list[torch.Tensor], cap: float, action: Callable[[torch.Tensor], object]) -> None:
         right(ways, cap, action)
         for way in ways:
             way.neg_()
 
-    patch.setattr(diloco, "over_buckets", wrong)
+    patch.setattr(local_sgd, "over_buckets", wrong)
     formula()
 
 
 def steps_apart(patch: Patch) -> None:
     """Each rank takes its own way for the mean one."""
-    patch.setattr(diloco, "over_buckets", lambda ways, cap, action: None)
+    patch.setattr(local_sgd, "over_buckets", lambda ways, cap, action: None)
     formula()
 
 
 def forgets_its_momentum(patch: Patch) -> None:
-    right = diloco.DiLoCo._act
+    right = local_sgd.DiLoCo._act
 
     def act(self: Any) -> None:
         self.outer.state.clear()
         right(self)
 
-    patch.setattr(diloco.DiLoCo, "_act", act)
+    patch.setattr(local_sgd.DiLoCo, "_act", act)
     formula()
 
 
 def keeps_its_first_anchor(patch: Patch) -> None:
-    right = diloco.DiLoCo._act
+    right = local_sgd.DiLoCo._act
 
     def act(self: Any) -> None:
         before = [there.clone() for there in self.anchor]
@@ -104,7 +104,7 @@ def keeps_its_first_anchor(patch: Patch) -> None:
         for there, old in zip(self.anchor, before, strict=True):
             there.copy_(old)
 
-    patch.setattr(diloco.DiLoCo, "_act", act)
+    patch.setattr(local_sgd.DiLoCo, "_act", act)
     formula()
 
 
@@ -113,7 +113,7 @@ def loads_no_anchor(patch: Patch) -> None:
         periodic.PeriodicAction.load_state_dict(self, state)
         self.outer.load_state_dict(state["outer"])
 
-    patch.setattr(diloco.DiLoCo, "load_state_dict", load_state_dict)
+    patch.setattr(local_sgd.DiLoCo, "load_state_dict", load_state_dict)
     unit("diloco").test_state_dict_resumes()
 
 

@@ -226,7 +226,7 @@ def test_buckets_follow_gradient_order(backend: str) -> None:
 def test_first_bucket_is_small_with_overlap(backend: str, codec: str | None, cores: list[int], first: int) -> None:
     def program(comm: un.Communicator, checked: bool) -> int:
         model = nn.ParameterList(torch.zeros(150_000) for _ in range(2))
-        with patch("unisono.utils.bucket_plan.cores", lambda: cores[comm.rank]):
+        with patch("unisono.utils.flatten.cores", lambda: cores[comm.rank]):
             averager = un.GradientAverager(model, comm if checked else comm.dup(check="off"), compression=codec)
         found = len(averager.buckets[0])
         averager.remove()

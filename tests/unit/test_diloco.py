@@ -10,8 +10,7 @@ import torch
 
 import unisono as un
 from unisono.errors import MismatchError
-from unisono.gradients.diloco import DiLoCo
-from unisono.gradients.local_sgd import LocalSGD
+from unisono.gradients.local_sgd import DiLoCo, LocalSGD
 from unisono.testing import run_ranks
 
 STEPS = 12

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import unisono as un
 from unisono.checkpoint.divergence import tensor_hash
 from unisono.errors import MismatchError
-from unisono.gradients.divergence_guard import DivergenceGuard
+from unisono.gradients.guards import DivergenceGuard
 from unisono.gradients.periodic import every
 from unisono.testing import run_ranks
 from unisono.testing.memory_layouts import LAYOUTS, place

@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 
 import unisono as un
 from unisono.data import DataPartitioner, Partitioner, PartitionSampler
-from unisono.data.lpt import deal_evenly, largest_first
+from unisono.data.partitions.balanced import deal_evenly, largest_first
 from unisono.testing.partitioners import Samples, check_partitioner, check_resume
 
 fractions = (

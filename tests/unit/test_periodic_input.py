@@ -9,11 +9,12 @@ import torch
 
 import unisono as un
 from unisono.errors import MismatchError, PeerLostError
-from unisono.gradients.divergence_guard import DivergenceGuard
 from unisono.gradients.gossip import Gossip
+from unisono.gradients.guards import DivergenceGuard
 from unisono.gradients.local_sgd import LocalSGD
-from unisono.gradients.periodic import PeriodicAction, every, named_tensors
+from unisono.gradients.periodic import PeriodicAction, every
 from unisono.testing import run_ranks
+from unisono.utils.parameters import named_tensors
 
 
 @pytest.mark.parametrize(

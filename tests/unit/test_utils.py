@@ -203,7 +203,7 @@ def test_rank_logger(caplog: pytest.LogCaptureFixture) -> None:
 def test_throughput_counts_uneven_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 3.0, 4.0, 10.0, 12.0])
     with monkeypatch.context() as patch:
-        patch.setattr("unisono.utils.throughput.time.perf_counter", lambda: next(times))
+        patch.setattr("unisono.utils.reporting.time.perf_counter", lambda: next(times))
         meter = un.utils.Throughput(window=2)
         assert math.isnan(meter.read().samples_per_s)
         for samples in (10, 20, 0):

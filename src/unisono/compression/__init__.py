@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unisono.compression.codec import Codec
-from unisono.compression.registry import CODECS, resolve
+from unisono.compression.codec import CODECS, Codec, resolve
 
 if TYPE_CHECKING:
     from unisono.compression.codecs.bf16 import Bf16

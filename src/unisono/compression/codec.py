@@ -1,4 +1,4 @@
-"""Codec interface: average one flat bucket over all ranks, and send less than all of it."""
+"""Codecs: average one flat bucket over all ranks, and send less than all of it. The interface, and codecs by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar, Self
@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Self
 import torch
 
 from unisono.communicator import Communicator
+from unisono.core.registry import Registry
 from unisono.errors import MismatchError
 
-__all__ = ["DTYPES", "Codec", "accumulation_dtype", "check_bucket"]
+__all__ = ["CODECS", "DTYPES", "Codec", "Spec", "accumulation_dtype", "check_bucket", "resolve"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that a bucket may have."""
@@ -274,3 +275,39 @@ def _agree(comm: Communicator, text: str, device: torch.device) -> None:
         rank=comm.rank,
         size=comm.size,
     )
+
+
+CODECS: Registry[Callable[..., Codec]] = Registry("codec", "unisono.compression.codecs", "CODEC")
+"""All codecs: `CODECS["int8"]` is a class."""
+
+Spec = Codec | Callable[[], Codec] | str
+"""Types that specify a codec."""
+
+
+def resolve(spec: Spec) -> Codec:
+    """Return the codec that `spec` specifies.
+
+    Args:
+        spec: A codec, which is returned itself; a class or function without arguments that returns a codec; or a
+            name of `CODECS`.
+
+    Raises:
+        ValueError: There is no codec of that name.
+        TypeError: `spec`, or its result, is no codec.
+
+    Example:
+        >>> un.compression.resolve("int8"), un.compression.resolve(un.compression.int8)
+        (int8(block=1024), int8(block=1024))
+        >>> un.compression.resolve("int4")
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown codec 'int4'; known: ...
+    """
+    made = CODECS[spec]() if isinstance(spec, str) else spec
+    if not isinstance(made, Codec) and callable(made):
+        made = made()
+    if not isinstance(made, Codec):
+        raise TypeError(
+            f"a codec, a function that makes one, or one of {', '.join(CODECS.names())} is needed, not {spec!r}"
+        )
+    return made

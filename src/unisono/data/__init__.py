@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unisono.data.apportionment import apportion
 from unisono.data.batches import GlobalBatchSampler
-from unisono.data.epoch_progress import EpochWarning
 from unisono.data.feistel import IndexShuffle
 from unisono.data.indices import Indices
 from unisono.data.metrics import gather_metrics, gather_samples
 from unisono.data.partition import DataPartitioner, Partition
-from unisono.data.partitioner import PARTITIONERS, Partitioner
+from unisono.data.partitioner import PARTITIONERS, Partitioner, apportion
 from unisono.data.partitions.shuffled import Shuffled
-from unisono.data.sampler import PartitionSampler
+from unisono.data.sampler import EpochWarning, PartitionSampler
 from unisono.data.shards import ShardPartition, read_lines
 from unisono.data.stream import StreamPartition
 

@@ -9,10 +9,9 @@ from typing import Generic, Protocol, TypeVar, overload
 import torch
 from torch.utils.data import Dataset
 
-from unisono.data.apportionment import apportion
 from unisono.data.feistel import seeded_permutation
 from unisono.data.indices import are_integers, select
-from unisono.data.partitioner import Partitioner, resolve
+from unisono.data.partitioner import Partitioner, apportion, resolve
 
 __all__ = ["DataPartitioner", "Partition"]
 

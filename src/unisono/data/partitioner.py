@@ -1,7 +1,8 @@
-"""Base class of partitioners: the order of an epoch's samples, and their assignment to parts."""
+"""Base classes of partitioners: the order of an epoch's samples, and their assignment to parts in exact shares."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,17 @@ from unisono.core.registry import Registry
 from unisono.data.feistel import IndexShuffle
 from unisono.data.indices import Indices, Places, RangeIndices
 
-__all__ = ["PARTITIONERS", "Bound", "Partitioner", "resolve"]
+__all__ = [
+    "PARTITIONERS",
+    "AssignmentPartitioner",
+    "Bound",
+    "Partitioner",
+    "apportion",
+    "equal_shares",
+    "fractions_of",
+    "pieces_of",
+    "resolve",
+]
 
 
 @dataclass(frozen=True)
@@ -201,3 +212,108 @@ def resolve(partition: str | Partitioner | type[Partitioner], dataset: Any) -> P
     if not isinstance(partition, Partitioner):
         raise TypeError(f"a partitioner or one of {', '.join(PARTITIONERS.names())} is needed, not {partition!r}")
     return partition
+
+
+def equal_shares(parts: int) -> list[float]:
+    """Return equal shares, which sum to 1."""
+    return [1 / parts] * parts
+
+
+def fractions_of(weights: Sequence[float], name: str = "weights") -> list[float]:
+    """Weights divided by their sum. Raises `ValueError` if one is negative or no number, or all are zero."""
+    given = [float(weight) for weight in weights]
+    if not all(math.isfinite(weight) and weight >= 0 for weight in given) or not math.fsum(given) > 0:
+        raise ValueError(f"{name} must be finite numbers, 0 or more, and not all 0, but are {given}")
+    total = math.fsum(given)
+    return [weight / total for weight in given]
+
+
+def apportion(count: int, sizes: Sequence[float]) -> list[int]:
+    """Return whole numbers that sum to `count`, each less than one away from its fraction.
+
+    Hamilton's method (largest remainder): the units that rounding down leaves go to the fractions that it cut most,
+    among equals to the first. Use it for the batch sizes of ranks of different speed, too.
+
+    Args:
+        count: The whole, such as a number of samples; 0 or more.
+        sizes: Fractions from 0 to 1. They sum to 1, give or take 1e-9 for each.
+
+    Raises:
+        ValueError: `sizes` do not sum to 1, or one is negative or no number.
+
+    Example:
+        >>> un.data.apportion(64, [0.5, 0.25, 0.25]), un.data.apportion(10, [1 / 3] * 3)
+        ([32, 16, 16], [4, 3, 3])
+    """
+    fractions = [float(size) for size in sizes]
+    if not all(math.isfinite(fraction) and fraction >= 0 for fraction in fractions):
+        raise ValueError(f"sizes must be fractions from 0 to 1, but are {fractions}")
+    total = math.fsum(fractions)
+    if not fractions or abs(total - 1) > 1e-9 * len(fractions):
+        raise ValueError(f"sizes must sum to 1, but {fractions} sum to {total:.12g}; divide each of them by the sum")
+    # Integers from here on, so that equal fractions are cut off equally. 0.7 means seven tenths.
+    weights = [round(fraction * 10**15) for fraction in fractions]
+    total_weight = sum(weights)
+    quotas = [divmod(count * weight, total_weight) for weight in weights]
+    lengths = [length for length, _ in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda part: quotas[part][1], reverse=True)
+    for part in by_remainder[: count - sum(lengths)]:
+        lengths[part] += 1
+    return lengths
+
+
+class AssignmentPartitioner(Partitioner):
+    """Base of partitioners that assign each sample to a part by its content, not by its place in the order.
+
+    So parts stay the same from epoch to epoch, and each is shuffled in itself. Costs some 50 bytes a sample on
+    every rank while it divides, and 8 after.
+
+    Args:
+        known: One value for each sample of the dataset; one-dimensional, on the CPU.
+        name: Name of these values in error texts.
+    """
+
+    def __init__(self, known: torch.Tensor, name: str) -> None:
+        self._known = known
+        self._name = name
+
+    @abstractmethod
+    def assign(self, samples: torch.Tensor, shares: Sequence[float], seed: int) -> torch.Tensor:
+        """Return the part number of each sample: int64, one-dimensional.
+
+        Args:
+            samples: Dataset indices, ascending: int64, one-dimensional, on the CPU.
+            shares, seed: As in `divide`.
+
+        Raises:
+            ValueError: The partitioner cannot make these shares: `balanced` with "same_count" needs equal ones.
+
+        Example:
+            >>> un.data.grouped(["ann", "bob", "ann"]).assign(torch.tensor([0, 1, 2]), [0.5, 0.5], seed=0)
+            tensor([0, 1, 0])
+        """
+
+    def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
+        ascending, places = self._known_samples(samples).sort()
+        owners = torch.empty_like(places)
+        owners[places] = self.assign(ascending, shares, seed)
+        return list(pieces_of(owners, len(shares)))
+
+    def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
+        if len(self._known) != count:
+            raise ValueError(f"there are {len(self._known)} {self._name} for {count} samples; pass one for each sample")
+        return super().order(count, shuffle, seed, epoch, shares)
+
+    def _known_samples(self, samples: Indices) -> torch.Tensor:
+        """Return the dataset indices of these samples; raise `ValueError` if one has no known value."""
+        found = samples.all()
+        if len(found) and int(found.max()) >= len(self._known):
+            raise ValueError(f"sample {int(found.max())} has no entry: there are only {len(self._known)} {self._name}")
+        return found
+
+
+def pieces_of(owners: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
+    """Return, for each part, the places of its number in `owners`, ascending."""
+    counts = owners.bincount(minlength=parts).tolist() if len(owners) else [0] * parts
+    pieces: tuple[torch.Tensor, ...] = owners.argsort(stable=True).split(counts)
+    return pieces

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from unisono.data.apportionment import equal_shares
 from unisono.data.indices import Concatenated, Indices, Places, select, taken_from
-from unisono.data.partitioner import Partitioner
+from unisono.data.partitioner import Partitioner, equal_shares
 
 __all__ = ["Evening", "Resharding", "ShardingPhase", "added", "deal", "in_step", "leftover"]
 

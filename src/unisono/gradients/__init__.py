@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from unisono.gradients.average import average_gradients, broadcast_parameters
 from unisono.gradients.averager import GradientAverager
-from unisono.gradients.diloco import DiLoCo
-from unisono.gradients.divergence_guard import DivergenceGuard
 from unisono.gradients.gossip import Gossip
-from unisono.gradients.local_sgd import LocalSGD
+from unisono.gradients.guards import DivergenceGuard, NanGuard, assert_finite
+from unisono.gradients.local_sgd import DiLoCo, LocalSGD
 from unisono.gradients.logical_shards import LogicalShards
-from unisono.gradients.nan_guard import NanGuard, assert_finite
 from unisono.gradients.periodic import every
 from unisono.gradients.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from unisono.utils.bucket_plan import plan_buckets
+from unisono.utils.flatten import plan_buckets
 
 __all__ = [
     "DiLoCo",

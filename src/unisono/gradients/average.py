@@ -11,15 +11,15 @@ import torch
 from unisono.communicator import Communicator
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import Weights
-from unisono.utils.bucket_plan import (
-    MIB,
+from unisono.utils.flatten import MIB, buckets, flat_apply
+from unisono.utils.parameters import (
     Named,
     agree_on_parameters,
     check_parameters,
-    named_parameters,
+    named_tensors,
+    share,
     warn_of_norm_limits,
 )
-from unisono.utils.flatten import buckets, flat_apply, share
 
 __all__ = ["average_gradients", "broadcast_parameters"]
 
@@ -59,7 +59,7 @@ def average_gradients(
         >>> un.launch(program, nprocs=2, backend="thread")
         [[1.5, 1.5], [1.5, 1.5]]
     """
-    named = named_parameters(model)
+    named = named_tensors(model)
     trained = [(name, p) for name, p in named if p.requires_grad]
     spread = sparse_parameters(model) if isinstance(model, torch.nn.Module) else set()
     dense = [p for _, p in trained if id(p) not in spread]
@@ -99,7 +99,7 @@ def broadcast_parameters(
         >>> weights[0] == weights[1]
         True
     """
-    named = named_parameters(model)
+    named = named_tensors(model)
     if isinstance(model, torch.nn.Module):
         named += model.named_buffers()
     _compare(model, named, comm, frozen=False)

@@ -23,8 +23,8 @@ from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import AllRanksDone, ErrorContext, Weights, check_average, check_skipped, used_gradients
 from unisono.utils.backward_pass import BackwardTracker, SavedGradients, adds_to_leaves, current_pass, watch_outputs
-from unisono.utils.bucket_plan import agree_on_parameters, bucket_sizes, in_bytes, named_parameters
-from unisono.utils.flatten import broadcast_all, share, share_buffers
+from unisono.utils.flatten import broadcast_all, bucket_sizes, in_bytes
+from unisono.utils.parameters import agree_on_parameters, named_tensors, share, share_buffers
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
@@ -191,7 +191,7 @@ class GradientAverager:
         deterministic: bool = False,
     ) -> None:
         self._total = check_average(average)
-        self._named = named_parameters(model)
+        self._named = named_tensors(model)
         self._names = [n for n, _ in self._named]
         self._parameters = [p for _, p in self._named]
         self._model = model if isinstance(model, torch.nn.Module) else None

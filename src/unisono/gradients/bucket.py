@@ -11,7 +11,7 @@ from unisono.core.staging import current_streams, wait_for
 from unisono.core.types import Work
 from unisono.host.native import native
 from unisono.utils.backward_pass import SavedGradients
-from unisono.utils.bucket_plan import dense_strides
+from unisono.utils.flatten import dense_strides
 
 __all__ = ["GradientBucket"]
 

@@ -8,8 +8,9 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.core.types import Message, Recv, Send
-from unisono.gradients.periodic import Model, PeriodicAction, Schedule, over_buckets
+from unisono.gradients.periodic import PeriodicAction, Schedule, over_buckets
 from unisono.gradients.topology import Neighbours, Topology, mixing, topology
+from unisono.utils.parameters import Model
 
 __all__ = ["Gossip"]
 

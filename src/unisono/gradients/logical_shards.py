@@ -12,8 +12,8 @@ from unisono.communicator import Communicator
 from unisono.core.tensors import HALVES
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.weights import check_average, used_gradients
-from unisono.utils.bucket_plan import MIB, agree_on_parameters, named_parameters, plan_buckets
-from unisono.utils.flatten import share, share_buffers
+from unisono.utils.flatten import MIB, plan_buckets
+from unisono.utils.parameters import agree_on_parameters, named_tensors, share, share_buffers
 
 __all__ = ["LogicalShards"]
 
@@ -85,7 +85,7 @@ class LogicalShards:
         broadcast_buffers: bool = False,
     ) -> None:
         self._total = check_average(average)
-        self._named = named_parameters(model)
+        self._named = named_tensors(model)
         self._parameters = [parameter for _, parameter in self._named]
         self._model = model if isinstance(model, torch.nn.Module) else None
         self._count = count

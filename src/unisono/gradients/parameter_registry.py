@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils import stateless
 
-from unisono.utils.bucket_plan import Named, check_parameters
-from unisono.utils.claims import check_unclaimed, claim, release
+from unisono.utils.parameters import Named, check_parameters, check_unclaimed, claim, release
 
 __all__ = ["ParameterRegistry"]
 

@@ -14,12 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.communicator import Communicator
 from unisono.errors import MismatchError
-from unisono.utils.bucket_plan import MIB, check_parameters
-from unisono.utils.flatten import buckets, flat_apply
+from unisono.utils.flatten import MIB, buckets, flat_apply
+from unisono.utils.parameters import Model, Named, check_parameters, named_tensors
 
 __all__ = [
     "Facts",
-    "Model",
     "PeriodicAction",
     "PeriodicSchedule",
     "Schedule",
@@ -27,12 +26,8 @@ __all__ = [
     "dedicated_comm",
     "described",
     "every",
-    "named_tensors",
     "over_buckets",
 ]
-
-Model = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-"""A module, its `parameters()`, or its `named_parameters()`."""
 
 Schedule = Callable[[int], bool]
 """Predicate: true if ranks act after this step, the same on all ranks. Steps count from 1."""
@@ -123,7 +118,7 @@ class PeriodicAction(ABC):
         self._comm = dedicated_comm(comm, type(self).__name__, [("every", when), *facts, *described(named)])
 
     @property
-    def named(self) -> list[tuple[str, torch.Tensor]]:
+    def named(self) -> Named:
         """The current tensors with their names: a module may have replaced some."""
         return named_tensors(self._model, buffers=self._buffers)
 
@@ -211,33 +206,7 @@ class PeriodicAction(ABC):
         self._hook = self._optimizer = None
 
 
-def named_tensors(model: Model, *, buffers: bool = False) -> list[tuple[str, torch.Tensor]]:
-    """A model's parameters with their names, each once; tensors without names are called by their place.
-
-    Example:
-        >>> [name for name, _ in named_tensors(torch.nn.BatchNorm1d(2), buffers=True)]
-        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
-        >>> [name for name, _ in named_tensors([torch.zeros(2), torch.ones(1)])]
-        ['parameter 0', 'parameter 1']
-    """
-    if isinstance(model, torch.nn.Module):
-        return [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
-    if buffers:
-        raise ValueError("buffers=True needs the module itself, not its parameters")
-    if isinstance(model, torch.Tensor) or not isinstance(model, Iterable):
-        raise TypeError(f"model must be a module or a list of parameters, not a single {type(model).__name__}")
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for index, entry in enumerate(model):
-        name, tensor = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-        found.setdefault(id(tensor), (name, tensor))
-    if not found:
-        raise ValueError("model has no parameters, or is an exhausted iterator. Pass the module, or a list")
-    return list(found.values())
-
-
-def described(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
+def described(named: Named) -> Facts:
     """Properties that must match between ranks for tensors to be averaged or compared."""
     return [(name, f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device.type}") for name, t in named]
 

@@ -18,7 +18,8 @@ from unisono.errors import AbortedError, CommError
 from unisono.gradients.bucket import GradientBucket
 from unisono.gradients.weights import Weights
 from unisono.utils.backward_pass import SavedGradients
-from unisono.utils.bucket_plan import Named, plan_buckets
+from unisono.utils.flatten import plan_buckets
+from unisono.utils.parameters import Named
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
@@ -30,7 +31,7 @@ def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | 
     """Return the codec that a user's argument stands for."""
     if compression is None:
         return None
-    from unisono.compression.registry import resolve
+    from unisono.compression.codec import resolve
 
     return resolve(compression)
 

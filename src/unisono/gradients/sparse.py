@@ -8,7 +8,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.weights import ErrorContext, Weights, check_skipped
-from unisono.utils.bucket_plan import Named
+from unisono.utils.parameters import Named
 
 __all__ = ["average_sparse", "sparse_parameters"]
 

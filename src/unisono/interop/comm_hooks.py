@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from unisono.communicator import Communicator
 from unisono.compression import Codec, resolve
-from unisono.compression.registry import Spec
+from unisono.compression.codec import Spec
 from unisono.core.staging import ACCELERATORS
 from unisono.errors import ClosedError
 

@@ -16,8 +16,8 @@ from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.shard_optimizer import Piece
-from unisono.utils.bucket_plan import Named
-from unisono.utils.layout import FlatLayout, ParameterSlice
+from unisono.utils.flatten import FlatLayout, ParameterSlice
+from unisono.utils.parameters import Named
 
 __all__ = ["FlatGradient", "FlatParameters", "FreedParameter", "ParameterBucket", "ShardedGradient", "free", "refill"]
 

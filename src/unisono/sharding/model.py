@@ -18,10 +18,8 @@ from unisono.sharding.flat_parameters import FlatParameters
 from unisono.sharding.runtime import Runtime
 from unisono.sharding.shard_optimizer import Piece, ShardOptimizer, check_same_step, load_entries, shard_optimizer
 from unisono.sharding.unit import UnitPolicy, make_units, partition, shardable
-from unisono.utils.bucket_plan import agree_on_parameters
-from unisono.utils.claims import claim, release
-from unisono.utils.flatten import share
 from unisono.utils.gradient_norms import clip_grad_norm_
+from unisono.utils.parameters import agree_on_parameters, claim, release, share
 
 __all__ = ["Place", "ShardedModel"]
 

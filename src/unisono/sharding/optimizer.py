@@ -23,10 +23,9 @@ from unisono.sharding.shard_optimizer import (
     unwrap,
 )
 from unisono.utils.backward_pass import BackwardTracker
-from unisono.utils.bucket_plan import agree_on_parameters, in_bytes, plan_buckets, warn_of_norm_limits
-from unisono.utils.claims import claim, release
-from unisono.utils.flatten import share
+from unisono.utils.flatten import in_bytes, plan_buckets
 from unisono.utils.gradient_norms import clip_grad_norm_
+from unisono.utils.parameters import agree_on_parameters, claim, release, share, warn_of_norm_limits
 
 __all__ = ["GradientSharder", "ShardedOptimizer"]
 

@@ -25,7 +25,7 @@ from unisono.core.tensor_shard import TensorShard
 from unisono.core.tensors import check_apart, check_tensor
 from unisono.errors import AbortedError, CommError, MismatchError
 from unisono.sharding.comms import NO_COPY
-from unisono.utils.bucket_plan import Named, check_parameters, named_parameters
+from unisono.utils.parameters import Named, check_parameters, named_tensors
 
 __all__ = [
     "Piece",
@@ -526,7 +526,7 @@ def named_groups(model: torch.nn.Module | Iterable[Any]) -> list[dict[str, Any]]
         [['weight', 'bias']]
     """
     if isinstance(model, torch.nn.Module | torch.Tensor):
-        groups: list[dict[str, Any]] = [{"params": named_parameters(model)}]
+        groups: list[dict[str, Any]] = [{"params": named_tensors(model)}]
     else:
         given = list(model)
         grouped = bool(given) and isinstance(given[0], Mapping)

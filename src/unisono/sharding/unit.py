@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
-from unisono.utils.bucket_plan import Named, check_parameters
-from unisono.utils.claims import check_unclaimed
+from unisono.utils.parameters import Named, check_parameters, check_unclaimed
 
 __all__ = ["Call", "Unit", "UnitPlan", "UnitPolicy", "make_units", "partition", "recut_units", "shardable"]
 

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.data.apportionment import equal_shares
 from unisono.data.indices import Indices, taken_from
-from unisono.data.partitioner import Partitioner
+from unisono.data.partitioner import Partitioner, equal_shares
 from unisono.data.resharding import Resharding, ShardingPhase, deal
 
 __all__ = [

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from unisono.utils.ema import EMA
 from unisono.utils.gradient_norms import clip_grad_norm_, grad_norm
-from unisono.utils.rank_logging import rank_logger
+from unisono.utils.reporting import Rate, Throughput, rank_logger
 from unisono.utils.seeding import Generators, seed
-from unisono.utils.throughput import Rate, Throughput
 
 __all__ = [
     "EMA",

@@ -11,8 +11,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from unisono.communicator import Communicator
 from unisono.core.tensor_shard import TensorShard
-from unisono.utils.bucket_plan import Named, agree_on_parameters, check_parameters
-from unisono.utils.layout import FlatLayout
+from unisono.utils.flatten import FlatLayout
+from unisono.utils.parameters import Named, agree_on_parameters, check_parameters
 
 __all__ = ["EMA"]
 

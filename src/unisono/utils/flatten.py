@@ -1,16 +1,33 @@
-"""Many small tensors as few long ones: one message a bucket, not one a parameter."""
+"""Many small tensors in few long ones: buckets, which are one message each, and the layout of sharded parameters."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from unisono.communicator import Communicator
-from unisono.core.tensors import check_tensor
-from unisono.utils.bucket_plan import MIB, Named, plan_buckets
+from unisono.host.processors import cores
 
-__all__ = ["broadcast_all", "buckets", "flat_apply", "share", "share_buffers"]
+__all__ = [
+    "MIB",
+    "FlatLayout",
+    "ParameterSlice",
+    "broadcast_all",
+    "bucket_sizes",
+    "buckets",
+    "dense_strides",
+    "flat_apply",
+    "in_bytes",
+    "plan_buckets",
+]
+
+MIB = 1 << 20
+_CAP_BYTES = 25 * MIB
+_NO_ROOM = "a bucket must hold at least one byte"
 
 
 def buckets(tensors: Iterable[torch.Tensor], cap_bytes: int) -> Iterator[list[torch.Tensor]]:
@@ -59,27 +76,157 @@ def broadcast_all(tensors: Iterable[torch.Tensor], comm: Communicator, src: int 
             flat_apply(bucket, lambda flat: comm.broadcast(flat, src))
 
 
-def share(named: Named, comm: Communicator, src: int = 0, cap_bytes: int = 25 * MIB) -> None:
-    """Call `broadcast_all` on tensors with names.
+def plan_buckets(
+    parameters: Sequence[torch.Tensor], order: Iterable[int], cap_bytes: int, first_bytes: int | None = None
+) -> list[list[int]]:
+    """Return the indices of the parameters in each bucket, in the order in which buckets become full.
+
+    The parameters of a bucket have one dtype and device. Method: Li et al., "PyTorch Distributed", VLDB 2020,
+    section 3.2.2.
+
+    Args:
+        parameters: All parameters.
+        order: Indices of the parameters that take part, in the expected order of their gradients.
+        cap_bytes: Maximum size of a bucket, unless it holds a single parameter.
+        first_bytes: Maximum size of the first bucket, if it should be small so that it starts early.
 
     Raises:
-        ValueError: One cannot be written to, since it is sparse or its elements share memory; names it.
+        ValueError: A maximum is less than 1 byte.
+
+    Example:
+        >>> plan_buckets([torch.zeros(4), torch.zeros(2), torch.zeros(8)], [2, 1, 0], cap_bytes=24)
+        [[2], [1, 0]]
     """
-    for name, tensor in named:
-        check_tensor(tensor, repr(name), frozenset([tensor.device.type]), written=True)
-    broadcast_all([tensor for _, tensor in named], comm, src, cap_bytes)
+    if cap_bytes < 1 or (first_bytes is not None and first_bytes < 1):
+        raise ValueError(_NO_ROOM)
+    full: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    # Running sums: summing again for each parameter would take seconds for some thousand short ones.
+    lengths: dict[tuple[torch.dtype, torch.device], int] = {}
+    for index in order:
+        parameter = parameters[index]
+        kind = (parameter.dtype, parameter.device)
+        bucket = filling.get(kind, [])
+        limit = cap_bytes if full or first_bytes is None else min(cap_bytes, first_bytes)
+        if bucket and lengths[kind] + parameter.nbytes > limit:
+            full.append(filling.pop(kind))
+            lengths[kind] = 0
+        filling.setdefault(kind, []).append(index)
+        lengths[kind] = lengths.get(kind, 0) + parameter.nbytes
+    return [*full, *filling.values()]
 
 
-def share_buffers(model: torch.nn.Module, comm: Communicator, src: int = 0) -> None:
-    """Make a module's buffers equal to rank `src`'s. Collective.
+def in_bytes(mebibytes: float | None) -> int | None:
+    """Return a user's size in bytes, None for None; infinity is no limit.
 
-    A buffer that the graph of another forward holds is replaced, so that its backward pass finds the old values.
+    Raises TypeError for a value that is no number, ValueError for one that is too small.
     """
-    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if buffer._use_count() > 1:  # type: ignore[attr-defined]
-                replaced.setdefault(id(buffer), (buffer, buffer.clone()))
-            if id(buffer) in replaced:
-                setattr(module, name, replaced[id(buffer)][1])
-    broadcast_all(model.buffers(), comm, src)
+    if mebibytes is None:
+        return None
+    if not isinstance(mebibytes, int | float) or mebibytes != mebibytes:
+        raise TypeError(f"a bucket's size must be a number of MiB or None, not {mebibytes!r}")
+    if (found := int(min(mebibytes * MIB, sys.maxsize)) if mebibytes > 0 else 0) < 1:
+        raise ValueError(_NO_ROOM)
+    return found
+
+
+def bucket_sizes(
+    given: tuple[int | None, int | None],
+    parameters: Sequence[torch.Tensor],
+    comm: Communicator,
+    *,
+    background: bool,
+    compressed: bool,
+) -> tuple[int, int | None]:
+    """Maximum bytes of a bucket, and of the first one if that differs, with defaults for values not set by the user.
+
+    Collective. A small first bucket starts early if each rank has a spare core for it.
+
+    Args:
+        given: Values set by the user, or None.
+        parameters: All parameters.
+        comm: The ranks that average.
+        background: Whether buckets are sent while others fill. If not, each bucket adds a wait for the slowest rank.
+        compressed: Whether a codec makes the messages: it needs the same buckets on every machine.
+    """
+    cap, first = given
+    if cap is None:
+        cap = _CAP_BYTES if background or compressed else sys.maxsize
+    if first is None and background:
+        here = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
+        spare = any(p.device.type != "cpu" for p in parameters) or cores() >= 2 * here
+        first = MIB if all(comm.all_gather_object(spare)) else None
+    return cap, first
+
+
+def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of the elements in memory, if these have no gaps and are not the usual ones; else None.
+
+    Example:
+        >>> [dense_strides(t) for t in (torch.ones(2, 3), torch.ones(2, 3).t(), torch.ones(2, 6)[:, ::2])]
+        [None, (1, 3), None]
+    """
+    if parameter.is_contiguous():
+        return None
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return strides if sorted(parameter.stride()) == sorted(strides) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlice:
+    """Elements of one parameter in one rank's part.
+
+    Attributes:
+        index: Number of the parameter.
+        start: Its first element here, counted in the flattened parameter.
+        numel: Number of elements, at least 1.
+        offset: Place of the first element in the rank's part.
+    """
+
+    index: int
+    start: int
+    numel: int
+    offset: int
+
+
+class FlatLayout:
+    """Places of parameters in a flat tensor of `ranks` equal parts. Elements after the last parameter are padding.
+
+    Args:
+        numels: Number of elements of each parameter.
+        ranks: Number of parts.
+
+    Attributes:
+        offsets: Place of each parameter's first element in the flat tensor.
+        part: Number of elements of a part.
+        total: Number of elements of the flat tensor: a multiple of `ranks`, less than `ranks` over the sum.
+
+    Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+
+    Example:
+        >>> layout = FlatLayout([3, 4], ranks=2)
+        >>> layout.offsets, layout.part, layout.total
+        ([0, 3], 4, 8)
+        >>> layout.slices(0)
+        [ParameterSlice(index=0, start=0, numel=3, offset=0), ParameterSlice(index=1, start=0, numel=1, offset=3)]
+        >>> layout.slices(1)
+        [ParameterSlice(index=1, start=1, numel=3, offset=0)]
+    """
+
+    def __init__(self, numels: Sequence[int], ranks: int) -> None:
+        *self.offsets, used = accumulate(numels, initial=0)
+        self.part = -(-used // ranks)
+        self.total = self.part * ranks
+        self._numels = numels
+
+    def slices(self, rank: int) -> list[ParameterSlice]:
+        """Return the slices in the part of a rank, in order."""
+        low = rank * self.part
+        high = (rank + 1) * self.part
+        found = []
+        for index, (offset, numel) in enumerate(zip(self.offsets, self._numels, strict=True)):
+            first = max(offset, low)
+            stop = min(offset + numel, high)
+            if first < stop:
+                found.append(ParameterSlice(index, first - offset, stop - first, first - low))
+        return found

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from unisono.data.assignment import AssignmentPartitioner
+from unisono.data.partitioner import AssignmentPartitioner
 
 CHECK = "check_resume"
 ERROR = "part 0 has samples"

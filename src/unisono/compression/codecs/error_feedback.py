@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from unisono.communicator import Communicator
-from unisono.compression.codec import Codec, accumulation_dtype, check_bucket
-from unisono.compression.registry import Spec, resolve
+from unisono.compression.codec import Codec, Spec, accumulation_dtype, check_bucket, resolve
 
 __all__ = ["CODEC", "ErrorFeedback"]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from unisono.data.apportionment import apportion
 from unisono.data.feistel import IndexShuffle
 from unisono.data.indices import Concatenated, Indices, Places, RangeIndices
-from unisono.data.partitioner import Partitioner
+from unisono.data.partitioner import Partitioner, apportion
 
 __all__ = ["PARTITIONER", "Contiguous"]
 

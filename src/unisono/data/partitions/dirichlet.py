@@ -9,10 +9,9 @@ from typing import Any, Self
 
 import torch
 
-from unisono.data.apportionment import apportion, fractions_of
-from unisono.data.assignment import AssignmentPartitioner
 from unisono.data.dataset_attributes import codes, digest, of_dataset
 from unisono.data.feistel import IndexShuffle
+from unisono.data.partitioner import AssignmentPartitioner, apportion, fractions_of
 
 __all__ = ["PARTITIONER", "Dirichlet"]
 

@@ -7,11 +7,10 @@ from typing import Any, Self
 
 import torch
 
-from unisono.data.assignment import AssignmentPartitioner
 from unisono.data.dataset_attributes import codes, digest, of_dataset
 from unisono.data.indices import Indices
-from unisono.data.lpt import largest_first
-from unisono.data.partitioner import Bound
+from unisono.data.partitioner import AssignmentPartitioner, Bound
+from unisono.data.partitions.balanced import largest_first
 
 __all__ = ["PARTITIONER", "Grouped"]
 

@@ -8,12 +8,10 @@ from typing import Any, Self
 
 import torch
 
-from unisono.data.apportionment import apportion
-from unisono.data.assignment import AssignmentPartitioner
 from unisono.data.dataset_attributes import codes, digest, of_dataset
 from unisono.data.feistel import IndexShuffle
 from unisono.data.indices import Indices
-from unisono.data.partitioner import Bound
+from unisono.data.partitioner import AssignmentPartitioner, Bound, apportion
 
 __all__ = ["PARTITIONER", "Stratified"]
 

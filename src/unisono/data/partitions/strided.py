@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.data.apportionment import apportion
-from unisono.data.assignment import pieces_of
 from unisono.data.indices import Indices, Places
-from unisono.data.partitioner import Partitioner
+from unisono.data.partitioner import Partitioner, apportion, pieces_of
 
 __all__ = ["PARTITIONER", "Strided"]
 

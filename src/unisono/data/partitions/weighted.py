@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from unisono.data.apportionment import fractions_of
 from unisono.data.indices import Indices, Places
-from unisono.data.partitioner import Bound, Partitioner
+from unisono.data.partitioner import Bound, Partitioner, fractions_of
 from unisono.data.partitions.shuffled import Shuffled
 
 __all__ = ["PARTITIONER", "Weighted"]

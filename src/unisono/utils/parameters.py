@@ -1,58 +1,74 @@
-"""Assignment of parameters to messages: the bucketer, which can be used alone."""
+"""Named parameters of a model: what they are, whether ranks have the same, and who handles their gradients."""
 
 from __future__ import annotations
 
 import os
 import secrets
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
 from unisono.communicator import Communicator
 from unisono.core.staging import ACCELERATORS
-from unisono.core.tensors import is_non_overlapping
+from unisono.core.tensors import check_tensor, is_non_overlapping
 from unisono.errors import MismatchError
-from unisono.host.processors import cores
 from unisono.serialization.tensors import has_no_storage
+from unisono.utils.flatten import MIB, broadcast_all, dense_strides
 
 __all__ = [
-    "MIB",
+    "Model",
     "Named",
+    "ParameterClaim",
     "agree_on_parameters",
-    "bucket_sizes",
     "check_parameters",
-    "dense_strides",
-    "in_bytes",
-    "named_parameters",
-    "plan_buckets",
+    "check_unclaimed",
+    "claim",
+    "named_tensors",
+    "release",
+    "share",
+    "share_buffers",
     "warn_of_norm_limits",
 ]
 
-MIB = 1 << 20
-_CAP_BYTES = 25 * MIB
 _TOKEN = secrets.token_hex(8)
 """Mark of this process and its forks: processes of two containers may have one number."""
-_NO_ROOM = "a bucket must hold at least one byte"
 
 Named = list[tuple[str, torch.Tensor]]
 
+Model = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""A module, its `parameters()`, or its `named_parameters()`."""
 
-def named_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Named:
-    """Each parameter once, with its name, or with its place in a list."""
-    if isinstance(model, torch.Tensor) or not isinstance(model, torch.nn.Module | Iterable):
-        raise TypeError(f"model must be a module or a list of parameters, not a single {type(model).__name__}")
+
+def named_tensors(model: Model, *, buffers: bool = False) -> Named:
+    """A model's parameters with their names, each once; tensors without names are called by their place.
+
+    Raises:
+        TypeError: `model` is a single tensor, or contains something other than tensors.
+        ValueError: It is an exhausted iterator; or `buffers` is set, and it is no module.
+
+    Example:
+        >>> [name for name, _ in named_tensors(torch.nn.BatchNorm1d(2), buffers=True)]
+        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+        >>> [name for name, _ in named_tensors([torch.zeros(2), torch.ones(1)])]
+        ['parameter 0', 'parameter 1']
+    """
     if isinstance(model, torch.nn.Module):
-        return list(model.named_parameters())
-    found = {id(p): (f"parameter {i}", p) for i, p in reversed(list(enumerate(model)))}
+        return [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
+    if buffers:
+        raise ValueError("buffers=True needs the module itself, not its parameters")
+    if isinstance(model, torch.Tensor) or not isinstance(model, Iterable):
+        raise TypeError(f"model must be a module or a list of parameters, not a single {type(model).__name__}")
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for index, entry in enumerate(model):
+        name, tensor = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        found.setdefault(id(tensor), (name, tensor))
     if not found and isinstance(model, Iterator):
-        raise ValueError("model is an exhausted iterator. Pass the module, or a list")
-    named = list(reversed(found.values()))
-    for name, parameter in named:
-        if not isinstance(parameter, torch.Tensor):
-            raise TypeError(f"{name} is a {type(parameter).__name__}, not a tensor")
-    return named
+        raise ValueError("model has no parameters: it is an exhausted iterator. Pass the module, or a list")
+    return list(found.values())
 
 
 def check_parameters(named: Named) -> None:
@@ -106,102 +122,6 @@ def warn_of_norm_limits(model: object) -> None:
             "apart. Limit the norms on all ranks alike, after optimizer.step()",
             stacklevel=3,
         )
-
-
-def plan_buckets(
-    parameters: Sequence[torch.Tensor], order: Iterable[int], cap_bytes: int, first_bytes: int | None = None
-) -> list[list[int]]:
-    """Return the indices of the parameters in each bucket, in the order in which buckets become full.
-
-    The parameters of a bucket have one dtype and device. Method: Li et al., "PyTorch Distributed", VLDB 2020,
-    section 3.2.2.
-
-    Args:
-        parameters: All parameters.
-        order: Indices of the parameters that take part, in the expected order of their gradients.
-        cap_bytes: Maximum size of a bucket, unless it holds a single parameter.
-        first_bytes: Maximum size of the first bucket, if it should be small so that it starts early.
-
-    Raises:
-        ValueError: A maximum is less than 1 byte.
-
-    Example:
-        >>> plan_buckets([torch.zeros(4), torch.zeros(2), torch.zeros(8)], [2, 1, 0], cap_bytes=24)
-        [[2], [1, 0]]
-    """
-    if cap_bytes < 1 or (first_bytes is not None and first_bytes < 1):
-        raise ValueError(_NO_ROOM)
-    full: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    # Running sums: summing again for each parameter would take seconds for some thousand short ones.
-    lengths: dict[tuple[torch.dtype, torch.device], int] = {}
-    for index in order:
-        parameter = parameters[index]
-        kind = (parameter.dtype, parameter.device)
-        bucket = filling.get(kind, [])
-        limit = cap_bytes if full or first_bytes is None else min(cap_bytes, first_bytes)
-        if bucket and lengths[kind] + parameter.nbytes > limit:
-            full.append(filling.pop(kind))
-            lengths[kind] = 0
-        filling.setdefault(kind, []).append(index)
-        lengths[kind] = lengths.get(kind, 0) + parameter.nbytes
-    return [*full, *filling.values()]
-
-
-def in_bytes(mebibytes: float | None) -> int | None:
-    """Return a user's size in bytes, None for None; infinity is no limit.
-
-    Raises TypeError for a value that is no number, ValueError for one that is too small.
-    """
-    if mebibytes is None:
-        return None
-    if not isinstance(mebibytes, int | float) or mebibytes != mebibytes:
-        raise TypeError(f"a bucket's size must be a number of MiB or None, not {mebibytes!r}")
-    if (found := int(min(mebibytes * MIB, sys.maxsize)) if mebibytes > 0 else 0) < 1:
-        raise ValueError(_NO_ROOM)
-    return found
-
-
-def bucket_sizes(
-    given: tuple[int | None, int | None],
-    parameters: Sequence[torch.Tensor],
-    comm: Communicator,
-    *,
-    background: bool,
-    compressed: bool,
-) -> tuple[int, int | None]:
-    """Maximum bytes of a bucket, and of the first one if that differs, with defaults for values not set by the user.
-
-    Collective. A small first bucket starts early if each rank has a spare core for it.
-
-    Args:
-        given: Values set by the user, or None.
-        parameters: All parameters.
-        comm: The ranks that average.
-        background: Whether buckets are sent while others fill. If not, each bucket adds a wait for the slowest rank.
-        compressed: Whether a codec makes the messages: it needs the same buckets on every machine.
-    """
-    cap, first = given
-    if cap is None:
-        cap = _CAP_BYTES if background or compressed else sys.maxsize
-    if first is None and background:
-        here = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
-        spare = any(p.device.type != "cpu" for p in parameters) or cores() >= 2 * here
-        first = MIB if all(comm.all_gather_object(spare)) else None
-    return cap, first
-
-
-def dense_strides(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides of the elements in memory, if these have no gaps and are not the usual ones; else None.
-
-    Example:
-        >>> [dense_strides(t) for t in (torch.ones(2, 3), torch.ones(2, 3).t(), torch.ones(2, 6)[:, ::2])]
-        [None, (1, 3), None]
-    """
-    if parameter.is_contiguous():
-        return None
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return strides if sorted(parameter.stride()) == sorted(strides) else None
 
 
 def agree_on_parameters(
@@ -268,3 +188,83 @@ def _quoted(card: Sequence[object]) -> str:
     if strides != "None":
         kind += f" with strides {strides}"
     return f"{name!r} is {kind}" + ("" if trained else ", frozen")
+
+
+class ParameterClaim:
+    """Claim of parameters, which it keeps alive; it ends when its owner does."""
+
+    def __init__(self, named: Named, text: str) -> None:
+        self.named = named
+        self.text = text
+
+
+_CLAIMS: WeakValueDictionary[int, ParameterClaim] = WeakValueDictionary()
+"""By the id of each parameter. A weak reference to a parameter would keep torch from swapping it."""
+
+
+def claim(named: Named, how: str, owner: str) -> ParameterClaim:
+    """Claim parameters until `release`, or until the returned claim is dropped.
+
+    Args:
+        named: Parameters, with their names.
+        how: Verb of what is done to them, such as "averaged".
+        owner: Class of the object that does it.
+
+    Returns: The claim, which the owner keeps.
+
+    Raises:
+        ValueError: One is claimed already; names it. None is claimed then.
+
+    Example:
+        >>> from unisono.utils.parameters import claim
+        >>> model = torch.nn.Linear(2, 1)
+        >>> kept = claim(list(model.named_parameters()), "averaged", "GradientAverager")
+        >>> claim(list(model.named_parameters()), "sharded", "ShardedModel")
+        Traceback (most recent call last):
+        ...
+        ValueError: 'weight' is averaged by another GradientAverager; call its remove() first
+    """
+    check_unclaimed(named)
+    found = ParameterClaim(named, f"{how} by another {owner}")
+    for _, parameter in named:
+        _CLAIMS[id(parameter)] = found
+    return found
+
+
+def check_unclaimed(named: Named) -> None:
+    """`ValueError` if one of these parameters is claimed."""
+    for name, parameter in named:
+        if found := _CLAIMS.get(id(parameter)):
+            raise ValueError(f"{name!r} is {found.text}; call its remove() first")
+
+
+def release(parameters: Iterable[torch.Tensor]) -> None:
+    """Release claims. Idempotent."""
+    for parameter in parameters:
+        _CLAIMS.pop(id(parameter), None)
+
+
+def share(named: Named, comm: Communicator, src: int = 0, cap_bytes: int = 25 * MIB) -> None:
+    """Call `broadcast_all` on tensors with names.
+
+    Raises:
+        ValueError: One cannot be written to, since it is sparse or its elements share memory; names it.
+    """
+    for name, tensor in named:
+        check_tensor(tensor, repr(name), frozenset([tensor.device.type]), written=True)
+    broadcast_all([tensor for _, tensor in named], comm, src, cap_bytes)
+
+
+def share_buffers(model: torch.nn.Module, comm: Communicator, src: int = 0) -> None:
+    """Make a module's buffers equal to rank `src`'s. Collective.
+
+    A buffer that the graph of another forward holds is replaced, so that its backward pass finds the old values.
+    """
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer._use_count() > 1:  # type: ignore[attr-defined]
+                replaced.setdefault(id(buffer), (buffer, buffer.clone()))
+            if id(buffer) in replaced:
+                setattr(module, name, replaced[id(buffer)][1])
+    broadcast_all(model.buffers(), comm, src)

@@ -234,7 +234,7 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (parameters, ParameterRegistry, "check", nothing),
     (parameters, parameter_registry, "_implementation", lambda parameter: 0),
     (parameters, parameter_registry, "_in_functional_call", lambda: False),
-    (parameters, AveragerComms, "abort", nothing),
+    (parameters, AveragerComms, "abort_all", nothing),
     (parameters, GradientAverager, "_lies_in_buckets", lambda self, index, grad: True),
 ]
 

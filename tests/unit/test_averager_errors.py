@@ -135,7 +135,7 @@ def test_bad_arguments_are_rejected_before_sending() -> None:
     for call in (un.GradientAverager, un.average_gradients, un.broadcast_parameters):
         with pytest.raises(ValueError, match="exhausted iterator"):
             call(used, comm)
-    with pytest.raises(TypeError, match="parameter 1 is a str"):
+    with pytest.raises(TypeError, match="parameter 1 must be a tensor, not str"):
         un.GradientAverager([model.weight, "bias"], comm)  # type: ignore[list-item]  # on purpose
 
 

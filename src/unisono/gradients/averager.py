@@ -25,6 +25,7 @@ from unisono.gradients.weights import AllRanksDone, ErrorContext, Weights, check
 from unisono.utils.backward_pass import BackwardTracker, SavedGradients, adds_to_leaves, current_pass, watch_outputs
 from unisono.utils.flatten import broadcast_all, bucket_sizes, in_bytes
 from unisono.utils.parameters import agree_on_parameters, named_tensors, share, share_buffers
+from unisono.utils.replaceable_comms import ReplaceableComms
 
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
@@ -35,45 +36,37 @@ _post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 _version = attrgetter("_version")
 
 
-class AveragerComms:
-    """Two communicators in use, and one from which they are made again.
+class AveragerComms(ReplaceableComms):
+    """Communicators of an averager: those in use are replaced after a pass that failed when a part of it had left.
 
-    What travels over `data` is not compared between ranks. So after a pass that failed when a part of it had left, a
-    message could meet one of another bucket. Such a pass aborts both, and the next one makes them again. Their origin
-    is aborted too when the averager is of no more use.
+    What travels over `data` is not compared between ranks, so after such a pass a message could meet one of another
+    bucket. The origin is aborted too when the averager is of no more use.
 
     Args:
         comm: The ranks that average. Collective.
         deterministic: Whether sums are reduced in one fixed order; as for `comm` if not.
 
     Attributes:
-        data: Communicator for buckets: calls are not checked.
-        control: Communicator for everything else.
+        control: Communicator for everything but the buckets.
     """
 
     def __init__(self, comm: Communicator, *, deterministic: bool = False) -> None:
-        self._base = comm.dup(deterministic=deterministic or None)
-        self._base.allow_any_thread()
-        self.data = self._dup(check="off")
-        self.control = self._base
+        super().__init__(comm, deterministic=deterministic, check="off")
+        self.control = self.base
         self._aborting: Thread | None = None
 
     def ready(self) -> None:
         """Create `control`. Collective. Earlier operations of any rank are not cut off by an abort on another rank."""
-        self.control = self._dup()
+        self.control = self.dup()
 
-    def _dup(self, **options: Any) -> Communicator:
-        comm = self._base.dup(**options)
-        # Where there is a GPU, hooks run in threads of autograd.
-        comm.allow_any_thread()
-        return comm
+    def in_use(self) -> tuple[Communicator, ...]:
+        return self.control, self.data
 
     def replace(self) -> None:
         """Make new ones where a failed pass has aborted the old ones. Collective."""
         self.control.close()
-        self.data.close()
-        self.data = self._dup(check="off")
-        self.control = self._dup()
+        super().replace()
+        self.control = self.dup()
 
     def abort_pass(self, reason: str, first: Work | None) -> None:
         """End the running pass on all ranks.
@@ -86,9 +79,9 @@ class AveragerComms:
         error = self.data.exception()
         if error is not None and not isinstance(error, AbortedError):
             # A rank was lost or did not join: more than the failure of one pass.
-            self.abort(f"averaging has failed there: {error}")
+            self.abort_all(f"averaging has failed there: {error}")
         elif first is None:
-            self._abort(reason, self.control, self.data)
+            self.abort(reason)
         else:
             self._aborting = Thread(target=self._abort_after, args=(first, reason), daemon=True)
             self._aborting.start()
@@ -96,27 +89,13 @@ class AveragerComms:
     def _abort_after(self, first: Work, reason: str) -> None:
         with suppress(CommError):
             first.wait()
-        self._abort(reason, self.control, self.data)
+        self.abort(reason)
 
     def settle(self) -> None:
         """Wait until an abort of the last pass has begun on all ranks: they reach their first bucket before."""
         if self._aborting is not None:
             self._aborting.join()
             self._aborting = None
-
-    def abort(self, reason: str) -> None:
-        """End every pass on all ranks, for good."""
-        self._abort(reason, self._base, self.control, self.data)
-
-    def _abort(self, reason: str, *comms: Communicator) -> None:
-        # If the control plane is gone, it has notified the other ranks already.
-        with suppress(CommError):
-            for comm in comms:
-                comm.abort(reason)
-
-    def close(self) -> None:
-        """Release all. Idempotent."""
-        self._base.close()
 
 
 class GradientAverager:
@@ -337,7 +316,7 @@ class GradientAverager:
             >>> un.launch(program, nprocs=2, backend="thread")
             [True, True]
         """
-        self._comms.abort(reason)
+        self._comms.abort_all(reason)
 
     def remove(self) -> None:
         """Remove the hooks, and release the communicators. Gradients stay unchanged. Idempotent.
@@ -483,7 +462,7 @@ class GradientAverager:
 
     def _report(self, problem: str) -> None:
         """End averaging on all ranks: a model has changed here."""
-        self._comms.abort(problem)
+        self._comms.abort_all(problem)
 
     def _reconnect(self) -> Communicator:
         """Replace communicators that a failed pass has aborted. Collective."""

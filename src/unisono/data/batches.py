@@ -78,7 +78,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._sampler = PartitionSampler(
             dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed
         )
-        self._sampler._compare_on(comm)
+        self._sampler.compare_on(comm)
         if not self._sampler.rule.interleaves:
             raise ValueError("batches of all ranks are cut from one order: partition must deal samples in turns")
         self.batch_size = size
@@ -174,7 +174,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self._check(size)
         chosen = states[like] if like is not None else max(states, key=_progress)
         self._sampler.load_state_dict(chosen)
-        self._sampler._compare_on(comm)
+        self._sampler.compare_on(comm)
         self.rank = rank
         self.num_replicas = size
 

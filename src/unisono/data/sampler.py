@@ -96,7 +96,7 @@ class PartitionSampler(DistributedSampler[Any]):
             raise ValueError(f"seed must be 0 or more, but is {seed}")
         self.dataset: Any = dataset
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
-        self._compare_on(comm)
+        self.compare_on(comm)
         self.rule = resolve(partition, dataset)
         self.shuffle = self.rule.shuffles if shuffle is None else shuffle
         self.seed = operator.index(seed)
@@ -257,7 +257,7 @@ class PartitionSampler(DistributedSampler[Any]):
             self.num_replicas = size
             self._phases = phases_of(common)
             self._pass = None
-            self._compare_on(comm)
+            self.compare_on(comm)
             if old:
                 self._close(common, self._counts(old, common, lost=True))
             self._now()
@@ -266,8 +266,12 @@ class PartitionSampler(DistributedSampler[Any]):
         """Return the attributes but the communicator, which stays in its process."""
         return {**vars(self), "_require_same": None}
 
-    def _compare_on(self, comm: Any) -> None:
-        """Compare what this rank draws with what other ranks of a communicator draw."""
+    def compare_on(self, comm: Any) -> None:
+        """Compare what this rank draws for an epoch with what the other ranks of a communicator draw.
+
+        Args:
+            comm: A `Communicator`, which is not kept alive; of anything else nothing is compared.
+        """
         same = getattr(comm, "_require_same", None)
         self._require_same = None if same is None else weakref.WeakMethod(same)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -122,7 +123,7 @@ def refuse_second_split(ranks: int) -> None:
     Args:
         ranks: The number of ranks that the caller divides the samples among.
     """
-    frame = sys._getframe(1) if ranks > 1 and "accelerate.data_loader" in sys.modules else None
+    frame = inspect.currentframe() if ranks > 1 and "accelerate.data_loader" in sys.modules else None
     while frame is not None:
         named = frame.f_globals.get("__name__") == "accelerate.data_loader"
         if named and frame.f_code.co_qualname.startswith(_DIVIDING):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from types import FrameType
 from typing import Any
 
 import torch
@@ -233,7 +232,7 @@ class _ModuleHook:
 
 def _in_functional_call() -> bool:
     """Return whether `torch.func.functional_call` has temporarily put other tensors into the model."""
-    frame: FrameType | None = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_filename == stateless.__file__:
             return True

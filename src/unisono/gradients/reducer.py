@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.communicator import Communicator
-from unisono.core.group import Group
 from unisono.core.tensors import HALVES
 from unisono.core.tracing import SINK, TraceEvent, profiler, span
 from unisono.core.types import Work
@@ -24,7 +23,7 @@ from unisono.utils.parameters import Named
 if TYPE_CHECKING:
     from unisono.compression.codec import Codec
 
-__all__ = ["Reducer", "codec_for", "observe_bucket"]
+__all__ = ["Reducer", "codec_for"]
 
 
 def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | None:
@@ -215,14 +214,14 @@ class Reducer:
             if bucket.work is not None and bucket.observed_s is None:
                 self._wait(bucket)
             elif bucket.work is not None:
-                with observe_bucket(bucket, self._comm._engine.group, self._names):
+                with self._observed(bucket):
                     self._wait(bucket)
 
     def _start(self, arrived: Set[int] = frozenset(), asks: Sequence[bool] = ()) -> None:
         """Begin the reduction of the next bucket; its memory belongs to that until `_wait`."""
         bucket = self.buckets[self._next]
         last = self._next == len(self.buckets) - 1
-        if (failure := self._comm._engine.failure()) is not None:
+        if (failure := self._comm.exception()) is not None:
             # Another rank's pass has failed.
             raise failure
         if self._factor is None:
@@ -237,7 +236,7 @@ class Reducer:
         if SINK.get() is None and not profiler._is_profiler_enabled:
             self._reduce(bucket)
         else:
-            with observe_bucket(bucket, self._comm._engine.group, self._names):
+            with self._observed(bucket):
                 self._reduce(bucket)
 
     def _reduce(self, bucket: GradientBucket) -> None:
@@ -323,26 +322,21 @@ class Reducer:
         with suppress(CommError):
             self._wait(bucket)
 
-
-@contextmanager
-def observe_bucket(bucket: GradientBucket, group: Group, names: Sequence[str]) -> Iterator[None]:
-    """Record the block as the start of a bucket's reduction, or its wait; report the bucket once it is reduced.
-
-    Args:
-        bucket: The block starts its reduction, or waits for it.
-        group: Group of the communicator that reduces it.
-        names: Names of all parameters of the model.
-    """
-    nbytes = bucket.memory.nbytes
-    detail = {"parameters": [names[index] for index in bucket.indices]}
-    if bucket.observed_s is None:
-        bucket.observed_s = time.perf_counter()
-    with span("bucket_wait", f"bucket {bucket.name}", group, nbytes, starts=bucket.work is None):
-        yield
-    if bucket.work is None:
+    @contextmanager
+    def _observed(self, bucket: GradientBucket) -> Iterator[None]:
+        """Record the block as the start of a bucket's reduction, or its wait; report the bucket once it is reduced."""
+        group = self._comm._engine.group
+        nbytes = bucket.memory.nbytes
+        if bucket.observed_s is None:
+            bucket.observed_s = time.perf_counter()
+        with span("bucket_wait", f"bucket {bucket.name}", group, nbytes, starts=bucket.work is None):
+            yield
+        if bucket.work is not None:
+            return
         start = bucket.observed_s
         bucket.observed_s = None
         if (sink := SINK.get()) is not None:
+            detail = {"parameters": [self._names[index] for index in bucket.indices]}
             end = time.perf_counter()
             world_rank = group.members[group.rank]
             sink(TraceEvent("bucket", bucket.name, group.name, group.rank, start, end, nbytes, detail, world_rank))

@@ -149,11 +149,13 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     if not layers:
         line.close()
     made = {layer: _converted(layer, line) for layer in layers.values()}
-    for parent in list(module.modules()):
-        for name, child in list(parent._modules.items()):
-            if child in made:
-                setattr(parent, name, made[child])
-    return made[module] if isinstance(module, _BatchNorm) and module in made else module
+    if isinstance(module, _BatchNorm) and module in made:
+        return made[module]
+    for name, child in list(module.named_modules(remove_duplicate=False)):
+        if isinstance(child, _BatchNorm) and child in made:
+            parent, _, last = name.rpartition(".")
+            setattr(module.get_submodule(parent), last, made[child])
+    return module
 
 
 def _converted(layer: _BatchNorm, line: Communicator) -> SyncBatchNorm:

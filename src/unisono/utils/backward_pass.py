@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import get_ident
-from types import FrameType
 from typing import Any
 
 import torch
@@ -241,7 +241,7 @@ def will_run(leaf: Any) -> bool:
 def _is_nested() -> bool:
     """Return whether the autograd call that ends here is nested: in a hook, or in a Function's backward."""
     runs = 0
-    frame: FrameType | None = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is _RUN:
             runs += 1

@@ -84,11 +84,11 @@ def hands_out_copies_before_the_mean(self: GradientBucket, *given: Any) -> None:
     self.views = [view if grad is None else grad for view, grad in zip(self.views, kept, strict=True)]
 
 
-def forgets_the_last_buckets(self: Reducer, came: set[int], first: int = 0, *, asks: bool = False) -> Any:
+def forgets_the_last_buckets(self: Reducer, came: set[int], first: int = 0, *, requests: bool = False) -> Any:
     for bucket in self.buckets:
         bucket.found = bucket.complete
     self._next = len(self.buckets)
-    return original_last(self, came, first, asks=asks)
+    return original_last(self, came, first, requests=requests)
 
 
 def weighs_all_alike(self: Weights, n_samples: float) -> None:
@@ -113,7 +113,7 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (GradientBucket, "finalize", hands_out_copies_before_the_mean),
     (GradientBucket, "read_header", takes_all_for_present),
     (Reducer, "finish", forgets_the_last_buckets),
-    (Weights, "say", weighs_all_alike),
+    (Weights, "set", weighs_all_alike),
     (Weights, "agree", counts_who_is_through),
 ]
 

@@ -126,7 +126,7 @@ def one_step(
     came = [slot in coming for slot in range(len(parameters))]
     asks = [0.0, scale * (step == 1), 0.0]
     assert bucket.arrived == came
-    assert bucket.words.tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *asks]
+    assert bucket.header.tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *asks]
     assert bucket.read_header() == [(c, not c) for c in came]
     assert bucket.asked == [False, step == 1, False]
     bucket.found = bucket.read_header()

@@ -17,7 +17,7 @@ from unisono.communicator import Communicator
 from unisono.core.registry import Registry
 from unisono.errors import MismatchError
 
-__all__ = ["CODECS", "DTYPES", "Codec", "Spec", "accumulation_dtype", "check_bucket", "resolve"]
+__all__ = ["CODECS", "DTYPES", "Codec", "Spec", "SteppedCodec", "accumulation_dtype", "check_bucket", "resolve"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that a bucket may have."""
@@ -221,6 +221,35 @@ class Codec(ABC):
         return {key: value for key, value in self.__dict__.items() if key != "_agreed"}
 
 
+class SteppedCodec(Codec):
+    """Base of codecs that count their averages, and draw random numbers for each: the same on all ranks.
+
+    Attributes:
+        seed: Seed of the draws; the same on all ranks.
+    """
+
+    seed: int
+    _step = 0
+
+    def generator(self) -> torch.Generator:
+        """Return a generator for this step: on the CPU, and independent of other draws."""
+        return torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self._step) % 2**32)
+
+    def reset(self) -> None:
+        super().reset()
+        self._step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._step = int(state["step"])
+
+    def shared_state(self) -> object:
+        return self._step
+
+
 def check_bucket(flat: torch.Tensor, shapes: Sequence[torch.Size], kept: torch.Tensor | None = None) -> None:
     """`TypeError` or `ValueError` for what is not a bucket of these shapes."""
     for name, tensor in (("flat", flat), ("kept", kept)):
@@ -264,9 +293,9 @@ def _agree(comm: Communicator, text: str, device: torch.device) -> None:
     if comm.size == 1:
         return
     digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    said = torch.empty(comm.size, dtype=torch.int64, device=device)
-    comm.all_gather_single(said, torch.tensor([digest], device=device))
-    if bool((said == digest).all()):
+    gathered = torch.empty(comm.size, dtype=torch.int64, device=device)
+    comm.all_gather_single(gathered, torch.tensor([digest], device=device))
+    if bool((gathered == digest).all()):
         return
     texts = comm.all_gather_object(text)
     other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])

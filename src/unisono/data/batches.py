@@ -193,7 +193,7 @@ def _progress(state: dict[str, Any]) -> tuple[int, int]:
 
 
 class _BatchIterator(Iterator[list[Any]]):
-    """One way through the batches, with the state of the samples that have been given."""
+    """Iteration over the batches, with the state of the samples that have been given."""
 
     def __init__(self, batches: GlobalBatchSampler, samples: StatefulIterator) -> None:
         self._batches = batches

@@ -15,7 +15,7 @@ __all__ = ["codes", "digest", "numbers", "of_dataset"]
 def of_dataset(dataset: Any, names: Sequence[str], partitioner: str) -> Any:
     """The first of these attributes that a dataset has; of a subset, those of its samples.
 
-    Raises `ValueError` with the ways to tell otherwise.
+    Raises `ValueError` that says how to pass them instead.
     """
     for name in names:
         found = getattr(dataset, name, None)

@@ -144,9 +144,15 @@ class _Constants:
             return torch.tensor(number, dtype=torch.int32, device="cpu")
 
         self.keys = [half(key) for key in keys]
-        self.bits, self.mask, self.highs = whole(bits), whole((1 << bits) - 1), whole(highs)
-        self.word, self.sign, self.offset = whole(32), whole(63), whole((highs << 31) - (highs << 32))
-        self.half_mask, self.unused, self.shift = half((1 << bits) - 1), half(32 - bits), half(15)
+        self.bits = whole(bits)
+        self.mask = whole((1 << bits) - 1)
+        self.highs = whole(highs)
+        self.word = whole(32)
+        self.sign = whole(63)
+        self.offset = whole((highs << 31) - (highs << 32))
+        self.half_mask = half((1 << bits) - 1)
+        self.unused = half(32 - bits)
+        self.shift = half(15)
 
     def mix(self, numbers: torch.Tensor, number: int, mixed: torch.Tensor, into: torch.Tensor) -> None:
         """Apply round function `number` in int32 arithmetic; products wrap.

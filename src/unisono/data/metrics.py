@@ -123,8 +123,8 @@ def _described(values: torch.Tensor | list[Any]) -> tuple[int, tuple[int, ...] |
 def _check(counts: Sequence[tuple[torch.Tensor, int, tuple[int, ...] | None]], count: int | None) -> None:
     shapes = {shape: rank for rank, (_, length, shape) in enumerate(counts) if length}
     if None not in shapes and len(shapes) > 1:
-        told = "; ".join(f"rank {rank}: {shape}" for shape, rank in shapes.items())
-        raise ValueError(f"samples must have one shape on all ranks ({told}); pass lists of tensors if they differ")
+        by_rank = "; ".join(f"rank {rank}: {shape}" for shape, rank in shapes.items())
+        raise ValueError(f"samples must have one shape on all ranks ({by_rank}); pass lists of tensors if they differ")
     for rank, (positions, length, _) in enumerate(counts):
         if positions.dim() != 1 or len(positions) != length:
             raise ValueError(f"rank {rank} passed {length} outputs for indices of shape {tuple(positions.shape)}")

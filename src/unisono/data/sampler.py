@@ -271,6 +271,15 @@ class PartitionSampler(DistributedSampler[Any]):
 
         Args:
             comm: A `Communicator`, which is not kept alive; of anything else nothing is compared.
+
+        Example:
+            >>> def program(comm):
+            ...     rule = un.data.sampled(torch.utils.data.RandomSampler(range(4)))
+            ...     sampler = un.data.PartitionSampler(range(4), num_replicas=1, rank=0, partition=rule)
+            ...     sampler.compare_on(comm)
+            ...     return len(list(sampler))
+            >>> un.launch(program, 2, "thread")
+            [4, 4]
         """
         same = getattr(comm, "_require_same", None)
         self._require_same = None if same is None else weakref.WeakMethod(same)
@@ -409,7 +418,7 @@ class EpochProgress:
         self.taken += count
         if count and self.complete:
             # A batch that was cut short is the last one of all ranks. If a loader has fetched ahead, the end of
-            # its walk will tell nothing.
+            # its walk says nothing about that.
             self.through = True if count < self.batch else None if self.ended else False
         self.batch = max(self.batch, count)
 

@@ -114,7 +114,8 @@ class ShardPartition(IterableDataset[T_co]):
         self._reading = 0
         self._jobs: list[_Job] = []
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
-        self.shuffle, self.seed = shuffle, operator.index(seed)
+        self.shuffle = shuffle
+        self.seed = operator.index(seed)
         self._begin(0)
 
     def __iter__(self) -> Iterator[T_co]:
@@ -231,7 +232,7 @@ class ShardPartition(IterableDataset[T_co]):
 
 
 class _ShardIterator(Iterator[T_co]):
-    """One way of one worker through its shards; torchdata's loader saves it with the worker."""
+    """Iteration of one worker over its shards; torchdata's loader saves it with the worker."""
 
     def __init__(self, of: ShardPartition[T_co]) -> None:
         worker = get_worker_info()

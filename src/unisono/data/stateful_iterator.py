@@ -1,4 +1,4 @@
-"""One way through a rank's samples, that knows how many it has given."""
+"""Iteration over a rank's samples, that knows how many it has given."""
 
 from __future__ import annotations
 

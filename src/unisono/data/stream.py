@@ -161,7 +161,7 @@ class StreamPartition(IterableDataset[T_co]):
 
 
 class _StreamIterator(Iterator[T_co]):
-    """One way of one worker through the stream; torchdata's loader saves it with the worker."""
+    """Iteration of one worker over the stream; torchdata's loader saves it with the worker."""
 
     def __init__(self, of: StreamPartition[T_co]) -> None:
         worker = get_worker_info()

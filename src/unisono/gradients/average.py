@@ -117,9 +117,9 @@ def _compare(model: object, named: Named, comm: Communicator, *, frozen: bool, d
     if number < 0:
         check_parameters(named)
         warn_of_norm_limits(model)
-    said = torch.empty(2 * comm.size, dtype=torch.int64, device=comm.device)
-    comm.all_gather_single(said, torch.tensor([number, digest], device=comm.device))
-    numbers, digests = said.view(comm.size, 2).t().tolist()
+    gathered = torch.empty(2 * comm.size, dtype=torch.int64, device=comm.device)
+    comm.all_gather_single(gathered, torch.tensor([number, digest], device=comm.device))
+    numbers, digests = gathered.view(comm.size, 2).t().tolist()
     if number < 0 or set(numbers) != {number}:
         agree_on_parameters(named, comm, frozen=frozen)
         known[kind] = len(known)

@@ -240,7 +240,7 @@ class GradientAverager:
                 "With no_sync(), call it once a step, with the number of samples of all micro-batches, and divide the "
                 "sum of each micro-batch's losses by that number"
             )
-        self._weights.say(n_samples)
+        self._weights.set(n_samples)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -591,7 +591,7 @@ class GradientAverager:
         if self._accumulated:
             arrived |= {i for i in self._accumulated if self._parameters[i].requires_grad}
         thawed = [i for i in self._frozen if self._parameters[i].requires_grad] if self._frozen else []
-        self._reducer.finish(arrived, asks=(bool(thawed), bool(problem)))
+        self._reducer.finish(arrived, requests=(bool(thawed), bool(problem)))
         asks_thawed, asks_used = self._reducer.asked
         # Without a bucket there was no message to carry the requests.
         if asks_used or (problem and not self._reducer.where):
@@ -644,10 +644,11 @@ class GradientAverager:
             )
 
     def _lies_in_buckets(self, index: int, grad: torch.Tensor) -> bool:
-        within = self._reducer.holding(grad)
         bucket, slot = self._reducer.where.get(index, (None, 0))
-        if within is None or (within is bucket and bucket.is_place(slot, grad)):
-            return within is not None
+        if bucket is not None and bucket.is_place(slot, grad):
+            return True
+        if not any(bucket.holds(grad) for bucket in self._reducer.buckets):
+            return False
         raise RuntimeError(
             f"p.grad of {self._names[index]!r} is memory of the averager for other gradients: it was taken from "
             "another parameter, or is a slice or transpose of its own. Assign a clone() instead"

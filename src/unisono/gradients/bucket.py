@@ -1,4 +1,4 @@
-"""Gradients of some parameters in one run of memory, and words on each: whether this rank has it, or lacks it."""
+"""Gradients of some parameters in one run of memory, and a header: for each, whether this rank has it, or lacks it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["GradientBucket"]
 _on_cpu = attrgetter("is_cpu")
 _length = attrgetter("nbytes")
 
-_ASKS = 3
+_REQUESTS = 3
 """Header elements with a rank's requests: to handle late gradients, thawed parameters, used gradients."""
 _CHUNK_BYTES = 512 << 10
 """Gradients of this length are still in the cache, and copying each one separately would take longer."""
@@ -37,7 +37,7 @@ class GradientBucket:
     Attributes:
         memory: The whole message: the gradients, two header elements for each, and some for requests.
         flat: The gradients.
-        words: The header, sent separately if the gradients are sent in another form.
+        header: These elements, sent separately if the gradients are sent in another form.
         chunks: Runs of slots; the gradients of each are worth one copy. The last one is all slots.
         inside: A byte for each slot: whether its gradient has been copied in.
         arrived: For each slot, once the bucket is filled, whether this rank has its gradient.
@@ -62,11 +62,11 @@ class GradientBucket:
         self.parameters = list(parameters)
         numels = [p.numel() for p in parameters]
         like = parameters[0]
-        self.memory = allocate(sum(numels) + 2 * len(numels) + _ASKS, like.dtype, like.device)
+        self.memory = allocate(sum(numels) + 2 * len(numels) + _REQUESTS, like.dtype, like.device)
         self.flat = self.memory[: sum(numels)]
-        self.words = self.memory[sum(numels) :]
-        arrived = [scale] * len(numels) + [0] * (len(numels) + _ASKS)
-        self._all_came = torch.tensor(arrived, dtype=like.dtype, device=like.device)
+        self.header = self.memory[sum(numels) :]
+        arrived = [scale] * len(numels) + [0] * (len(numels) + _REQUESTS)
+        self._full_header = torch.tensor(arrived, dtype=like.dtype, device=like.device)
         self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
         self.complete = [(True, False)] * len(numels)
         self.shapes = [p.shape for p in parameters]
@@ -88,7 +88,7 @@ class GradientBucket:
         self._graphs: dict[int, torch.Tensor] = {}
         self._backup: torch.Tensor | None = None
         self.found: list[tuple[bool, bool]] = []
-        self.asked = [False] * _ASKS
+        self.asked = [False] * _REQUESTS
 
     # -- before the reduction -------------------------------------------------------------------
     def take(self, slots: Iterable[int]) -> None:
@@ -172,21 +172,22 @@ class GradientBucket:
             self.flat.zero_()
         elif factor != 1.0:
             self.flat.mul_(factor)
-        self.words.copy_(self._all_came if all(self.arrived) else self._some_came(here))
+        self.header.copy_(self._full_header if all(self.arrived) else self._partial_header(here))
         for index, ask in enumerate(flags):
             if ask:
-                self.words[index - _ASKS] = self.scale
+                self.header[index - _REQUESTS] = self.scale
 
-    def _some_came(self, here: bool) -> torch.Tensor:
-        """This rank's words where it lacks gradients."""
+    def _partial_header(self, here: bool) -> torch.Tensor:
+        """This rank's header where it lacks gradients."""
         lacks = [here and not arrived for arrived in self.arrived]
-        said = [*self.arrived, *lacks, *[False] * _ASKS]
-        return torch.tensor(said, dtype=self.words.dtype).mul_(self.scale)
+        header = [*self.arrived, *lacks, *[False] * _REQUESTS]
+        return torch.tensor(header, dtype=self.header.dtype).mul_(self.scale)
 
     def _plain(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
         """A gradient as numbers only."""
         if grad.requires_grad:
-            self._graphs[slot], grad = grad, grad.detach()
+            self._graphs[slot] = grad
+            grad = grad.detach()
         return grad if grad.layout == torch.strided else grad.to_dense()
 
     def is_late(self) -> bool:
@@ -199,7 +200,7 @@ class GradientBucket:
 
     def is_place(self, slot: int, grad: torch.Tensor) -> bool:
         """Return whether a gradient is stored where its mean goes."""
-        return _same(grad, self.views[slot])
+        return self.holds(grad) and _same(grad, self.views[slot])
 
     def can_rewind(self) -> bool:
         """Return whether this rank can contribute to the reduction again."""
@@ -219,12 +220,12 @@ class GradientBucket:
 
         Both are read as zero or non-zero, because a count of many ranks is not exact in 16 bits.
         """
-        words: list[float | complex] = self.words.tolist()
+        header: list[float | complex] = self.header.tolist()
         count = len(self.parameters)
-        self.asked = [*map(bool, words[-_ASKS:])]
-        if all(words[:count]) and not any(words[count : 2 * count]):
+        self.asked = [*map(bool, header[-_REQUESTS:])]
+        if all(header[:count]) and not any(header[count : 2 * count]):
             return self.complete
-        return [(had != 0, lacked != 0) for had, lacked in zip(words[:count], words[count : 2 * count], strict=True)]
+        return [(had != 0, lacked != 0) for had, lacked in zip(header[:count], header[count : 2 * count], strict=True)]
 
     def assign_grads(self, saved: SavedGradients) -> None:
         """Put the means where optimizers look; a gradient that no rank had stays what it was."""

@@ -109,22 +109,22 @@ class Gossip(PeriodicAction):
         if size > 1 and all(len(row) == size for row in rows):
             self.average()
             return
-        takers = [other for other, row in enumerate(rows) if rank in row and other != rank]
-        givers = {other: weight for other, weight in rows[rank].items() if other != rank}
-        over_buckets(self._floating(), self._cap, lambda flat: self._mix(flat, givers, takers))
+        receivers = [other for other, row in enumerate(rows) if rank in row and other != rank]
+        senders = {other: weight for other, weight in rows[rank].items() if other != rank}
+        over_buckets(self._floating(), self._cap, lambda flat: self._mix(flat, senders, receivers))
 
-    def _mix(self, flat: torch.Tensor, givers: dict[int, float], takers: list[int]) -> None:
-        if not givers and not takers:
+    def _mix(self, flat: torch.Tensor, senders: dict[int, float], receivers: list[int]) -> None:
+        if not senders and not receivers:
             return
-        received = {peer: torch.empty(flat.shape, dtype=flat.dtype, device=flat.device) for peer in givers}
+        received = {peer: torch.empty(flat.shape, dtype=flat.dtype, device=flat.device) for peer in senders}
         messages: list[Message] = [Recv(buffer, peer) for peer, buffer in received.items()]
-        messages += [Send(flat, peer) for peer in takers]
+        messages += [Send(flat, peer) for peer in receivers]
         self._comm.batch_isend_irecv(messages)[0].wait()
         # The sum of weighted differences, not of weighted values: where all are equal it is zero, and nothing rounds.
         wide = torch.float32 if flat.is_floating_point() and flat.itemsize < 4 else flat.dtype
         mine = flat.to(wide)
         change = torch.zeros_like(mine)
-        for peer, weight in givers.items():
+        for peer, weight in senders.items():
             change.add_(received[peer].to(wide) - mine, alpha=weight)
         flat.copy_(mine + change)
 

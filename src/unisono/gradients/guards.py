@@ -78,7 +78,7 @@ class NanGuard:
         seen = self._seen
         self._seen = {}
         found = [(self._names[i], self._sizes[i], count) for i, count in seen.items()]
-        _tell(self._comm, self._names, found, "the gradient of ")
+        _raise_if_any(self._comm, self._names, found, "the gradient of ")
 
     def remove(self) -> None:
         """Remove the hooks from the model. Idempotent."""
@@ -106,7 +106,7 @@ def assert_finite(model: Model, comm: Communicator, *, buffers: bool = False) ->
     named = named_tensors(model, buffers=buffers)
     agree(comm, "assert_finite", described(named))
     with torch.no_grad():
-        _tell(comm, [name for name, _ in named], [(name, t.numel(), _count(t)) for name, t in named], "")
+        _raise_if_any(comm, [name for name, _ in named], [(name, t.numel(), _count(t)) for name, t in named], "")
 
 
 def _count(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,9 @@ def _count(tensor: torch.Tensor) -> torch.Tensor:
     return values.numel() - torch.isfinite(values).sum()
 
 
-def _tell(comm: Communicator, names: Sequence[str], found: Sequence[tuple[str, int, torch.Tensor]], of: str) -> None:
+def _raise_if_any(
+    comm: Communicator, names: Sequence[str], found: Sequence[tuple[str, int, torch.Tensor]], of: str
+) -> None:
     counts = torch.stack([count for _, _, count in found]).tolist() if found else []
     first = next((i for i, count in enumerate(counts) if count), None)
     mine = (-1, 0, 0) if first is None else (list(names).index(found[first][0]), counts[first], found[first][1])

@@ -175,7 +175,7 @@ class DiLoCo(PeriodicAction):
             advice = "un.broadcast_parameters(model, comm) makes them equal"
             assert_equal_tensors(named, self._comm, "parameters differ between ranks", advice)
         except Exception:
-            # Whatever it was is raised again; the line that was opened must not stay open.
+            # Whatever it was is raised again; the communicator that was made must not stay open.
             self._comm.close()
             raise
 
@@ -224,10 +224,10 @@ class DiLoCo(PeriodicAction):
                 there.copy_(anchor[name])
 
     def _act(self) -> None:
-        ways = [there - here.detach() for there, here in zip(self.anchor, self.tensors, strict=True)]
-        over_buckets(ways, self._cap, lambda flat: self._comm.all_reduce(flat, "avg"))
-        for there, way in zip(self.anchor, ways, strict=True):
-            there.grad = way
+        changes = [there - here.detach() for there, here in zip(self.anchor, self.tensors, strict=True)]
+        over_buckets(changes, self._cap, lambda flat: self._comm.all_reduce(flat, "avg"))
+        for there, change in zip(self.anchor, changes, strict=True):
+            there.grad = change
         self.outer.step()
         for there, here in zip(self.anchor, self.tensors, strict=True):
             there.grad = None

@@ -213,13 +213,13 @@ def described(named: Named) -> Facts:
 
 def dedicated_comm(comm: Communicator, who: str, facts: Facts) -> Communicator:
     """Create a second communicator of the same ranks, if they pass the same facts; see `agree`. Collective."""
-    line = comm.dup()
+    own = comm.dup()
     try:
-        agree(line, who, facts)
+        agree(own, who, facts)
     except MismatchError:
-        line.close()
+        own.close()
         raise
-    return line
+    return own
 
 
 def agree(comm: Communicator, who: str, facts: Facts) -> None:

@@ -127,10 +127,6 @@ class Reducer:
                 return self._comm.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def holding(self, grad: torch.Tensor) -> GradientBucket | None:
-        """The bucket that stores a gradient in its memory, if any."""
-        return next((bucket for bucket in self.buckets if bucket.holds(grad)), None)
-
     def has_taken(self, index: int) -> bool:
         """Return whether this rank's gradient of a parameter is in its bucket."""
         bucket, slot = self.where.get(index, (None, 0))
@@ -168,7 +164,7 @@ class Reducer:
                 # The end of the pass handles it, unless this rank's pass fails by itself before.
                 self._halted = True
 
-    def finish(self, arrived: Set[int], first: int = 0, *, asks: Sequence[bool] = ()) -> None:
+    def finish(self, arrived: Set[int], first: int = 0, *, requests: Sequence[bool] = ()) -> None:
         """Start the remaining buckets, and wait for all.
 
         If another rank's pass has failed, and no mean of this pass was used yet, the reduction is repeated with that
@@ -177,11 +173,11 @@ class Reducer:
         Args:
             arrived: Indices of the parameters with a gradient that may be in no bucket yet.
             first: The first bucket to wait for.
-            asks: Whether this rank makes each request to all ranks, after that of late gradients.
+            requests: Whether this rank makes each request to all ranks, after that of late gradients.
         """
         while True:
             try:
-                self._reduce_all(arrived, first, asks)
+                self._reduce_all(arrived, first, requests)
                 break
             except AbortedError as aborted:
                 if first or not all(bucket.can_rewind() for bucket in self.buckets):
@@ -204,10 +200,10 @@ class Reducer:
             if index not in self.where:
                 self._saved.keep(index)
 
-    def _reduce_all(self, arrived: Set[int], first: int, asks: Sequence[bool]) -> None:
+    def _reduce_all(self, arrived: Set[int], first: int, requests: Sequence[bool]) -> None:
         late = any(map(GradientBucket.is_late, self.buckets[: self._next]))
         while self._next < len(self.buckets):
-            self._start(arrived, (late, *asks))
+            self._start(arrived, (late, *requests))
         if self._factor is None:
             self._factor = self._weights.agree()
         for bucket in self.buckets[first:]:
@@ -217,7 +213,7 @@ class Reducer:
                 with self._observed(bucket):
                     self._wait(bucket)
 
-    def _start(self, arrived: Set[int] = frozenset(), asks: Sequence[bool] = ()) -> None:
+    def _start(self, arrived: Set[int] = frozenset(), requests: Sequence[bool] = ()) -> None:
         """Begin the reduction of the next bucket; its memory belongs to that until `_wait`."""
         bucket = self.buckets[self._next]
         last = self._next == len(self.buckets) - 1
@@ -229,7 +225,7 @@ class Reducer:
         if not bucket.memory.is_cpu:
             bucket.follow_streams()
         bucket.finalize(
-            arrived, self._saved.aside, self._factor, self._weights.here, asks if last else (), self._repeats
+            arrived, self._saved.aside, self._factor, self._weights.here, requests if last else (), self._repeats
         )
         # Before the reduction, which may end in an error on this rank alone.
         self._next += 1
@@ -249,7 +245,7 @@ class Reducer:
                 self._comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
                 bucket.found = bucket.read_header()
             else:
-                self._comm.all_reduce(bucket.words, "avg")
+                self._comm.all_reduce(bucket.header, "avg")
                 bucket.found = bucket.read_header()
                 used = [had for had, _ in bucket.found]
                 for view, had in zip(bucket.views, used, strict=True):

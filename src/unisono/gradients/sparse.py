@@ -55,12 +55,12 @@ def average_sparse(
             parameter.grad = parameter.grad.coalesce()
     with ErrorContext(f"averaging the sparse gradients of {', '.join(repr(name) for name, _ in named)}"):
         arrived = [p.grad is not None for p in parameters] if arrived is None else arrived
-        said = comm.all_gather_object(([_rows(p.grad) for p in parameters], list(arrived), lacking))
+        gathered = comm.all_gather_object(([_rows(p.grad) for p in parameters], list(arrived), lacking))
         if lacking is not None:
-            check_skipped([name for name, _ in named], [names for _, _, names in said], weights.active, comm)
+            check_skipped([name for name, _ in named], [names for _, _, names in gathered], weights.active, comm)
         for index, parameter in enumerate(parameters):
-            counts = [rows[index] for rows, _, _ in said]
-            if not any(here[index] for _, here, _ in said):
+            counts = [rows[index] for rows, _, _ in gathered]
+            if not any(here[index] for _, here, _ in gathered):
                 continue
             if _DENSE in counts:
                 parameter.grad = _dense_mean(parameter, comm, factor)

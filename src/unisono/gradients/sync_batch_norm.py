@@ -59,10 +59,10 @@ class SyncBatchNorm(_BatchNorm):
         **more: Any,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **more)
-        line = dedicated_comm(comm, "SyncBatchNorm", [("arguments", _told(self))]) if dup else comm
+        shared = dedicated_comm(comm, "SyncBatchNorm", [("arguments", _settings(self))]) if dup else comm
         # Autograd may go backward in a thread of its own.
-        line.allow_any_thread()
-        self._line = _StatisticsComm(line)
+        shared.allow_any_thread()
+        self._shared = _StatisticsComm(shared)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize a batch. In training mode collective, and so is its backward.
@@ -76,7 +76,7 @@ class SyncBatchNorm(_BatchNorm):
             ValueError: `input` has fewer than 2 dimensions or another number of channels; or all ranks together have
                 one value a channel, which has no variance.
         """
-        comm = self._line.comm
+        comm = self._shared.comm
         if not self.training or comm.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -94,7 +94,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def close(self) -> None:
         """Release the communicator; converted layers share one. The original's `close` releases it too."""
-        self._line.comm.close()
+        self._shared.comm.close()
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -145,10 +145,12 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     for name, layer in layers.items():
         if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
             raise ValueError(f"{name!r} is lazy: run a batch through the model before it is converted")
-    line = dedicated_comm(comm, "convert_sync_batchnorm", [(name, _told(layer)) for name, layer in layers.items()])
+    shared = dedicated_comm(
+        comm, "convert_sync_batchnorm", [(name, _settings(layer)) for name, layer in layers.items()]
+    )
     if not layers:
-        line.close()
-    made = {layer: _converted(layer, line) for layer in layers.values()}
+        shared.close()
+    made = {layer: _converted(layer, shared) for layer in layers.values()}
     if isinstance(module, _BatchNorm) and module in made:
         return made[module]
     for name, child in list(module.named_modules(remove_duplicate=False)):
@@ -158,9 +160,9 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     return module
 
 
-def _converted(layer: _BatchNorm, line: Communicator) -> SyncBatchNorm:
+def _converted(layer: _BatchNorm, shared: Communicator) -> SyncBatchNorm:
     made = SyncBatchNorm(
-        layer.num_features, line, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, dup=False
+        layer.num_features, shared, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, dup=False
     )
     made.weight = layer.weight
     made.bias = layer.bias
@@ -179,7 +181,7 @@ class _StatisticsComm:
         return self
 
 
-def _told(layer: _BatchNorm) -> str:
+def _settings(layer: _BatchNorm) -> str:
     return str(layer.extra_repr())
 
 
@@ -203,7 +205,9 @@ def _statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Ten
     own = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
     if count:
         variance, mean = torch.var_mean(input.to(_wide(input.dtype)), _dims(input), correction=0)
-        own[0], own[1 : channels + 1], own[channels + 1 :] = count, mean, variance.double() * count
+        own[0] = count
+        own[1 : channels + 1] = mean
+        own[channels + 1 :] = variance.double() * count
     table = own.new_empty((comm.size, own.numel()))
     comm.all_gather_single(table, own)
     counts = table[:, :1]

@@ -44,8 +44,8 @@ class Weights:
         self.comm = comm
         self._size = comm.size
 
-    def say(self, n_samples: float) -> None:
-        """This rank's weight in the next step."""
+    def set(self, n_samples: float) -> None:
+        """Set this rank's weight in the next step."""
         if self._total:
             raise ValueError("gradients are summed, and a sum has no weights; use average='mean'")
         if not 0 <= n_samples < float("inf"):

@@ -106,7 +106,8 @@ class BackwardTracker:
             if number not in self._tasks:
                 self._hold(number)
             if not self.is_open:
-                self.is_open, self._thread = True, get_ident()
+                self.is_open = True
+                self._thread = get_ident()
                 self._begin()
         self.running = number
 

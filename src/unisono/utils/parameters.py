@@ -132,17 +132,17 @@ def agree_on_parameters(
     With `frozen=False` it does not matter which ones are frozen. With `hooked`, hooks will wait for other ranks in
     backward passes: `ValueError` on every rank if that would block those ranks themselves.
     """
-    card = [
+    description = [
         [name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad or not frozen, _order(p)]
         for name, p in named
     ]
     threads = _backward_threads(named) if hooked else []
-    cards = comm.all_gather_object([card, [str(s) for s in settings], threads])
+    descriptions = comm.all_gather_object([description, [str(s) for s in settings], threads])
     users: dict[str, int] = {}
-    for rank, (theirs, choices, threads) in enumerate(cards):
-        problem = _difference(cards[0][0], theirs, rank)
-        if problem is None and choices != cards[0][1]:
-            problem = f"settings are {cards[0][1]} on rank 0 and {choices} on rank {rank}"
+    for rank, (theirs, choices, threads) in enumerate(descriptions):
+        problem = _difference(descriptions[0][0], theirs, rank)
+        if problem is None and choices != descriptions[0][1]:
+            problem = f"settings are {descriptions[0][1]} on rank 0 and {choices} on rank {rank}"
         if problem is not None:
             raise MismatchError(
                 f"rank {rank} has another model than rank 0: {problem}. All ranks must create the same model",
@@ -182,8 +182,8 @@ def _difference(first: Sequence[Sequence[object]], other: Sequence[Sequence[obje
     return None
 
 
-def _quoted(card: Sequence[object]) -> str:
-    name, shape, dtype, device, trained, strides = card
+def _quoted(description: Sequence[object]) -> str:
+    name, shape, dtype, device, trained, strides = description
     kind = f"{str(dtype).removeprefix('torch.')} {shape} on {device}"
     if strides != "None":
         kind += f" with strides {strides}"

@@ -72,7 +72,7 @@ class ErrorFeedback(Codec):
         else:
             raise ValueError(
                 f"this codec holds a residual of {residual.numel()} elements, but flat has {flat.numel()}; use one "
-                "codec per bucket, created by spawn()"
+                "codec per bucket, created by clone()"
             )
         kept = torch.empty_like(flat) if kept is None else kept
         self.codec.average(flat, comm, shapes, kept)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from unisono.communicator import Communicator
-from unisono.compression.codec import Codec, accumulation_dtype
+from unisono.compression.codec import SteppedCodec, accumulation_dtype
 
 __all__ = ["CODEC", "Powersgd"]
 
 
 @dataclass(repr=False, eq=False)
-class Powersgd(Codec):
+class Powersgd(SteppedCodec):
     """Codec that sends two factors of each matrix: M is about P Qᵗ, with `rank` columns in P and Q.
 
     A parameter's first dimension makes the rows, all others the columns. Parameters of fewer than two
@@ -57,7 +57,6 @@ class Powersgd(Codec):
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, not {self.rank}")
-        self._step = 0
         self._columns: list[torch.Tensor] = []
 
     def average(
@@ -112,19 +111,14 @@ class Powersgd(Codec):
 
     def reset(self) -> None:
         super().reset()
-        self._step = 0
         self._columns = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "columns": [columns.clone() for columns in self._columns]}
+        return {**super().state_dict(), "columns": [columns.clone() for columns in self._columns]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._step = int(state["step"])
         self._columns = [columns.clone() for columns in state["columns"]]
-
-    def shared_state(self) -> object:
-        return self._step
 
     def _width(self, shape: Sequence[int]) -> int:
         return min(self.rank, *shape)
@@ -143,12 +137,12 @@ class Powersgd(Codec):
 
     def _starting_columns(self, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
         """The last step's Q made orthonormal, with random columns instead of unusable ones: all 0, or not finite."""
-        generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self._step) % 2**32)
+        generator = self.generator()
         starting = []
         last: Sequence[torch.Tensor | None] = self._columns or [None] * len(matrices)
         if self._columns and [len(columns) for columns in self._columns] != [matrix.shape[1] for matrix in matrices]:
             raise ValueError(
-                "this codec holds columns for other parameters; use one codec per bucket, created by spawn()"
+                "this codec holds columns for other parameters; use one codec per bucket, created by clone()"
             )
         for matrix, columns in zip(matrices, last, strict=True):
             shape = (matrix.shape[1], self._width(matrix.shape))

@@ -6,20 +6,19 @@ Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from unisono.communicator import Communicator
-from unisono.compression.codec import Codec
+from unisono.compression.codec import SteppedCodec
 
 __all__ = ["CODEC", "Randomk"]
 
 
 @dataclass(repr=False, eq=False)
-class Randomk(Codec):
+class Randomk(SteppedCodec):
     """Codec that sends one random element of each stretch of a bucket, drawn for each call, in the bucket's dtype.
 
     The rest counts as zero, and nothing is scaled up for it, so use `error_feedback(randomk())`. A NaN or an
@@ -50,7 +49,6 @@ class Randomk(Codec):
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio must be above 0 and at most 1, not {self.ratio}")
-        self._step = 0
 
     def average(
         self,
@@ -88,20 +86,6 @@ class Randomk(Codec):
             return 0.0
         return 2 * (size - 1) / size * itemsize * (math.ceil(self.ratio * numel) + 1)
 
-    def reset(self) -> None:
-        super().reset()
-        self._step = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._step = int(state["step"])
-
-    def shared_state(self) -> object:
-        return self._step
-
     def _starts(self, numel: int) -> torch.Tensor:
         """Start of each stretch, and the end of the last."""
         count = math.ceil(self.ratio * numel)
@@ -110,9 +94,7 @@ class Randomk(Codec):
     def _places(self, numel: int) -> torch.Tensor:
         """One index in each stretch. Shuffling the whole bucket would cost more than sending it."""
         starts = self._starts(numel)
-        # A private CPU generator: the same on all ranks, independent of other draws and of the bucket's device.
-        generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self._step) % 2**32)
-        drawn = torch.rand(len(starts) - 1, generator=generator, dtype=torch.float64)
+        drawn = torch.rand(len(starts) - 1, generator=self.generator(), dtype=torch.float64)
         return starts[:-1] + (drawn * starts.diff()).long()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unisono.checkpoint.checksum import digest
 from unisono.checkpoint.errors import (
     CheckpointError,
     CorruptError,
@@ -83,15 +82,15 @@ class CollectiveScope:
         """Run `step` on rank 0 only, and return its result on every rank. Collective."""
         return self.all_or_none(lambda: step() if self.rank == 0 else None)[0]
 
-    def compare(self, content: Callable[[], bytes], describe: Callable[[], dict[str, Any]], advice: str) -> None:
-        """Raise `MismatchError` on every rank unless all pass the same `content`. Collective.
+    def compare(self, digests: Sequence[str], describe: Callable[[], dict[str, Any]], advice: str) -> None:
+        """Raise `MismatchError` on every rank unless all have the same. Collective if they have not.
 
         Args:
-            content: Returns bytes; ranks exchange their digest.
-            describe: Returns names and digests or values; exchanged only to find a difference.
+            digests: Of what each rank has, as the ranks have exchanged them.
+            describe: Returns names and digests or values; exchanged to find a difference.
             advice: How to resolve it.
         """
-        if self.comm is None or len(set(self.comm.all_gather_object(digest(content())))) == 1:
+        if self.comm is None or len(set(digests)) == 1:
             return
         found = self.comm.all_gather_object(describe())
         names = dict.fromkeys(name for one in found for name in one)

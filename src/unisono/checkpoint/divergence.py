@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unisono.checkpoint.checksum import digest
 from unisono.checkpoint.collective import CollectiveScope, odd_ranks
 from unisono.checkpoint.saver import Snapshot, outline
 from unisono.checkpoint.state import Captured, capture
@@ -54,13 +55,15 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
     advice = "un.checkpoint.sync(state, comm) makes them equal"
     made: list[tuple[Captured, Snapshot]] = []
 
-    def take_apart() -> None:
+    def take_apart() -> str:
         captured = capture(state, comm.rank)
-        made.append((captured, outline(captured)))
+        snapshot = outline(captured)
+        made.append((captured, snapshot))
+        return digest(snapshot.fingerprint())
 
-    team.all_or_none(take_apart)
+    digests = team.all_or_none(take_apart)
     captured, snapshot = made[0]
-    team.compare(snapshot.fingerprint, snapshot.describe, advice)
+    team.compare(digests, snapshot.describe, advice)
     whole = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.shards}
     # By name: a dict may have been filled in another order on another rank.
     assert_equal_tensors(sorted(whole.items()), comm, "the state differs between ranks", advice)
@@ -80,10 +83,10 @@ def assert_equal_tensors(
         return
     with torch.no_grad():
         own = torch.stack([tensor_hash(tensor).to(comm.device) for _, tensor in named])
-        digest = tensor_hash(own).view(1)
-        digests = digest.new_empty(comm.size)
-        comm.all_gather_single(digests, digest)
-        if bool((digests == digests[0]).all()):
+        mine = tensor_hash(own).view(1)
+        found = mine.new_empty(comm.size)
+        comm.all_gather_single(found, mine)
+        if bool((found == found[0]).all()):
             return
         table = own.new_empty((comm.size, len(named)))
         comm.all_gather_single(table, own)

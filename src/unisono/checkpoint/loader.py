@@ -78,8 +78,6 @@ class _Pass:
     wanted: Wanted
     shares: list[list[ReadWindow]]
     alone: list[ReadWindow]
-    cached: bool = False
-    same: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -91,16 +89,16 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
     restoration = Restorer(manifest.tensors, source, strict=options.strict)
     builds: list[Callable[[], Any]] = []
 
-    def match() -> list[list[str]]:
+    def match() -> tuple[list[list[str]], bool]:
         check_location(options.map_location)
         builds.append(restoration.match(state, manifest.state))
         needed = [list(restoration.early.needed), list(restoration.late.needed)]
         absent = [name for name in chain(*needed) if name not in manifest.tensors]
         if absent:
             raise StateError(f"its state refers to {absent[0]!r}, which it does not have")
-        return needed
+        return needed, restoration.has_early
 
-    found = team.all_or_none(match)
+    found, loads_early = zip(*team.all_or_none(match), strict=True)
     host = _host(team.comm)
     try:
         rank, size = (host.rank, host.size) if host is not None else (0, 1)
@@ -111,26 +109,25 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
         on_bytes = _progress(options, early.nbytes + late.nbytes)
         passes = [early, late] if any(names[0] for names in found) else [late]
         with Files(storage, manifest) as files, torch.no_grad():
-            for one in passes:
-                checked = team.all_or_none(partial(_check_files, files, one.shares, rank, one.alone, options))
-                one.cached = all(which is not None for which in checked)
-                one.same = _same(checked, team)
             # Where tensors are created, memory or the device may be missing on one rank.
             loaders: list[TensorLoader] = []
 
-            def create() -> None:
-                for one in passes:
-                    loader = TensorLoader(
-                        files, restoration, one.wanted, host, options, on_bytes, cached=one.cached, same=one.same
-                    )
-                    loaders.append(loader)
+            def prepare() -> list[list[list[int]] | None]:
+                checked = [_check_files(files, one.shares, rank, one.alone, options) for one in passes]
+                loaders.extend(TensorLoader(files, restoration, one.wanted, host, options, on_bytes) for one in passes)
+                return checked
 
-            team.all_or_none(create)
+            everyone = team.all_or_none(prepare)
+            runs: list[Callable[[], None]] = []
+            for one, loader, *checked in zip(passes, loaders, *everyone, strict=True):
+                cached = all(which is not None for which in checked)
+                runs.append(partial(loader.run, one.shares, one.alone, cached=cached, same=_same(checked, team)))
             if len(passes) > 1:
-                team.all_or_none(lambda: loaders[0].run(early.shares, early.alone))
-            restoration.load_early(team)
+                team.all_or_none(runs[0])
+            if any(loads_early):
+                restoration.load_early(team)
             try:
-                team.all_or_none(lambda: loaders[-1].run(late.shares, late.alone))
+                team.all_or_none(runs[-1])
                 team.all_or_none(lambda: builds.append(builds[0]()))
             except CheckpointError as error:
                 error.message += "; the state is partly overwritten"
@@ -238,8 +235,6 @@ class TensorLoader:
         restoration: Receives the tensors.
         wanted: The tensors to load.
         host: The ranks of this host; None if this rank is alone.
-        cached: Whether the host's memory keeps file contents; the same on all its ranks.
-        same: Whether the other ranks of the host read the same files, so that their checks also hold here.
         options: Options of the load.
         on_bytes: Called with the number of bytes that are in place, of each window.
     """
@@ -252,18 +247,14 @@ class TensorLoader:
         host: Communicator | None,
         options: LoadOptions,
         on_bytes: ByteCallback,
-        *,
-        cached: bool,
-        same: bool,
     ) -> None:
         self._files = files
         self._restoration = restoration
         self._host = host
-        self._cached = cached
         self._wanted = wanted
         self._on_bytes = on_bytes
         self._check = bool(options.check)
-        self._same = same
+        self._same = False
         self._destinations = {
             name: [Destination(restoration.entries[name], wanted.targets.get(name), options.map_location)]
             for name in wanted.needed
@@ -273,20 +264,25 @@ class TensorLoader:
         self._bad: list[Block] = []
         self._failed: list[Exception] = []
 
-    def run(self, shares: Sequence[Sequence[ReadWindow]], own: Sequence[ReadWindow]) -> None:
+    def run(
+        self, shares: Sequence[Sequence[ReadWindow]], own: Sequence[ReadWindow], *, cached: bool, same: bool
+    ) -> None:
         """Load all tensors. Collective over the host's ranks.
 
         Args:
             shares: For each rank of the host the windows to read from the disk.
             own: Windows that only this rank needs.
+            cached: Whether the host's memory keeps file contents; the same on all its ranks.
+            same: Whether the other ranks of the host read the same files, so that their checks also hold here.
 
         Raises:
             CorruptError: Damaged; all tensors concerned are named.
             OSError: The storage could not be read.
         """
+        self._same = same
         if self._host is None:
             self._attempt(self._read, shares[0])
-        elif self._cached:
+        elif cached:
             self._through_memory(self._host, shares)
         else:
             self._by_broadcast(self._host, shares)

@@ -141,6 +141,11 @@ class Restorer:
         self._names_here: dict[tuple[Any, ...], str] = {}
         self._optimizers: list[Callable[[], None]] = []
 
+    @property
+    def has_early(self) -> bool:
+        """Whether there are objects that `load_early` loads."""
+        return bool(self._parts)
+
     def load_early(self, team: CollectiveScope) -> None:
         """Load the objects that may refuse their state: all of them on all ranks, or none. Collective.
 

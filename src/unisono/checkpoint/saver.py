@@ -52,20 +52,23 @@ def commit(
     """
     made: list[Snapshot] = []
 
-    def ranges() -> Any:
-        made.append(make())
-        return made[0].ranges
+    def take() -> tuple[Any, str, str]:
+        snapshot = make()
+        made.append(snapshot)
+        # One process has nothing to compare.
+        found = digest(storage.where.encode() + snapshot.fingerprint()) if team.size > 1 else ""
+        return snapshot.ranges, found, secrets.token_hex(8)
 
-    held = team.all_or_none(ranges)
-    save_id = team.first(lambda: secrets.token_hex(8))
+    ranges, digests, save_ids = zip(*team.all_or_none(take), strict=True)
+    save_id = save_ids[0]
     snapshot = made[0]
     team.compare(
-        lambda: storage.where.encode() + snapshot.fingerprint(),
+        digests,
         lambda: {"(the path)": storage.where, **snapshot.describe()},
         "Wrap values that differ on purpose in PerRank(...); un.checkpoint.sync(state, comm) makes the rest equal. "
         "Nothing was written",
     )
-    check_ranges(snapshot.shards, held, team.rank)
+    check_ranges(snapshot.shards, ranges, team.rank)
     lock = SaveLock(storage, save_id)
     try:
         team.first(partial(_open, storage, lock))

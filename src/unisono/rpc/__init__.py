@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from unisono.rpc import autograd
 from unisono.rpc.agent import Agent, get_worker_info, init, shutdown
-from unisono.rpc.client import RRef, remote, rpc_async, rpc_sync
+from unisono.rpc.client import remote, rpc_async, rpc_sync
 from unisono.rpc.exported import NotExposedError, async_execution, expose
 from unisono.rpc.optimizer import DistributedOptimizer
 from unisono.rpc.protocol import WorkerInfo
 from unisono.rpc.remote_errors import RemoteError
+from unisono.rpc.rref import RRef
 from unisono.rpc.server import cancelled
 
 __all__ = [

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from unisono.communicator import Communicator
 from unisono.control.process_exit import close_at_exit
@@ -18,21 +18,20 @@ from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout, resolve_timeout
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.rpc import protocol
-from unisono.rpc.channel import Channel, control_message, words_of
-from unisono.rpc.client import Client, RRef
+from unisono.rpc.autograd.engine import Contexts
+from unisono.rpc.channel import MessageChannel, control_message, words_of
+from unisono.rpc.client import Client
 from unisono.rpc.context import current_agent, find_agent, leave_agent, register, set_agent, unregister
 from unisono.rpc.exported import ExportTable
 from unisono.rpc.protocol import CLOSE, CONFIRM, IDLE, WorkerInfo
 from unisono.rpc.receiver import CallFuture, Handler, Receiver, Task, Workers
-from unisono.rpc.server import RRefContext, Server
+from unisono.rpc.rref import RRef, RRefContext
+from unisono.rpc.server import CallServer
 
-__all__ = ["TIMEOUT_S", "Agent", "TerminationDetector", "extensions", "get_worker_info", "init", "shutdown"]
+__all__ = ["TIMEOUT_S", "Agent", "TerminationDetector", "get_worker_info", "init", "shutdown"]
 
 TIMEOUT_S = 60.0
 """Default timeout of a call, in seconds."""
-
-extensions: list[Callable[[Agent], None]] = []
-"""Called with each new agent before it receives: autograd, which the agent does not import, registers here."""
 
 
 class Agent:
@@ -81,25 +80,20 @@ class Agent:
         self._adopt_thread = partial(set_agent, self)
         self.workers = Workers(thread, workers, self._adopt_thread)
         self.receiver = Receiver(self.box, self.workers, self._clock, self._adopt_thread, thread)
-        self.channel = Channel(self.box, exposed, self.receiver, self.workers.run)
+        self.channel = MessageChannel(self, self.box, exposed, self.receiver, self.workers.run)
         wait = self.workers.not_counted
-        self.references = RRefContext(self.channel, self.infos, timeout_s, wait, self.rref_class)
+        self.references = RRefContext(self, self.channel, timeout_s, wait, self.rref_class)
+        self.contexts = Contexts(self.rank, self.channel.send_control)
         self.client = Client(self.channel, self.receiver, self.references, self.infos, timeout_s, wait)
-        self.server = Server(self.channel, self.references)
+        self.server = CallServer(self.channel, self.references)
         self.termination = TerminationDetector(self.box, self.alive, self._counts)
-        self.channel.references = self.references
-        self.references.client = self.client
-        self.receiver.handlers.update(self._handlers())
-        self.contexts: Any = None
-        self.when_lost: list[Callable[[int], None]] = []
-        for extend in extensions:
-            extend(self)
+        self.when_lost: list[Callable[[int], None]] = [self.contexts.lose]
         register(self)
         close_at_exit(self)
         # The communicator may outlive a closed agent for long, and must not keep its objects alive.
         comm.after_close(partial(_close, weakref.ref(self)))
         # Last, because other ranks may be calling already.
-        self.receiver.start()
+        self.receiver.start(self._handlers())
 
     # -- messages ------------------------------------------------------------------------------
     def _handlers(self) -> dict[int, Handler]:
@@ -112,6 +106,7 @@ class Agent:
             **dict.fromkeys(ends, self._advance_termination),
             protocol.CANCEL: lambda message: self.server.cancel(message.peer, words_of(message)[0]),
             protocol.EXIT: self._note_exit,
+            protocol.DISCARD: lambda message: (partial(self.contexts.discard, words_of(message)[0]), True),
         }
 
     def _count_references(self, message: Envelope) -> tuple[Task, bool]:
@@ -357,7 +352,8 @@ def get_worker_info(name: str | int | WorkerInfo | None = None) -> WorkerInfo:
     Args:
         name: A rank's name or number, or its `WorkerInfo`; this rank if None.
     """
-    return cast(Agent, current_agent()).get_worker_info(name)
+    agent = current_agent()
+    return agent.infos[agent.rank if name is None else agent.client.rank_of(name)]
 
 
 def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:

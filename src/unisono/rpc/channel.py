@@ -9,13 +9,14 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 
 from unisono import serialization
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommError, CommTimeoutError
+from unisono.rpc.context import GraphRecorder, Peers, ReferenceTable
 from unisono.rpc.exported import ExportTable, NotExposedError, name_of
 from unisono.rpc.protocol import EXIT, HEADER, NO_CONTEXT
 from unisono.rpc.receiver import Receiver, Task
@@ -42,16 +43,11 @@ from unisono.serialization.functions import FunctionPickler
 __all__ = [
     "SEND_S",
     "CallTypeError",
-    "Channel",
-    "Endpoint",
+    "MessageChannel",
     "MessageReader",
     "MessageWriter",
-    "Recorder",
-    "ReferenceTable",
     "control_message",
-    "install",
     "put_pickled",
-    "register_reference",
     "rollback",
     "words_of",
 ]
@@ -65,23 +61,22 @@ class CallTypeError(TypeError, RuntimeError):
     """Raised for a value of a type that calls do not support. Also a RuntimeError, as in torch's RPC."""
 
 
-class Channel:
+class MessageChannel:
     """Writes, sends and reads the messages of one rank.
 
     Args:
+        agent: Its agent.
         box: Mailbox that carries them.
         exposed: Functions of this rank.
         receiver: Dispatches messages that this rank sends to itself.
         aside: Runs a task in another thread.
-
-    Attributes:
-        references, recorder: Set by the agent and by autograd before the first message.
     """
 
-    references: ReferenceTable
-    recorder: Recorder
-
-    def __init__(self, box: Mailbox, exposed: ExportTable, receiver: Receiver, aside: Callable[[Task], None]) -> None:
+    def __init__(
+        self, agent: Peers, box: Mailbox, exposed: ExportTable, receiver: Receiver, aside: Callable[[Task], None]
+    ) -> None:
+        _install()
+        self._agent = agent
         self.box = box
         self.rank = box.group.rank
         self.exposed = exposed
@@ -89,6 +84,16 @@ class Channel:
         self._aside = aside
         self._outbox: deque[tuple[int, bytes]] = deque()
         self._posting = threading.Lock()
+
+    @property
+    def references(self) -> ReferenceTable:
+        """The references of this rank."""
+        return self._agent.references
+
+    @property
+    def recorder(self) -> GraphRecorder:
+        """The record of tensors through which gradients flow back."""
+        return self._agent.contexts
 
     # -- values ------------------------------------------------------------------------------------
     def pack(
@@ -110,7 +115,7 @@ class Channel:
         parts = MessageWriter((b"", call))
         message = 0
         index = 0
-        parts.endpoint = self
+        parts.channel = self
         parts.peer = peer
         parts.context = context
         parts.bodies = []
@@ -141,7 +146,7 @@ class Channel:
         view = MessageReader(envelope.head)
         values = list[Any]()
         _, _, view.context, view.message = HEADER.unpack_from(view)
-        view.endpoint = self
+        view.channel = self
         view.peer = envelope.peer
         view.bodies = envelope.bodies
         view.tensors = 0
@@ -246,55 +251,20 @@ def _put(parts: MessageWriter, value: object, depth: int) -> None:
         put_pickled(parts, value, depth)
 
 
-class ReferenceTable(Protocol):
-    """References of a rank, as messages need them."""
-
-    def pass_on(self, rref: Any, parts: MessageWriter) -> tuple[int, int, int, int]:
-        """Prepare a reference for a rank; return the numbers to send."""
-
-    def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
-        """Return the reference for received numbers."""
-
-    def collect_freed(self) -> None:
-        """Release freed objects."""
-
-
-class Recorder(Protocol):
-    """Record of the tensors with a history that messages of an autograd context carry."""
-
-    def met(self, number: int, peer: int) -> None:
-        """Record that a message of the context is sent to a rank."""
-
-    def send(self, number: int, peer: int, tensors: list[torch.Tensor]) -> int:
-        """Record tensors that are sent to a rank. Return the number of their message."""
-
-    def receive(self, number: int, peer: int, message: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a received tensor. Return it connected to its sender's graph."""
-
-
-class Endpoint(Protocol):
-    """One rank's end of messages: its functions, its references, and its record of tensors."""
-
-    rank: int
-    exposed: ExportTable
-    references: ReferenceTable
-    recorder: Recorder
-
-
 class MessageWriter(list):  # type: ignore[type-arg]  # generic for checkers only
     """Parts of a message being written, with its state.
 
     Attributes:
-        endpoint, peer: Sender and receiver.
+        channel, peer: Sender and receiver.
         bodies: Tensors sent separately.
         context: Autograd context, or `NO_CONTEXT`.
         recorded: Tensors through which gradients flow back.
         undo: Actions to revert if the message is not sent after all.
     """
 
-    __slots__ = ("bodies", "context", "endpoint", "peer", "recorded", "undo")
+    __slots__ = ("bodies", "channel", "context", "peer", "recorded", "undo")
 
-    endpoint: Endpoint
+    channel: MessageChannel
     peer: int
     context: int
     bodies: list[torch.Tensor]
@@ -306,7 +276,7 @@ class MessageReader(bytes):
     """Bytes of a received message, with its state.
 
     Attributes:
-        endpoint, peer: Receiver and sender.
+        channel, peer: Receiver and sender.
         bodies: Tensors received separately.
         context, message: Autograd context, and the number of the message in it.
         tensors: Number of bodies read.
@@ -314,7 +284,7 @@ class MessageReader(bytes):
             references may follow, which have to be counted.
     """
 
-    endpoint: Endpoint
+    channel: MessageChannel
     peer: int
     bodies: Sequence[torch.Tensor]
     context: int
@@ -328,6 +298,7 @@ _INLINE_BYTES = 8192
 _MOST_BODIES = 200
 
 _ASIDE, _ORDERED, _REFERENCE, _FUNCTION, _PICKLED, _RECORDED, _SPARSE = (ord(kind) for kind in "aorqkgz")
+_put_inline = cast(Encoder, tensors.find(torch.Tensor))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
@@ -338,14 +309,12 @@ def _find(cls: type[Any]) -> Encoder | None:
         return _put_tensor
     if issubclass(cls, _FUNCTIONS):
         return _put_function
-    return None
+    return _put_reference if hasattr(cls, "__unisono_reference__") else None
 
 
 def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
     if not isinstance(parts, MessageWriter):
-        encoder = tensors.find(type(tensor))
-        assert encoder is not None
-        return encoder(parts, tensor, depth)
+        return _put_inline(parts, tensor, depth)
     if parts.context != NO_CONTEXT and tensor.requires_grad and torch.is_grad_enabled():
         tensor = tensor.cpu()
         parts.append(b"g")
@@ -355,15 +324,14 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
         parts.append(b"z" + head("t", 4)[1:])
         content = [tensor.is_coalesced(), list(tensor.shape), tensor._indices(), tensor._values()]
         return put_items(parts, content, depth)
-    order = _order(tensor)
+    plain = _is_plain(tensor)
+    order = _order(tensor) if plain else None
     if order is not None:
         parts.append(b"o" + head("t", len(order))[1:])
         put_items(parts, order, depth)
         tensor = tensor.detach().permute(order)
-    if not _plain(tensor) or tensor.nbytes <= _INLINE_BYTES or len(parts.bodies) >= _MOST_BODIES:
-        encoder = tensors.find(torch.Tensor)
-        assert encoder is not None
-        return encoder(parts, tensor, depth)
+    if not plain or tensor.nbytes <= _INLINE_BYTES or len(parts.bodies) >= _MOST_BODIES:
+        return _put_inline(parts, tensor, depth)
     dense = tensor.detach()
     if not (dense.is_contiguous() and dense.is_cpu) or dense.is_conj() or dense.is_neg():
         dense = dense.resolve_conj().resolve_neg().cpu().contiguous()
@@ -374,14 +342,14 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
     parts.bodies.append(dense.reshape(-1).view(torch.uint8))
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     dense = tensor.layout == torch.strided and not tensor.is_quantized
     return dense and not tensors.has_no_storage(tensor) and tensor.device.type != "meta"
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:
     """Return the dimensions by falling strides, if storage in that order is dense and not the default order."""
-    if not _plain(tensor) or tensor.is_contiguous():
+    if tensor.is_contiguous():
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return order if tensor.detach().permute(order).is_contiguous() else None
@@ -418,7 +386,7 @@ def _take_recorded(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     tensor, at = read(view, at, depth)
     if not isinstance(view, MessageReader) or not isinstance(tensor, torch.Tensor):
         raise ValueError("a recorded value is not a tensor")
-    return view.endpoint.recorder.receive(view.context, view.peer, view.message, tensor), at
+    return view.channel.recorder.receive(view.context, view.peer, view.message, tensor), at
 
 
 # -- functions and classes -------------------------------------------------------------------------
@@ -429,7 +397,7 @@ def _put_function(parts: Parts, target: Any, depth: int) -> None:
         name = name_of(target)
     except TypeError:
         name = ""
-    if parts.endpoint.exposed.trusted and not parts.endpoint.exposed.finds(name, target):
+    if parts.channel.exposed.trusted and not parts.channel.exposed.finds(name, target):
         return put_pickled(parts, target, depth)
     if not name:
         raise UnsendableError(f"{target!r}, which has no name by which another rank could find it")
@@ -442,27 +410,22 @@ def _take_function(view: View, at: int, _depth: int) -> tuple[Any, int]:
     if not isinstance(view, MessageReader):
         raise ValueError(f"the function {name} was sent")
     try:
-        return view.endpoint.exposed.function(name), at
+        return view.channel.exposed.function(name), at
     except NotExposedError:
         view.refused = NotExposedError(
             f"rank {view.peer} sent {name.replace(':', '.')} as a value, which is not exposed on rank "
-            f"{view.endpoint.rank}: put @unisono.rpc.expose above it in the code of every rank, name it in "
+            f"{view.channel.rank}: put @unisono.rpc.expose above it in the code of every rank, name it in "
             "rpc.init(..., expose=[...]), or pass trusted=True to rpc.init on the rank that receives it"
         )
         return None, at
 
 
 # -- references ------------------------------------------------------------------------------------
-def register_reference(cls: type[Any]) -> None:
-    """Set the class of references."""
-
-    def put_reference(parts: Parts, reference: Any, depth: int) -> None:
-        if not isinstance(parts, MessageWriter):
-            raise UnsendableError("an RRef, which only calls carry")
-        parts.append(b"r")
-        put_items(parts, parts.endpoint.references.pass_on(reference, parts), depth)
-
-    encoders[cls] = put_reference
+def _put_reference(parts: Parts, reference: Any, depth: int) -> None:
+    if not isinstance(parts, MessageWriter):
+        raise UnsendableError("an RRef, which only calls carry")
+    parts.append(b"r")
+    put_items(parts, parts.channel.references.pass_on(reference, parts.peer, parts.undo), depth)
 
 
 def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
@@ -472,11 +435,11 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
         words.append(word)
     if not isinstance(view, MessageReader) or not all(type(word) is int for word in words):
         raise ValueError("a malformed reference")
-    return view.endpoint.references.accept(view.peer, *words), at
+    return view.channel.references.accept(view.peer, *words), at
 
 
 # -- any object, among ranks that trust each other -------------------------------------------------
-class _Pickler(FunctionPickler):
+class _CallPickler(FunctionPickler):
     """Pickler that encodes references, and tensors that calls support, as in any other call."""
 
     def __init__(self, file: io.BytesIO, parts: MessageWriter) -> None:
@@ -485,14 +448,14 @@ class _Pickler(FunctionPickler):
         self.values: list[object] = []
 
     def persistent_id(self, value: object) -> int | None:
-        apart = type(value) is torch.Tensor and (_plain(value) or value.layout == torch.sparse_coo)
+        apart = type(value) is torch.Tensor and (_is_plain(value) or value.layout == torch.sparse_coo)
         if apart or hasattr(type(value), "__unisono_reference__"):
             self.values.append(value)
             return len(self.values) - 1
         return None
 
 
-class _Unpickler(pickle.Unpickler):
+class _CallUnpickler(pickle.Unpickler):
     def __init__(self, content: bytes, values: list[object]) -> None:
         super().__init__(io.BytesIO(content))
         self._values = values
@@ -505,7 +468,7 @@ def put_pickled(parts: Parts, value: Any, depth: int) -> None:
     """Append a value of any type."""
     assert isinstance(parts, MessageWriter)
     file = io.BytesIO()
-    pickler = _Pickler(file, parts)
+    pickler = _CallPickler(file, parts)
     try:
         pickler.dump(value)
     except Exception as error:
@@ -518,19 +481,21 @@ def put_pickled(parts: Parts, value: Any, depth: int) -> None:
 
 
 def _take_pickled(view: View, at: int, depth: int) -> tuple[Any, int]:
-    if not isinstance(view, MessageReader) or not view.endpoint.exposed.trusted:
+    if not isinstance(view, MessageReader) or not view.channel.exposed.trusted:
         raise ValueError(
             "a pickled value was sent, which is accepted only after rpc.init(..., trusted=True) on this rank"
         )
     values, at = read(view, at, depth - 1)
     content, at = take_bytes(view, at)
-    return _Unpickler(bytes(content), values).load(), at
+    return _CallUnpickler(bytes(content), values).load(), at
 
 
-def install() -> None:
+def _install() -> None:
     """Register the codecs of calls with the serialization. Idempotent."""
     if _find not in finders:
         finders.insert(0, _find)
+        # The most frequent class that `_find` knows.
+        encoders[torch.Tensor] = _put_tensor
         kinds = {
             _ASIDE: _take_aside,
             _ORDERED: _take_ordered,
@@ -542,6 +507,3 @@ def install() -> None:
         }
         for kind, decoder in kinds.items():
             decoders[kind] = decoder
-
-
-install()

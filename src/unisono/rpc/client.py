@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -14,16 +14,16 @@ from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.rpc import protocol
-from unisono.rpc.channel import SEND_S, Channel, register_reference, rollback
+from unisono.rpc.channel import SEND_S, MessageChannel, rollback
 from unisono.rpc.context import context, current_agent, request
 from unisono.rpc.exported import name_of
 from unisono.rpc.protocol import CALL, HEADER, WorkerInfo
 from unisono.rpc.receiver import CallFuture, PendingCall, PendingCalls, Receiver, Task
 from unisono.rpc.refcount import Key
 from unisono.rpc.remote_errors import rebuilt
-from unisono.rpc.server import RRefContext
+from unisono.rpc.rref import RRef, RRefContext
 
-__all__ = ["Client", "RRef", "remote", "rpc_async", "rpc_sync"]
+__all__ = ["Client", "remote", "rpc_async", "rpc_sync"]
 
 _Args = Sequence[Any]
 _Kwargs = Mapping[str, Any] | None
@@ -59,7 +59,7 @@ def rpc_sync(
 
     Cost: on shared memory about 30 us and two copies of each tensor's bytes.
     """
-    client = cast(Client, current_agent().client)
+    client = current_agent().client
     return client.call(*client.target(to, func, args), kwargs, timeout)
 
 
@@ -90,8 +90,9 @@ def rpc_async(
         >>> un.launch(program, 2, "thread")
         [1.0, 2.0]
     """
-    client = cast(Client, current_agent().client)
-    return client.start(*client.target(to, func, args), kwargs, timeout)
+    client = current_agent().client
+    future: CallFuture = client.start(*client.target(to, func, args), kwargs, timeout)
+    return future
 
 
 def remote(
@@ -110,8 +111,9 @@ def remote(
 
     Returns: A reference, whose owner is the rank that was called.
     """
-    client = cast(Client, current_agent().client)
-    return client.make(*client.target(to, func, args), kwargs, timeout)
+    client = current_agent().client
+    reference: RRef[Any] = client.make(*client.target(to, func, args), kwargs, timeout)
+    return reference
 
 
 class Client:
@@ -132,7 +134,7 @@ class Client:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: MessageChannel,
         receiver: Receiver,
         references: RRefContext,
         infos: Sequence[WorkerInfo],
@@ -302,176 +304,3 @@ class Client:
         # No caller waits for it, so its errors are ignored; but references in it have to be counted and dropped.
         with contextlib.suppress(Exception):
             self._channel.unpack(reply, HEADER.size)
-
-
-T = TypeVar("T")
-
-
-class RRef(Generic[T]):
-    """A reference to an object that stays on the rank that owns it.
-
-    `remote` returns one immediately; `RRef(value)` creates one to a local object. References can be sent in
-    arguments and results. The object is freed when the last reference anywhere is dropped, or its holder dies.
-
-    Args:
-        value: An object of this rank, which becomes its owner.
-
-    Example:
-        >>> @un.rpc.expose
-        ... class Counter:
-        ...     def __init__(self, start): self.n = start
-        ...     def add(self, k): self.n += k; return self.n
-        >>> def program(comm):
-        ...     un.rpc.init(comm)
-        ...     counter = un.rpc.remote(1, Counter, args=(10,)) if comm.rank == 0 else None
-        ...     total = counter.rpc_sync().add(5) if counter else None
-        ...     un.rpc.shutdown()
-        ...     return total
-        >>> un.launch(program, 2, "thread")
-        [15, None]
-        >>> def local(comm):
-        ...     un.rpc.init(comm)
-        ...     ref = un.rpc.RRef([1, 2])
-        ...     found = ref.to_here(), ref.local_value(), ref.is_owner(), ref.confirmed_by_owner()
-        ...     count = ref.owner().id, ref.owner_name()
-        ...     un.rpc.shutdown()
-        ...     return *found, *count
-        >>> un.launch(local, 1, "thread")
-        [([1, 2], [1, 2], True, True, 0, 'rank0')]
-    """
-
-    __slots__ = ("__weakref__", "_confirmation", "_key", "_owner", "_references", "lost")
-    __unisono_reference__ = True
-
-    def __init__(self, value: T) -> None:
-        references = cast(RRefContext, current_agent().references)
-        self._bind(references, references.rank, references.own(value))
-
-    def _bind(self, references: RRefContext, owner: int, key: Key, confirmation: CallFuture | None = None) -> None:
-        self._references = references
-        self._owner = owner
-        self._key = key
-        self._confirmation = confirmation
-        self.lost = False
-
-    def owner(self) -> WorkerInfo:
-        """Return the name and rank of the owner."""
-        return self._references.infos[self._owner]
-
-    def owner_name(self) -> str:
-        """Return the name of the owner."""
-        return self._references.infos[self._owner].name
-
-    def is_owner(self) -> bool:
-        """Return whether the object is on this rank."""
-        return self._owner == self._references.rank
-
-    def confirmed_by_owner(self) -> bool:
-        """Return whether the owner is known to count this reference."""
-        return self._confirmation is None or self._confirmation.done()
-
-    def to_here(self, timeout: Timeout | None = None) -> T:
-        """Return a copy of the object (the object itself on its owner). Waits until it exists.
-
-        Args:
-            timeout: Seconds or a `timedelta`; the agent's if None.
-
-        Raises:
-            Exception: Raised by the function that was to create it.
-            PeerLostError: The owner has left, or the object was freed because all its holders had died.
-        """
-        if self.is_owner():
-            return cast(T, self._references.wait(self._key, timeout))
-        self._check()
-        return cast(T, self._references.client.call(self._owner, "@fetch", self._key, (), None, timeout))
-
-    def local_value(self) -> T:
-        """Return the object itself, on its owner. Waits until it exists.
-
-        Raises:
-            RuntimeError: This rank is not the owner.
-        """
-        if not self.is_owner():
-            raise RuntimeError(f"only the owner, {self.owner_name()!r}, has the object: use to_here() for a copy")
-        return cast(T, self._references.wait(self._key, None))
-
-    def rpc_sync(self, timeout: Timeout | None = None) -> Any:
-        """Return a proxy that runs methods on the object's owner and waits for them: `ref.rpc_sync().step(3)`.
-
-        Args:
-            timeout: Limit of each call: seconds or a `timedelta`; the agent's if None.
-        """
-        return _Proxy(self, self._references.client.call, timeout)
-
-    def rpc_async(self, timeout: Timeout | None = None) -> Any:
-        """Return a proxy like `rpc_sync`, with methods that return futures.
-
-        Args:
-            timeout: Limit of each call: seconds or a `timedelta`; the agent's if None.
-        """
-        return _Proxy(self, self._references.client.start, timeout)
-
-    def remote(self, timeout: Timeout | None = None) -> Any:
-        """Return a proxy like `rpc_sync`, with methods that return references to their results.
-
-        Args:
-            timeout: Limit of each call: seconds or a `timedelta`; the agent's if None.
-        """
-        return _Proxy(self, self._references.client.make, timeout)
-
-    def backward(self, context: int, retain_graph: bool = False) -> None:
-        """Back-propagate from the object, a tensor of one element, within a context of distributed autograd.
-
-        Args:
-            context: Number of the context in which it was computed.
-            retain_graph: Keep the graph for another pass.
-
-        Raises:
-            RuntimeError: The graph is gone, because an earlier pass did not retain it.
-            CommError: There is no such context.
-        """
-        self._references.backward(self, context, retain_graph)
-
-    def _check(self) -> None:
-        if self.lost:
-            raise PeerLostError(
-                "the object was freed before its owner knew of this reference: the rank that passed it on has died",
-                peer=self._owner,
-            )
-
-    def __del__(self) -> None:
-        references = getattr(self, "_references", None)
-        if references is not None:
-            references.dropped(self._owner, self._key)
-            references.wake()
-
-    def __repr__(self) -> str:
-        return f"<RRef {self._key.creator}.{self._key.number} owned by {self.owner_name()!r}>"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("an RRef can be sent only as an argument or result of a call, where its references are counted")
-
-
-class _Proxy:
-    """Proxy for the methods of an object on another rank."""
-
-    __slots__ = ("_call", "_rref", "_timeout")
-
-    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: Timeout | None) -> None:
-        self._rref = rref
-        self._call = call
-        self._timeout = timeout
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            rref = self._rref
-            rref._check()
-            return self._call(rref._owner, f".{name}", rref._key, args, kwargs, self._timeout)
-
-        return method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__getattr__("__call__")(*args, **kwargs)
-
-
-register_reference(RRef)

@@ -1,47 +1,149 @@
-"""Lookup of the agent that the functions of this package act on: that of the calling thread's rank."""
+"""The agent that the functions of this package act on: that of the calling thread's rank."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+
+from unisono.core.types import Timeout
 from unisono.errors import CommError
+from unisono.rpc.protocol import WorkerInfo
 
-__all__ = ["context", "current_agent", "find_agent", "leave_agent", "register", "request", "set_agent", "unregister"]
+__all__ = [
+    "Calls",
+    "GraphRecorder",
+    "Peers",
+    "ReferenceTable",
+    "context",
+    "current_agent",
+    "find_agent",
+    "leave_agent",
+    "register",
+    "request",
+    "set_agent",
+    "unregister",
+]
 
-# Agents are `Any`: the modules that an agent is made of call `current_agent`, and cannot import it.
-_agents: ContextVar[tuple[Any, ...] | None] = ContextVar("unisono_rpc_agents", default=None)
+
+class Calls(Protocol):
+    """Calls of functions, and of methods of the object of a key."""
+
+    def rank_of(self, to: Any) -> int:
+        """Return the rank of a name, a rank or a `WorkerInfo`."""
+
+    def target(self, to: Any, func: Callable[..., Any], args: Any) -> tuple[int, str, Any, tuple[Any, ...]]:
+        """Return rank, name, object and arguments of a call."""
+
+    def call(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> Any:
+        """Call and wait for the result."""
+
+    def start(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> Any:
+        """Call and return a future."""
+
+    def make(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> Any:
+        """Call and return a reference to the result."""
+
+
+class ReferenceTable(Protocol):
+    """References of a rank."""
+
+    def own(self, value: object) -> Any:
+        """Register an object of this rank; return its key, with one reference counted."""
+
+    def wait(self, key: Any, timeout: Timeout | None) -> Any:
+        """Return the value of an object of this rank."""
+
+    def dropped(self, owner: int, key: Any) -> None:
+        """Note that a reference of this rank is gone."""
+
+    def pass_on(self, rref: Any, peer: int, undo: list[Callable[[], None]]) -> tuple[int, int, int, int]:
+        """Prepare a reference for a rank; return the numbers to send."""
+
+    def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
+        """Return the reference for received numbers."""
+
+    def collect_freed(self) -> None:
+        """Release freed objects."""
+
+
+class GraphRecorder(Protocol):
+    """Record of the tensors with a history that messages of an autograd context carry."""
+
+    def met(self, number: int, peer: int) -> None:
+        """Record that a message of the context is sent to a rank."""
+
+    def send(self, number: int, peer: int, tensors: list[torch.Tensor]) -> int:
+        """Record tensors that are sent to a rank. Return the number of their message."""
+
+    def receive(self, number: int, peer: int, message: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Record a received tensor. Return it connected to its sender's graph."""
+
+    def backward_from(self, reference: Any, number: int, retain_graph: bool) -> None:
+        """Back-propagate from the tensor of a reference, in a context."""
+
+
+class Peers(Protocol):
+    """An agent as the parts see it that it is made of: they are below it, and need parts that are made after them.
+
+    Attributes:
+        rank: This rank.
+        infos: Addresses of all ranks.
+        closed: Whether calls are refused.
+        client, references, contexts: Parts of the agent.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def infos(self) -> Sequence[WorkerInfo]: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def client(self) -> Calls: ...
+    @property
+    def references(self) -> ReferenceTable: ...
+    @property
+    def contexts(self) -> GraphRecorder: ...
+    def shutdown(self, graceful: bool = True, timeout: Timeout | None = None) -> None: ...
+
+
+_agents: ContextVar[tuple[Peers, ...] | None] = ContextVar("unisono_rpc_agents", default=None)
+"""The agents of this thread's rank; its functions act on the latest one."""
 context: ContextVar[int] = ContextVar("unisono_rpc_autograd_context", default=-1)
 """The context of autograd that this thread is in."""
 request: ContextVar[Any] = ContextVar("unisono_rpc_request", default=None)
 """The call of another rank that this thread serves."""
 
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
+_open: weakref.WeakSet[Peers] = weakref.WeakSet()
+"""The agents of this process, for threads that belong to no rank."""
 
 
-def set_agent(agent: Any) -> None:
+def set_agent(agent: Peers) -> None:
     """Make an agent the latest one of this thread's rank."""
     leave_agent(agent)
     _agents.set((*(_agents.get() or ()), agent))
 
 
-def leave_agent(agent: Any) -> None:
+def leave_agent(agent: Peers) -> None:
     """Remove an agent from those of this thread's rank; the one before it counts again, never another rank's."""
     _agents.set(tuple(other for other in _agents.get() or () if other is not agent and not other.closed))
 
 
-def register(agent: Any) -> None:
+def register(agent: Peers) -> None:
     """Add an agent to those of this process: threads started by other means use it if it is the only one."""
     _open.add(agent)
 
 
-def unregister(agent: Any) -> None:
+def unregister(agent: Peers) -> None:
     """Remove an agent from those of this process."""
     _open.discard(agent)
 
 
-def find_agent() -> Any:
+def find_agent() -> Peers | None:
     """Return the latest agent of this thread's rank; for other threads the only one of this process; None if none."""
     agents = _agents.get()
     if agents is not None:
@@ -50,7 +152,7 @@ def find_agent() -> Any:
     return there[0] if len(there) == 1 else None
 
 
-def current_agent() -> Any:
+def current_agent() -> Peers:
     """Return the same agent. Raises CommError if there is none."""
     agents = _agents.get()
     agent = agents[-1] if agents else find_agent()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from unisono.rpc.autograd import get_gradients
-from unisono.rpc.client import RRef, remote
-from unisono.rpc.context import current_agent
+from unisono.rpc.autograd.engine import current_contexts
+from unisono.rpc.client import remote
 from unisono.rpc.exported import expose
+from unisono.rpc.rref import RRef
 
 __all__ = ["DistributedOptimizer", "LocalOptimizer"]
 
@@ -39,7 +40,7 @@ class LocalOptimizer:
         """Do one step with the gradients of a context. `.grad` is restored afterwards."""
         gradients = get_gradients(context)
         # Ranks that train asynchronously may step at the same time.
-        with current_agent().contexts.leaves.swapped(self._params, gradients):
+        with current_contexts().leaves.swapped(self._params, gradients):
             self._optimizer.step()
 
 
@@ -127,6 +128,6 @@ class DistributedOptimizer:
             CommError: The context has ended, and its gradients have been discarded.
             PeerLostError: One of the ranks has died; the others have done the step.
         """
-        current_agent().contexts.ongoing(context_id)
+        current_contexts().ongoing(context_id)
         steps = [optimizer.rpc_async().step(context_id) for optimizer in self.remote_optimizers]
         torch.futures.wait_all(steps)

@@ -10,13 +10,14 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+from unisono.core.threads import AutoResetEvent
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import AbortedError, CommError, CommTimeoutError
 from unisono.rpc.context import context, request
@@ -55,7 +56,7 @@ class Receiver:
         name: Name of the threads.
 
     Attributes:
-        handlers: Handler of each kind of message. Called in order, by one thread at a time.
+        handlers: Handler of each kind of message, as passed to `start`.
         ended: Ranks with an end that has been handled, or is about to be: their messages are dropped.
     """
 
@@ -69,7 +70,7 @@ class Receiver:
     ) -> None:
         self._box = box
         self._workers = workers
-        self.handlers: dict[int, Handler] = {}
+        self.handlers: Mapping[int, Handler] = {}
         self.ended: set[int] = set()
         self._clock = clock
         self._prepare = prepare
@@ -85,8 +86,9 @@ class Receiver:
         self._dispatcher = 0
         self.closed = False
 
-    def start(self) -> None:
-        """Begin to receive."""
+    def start(self, handlers: Mapping[int, Handler]) -> None:
+        """Begin to receive. Handlers are called in the order of the messages, by one thread at a time."""
+        self.handlers = handlers
         self._start(self._receive)
         self._start(self._watch)
 
@@ -410,7 +412,7 @@ class PendingCall:
     """
 
     __slots__ = (
-        "_lock", "done", "error", "future", "name", "nbytes", "number", "peer", "reply", "started", "timeout", "within"
+        "_ended", "done", "error", "future", "name", "nbytes", "number", "peer", "reply", "started", "timeout", "within"
     )  # fmt: skip
 
     def __init__(self, number: int, peer: int, name: str, timeout: float, future: CallFuture | None = None) -> None:
@@ -425,19 +427,18 @@ class PendingCall:
         self.error: BaseException | None = None
         self.done = False
         self.nbytes = 0
-        # A bare lock: nothing else in Python wakes another thread as fast.
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._ended = AutoResetEvent()
 
     def end(self) -> None:
         """Mark the call as ended and wake its waiter."""
         self.done = True
-        self._lock.release()
+        self._ended.set()
 
     def sleep(self, seconds: float) -> None:
         """Wait until it has ended, or the time is up."""
-        if self._lock.acquire(timeout=max(seconds, 0.0)):
-            self._lock.release()
+        if self._ended.wait(seconds):
+            # Another thread may wait for the same future.
+            self._ended.set()
 
     def late(self) -> CommTimeoutError:
         """Return the error of a call that has timed out."""

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 from unisono.rpc.protocol import ADD, ADD_ACK, DROP, RELEASE
 
-__all__ = ["Handle", "Key", "RefCounts", "References", "Send"]
+__all__ = ["CountedReference", "Key", "RefCounts", "References", "Send"]
 
 Send = Callable[..., None]
 """Called with a rank, the kind of a message and its numbers."""
@@ -42,7 +42,7 @@ class Key(NamedTuple):
     number: int
 
 
-class Handle(Protocol):
+class CountedReference(Protocol):
     """A reference. `lost` is set when the owner does not know the object."""
 
     lost: bool
@@ -174,8 +174,8 @@ class References:
         self._tokens = itertools.count(1)
         self._numbers: dict[int, Any] = {}
         self._unused: set[tuple[int, Key]] = set()
-        self._pins: dict[int, tuple[int, Handle]] = {}
-        self._adding: dict[int, tuple[int, int, int, Handle]] = {}
+        self._pins: dict[int, tuple[int, CountedReference]] = {}
+        self._adding: dict[int, tuple[int, int, int, CountedReference]] = {}
         self._dropped: deque[tuple[int, Key]] = deque()
         self.freed: deque[Any] = deque()
 
@@ -195,7 +195,7 @@ class References:
         with self.lock:
             self._unused.add((owner, key))
 
-    def give(self, owner: int, key: Key, handle: Handle, peer: int) -> tuple[int, Callable[[], None]]:
+    def give(self, owner: int, key: Key, handle: CountedReference, peer: int) -> tuple[int, Callable[[], None]]:
         """Pass a reference on. Return the token to send with it, and how to undo this if nothing is sent."""
         if owner == self.rank:
             with self.lock:
@@ -206,7 +206,7 @@ class References:
             self._pins[token] = peer, handle
         return token, lambda: self._unpin(token)
 
-    def take(self, passer: int, owner: int, key: Key, token: int, handle: Handle) -> None:
+    def take(self, passer: int, owner: int, key: Key, token: int, handle: CountedReference) -> None:
         """Accept a received reference, with its token."""
         if owner == self.rank:
             if token:

@@ -7,27 +7,24 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from unisono.core.transport import Envelope
-from unisono.core.types import Timeout
-from unisono.core.work import resolve_timeout
 from unisono.diagnostics.tracebacks import brief_error
-from unisono.errors import CommError, CommTimeoutError, PeerLostError
-from unisono.rpc.channel import CallTypeError, Channel, MessageWriter
+from unisono.errors import CommError, PeerLostError
+from unisono.rpc.channel import CallTypeError, MessageChannel
 from unisono.rpc.context import context, request
 from unisono.rpc.exported import changes, is_async
-from unisono.rpc.protocol import CALL, ERROR, HEADER, NO_CONTEXT, REMOTE, REPLY, REQUEST, WorkerInfo
-from unisono.rpc.receiver import CallFuture, Task
-from unisono.rpc.refcount import Key, References
+from unisono.rpc.protocol import CALL, ERROR, HEADER, NO_CONTEXT, REMOTE, REPLY, REQUEST
+from unisono.rpc.receiver import Task
+from unisono.rpc.refcount import Key
 from unisono.rpc.remote_errors import packed
+from unisono.rpc.rref import OwnedValue, RRefContext
 
-__all__ = ["Calls", "OwnedValue", "RRefContext", "Server", "cancelled"]
+__all__ = ["CallServer", "cancelled"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +34,7 @@ _LONG_BYTES = 64 << 10
 _MAX_CACHED = 1000
 
 
-class _Request:
+class _ServedCall:
     """One call of another rank.
 
     Attributes:
@@ -79,11 +76,11 @@ def cancelled() -> bool:
         >>> un.rpc.cancelled()
         False
     """
-    now: _Request | None = request.get()
+    now: _ServedCall | None = request.get()
     return now is not None and now.cancelled
 
 
-class Server:
+class CallServer:
     """Calls of other ranks, from their arrival until they are answered.
 
     Args:
@@ -94,10 +91,10 @@ class Server:
         served: Number of calls served for each rank.
     """
 
-    def __init__(self, channel: Channel, references: RRefContext) -> None:
+    def __init__(self, channel: MessageChannel, references: RRefContext) -> None:
         self._channel = channel
         self._references = references
-        self._open: dict[tuple[int, int], _Request] = {}
+        self._open: dict[tuple[int, int], _ServedCall] = {}
         self._slow: set[bytes] = set()
         self._quick: set[bytes] = set()
         self._functions: dict[bytes, Callable[..., Any]] = {}
@@ -110,7 +107,7 @@ class Server:
 
     def accept(self, message: Envelope) -> tuple[Task, bool]:
         """Accept a call. Return its task, and whether that is likely to be short."""
-        call = _Request(message)
+        call = _ServedCall(message)
         if call.kind == REMOTE:
             # Counted now, because later messages of this rank about the object must follow.
             call.outcome = self._references.expect(Key(message.peer, call.result), message.peer)
@@ -127,7 +124,7 @@ class Server:
 
     def runs_here(self) -> bool:
         """Return whether this thread runs a function that another rank called."""
-        now: _Request | None = request.get()
+        now: _ServedCall | None = request.get()
         if now is None or now.thread != threading.get_ident():
             return False
         return self._open.get((now.peer, now.number)) is now
@@ -145,7 +142,7 @@ class Server:
                 call.cancelled = True
 
     # -- running -------------------------------------------------------------------------------
-    def _serve(self, call: _Request, message: Envelope) -> None:
+    def _serve(self, call: _ServedCall, message: Envelope) -> None:
         call.thread = threading.get_ident()
         before = request.set(call)
         within = context.set(call.context)
@@ -170,7 +167,7 @@ class Server:
             if len(self._quick) < _MAX_CACHED:
                 self._quick.add(target)
 
-    def _run(self, call: _Request, message: Envelope) -> Any:
+    def _run(self, call: _ServedCall, message: Envelope) -> Any:
         if call.kind == REMOTE:
             # The object is counted, even if creating it fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
@@ -187,7 +184,7 @@ class Server:
         result = function(*args, **kwargs[0])
         return result if not is_async(function) else _future(result, function)
 
-    def _function(self, call: _Request, args: list[Any]) -> Callable[..., Any]:
+    def _function(self, call: _ServedCall, args: list[Any]) -> Callable[..., Any]:
         """Return the function to call; one that was sent along is removed from the arguments."""
         exposed = self._channel.exposed
         references = self._references
@@ -207,7 +204,7 @@ class Server:
                 self._functions[call.target] = function
         return function
 
-    def _answer_with(self, call: _Request, result: Any) -> None:
+    def _answer_with(self, call: _ServedCall, result: Any) -> None:
         if isinstance(result, _DeferredValue):
             result.then(lambda outcome: self._settle(call, outcome.value, outcome.error))
         elif isinstance(result, _FutureReply):
@@ -215,7 +212,7 @@ class Server:
         else:
             self._settle(call, result, None)
 
-    def _settle_by(self, call: _Request, future: torch.futures.Future[Any]) -> None:
+    def _settle_by(self, call: _ServedCall, future: torch.futures.Future[Any]) -> None:
         try:
             value = future.value()
         except BaseException as error:
@@ -224,7 +221,7 @@ class Server:
         else:
             self._settle(call, value, None)
 
-    def _settle(self, call: _Request, value: Any, error: BaseException | None) -> None:
+    def _settle(self, call: _ServedCall, value: Any, error: BaseException | None) -> None:
         if error is not None:
             return self._fail(call, error)
         if call.kind == REMOTE:
@@ -240,7 +237,7 @@ class Server:
                 return self._fail(call, refused)
         self._done(call)
 
-    def _fail(self, call: _Request, error: BaseException) -> None:
+    def _fail(self, call: _ServedCall, error: BaseException) -> None:
         report = packed(error)
         # The caller, who may not look at the answer, gets the traceback.
         brief = brief_error(error, None, None).rstrip()
@@ -253,7 +250,7 @@ class Server:
                 self._channel.send(call.peer, (ERROR, call.number, NO_CONTEXT), (report,))
         self._done(call)
 
-    def _done(self, call: _Request) -> None:
+    def _done(self, call: _ServedCall) -> None:
         with self._lock:
             if self._open.pop((call.peer, call.number), None) is not None:
                 self.served[call.peer] += 1
@@ -284,185 +281,3 @@ def _future(result: Any, function: Callable[..., Any]) -> _FutureReply:
             f"torch.futures.Future, not {type(result).__name__}"
         )
     return _FutureReply(result)
-
-
-class OwnedValue:
-    """Outcome of creating an object: a value, or the error that prevented it."""
-
-    __slots__ = ("_callbacks", "_lock", "error", "known", "trace", "value")
-
-    def __init__(self) -> None:
-        self.known = False
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.trace: TracebackType | None = None
-        self._callbacks: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-
-    def settle(self, value: Any, error: BaseException | None = None) -> None:
-        """Set the outcome. Only the first call counts."""
-        with self._lock:
-            if self.known:
-                return
-            self.value = value
-            self.error = error
-            self.known = True
-            self.trace = error.__traceback__ if error is not None else None
-            callbacks = self._callbacks
-            self._callbacks = []
-        for callback in callbacks:
-            callback()
-
-    def when_known(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the outcome is known; immediately if it is."""
-        with self._lock:
-            if not self.known:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-
-class Calls(Protocol):
-    """Calls of methods of an object, each with its owner, the method's name and the object's key."""
-
-    def call(self, peer: int, target: str, key: Key, args: Any, kwargs: Any, timeout: Timeout | None, /) -> Any:
-        """Call and wait for the result."""
-
-    def start(self, peer: int, target: str, key: Key, args: Any, kwargs: Any, timeout: Timeout | None, /) -> Any:
-        """Call and return a future."""
-
-    def make(self, peer: int, target: str, key: Key, args: Any, kwargs: Any, timeout: Timeout | None, /) -> Any:
-        """Call and return a reference to the result."""
-
-
-class RRefContext:
-    """References of one agent: the protocol of `refcount`, with `RRef`s for handles and `OwnedValue`s for values.
-
-    Args:
-        channel: Notifies other ranks.
-        infos: Addresses of all ranks.
-        timeout_s: Default seconds to wait for an object.
-        not_counted: Context in which this thread waits.
-        kind: Class of the references, such as `RRef`.
-
-    Attributes:
-        client: Set by the agent.
-        backward: Back-propagates from a reference, in a context; set by autograd.
-    """
-
-    client: Calls
-    backward: Callable[[Any, int, bool], None]
-
-    def __init__(
-        self,
-        channel: Channel,
-        infos: Sequence[WorkerInfo],
-        timeout_s: float,
-        not_counted: Callable[[], AbstractContextManager[object]],
-        kind: type[Any],
-    ) -> None:
-        self.rank = channel.rank
-        self.infos = infos
-        self.wake = channel.box.wake
-        self._timeout_s = timeout_s
-        self._not_counted = not_counted
-        self._kind = kind
-        self._protocol = References(self.rank, channel.send_control, OwnedValue)
-        self.arrived = self._protocol.arrived
-        self.dropped = self._protocol.dropped
-        self.new_key = self._protocol.new_key
-        self.unused = self._protocol.unused
-
-    def __len__(self) -> int:
-        return len(self._protocol.ledger)
-
-    @property
-    def pins(self) -> int:
-        """Return the number of references pinned for the ranks that they were passed on to."""
-        return self._protocol.pins
-
-    @property
-    def waiting(self) -> bool:
-        """Return whether there is something to `flush`."""
-        return self._protocol.waiting
-
-    def flush(self) -> None:
-        """Notify owners of the references that were dropped here."""
-        self._protocol.flush()
-        self.collect_freed()
-
-    def collect_freed(self) -> None:
-        """Release freed objects; their finalizers may do anything."""
-        freed = self._protocol.freed
-        while freed:
-            freed.popleft()
-
-    def reference(self, owner: int, key: Key, confirmation: CallFuture | None = None) -> Any:
-        """Return a new reference, which has been counted already."""
-        rref = object.__new__(self._kind)
-        rref._bind(self, owner, key, confirmation)
-        return rref
-
-    def own(self, value: Any) -> Key:
-        """Register an object of this rank; counts one reference."""
-        key = self.new_key(self.rank)
-        self.expect(key, self.rank).settle(value)
-        return key
-
-    def expect(self, key: Key, holder: int) -> OwnedValue:
-        """Return the outcome of an object about to be created; counts one reference."""
-        with self._protocol.lock:
-            outcome: OwnedValue = self._protocol.ledger.make(key, holder)
-        return outcome
-
-    def outcome(self, key: Key) -> OwnedValue:
-        """Return the outcome of a referenced object. Raises PeerLostError if it was freed."""
-        with self._protocol.lock:
-            outcome: OwnedValue | None = self._protocol.ledger.value(key)
-        if outcome is None:
-            raise PeerLostError("the object was freed: every rank that was known to refer to it has died or dropped it")
-        return outcome
-
-    def wait(self, key: Key, timeout: Timeout | None) -> Any:
-        """Return the value of an object of this rank."""
-        return self.value_of(self.outcome(key), timeout)
-
-    def value_of(self, outcome: OwnedValue, timeout: Timeout | None) -> Any:
-        """Wait for an outcome and return its value; the object need not be referenced any more."""
-        if not outcome.known:
-            self._wait_known(outcome, resolve_timeout(timeout, self._timeout_s))
-        if outcome.error is not None:
-            # The same error is raised each time, so drop the traceback entries of earlier raises.
-            raise outcome.error.with_traceback(outcome.trace)
-        return outcome.value
-
-    def _wait_known(self, outcome: OwnedValue, seconds: float) -> None:
-        known = threading.Event()
-        outcome.when_known(known.set)
-        with self._not_counted():
-            if not known.wait(seconds):
-                raise CommTimeoutError(
-                    f"waited {seconds:.1f} s for an object that is still being created", waited_s=seconds
-                )
-
-    def pass_on(self, rref: Any, parts: MessageWriter) -> tuple[int, int, int, int]:
-        """Prepare a reference for a rank; return the numbers to send."""
-        if rref._references is not self:
-            raise CommError("this RRef belongs to another agent, on another communicator")
-        rref._check()
-        token, undo = self._protocol.give(rref._owner, rref._key, rref, parts.peer)
-        parts.undo.append(undo)
-        return rref._owner, *rref._key, token
-
-    def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
-        """Return the reference for received numbers."""
-        if not 0 <= owner < len(self.infos) or not 0 <= creator < len(self.infos):
-            raise ValueError(f"an object names rank {owner} or {creator}, which does not exist")
-        rref = self.reference(owner, Key(creator, number))
-        self._protocol.take(passer, owner, rref._key, token, rref)
-        return rref
-
-    def lose(self, peer: int, error: BaseException) -> None:
-        """Handle a lost rank."""
-        for outcome in self._protocol.lose(peer):
-            outcome.settle(None, error)

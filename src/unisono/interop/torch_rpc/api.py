@@ -28,7 +28,7 @@ from unisono.interop.torch_rpc.constants import (
 )
 from unisono.interop.torch_rpc.reference import RRef
 from unisono.launcher.api import TIMEOUT_S
-from unisono.rpc.context import current_agent, find_agent, set_agent
+from unisono.rpc.context import Peers, current_agent, find_agent, set_agent
 
 __all__ = [
     "BackendType",
@@ -108,7 +108,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
 _FOREVER_S = 3.0e8
 # As torch's RPC, one per process: `shutdown` gets no handle. Kept here, because an agent of unisono owns neither.
-_made: weakref.WeakKeyDictionary[rpc.Agent, tuple[Communicator, dist.Store]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Peers, tuple[Communicator, dist.Store]] = weakref.WeakKeyDictionary()
 # Of the process, so that each `init_rpc` meets under a name of its own in a store that outlives it.
 _numbers = itertools.count()
 

@@ -11,7 +11,7 @@ import torch
 from unisono import rpc
 from unisono.interop.torch_rpc.constants import as_runtime_error
 from unisono.rpc import autograd
-from unisono.rpc.context import current_agent
+from unisono.rpc.autograd.engine import current_contexts
 from unisono.rpc.protocol import NO_CONTEXT
 
 __all__ = ["DistributedOptimizer", "backward", "checked", "context", "get_gradients"]
@@ -53,7 +53,7 @@ def checked(context_id: Any) -> int:
     """The number of a context that this rank knows of."""
     if not isinstance(context_id, int):
         raise TypeError(f"context_id must be an int, not a {type(context_id).__name__}")
-    if current_agent().contexts.get(context_id) is None:
+    if current_contexts().get(context_id) is None:
         raise RuntimeError(f"Could not find autograd context with id: {context_id}")
     return context_id
 

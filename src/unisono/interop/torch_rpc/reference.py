@@ -11,7 +11,6 @@ from unisono import rpc
 from unisono.core.types import Timeout
 from unisono.interop.torch_rpc.constants import UNSET_RPC_TIMEOUT, ArgumentError, as_runtime_error, seconds
 from unisono.interop.torch_rpc.dist_autograd import checked
-from unisono.rpc.channel import register_reference
 
 __all__ = ["PyRRef", "RRef"]
 
@@ -82,4 +81,3 @@ def _look_up(rref: rpc.RRef[Any], name: str) -> None:
 
 
 PyRRef = RRef
-register_reference(RRef)

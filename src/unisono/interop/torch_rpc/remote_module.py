@@ -11,7 +11,6 @@ from torch import nn
 from unisono import rpc
 from unisono.interop.torch_rpc.api import remote
 from unisono.interop.torch_rpc.reference import RRef
-from unisono.rpc.context import current_agent
 
 __all__ = ["RemoteModule"]
 
@@ -53,7 +52,7 @@ class RemoteModule(nn.Module):
     def _live(self, remote_device: str) -> None:
         worker, _, device = remote_device.partition("/")
         name = int(worker[5:]) if worker.startswith("rank:") else worker
-        self.on = current_agent().infos[current_agent().rank_of(name)].name
+        self.on = rpc.get_worker_info(name).name
         self.device = str(torch.device(device or "cpu"))
 
     def _ready(self) -> None:

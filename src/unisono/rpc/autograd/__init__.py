@@ -20,12 +20,9 @@ from contextlib import contextmanager
 import torch
 
 from unisono.rpc import context as current
-from unisono.rpc.agent import extensions
-from unisono.rpc.autograd.engine import attach, current_contexts, find, start
+from unisono.rpc.autograd.engine import current_contexts, find, start
 
 __all__ = ["backward", "context", "get_gradients"]
-
-extensions.append(attach)
 
 
 @contextmanager

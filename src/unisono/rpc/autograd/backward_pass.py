@@ -12,7 +12,7 @@ import torch
 from unisono.rpc.autograd.functions import RecvRecord, SendRecord, reachable
 from unisono.rpc.autograd.leaves import Leaves
 
-__all__ = ["GRAPH_GONE", "BackwardPass", "Context", "Gradients", "Output"]
+__all__ = ["GRAPH_GONE", "Context", "DistributedPass", "Gradients", "Output"]
 
 Gradients = list[torch.Tensor | None]
 
@@ -47,7 +47,7 @@ class Context:
         self.received: dict[tuple[int, int], RecvRecord] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.peers: set[int] = set()
-        self.passes: dict[tuple[int, int], BackwardPass] = {}
+        self.passes: dict[tuple[int, int], DistributedPass] = {}
 
     def accumulate(self, sums: dict[torch.Tensor, torch.Tensor]) -> None:
         """Add the gradients that leaves received in one pass, after their hooks."""
@@ -74,7 +74,7 @@ class Output:
         self.leaves, self.received = reachable(tensors)
 
 
-class BackwardPass:
+class DistributedPass:
     """One backward pass on one rank.
 
     Args:

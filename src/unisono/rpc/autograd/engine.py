@@ -14,45 +14,30 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from unisono.core.transport import Envelope
 from unisono.errors import CommError
-from unisono.rpc.agent import Agent
-from unisono.rpc.autograd.backward_pass import GRAPH_GONE, BackwardPass, Context, Gradients, Output
+from unisono.rpc.autograd.backward_pass import GRAPH_GONE, Context, DistributedPass, Gradients, Output
 from unisono.rpc.autograd.functions import RecvRecord, arrival, departure
 from unisono.rpc.autograd.leaves import Leaves
-from unisono.rpc.channel import words_of
-from unisono.rpc.client import RRef
+from unisono.rpc.client import rpc_async, rpc_sync
 from unisono.rpc.context import current_agent
 from unisono.rpc.exported import async_execution, expose
 from unisono.rpc.protocol import DISCARD, NO_CONTEXT
-from unisono.rpc.receiver import Task
+from unisono.rpc.rref import RRef
 
-__all__ = ["Contexts", "attach", "backward_of", "current_contexts", "discover", "find", "propagate", "start"]
+__all__ = ["Contexts", "backward_of", "current_contexts", "discover", "find", "propagate", "start"]
 
 _numbers = itertools.count(1)
 
 
-def attach(agent: Agent) -> None:
-    """Give an agent its autograd contexts."""
-    found = agent.contexts = Contexts(agent.rank, agent.channel.send_control)
-
-    def discard(envelope: Envelope) -> tuple[Task, bool]:
-        number = words_of(envelope)[0]
-        return lambda: found.discard(number), True
-
-    agent.channel.recorder = found
-    agent.references.backward = _backward_from
-    agent.receiver.handlers[DISCARD] = discard
-    agent.when_lost.append(found.lose)
-
-
 def current_contexts() -> Contexts:
     """Return the contexts of this thread's agent."""
-    return cast(Contexts, current_agent().contexts)
+    found = current_agent().contexts
+    assert isinstance(found, Contexts)
+    return found
 
 
 def find(number: int) -> Context:
@@ -65,20 +50,11 @@ def find(number: int) -> Context:
     return found
 
 
-def _backward_from(reference: RRef[Any], number: int, retain_graph: bool) -> None:
-    """Back-propagate from the tensor of a reference, on its owner."""
-    if reference.is_owner():
-        start(find(number), [reference.local_value()], retain_graph)
-    else:
-        agent = cast(Agent, current_agent())
-        agent.rpc_sync(reference.owner(), backward_of, (number, reference, retain_graph))
-
-
 def start(context: Context, roots: Any, retain_graph: bool) -> None:
     """Run the whole pass from the rank that has the roots. Returns when all ranks are done."""
     roots = _checked(roots)
     name = current_agent().rank, next(_numbers)
-    beginning = context.passes[name] = BackwardPass(context, retain_graph)
+    beginning = context.passes[name] = DistributedPass(context, retain_graph)
     try:
         with context.lock:
             new = beginning.join(0, Output(roots))
@@ -111,7 +87,7 @@ def discover(
     context = _known(number)
     new: list[RecvRecord] = []
     with context.lock:
-        taking_part = context.passes.setdefault(name, BackwardPass(context, retain_graph))
+        taking_part = context.passes.setdefault(name, DistributedPass(context, retain_graph))
         for message in messages:
             if not taking_part.joined(message):
                 record = context.sent.get(message)
@@ -145,13 +121,10 @@ def _request(
     number: int, name: tuple[int, int], records: Sequence[RecvRecord], retain_graph: bool
 ) -> torch.futures.Future[Any]:
     """Query the senders of some messages."""
-    agent = current_agent()
     senders = dict[int, list[int]]()
     for record in records:
         senders.setdefault(record.peer, []).append(record.message)
-    calls = [
-        agent.rpc_async(peer, discover, (number, name, messages, retain_graph)) for peer, messages in senders.items()
-    ]
+    calls = [rpc_async(peer, discover, (number, name, messages, retain_graph)) for peer, messages in senders.items()]
     return _all(calls)
 
 
@@ -163,10 +136,8 @@ def _flow(
     if taking_part is None or not taking_part.joined(message):
         raise CommError(f"received gradients for message {message}, which is not part of this pass")
     complete, sums = taking_part.flow(message, gradients)
-    agent = current_agent()
     calls: list[torch.futures.Future[Any]] = [
-        agent.rpc_async(record.peer, propagate, (context.number, name, record.message, grads))
-        for record, grads in complete
+        rpc_async(record.peer, propagate, (context.number, name, record.message, grads)) for record, grads in complete
     ]
     if sums is not None:
         # After the calls: hooks may wait for ranks that wait for these.
@@ -264,6 +235,13 @@ class Contexts:
         for number in list(self._open):
             if number >> _RANK_BITS == peer:
                 self.discard(number)
+
+    def backward_from(self, reference: RRef[Any], number: int, retain_graph: bool) -> None:
+        """Back-propagate from the tensor of a reference, on its owner."""
+        if reference.is_owner():
+            start(find(number), [reference.local_value()], retain_graph)
+        else:
+            rpc_sync(reference.owner(), backward_of, (number, reference, retain_graph))
 
     # -- recording -----------------------------------------------------------------------------
     def met(self, number: int, peer: int) -> None:

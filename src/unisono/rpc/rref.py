@@ -1,0 +1,353 @@
+"""References to objects that stay on their owner: the objects of this rank, and `RRef`, with which others use them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Generic, TypeVar, cast
+
+from unisono.core.types import Timeout
+from unisono.core.work import resolve_timeout
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
+from unisono.rpc.channel import MessageChannel
+from unisono.rpc.context import Peers, current_agent
+from unisono.rpc.protocol import WorkerInfo
+from unisono.rpc.receiver import CallFuture
+from unisono.rpc.refcount import Key, References
+
+__all__ = ["OwnedValue", "RRef", "RRefContext"]
+
+T = TypeVar("T")
+
+
+class OwnedValue:
+    """Outcome of creating an object: a value, or the error that prevented it."""
+
+    __slots__ = ("_callbacks", "_lock", "error", "known", "trace", "value")
+
+    def __init__(self) -> None:
+        self.known = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.trace: TracebackType | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def settle(self, value: Any, error: BaseException | None = None) -> None:
+        """Set the outcome. Only the first call counts."""
+        with self._lock:
+            if self.known:
+                return
+            self.value = value
+            self.error = error
+            self.known = True
+            self.trace = error.__traceback__ if error is not None else None
+            callbacks = self._callbacks
+            self._callbacks = []
+        for callback in callbacks:
+            callback()
+
+    def when_known(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the outcome is known; immediately if it is."""
+        with self._lock:
+            if not self.known:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+class RRefContext:
+    """References of one agent: the protocol of `refcount`, with `RRef`s for handles and `OwnedValue`s for values.
+
+    Args:
+        agent: Its agent; also an attribute, for references.
+        channel: Notifies other ranks.
+        timeout_s: Default seconds to wait for an object.
+        not_counted: Context in which this thread waits.
+        kind: Class of the references, such as `RRef`.
+    """
+
+    def __init__(
+        self,
+        agent: Peers,
+        channel: MessageChannel,
+        timeout_s: float,
+        not_counted: Callable[[], AbstractContextManager[object]],
+        kind: type[Any],
+    ) -> None:
+        self.rank = channel.rank
+        self.agent = agent
+        self.wake = channel.box.wake
+        self._timeout_s = timeout_s
+        self._not_counted = not_counted
+        self._kind = kind
+        self._protocol = References(self.rank, channel.send_control, OwnedValue)
+        self.arrived = self._protocol.arrived
+        self.dropped = self._protocol.dropped
+        self.new_key = self._protocol.new_key
+        self.unused = self._protocol.unused
+
+    def __len__(self) -> int:
+        return len(self._protocol.ledger)
+
+    @property
+    def pins(self) -> int:
+        """Return the number of references pinned for the ranks that they were passed on to."""
+        return self._protocol.pins
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether there is something to `flush`."""
+        return self._protocol.waiting
+
+    def flush(self) -> None:
+        """Notify owners of the references that were dropped here."""
+        self._protocol.flush()
+        self.collect_freed()
+
+    def collect_freed(self) -> None:
+        """Release freed objects; their finalizers may do anything."""
+        freed = self._protocol.freed
+        while freed:
+            freed.popleft()
+
+    def reference(self, owner: int, key: Key, confirmation: CallFuture | None = None) -> Any:
+        """Return a new reference, which has been counted already."""
+        rref = object.__new__(self._kind)
+        rref._bind(self, owner, key, confirmation)
+        return rref
+
+    def own(self, value: Any) -> Key:
+        """Register an object of this rank; counts one reference."""
+        key = self.new_key(self.rank)
+        self.expect(key, self.rank).settle(value)
+        return key
+
+    def expect(self, key: Key, holder: int) -> OwnedValue:
+        """Return the outcome of an object about to be created; counts one reference."""
+        with self._protocol.lock:
+            outcome: OwnedValue = self._protocol.ledger.make(key, holder)
+        return outcome
+
+    def outcome(self, key: Key) -> OwnedValue:
+        """Return the outcome of a referenced object. Raises PeerLostError if it was freed."""
+        with self._protocol.lock:
+            outcome: OwnedValue | None = self._protocol.ledger.value(key)
+        if outcome is None:
+            raise PeerLostError("the object was freed: every rank that was known to refer to it has died or dropped it")
+        return outcome
+
+    def wait(self, key: Key, timeout: Timeout | None) -> Any:
+        """Return the value of an object of this rank."""
+        return self.value_of(self.outcome(key), timeout)
+
+    def value_of(self, outcome: OwnedValue, timeout: Timeout | None) -> Any:
+        """Wait for an outcome and return its value; the object need not be referenced any more."""
+        if not outcome.known:
+            self._wait_known(outcome, resolve_timeout(timeout, self._timeout_s))
+        if outcome.error is not None:
+            # The same error is raised each time, so drop the traceback entries of earlier raises.
+            raise outcome.error.with_traceback(outcome.trace)
+        return outcome.value
+
+    def _wait_known(self, outcome: OwnedValue, seconds: float) -> None:
+        known = threading.Event()
+        outcome.when_known(known.set)
+        with self._not_counted():
+            if not known.wait(seconds):
+                raise CommTimeoutError(
+                    f"waited {seconds:.1f} s for an object that is still being created", waited_s=seconds
+                )
+
+    def pass_on(self, rref: Any, peer: int, undo: list[Callable[[], None]]) -> tuple[int, int, int, int]:
+        """Prepare a reference for a rank; return the numbers to send."""
+        if rref._references is not self:
+            raise CommError("this RRef belongs to another agent, on another communicator")
+        rref._check()
+        token, revert = self._protocol.give(rref._owner, rref._key, rref, peer)
+        undo.append(revert)
+        return rref._owner, *rref._key, token
+
+    def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
+        """Return the reference for received numbers."""
+        if not 0 <= owner < len(self.agent.infos) or not 0 <= creator < len(self.agent.infos):
+            raise ValueError(f"an object names rank {owner} or {creator}, which does not exist")
+        key = Key(creator, number)
+        rref = self.reference(owner, key)
+        self._protocol.take(passer, owner, key, token, rref)
+        return rref
+
+    def lose(self, peer: int, error: BaseException) -> None:
+        """Handle a lost rank."""
+        for outcome in self._protocol.lose(peer):
+            outcome.settle(None, error)
+
+
+class RRef(Generic[T]):
+    """A reference to an object that stays on the rank that owns it.
+
+    `remote` returns one immediately; `RRef(value)` creates one to a local object. References can be sent in
+    arguments and results. The object is freed when the last reference anywhere is dropped, or its holder dies.
+
+    Args:
+        value: An object of this rank, which becomes its owner.
+
+    Example:
+        >>> @un.rpc.expose
+        ... class Counter:
+        ...     def __init__(self, start): self.n = start
+        ...     def add(self, k): self.n += k; return self.n
+        >>> def program(comm):
+        ...     un.rpc.init(comm)
+        ...     counter = un.rpc.remote(1, Counter, args=(10,)) if comm.rank == 0 else None
+        ...     total = counter.rpc_sync().add(5) if counter else None
+        ...     un.rpc.shutdown()
+        ...     return total
+        >>> un.launch(program, 2, "thread")
+        [15, None]
+        >>> def local(comm):
+        ...     un.rpc.init(comm)
+        ...     ref = un.rpc.RRef([1, 2])
+        ...     found = ref.to_here(), ref.local_value(), ref.is_owner(), ref.confirmed_by_owner()
+        ...     count = ref.owner().id, ref.owner_name()
+        ...     un.rpc.shutdown()
+        ...     return *found, *count
+        >>> un.launch(local, 1, "thread")
+        [([1, 2], [1, 2], True, True, 0, 'rank0')]
+    """
+
+    __slots__ = ("__weakref__", "_confirmation", "_key", "_owner", "_references", "lost")
+    __unisono_reference__ = True
+
+    def __init__(self, value: T) -> None:
+        references = current_agent().references
+        assert isinstance(references, RRefContext)
+        self._bind(references, references.rank, references.own(value))
+
+    def _bind(self, references: RRefContext, owner: int, key: Key, confirmation: CallFuture | None = None) -> None:
+        self._references = references
+        self._owner = owner
+        self._key = key
+        self._confirmation = confirmation
+        self.lost = False
+
+    def owner(self) -> WorkerInfo:
+        """Return the name and rank of the owner."""
+        return self._references.agent.infos[self._owner]
+
+    def owner_name(self) -> str:
+        """Return the name of the owner."""
+        return self._references.agent.infos[self._owner].name
+
+    def is_owner(self) -> bool:
+        """Return whether the object is on this rank."""
+        return self._owner == self._references.rank
+
+    def confirmed_by_owner(self) -> bool:
+        """Return whether the owner is known to count this reference."""
+        return self._confirmation is None or self._confirmation.done()
+
+    def to_here(self, timeout: Timeout | None = None) -> T:
+        """Return a copy of the object (the object itself on its owner). Waits until it exists.
+
+        Args:
+            timeout: Seconds or a `timedelta`; the agent's if None.
+
+        Raises:
+            Exception: Raised by the function that was to create it.
+            PeerLostError: The owner has left, or the object was freed because all its holders had died.
+        """
+        if self.is_owner():
+            return cast(T, self._references.wait(self._key, timeout))
+        self._check()
+        return cast(T, self._references.agent.client.call(self._owner, "@fetch", self._key, (), None, timeout))
+
+    def local_value(self) -> T:
+        """Return the object itself, on its owner. Waits until it exists.
+
+        Raises:
+            RuntimeError: This rank is not the owner.
+        """
+        if not self.is_owner():
+            raise RuntimeError(f"only the owner, {self.owner_name()!r}, has the object: use to_here() for a copy")
+        return cast(T, self._references.wait(self._key, None))
+
+    def rpc_sync(self, timeout: Timeout | None = None) -> Any:
+        """Return a proxy that runs methods on the object's owner and waits for them: `ref.rpc_sync().step(3)`.
+
+        Args:
+            timeout: Limit of each call: seconds or a `timedelta`; the agent's if None.
+        """
+        return _Proxy(self, self._references.agent.client.call, timeout)
+
+    def rpc_async(self, timeout: Timeout | None = None) -> Any:
+        """Return a proxy like `rpc_sync`, with methods that return futures.
+
+        Args:
+            timeout: Limit of each call: seconds or a `timedelta`; the agent's if None.
+        """
+        return _Proxy(self, self._references.agent.client.start, timeout)
+
+    def remote(self, timeout: Timeout | None = None) -> Any:
+        """Return a proxy like `rpc_sync`, with methods that return references to their results.
+
+        Args:
+            timeout: Limit of each call: seconds or a `timedelta`; the agent's if None.
+        """
+        return _Proxy(self, self._references.agent.client.make, timeout)
+
+    def backward(self, context: int, retain_graph: bool = False) -> None:
+        """Back-propagate from the object, a tensor of one element, within a context of distributed autograd.
+
+        Args:
+            context: Number of the context in which it was computed.
+            retain_graph: Keep the graph for another pass.
+
+        Raises:
+            RuntimeError: The graph is gone, because an earlier pass did not retain it.
+            CommError: There is no such context.
+        """
+        self._references.agent.contexts.backward_from(self, context, retain_graph)
+
+    def _check(self) -> None:
+        if self.lost:
+            raise PeerLostError(
+                "the object was freed before its owner knew of this reference: the rank that passed it on has died",
+                peer=self._owner,
+            )
+
+    def __del__(self) -> None:
+        references = getattr(self, "_references", None)
+        if references is not None:
+            references.dropped(self._owner, self._key)
+            references.wake()
+
+    def __repr__(self) -> str:
+        return f"<RRef {self._key.creator}.{self._key.number} owned by {self.owner_name()!r}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an RRef can be sent only as an argument or result of a call, where its references are counted")
+
+
+class _Proxy:
+    """Proxy for the methods of an object on another rank."""
+
+    __slots__ = ("_call", "_rref", "_timeout")
+
+    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: Timeout | None) -> None:
+        self._rref = rref
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            rref = self._rref
+            rref._check()
+            return self._call(rref._owner, f".{name}", rref._key, args, kwargs, self._timeout)
+
+        return method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__getattr__("__call__")(*args, **kwargs)

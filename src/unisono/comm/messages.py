@@ -16,10 +16,9 @@ from unisono.core.failure import raise_caused
 from unisono.core.flight_recorder import PendingMessage, Place, callers_place
 from unisono.core.staging import Staging
 from unisono.core.tensors import Buffer, check_tensor
-from unisono.core.threads import DaemonThreadPool
 from unisono.core.tracing import observed_now, span
 from unisono.core.types import MAX_TAG, Message, Recv, Timeout, Work
-from unisono.core.work import Completion, format_bytes, resolve_timeout
+from unisono.core.work import Completion, Deferred, format_bytes, resolve_timeout
 from unisono.diagnostics.hang_report import with_hang_report
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.wrappers.trace import traced
@@ -47,7 +46,6 @@ class AnySource:
         # An item that is served may call back, and that may call the communicator.
         self._engine = engine
         self._lock = threading.RLock()
-        self.crew = DaemonThreadPool(f"unisono receives {engine.group.name}")
         self._lines: dict[int, deque[Matching]] = {}
         self._found: dict[int, int] = {}
 
@@ -174,18 +172,7 @@ class Matching(Work):
         return None if self._begun is None else self._begun.exception()
 
     def get_future(self) -> torch.futures.Future[None]:
-        told = Completion(_FOREVER_S)
-
-        def see_through() -> None:
-            try:
-                self.wait(_FOREVER_S)
-            except Exception as error:
-                told.complete(error)
-            else:
-                told.complete()
-
-        self._line.crew.run(see_through)
-        return told.get_future()
+        return Deferred(lambda _: self.wait(_FOREVER_S), _FOREVER_S).get_future()
 
     def cancel(self) -> bool:
         return self._line.leave(self)

@@ -8,10 +8,10 @@ import os
 import sys
 import threading
 import traceback
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from heapq import heappop, heappush, nsmallest
 from itertools import count
 from random import Random
@@ -126,51 +126,19 @@ def nanoseconds(seconds: float) -> int:
     return math.ceil(min(max(seconds, 0.0), 3.2e9) * _NS)
 
 
-class _TimedEvent(ABC):
+@dataclass(frozen=True, slots=True)
+class _TimedEvent:
     """Something scheduled at a virtual time.
 
     Attributes:
+        fire: Runs it.
+        live: Returns whether it is still due to happen.
         patient: Whether it is only the end of a wait with the default patience.
     """
 
-    patient = False
-
-    def live(self) -> bool:
-        """Return whether it is still due to happen."""
-        return True
-
-    @abstractmethod
-    def fire(self, wake: Callable[[SimulatedTask], object]) -> None:
-        """Run the event."""
-
-
-class _Timeout(_TimedEvent):
-    """The end of a task's patience."""
-
-    def __init__(self, task: SimulatedTask, patient: bool) -> None:
-        self._task = task
-        self._number = task.number
-        self.patient = patient
-
-    def live(self) -> bool:
-        return self._task.blocked and self._task.number == self._number
-
-    def fire(self, wake: Callable[[SimulatedTask], object]) -> None:
-        wake(self._task)
-        self._task.woken = False
-
-
-class _Timer(_TimedEvent):
-    """Action that a task runs when it is due."""
-
-    def __init__(self, doer: SimulatedTask, due: list[_Action], action: _Action) -> None:
-        self._doer = doer
-        self._due = due
-        self._action = action
-
-    def fire(self, wake: Callable[[SimulatedTask], object]) -> None:
-        self._due.append(self._action)
-        wake(self._doer)
+    fire: _Action
+    live: Callable[[], bool] = lambda: True
+    patient: bool = False
 
 
 _Entry = tuple[int, float, int, _TimedEvent]
@@ -313,9 +281,19 @@ class TaskScheduler:
         task.woken = False
         if deadline is not None:
             patient = deadline - self.now >= self._patience and not task.hasty
-            self._calendar.add(deadline, _Timeout(task, patient))
+            self._calendar.add(deadline, self._timeout(task, patient))
         self._switch_to(task)
         return task.woken
+
+    def _timeout(self, task: SimulatedTask, patient: bool) -> _TimedEvent:
+        """Return the end of a task's patience in its present wait."""
+        number = task.number
+
+        def expire() -> None:
+            self.wake(task)
+            task.woken = False
+
+        return _TimedEvent(expire, lambda: task.blocked and task.number == number, patient)
 
     def wake(self, task: SimulatedTask) -> None:
         """Wake a task; no effect if it does not wait."""
@@ -362,7 +340,12 @@ class TaskScheduler:
 
     def at(self, when: int, action: _Action) -> None:
         """Run an action when the clock reads `when`; on a separate thread, so it may wait for locks."""
-        self._calendar.add(when, _Timer(self._clock, self._due, action))
+
+        def fire() -> None:
+            self._due.append(action)
+            self.wake(self._clock)
+
+        self._calendar.add(when, _TimedEvent(fire))
 
     def note(self, text: str) -> None:
         """Append a line to the trace."""
@@ -446,7 +429,7 @@ class TaskScheduler:
         else:
             when, event = found
             self.now = max(self.now, when)
-            event.fire(self.wake)
+            event.fire()
 
     def _break_deadlock(self) -> None:
         ranks = {rank: list(tasks) for rank, tasks in self._alive.items() if rank is not None}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from unisono.collectives.algorithms.butterfly import needs_power_of_two
 from unisono.collectives.algorithms.step import Cost, Move, Step, elements
 
 __all__ = ["cost", "steps", "unsupported"]
 
 
-def unsupported(size: int) -> str:
-    return f"needs a power of two, not {size} ranks" if size & (size - 1) else ""
+unsupported = needs_power_of_two
 
 
 def steps(rank: int, size: int) -> Iterator[Step]:

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.pool.batch import Batch
+from unisono.pool.batch import TaskBatch
 
 _numbers = itertools.count()
 
@@ -338,7 +338,7 @@ def test_a_process_ends_after_its_tasks(end: str) -> None:
 
 
 def test_chunks_shrink_to_an_even_end() -> None:
-    batch = Batch("map", 10_000, lambda *_: b"", lambda *_: None)
+    batch = TaskBatch("map", 10_000, lambda *_: b"", lambda *_: None)
     sizes = []
     while batch.todo:
         start, stop = batch.take(2)
@@ -350,7 +350,7 @@ def test_chunks_shrink_to_an_even_end() -> None:
     assert sizes[1:] == sorted(sizes[1:], reverse=True)
     assert 5 <= sizes[-2] <= 50
     assert len(sizes) < 30
-    slow = Batch("map", 100, lambda *_: b"", lambda *_: None)
+    slow = TaskBatch("map", 100, lambda *_: b"", lambda *_: None)
     slow.seconds = 1.0
     assert slow.take(2) == (0, 1)
 

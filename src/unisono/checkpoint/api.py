@@ -11,7 +11,7 @@ from unisono.checkpoint.background import SaveHandle, begin, finish_earlier
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, StateError
 from unisono.checkpoint.loader import LoadOptions, MapLocation, load_state
-from unisono.checkpoint.saver import Progress, Snapshot, commit, prepare
+from unisono.checkpoint.saver import PreparedState, Progress, commit, prepare
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.verification import last_good
 from unisono.core.types import Timeout
@@ -158,14 +158,14 @@ def start(
     return begin(storage.where, comm, work)
 
 
-def _held(make: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
+def _held(make: Callable[[], PreparedState]) -> Callable[[], PreparedState]:
     """Call `make` now, but raise its error later, when it can be reported to the other ranks."""
     try:
         snapshot = make()
     except Exception as error:
         failed = error
 
-        def fail() -> Snapshot:
+        def fail() -> PreparedState:
             raise failed
 
         return fail

@@ -11,7 +11,7 @@ import torch
 
 from unisono.checkpoint.checksum import digest
 from unisono.checkpoint.collective import CollectiveScope, odd_ranks
-from unisono.checkpoint.saver import Snapshot, outline
+from unisono.checkpoint.saver import PreparedState, outline
 from unisono.checkpoint.state import Captured, capture
 from unisono.errors import MismatchError
 
@@ -53,7 +53,7 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
     """
     team = CollectiveScope(comm, "assert_in_sync")
     advice = "un.checkpoint.sync(state, comm) makes them equal"
-    made: list[tuple[Captured, Snapshot]] = []
+    made: list[tuple[Captured, PreparedState]] = []
 
     def take_apart() -> str:
         captured = capture(state, comm.rank)

@@ -19,7 +19,7 @@ from unisono.checkpoint.checksum import ALGORITHM, BLOCK, digest
 from unisono.checkpoint.errors import CorruptError, FormatError, listed
 from unisono.checkpoint.tree import Node, check_cost, check_trees, cost_of, dtype_of
 
-__all__ = ["FILE", "MANIFEST", "VERSION", "FileEntry", "Manifest", "Piece", "TensorEntry"]
+__all__ = ["FILE", "MANIFEST", "VERSION", "FileEntry", "FilePiece", "Manifest", "TensorEntry"]
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -48,7 +48,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """Contiguous bytes of a tensor: in file number `file` from `start` to `stop`, a digest for each block."""
 
     file: int
@@ -64,7 +64,7 @@ class TensorEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str = "cpu"
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[FilePiece, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -261,7 +261,7 @@ def _tensor(entry: Any, block: object) -> TensorEntry:
         raise ValueError(f"{len(shape)} dimensions")
     pieces = []
     for file, start, stop, digests in entry["pieces"]:
-        piece = Piece(_count(file), _count(start), _count(stop), tuple(_text(d, _HEX) for d in digests))
+        piece = FilePiece(_count(file), _count(start), _count(stop), tuple(_text(d, _HEX) for d in digests))
         if piece.stop < piece.start or len(piece.digests) != -((piece.start - piece.stop) // BLOCK):
             raise ValueError("other digests than blocks")
         pieces.append(piece)

@@ -70,7 +70,7 @@ class Wanted:
 
 
 @dataclass(eq=False)
-class _Part:
+class _EarlyObject:
     """An object of the target that may refuse its state.
 
     Attributes:
@@ -136,7 +136,7 @@ class Restorer:
         self._unexpected: list[str] = []
         # Where tensors that are found go: `late`, or `early` within an object that is loaded early.
         self._wanted = self.late
-        self._parts: list[_Part] = []
+        self._parts: list[_EarlyObject] = []
         # Names of the saved tensors for those here, by their memory: optimizers are matched when all are known.
         self._names_here: dict[tuple[Any, ...], str] = {}
         self._optimizers: list[Callable[[], None]] = []
@@ -152,8 +152,8 @@ class Restorer:
         Raises:
             StateError: One refuses, which is named; the others have their state of before again.
         """
-        begun: list[tuple[_Part, Any]] = []
-        loaded: list[_Part] = []
+        begun: list[tuple[_EarlyObject, Any]] = []
+        loaded: list[_EarlyObject] = []
 
         def load() -> None:
             for part in self._parts:
@@ -325,7 +325,7 @@ class Restorer:
         put = self._loading(load, build, path, target)
         small = self._nbytes(inner) <= _ASIDE
         undo = partial(target.load_state_dict, strict=False, assign=assign)
-        self._parts.append(_Part(path, put, current, undo, small))
+        self._parts.append(_EarlyObject(path, put, current, undo, small))
         return lambda: target
 
     def _match_part(self, target: Any, current: Any, inner: Node, path: str, mode: _Mode) -> _Build:
@@ -339,7 +339,7 @@ class Restorer:
         put = self._loading(target.load_state_dict, build, path, target)
         if not early:
             return put
-        self._parts.append(_Part(path, put, current, target.load_state_dict))
+        self._parts.append(_EarlyObject(path, put, current, target.load_state_dict))
         return lambda: target
 
     def _loading(self, load: Callable[[Any], Any], build: _Build, path: str, target: Any) -> _Build:

@@ -19,9 +19,9 @@ import torch
 from unisono.checkpoint.checksum import CHUNK, blocks, digest, hasher
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError
-from unisono.checkpoint.manifest import FILE, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
+from unisono.checkpoint.manifest import FILE, MANIFEST, FileEntry, FilePiece, Manifest, TensorEntry
 from unisono.checkpoint.save_lock import SaveLock
-from unisono.checkpoint.sharding import Slice, shares
+from unisono.checkpoint.sharding import Share, shares
 from unisono.checkpoint.state import Captured, capture
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.tree import Node, as_bytes, dtype_of, memory_of, name_of
@@ -30,7 +30,7 @@ from unisono.checkpoint.writer import Shard, write_file
 from unisono.core.tensor_shard import TensorShard
 from unisono.errors import MismatchError
 
-__all__ = ["Progress", "Snapshot", "TensorShard", "check_ranges", "commit", "outline", "prepare"]
+__all__ = ["PreparedState", "Progress", "TensorShard", "check_ranges", "commit", "outline", "prepare"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has processed, and with its total."""
@@ -39,7 +39,7 @@ _log = logging.getLogger("unisono.checkpoint")
 
 
 def commit(
-    make: Callable[[], Snapshot],
+    make: Callable[[], PreparedState],
     storage: Storage,
     team: CollectiveScope,
     extra: dict[str, Any],
@@ -50,7 +50,7 @@ def commit(
 
     `newest` returns the time of the checkpoint that the new one must be newer than.
     """
-    made: list[Snapshot] = []
+    made: list[PreparedState] = []
 
     def take() -> tuple[Any, str, str]:
         snapshot = make()
@@ -101,7 +101,7 @@ def _open(storage: Storage, lock: SaveLock) -> None:
     lock.acquire()
 
 
-def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progress: Progress | None) -> Any:
+def _write(snapshot: PreparedState, storage: Storage, name: str, save_id: str, progress: Progress | None) -> Any:
     """Write this rank's share, and return its entries for the manifest."""
     total = sum(len(p.data) for p in snapshot.portions)
     done = 0
@@ -113,7 +113,7 @@ def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progre
             progress(done, total)
 
     file: FileEntry | None = None
-    pieces: list[Piece] = []
+    pieces: list[FilePiece] = []
     if snapshot.portions:
         sink = storage.create(name)
         try:
@@ -133,7 +133,7 @@ def _write(snapshot: Snapshot, storage: Storage, name: str, save_id: str, progre
 
 
 def _publish(
-    snapshot: Snapshot,
+    snapshot: PreparedState,
     parts: list[Any],
     storage: Storage,
     save_id: str,
@@ -143,10 +143,10 @@ def _publish(
 ) -> None:
     """Put the manifest together from what all ranks have written, and in its place."""
     files: list[FileEntry] = []
-    found: dict[str, dict[int, Piece]] = {n: {} for part in parts for n in (*snapshot.entries, *part["own"])}
+    found: dict[str, dict[int, FilePiece]] = {n: {} for part in parts for n in (*snapshot.entries, *part["own"])}
     for part in parts:
         for name, offset, start, stop, digests in part["pieces"]:
-            found[name][offset] = Piece(len(files), start, stop, tuple(digests))
+            found[name][offset] = FilePiece(len(files), start, stop, tuple(digests))
         if part["file"]:
             files.append(FileEntry(*part["file"]))
     tensors = dict(snapshot.entries)
@@ -220,7 +220,7 @@ def _remove_files(storage: Storage, saves: Set[str]) -> None:
 
 
 @dataclass
-class Snapshot:
+class PreparedState:
     """A state as this rank is going to write it.
 
     Attributes:
@@ -263,9 +263,9 @@ class Snapshot:
         }
 
 
-def outline(captured: Captured) -> Snapshot:
+def outline(captured: Captured) -> PreparedState:
     """Return a snapshot with the structure of a state, without digests of its tensors."""
-    return Snapshot(
+    return PreparedState(
         captured.tree,
         {name: _entry(tensor, captured.shards.get(name)) for name, tensor in captured.tensors.items()},
         list(captured.own_trees),
@@ -274,7 +274,7 @@ def outline(captured: Captured) -> Snapshot:
     )
 
 
-def prepare(state: Any, rank: int, size: int, *, copy: bool) -> Snapshot:
+def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
     """Take a state apart, compute the digests to compare, and select this rank's share.
 
     Args:
@@ -286,7 +286,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> Snapshot:
     """
     captured = capture(state, rank)
     snapshot = outline(captured)
-    slices: dict[str, list[tuple[int, Slice]]] = {name: [] for name in captured.tensors if name not in captured.shards}
+    slices: dict[str, list[tuple[int, Share]]] = {name: [] for name in captured.tensors if name not in captured.shards}
     # By name: a dict may have been filled in another order on another rank.
     whole = {name: snapshot.entries[name] for name in slices}
     plan = shares(sorted((name, e.nbytes, e.dtype.itemsize) for name, e in whole.items()), size)
@@ -320,10 +320,10 @@ def _unshared(entries: Mapping[str, TensorEntry], name: str, tensor: torch.Tenso
     flat, mine = _flat(tensor)
     data, _ = _take(flat, copy and not mine, False)
     first = start * tensor.itemsize
-    return _portion(entries, Slice(name, first, first + len(flat)), data, None)
+    return _portion(entries, Share(name, first, first + len(flat)), data, None)
 
 
-def _portion(entries: Mapping[str, TensorEntry], part: Slice, data: torch.Tensor, found: list[str] | None) -> Shard:
+def _portion(entries: Mapping[str, TensorEntry], part: Share, data: torch.Tensor, found: list[str] | None) -> Shard:
     entry = entries[part.name]
     known = None if found is None else tuple(found)
     return Shard(part.name, entry.dtype, entry.shape, part.start, part.stop, data, known)

@@ -11,7 +11,7 @@ import torch
 
 from unisono.checkpoint.checksum import CHUNK, blocks, digest, hasher
 from unisono.checkpoint.errors import CheckpointError
-from unisono.checkpoint.manifest import FileEntry, Piece
+from unisono.checkpoint.manifest import FileEntry, FilePiece
 from unisono.checkpoint.storage import Sink
 from unisono.checkpoint.tree import memory_of, safetensors_form
 
@@ -46,7 +46,7 @@ class Shard:
 
 def write_file(
     sink: Sink, name: str, save_id: str, portions: Sequence[Shard], on_bytes: ByteCallback
-) -> tuple[FileEntry, list[Piece]]:
+) -> tuple[FileEntry, list[FilePiece]]:
     """Write the portions in order, and finish the file.
 
     Raises:
@@ -70,7 +70,7 @@ def write_file(
                 f"{portion.name!r}",
                 tensors=[portion.name],
             )
-        pieces.append(Piece(0, position, position + len(memory), tuple(found)))
+        pieces.append(FilePiece(0, position, position + len(memory), tuple(found)))
         position += len(memory)
     sink.finish()
     return FileEntry(name, position, len(header), digest(header), str(file_hash.hexdigest())), pieces

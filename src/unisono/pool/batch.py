@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["LONGEST_S", "Batch", "Part", "Range", "results"]
+__all__ = ["LONGEST_S", "Part", "Range", "TaskBatch", "results"]
 
 _SHORTEST_S = 1e-3
 LONGEST_S = 50e-3
@@ -20,7 +20,7 @@ Part = tuple[int, Sequence[Any], BaseException | None]
 """Arguments of a batch's `deliver`."""
 
 
-class Batch:
+class TaskBatch:
     """Calls of one function that are to run.
 
     Args:

@@ -14,7 +14,7 @@ from unisono.launcher.processes import dump, importable
 from unisono.rpc.exported import ExportTable, name_of
 from unisono.serialization.functions import dumps
 
-__all__ = ["Chunk", "Codec", "PickleCodec"]
+__all__ = ["Chunk", "ChunkCodec", "PickleCodec"]
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Chunk:
     limit_s: float = math.inf
 
 
-class Codec:
+class ChunkCodec:
     """Chunks, and lists of results, as bytes: values without pickle, and functions that are exposed, by name."""
 
     dumps: Callable[[list[Any]], bytes] = staticmethod(serialization.encode)
@@ -46,7 +46,7 @@ class Codec:
         return Chunk(ExportTable(trusted=False).function(name), *rest)
 
 
-class PickleCodec(Codec):
+class PickleCodec(ChunkCodec):
     """Pickles, with functions and classes as `launch` sends them: by name where workers can import them."""
 
     dumps = staticmethod(dumps)

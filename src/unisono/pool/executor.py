@@ -23,9 +23,9 @@ from unisono.errors import CommError, PeerLostError
 from unisono.host.network import why_no_shm
 from unisono.host.processors import cores
 from unisono.launcher.api import init, launch
-from unisono.pool.batch import LONGEST_S, Batch, Part, results
+from unisono.pool.batch import LONGEST_S, Part, TaskBatch, results
 from unisono.pool.codecs import Chunk
-from unisono.pool.scheduler import Scheduler
+from unisono.pool.scheduler import CallScheduler
 from unisono.pool.worker import Worker
 from unisono.transports.hierarchical import transport_named
 
@@ -104,12 +104,12 @@ class Pool(Executor):
         self._lock = threading.Lock()
         self._served = False
         self._end: threading.Thread | None = None
-        self._scheduler: Scheduler | None = None
+        self._scheduler: CallScheduler | None = None
         if self._rank.agent.rank == 0:
             others = range(1, self._rank.agent.size)
             if not others:
                 self._rank.agent.thread(self._rank.loop)
-            self._scheduler = Scheduler(self._rank, others or (0,), retries)
+            self._scheduler = CallScheduler(self._rank, others or (0,), retries)
             close_at_exit(self)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -132,7 +132,7 @@ class Pool(Executor):
         scheduler = self._tasks()
         content = self._rank.codec.pack(Chunk(fn, [args], kwargs))
         future: Future[T] = Future()
-        batch = Batch(_name("submit", fn), 1, lambda *_: content, partial(_settle, future), _begin(future))
+        batch = TaskBatch(_name("submit", fn), 1, lambda *_: content, partial(_settle, future), _begin(future))
         scheduler.add(batch)
         return future
 
@@ -200,7 +200,7 @@ class Pool(Executor):
         codec = self._rank.codec
         limit_s = LONGEST_S if chunksize is None else math.inf
         arrived: queue.SimpleQueue[Part] = queue.SimpleQueue()
-        batch = Batch(
+        batch = TaskBatch(
             _name("map", fn),
             len(calls),
             lambda start, stop: codec.pack(Chunk(fn, calls[start:stop], limit_s=limit_s)),
@@ -259,12 +259,12 @@ class Pool(Executor):
         if self._scheduler is not None and error is None:
             self.shutdown()
 
-    def _tasks(self) -> Scheduler:
+    def _tasks(self) -> CallScheduler:
         if self._scheduler is None:
             raise RuntimeError(f"rank {self._rank.agent.rank} runs the tasks of this pool; only rank 0 submits them")
         return self._scheduler
 
-    def _finish(self, scheduler: Scheduler) -> None:
+    def _finish(self, scheduler: CallScheduler) -> None:
         agent = self._rank.agent
         scheduler.wait()
         try:

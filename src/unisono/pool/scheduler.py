@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from unisono.errors import CommError, PeerLostError
-from unisono.pool.batch import Batch, Range
+from unisono.pool.batch import Range, TaskBatch
 from unisono.pool.worker import Worker
 from unisono.rpc.remote_errors import rebuilt
 
-__all__ = ["BrokenPoolError", "Scheduler"]
+__all__ = ["BrokenPoolError", "CallScheduler"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class BrokenPoolError(PeerLostError, BrokenExecutor):
     """
 
 
-class Scheduler:
+class CallScheduler:
     """Queue of batches, and the workers that are idle. Methods are thread-safe.
 
     Args:
@@ -50,9 +50,9 @@ class Scheduler:
         self._retries = retries
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
-        self._queue: deque[Batch] = deque()
+        self._queue: deque[TaskBatch] = deque()
         self._living = set(workers)
-        self._sent: dict[int, deque[tuple[Batch, Range]]] = {}
+        self._sent: dict[int, deque[tuple[TaskBatch, Range]]] = {}
         self._running = 0
         self._here = threading.local()
         self._closed = False
@@ -66,7 +66,7 @@ class Scheduler:
             else:
                 future.add_done_callback(partial(self._started, worker))
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: TaskBatch) -> None:
         """Queue a batch. Raises RuntimeError after `close`, and BrokenPoolError."""
         with self._lock:
             if self._closed:
@@ -86,7 +86,7 @@ class Scheduler:
         # Without the lock: the garbage collector may call this anywhere.
         self._closed = True
 
-    def drop(self, batch: Batch) -> None:
+    def drop(self, batch: TaskBatch) -> None:
         """Forget the calls of a batch that have not been sent."""
         with self._lock:
             batch.drop()
@@ -148,7 +148,7 @@ class Scheduler:
         while (order := self._next()) is not None:
             self._send(*order)
 
-    def _next(self) -> tuple[int, Batch, Range] | None:
+    def _next(self) -> tuple[int, TaskBatch, Range] | None:
         with self._lock:
             while self._queue:
                 batch = self._queue[0]
@@ -164,14 +164,14 @@ class Scheduler:
             self._quiet.notify_all()
             return None
 
-    def _ready(self, batch: Batch) -> int | None:
+    def _ready(self, batch: TaskBatch) -> int | None:
         """Return a worker that is idle, else one that is about to end a chunk of this batch."""
         living = [(worker, sent) for worker, sent in self._sent.items() if worker in self._living]
         idle = (worker for worker, sent in living if not sent)
         soon = (worker for worker, sent in living if len(sent) == 1 and sent[0][0] is batch)
         return next(idle, None) if not batch.short else next(idle, next(soon, None))
 
-    def _send(self, worker: int, batch: Batch, chunk: Range) -> None:
+    def _send(self, worker: int, batch: TaskBatch, chunk: Range) -> None:
         try:
             future = self._agent.rpc_async(worker, self._rank.run, (batch.pack(*chunk),), timeout=_NO_LIMIT_S)
         except CommError as lost:
@@ -187,12 +187,12 @@ class Scheduler:
         else:
             future.add_done_callback(partial(self._ended, worker, batch, chunk))
 
-    def _took(self, worker: int, batch: Batch, chunk: Range) -> None:
+    def _took(self, worker: int, batch: TaskBatch, chunk: Range) -> None:
         """Note that a worker is done with a chunk."""
         with self._lock:
             self._sent[worker].remove((batch, chunk))
 
-    def _ended(self, worker: int, batch: Batch, chunk: Range, future: Any) -> None:
+    def _ended(self, worker: int, batch: TaskBatch, chunk: Range, future: Any) -> None:
         outer = self.ends_here
         self._here.ends = True
         try:
@@ -206,7 +206,7 @@ class Scheduler:
             self._running -= 1
             self._quiet.notify_all()
 
-    def _answered(self, worker: int, batch: Batch, chunk: Range, future: Any) -> None:
+    def _answered(self, worker: int, batch: TaskBatch, chunk: Range, future: Any) -> None:
         """Handle the answer of a worker: give it the next chunk first."""
         start, stop = chunk
         try:
@@ -225,7 +225,7 @@ class Scheduler:
         else:
             batch.deliver(start, values, None if failed is None else rebuilt(failed, worker))
 
-    def _retry(self, batch: Batch, chunk: Range, ran: bool, lost: PeerLostError) -> None:
+    def _retry(self, batch: TaskBatch, chunk: Range, ran: bool, lost: PeerLostError) -> None:
         """Have the calls of a lost worker run again, but those that have ended too many workers."""
         start, stop = chunk
         batch.deaths.update(range(start, stop if ran else start))
@@ -242,7 +242,7 @@ class Scheduler:
         error.__cause__ = lost
         batch.deliver(start, (), error)
 
-    def _put_back(self, batch: Batch, *chunks: Range) -> None:
+    def _put_back(self, batch: TaskBatch, *chunks: Range) -> None:
         """Queue calls that were sent, but have not run, before all others."""
         with self._lock:
             batch.todo.extendleft(chunk for chunk in reversed(chunks) if chunk[0] < chunk[1])

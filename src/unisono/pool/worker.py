@@ -12,7 +12,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.errors import PeerLostError
-from unisono.pool.codecs import Codec, PickleCodec
+from unisono.pool.codecs import ChunkCodec, PickleCodec
 from unisono.rpc.agent import TIMEOUT_S, Agent
 from unisono.rpc.context import unregister
 from unisono.rpc.exported import async_execution
@@ -44,7 +44,7 @@ class Worker:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Any] | PeerLostError | None] = queue.SimpleQueue()
         self._initialize = initialize
         self.trusted = trusted
-        self.codec: Codec = PickleCodec() if trusted else Codec()
+        self.codec: ChunkCodec = PickleCodec() if trusted else ChunkCodec()
         self.start, self.run, self.stop = self._calls()
         expose = (self.start, self.run, self.stop)
         self.agent = Agent(comm, f"rank{comm.rank}", TIMEOUT_S, trusted=False, expose=expose, workers=1)

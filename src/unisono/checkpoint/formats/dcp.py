@@ -78,7 +78,7 @@ def read(path: Path, trusted: bool) -> Any:
         CorruptError: A file is missing, or ends too early.
     """
     try:
-        found = _Unpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
+        found = _MetadataUnpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
         locations = {(index.fqn, _offset(index.offset)): info for index, info in found.storage_data.items()}
         flat = {
             name: _value(path, name, entry, locations, trusted) for name, entry in found.state_dict_metadata.items()
@@ -90,7 +90,7 @@ def read(path: Path, trusted: bool) -> Any:
         raise FormatError(f"{path} is not a readable DCP checkpoint ({error})") from error
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _CLASSES[module][name]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections import defaultdict
@@ -43,6 +44,7 @@ REGISTRIES = (
 """Folders with one entry a file."""
 MUTABLE = {"dict", "list", "set", "defaultdict", "deque", "Counter", "WeakSet", "WeakValueDictionary", "count"}
 MUTABLE |= {"WeakKeyDictionary", "OrderedDict", "Lock", "RLock", "Condition", "Event", "local", "ContextVar"}
+FIXED = re.compile(r"Final|Mapping|frozenset|tuple")
 
 Found = Iterator[str]
 
@@ -73,9 +75,8 @@ def fragments(trees: dict[Path, ast.Module]) -> Found:
 def packed(trees: dict[Path, ast.Module]) -> Found:
     for path, tree in trees.items():
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple | ast.List):
-                continue
-            if any(isinstance(target, ast.Tuple | ast.List) for target in node.targets):
+            several = isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List)
+            if several and any(isinstance(target, ast.Tuple | ast.List) for target in node.targets):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
@@ -98,8 +99,10 @@ def defined(tree: ast.Module) -> set[str]:
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-            found.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if owner == "self" or (owner == "cls" and isinstance(node.ctx, ast.Store)):
+                found.add(node.attr)
     return found
 
 
@@ -118,9 +121,8 @@ def of_torch(tree: ast.Module) -> set[str]:
     known = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            known |= {
-                alias.asname or alias.name.split(".")[0] for alias in node.names if alias.name.startswith("torch")
-            }
+            ours = [alias for alias in node.names if alias.name.startswith("torch")]
+            known |= {alias.asname or alias.name.split(".")[0] for alias in ours}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             known |= {alias.asname or alias.name for alias in node.names}
     return known
@@ -150,7 +152,7 @@ def mutable(node: ast.expr | None) -> bool:
     if isinstance(node, ast.Call):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         return name in MUTABLE
-    return False
+    return isinstance(node, ast.Subscript) and False
 
 
 def changing(trees: dict[Path, ast.Module]) -> Found:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from fault_rows import LATE_S, LONG_S, ODD, SHORT_S, fault, odd
+from insides import control_of, engine_of
 
 from unisono.errors import CommTimeoutError, DeadlockError
 
@@ -88,5 +89,5 @@ def _(comm: Any) -> None:
 def _until_broken(comm: Any) -> None:
     """Do something else until the group has failed."""
     deadline = time.monotonic() + LONG_S
-    while comm._control.first_cause(comm._engine.group, 0.05) is None:
+    while control_of(comm).first_cause(engine_of(comm).group, 0.05) is None:
         assert time.monotonic() < deadline, "the group never failed"

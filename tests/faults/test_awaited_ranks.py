@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from insides import engine_of
 
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause
@@ -62,7 +63,7 @@ def _gives_up_second(comm: Any) -> str | None:
     comm.barrier()
     if comm.rank == 1:
         return None
-    engine = comm._engine
+    engine = engine_of(comm)
     engine.control.report_failure(
         engine.group, Cause("CommTimeoutError", 1, "rank 2 gave up: waited\n  rank 1 is at train.py:7")
     )

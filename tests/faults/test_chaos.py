@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import control_of, engine_of
 from leaks import held, wait_until_as
 from small_training import Story, check, train
 
@@ -66,14 +67,14 @@ def make_and_close(comm: Any, count: int) -> tuple[int, str]:
     gc.collect()
     gc.disable()
     try:
-        keys, before = comm._control.num_keys(), held()
+        keys, before = control_of(comm).num_keys(), held()
         for _ in range(count):
             part = comm.dup()
             part.all_reduce(torch.ones(2))
             part.close()
         del part
         comm.barrier()
-        return comm._control.num_keys() - keys, wait_until_as(before, "threads", "descriptors", "processes")
+        return control_of(comm).num_keys() - keys, wait_until_as(before, "threads", "descriptors", "processes")
     finally:
         gc.enable()
 
@@ -91,9 +92,9 @@ def test_closed_group_frees_its_state_in_the_hub() -> None:
     def program(comm: Any) -> None:
         for number in range(3):
             part = comm.dup()
-            part._control.share(f"{part._engine.group.name}/thing", lambda number=number: [number])
+            control_of(part).share(f"{engine_of(part).group.name}/thing", lambda number=number: [number])
             part.close()
-        comm._control.share("for all", list)
+        control_of(comm).share("for all", list)
 
     hubs: list[LocalHub] = []
 

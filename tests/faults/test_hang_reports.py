@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import control_of, engine_of
 
 from unisono.errors import CommTimeoutError
 from unisono.testing import run_ranks
@@ -212,12 +213,12 @@ def marked_line(program: Bug) -> int:
 def hang(comm: Any, name: str) -> str:
     """Return the error of this rank for a bug, on a separate communicator."""
     part, end = comm.dup(), threading.Event()
-    part._engine.options = part._engine.options.__class__(part.backend, timeout_s=SHORT_S)
-    part._options, part._engine._limit_s = part._engine.options, SHORT_S
+    engine_of(part).options = engine_of(part).options.__class__(part.backend, timeout_s=SHORT_S)
+    part._options, engine_of(part)._limit_s = engine_of(part).options, SHORT_S
     comm.barrier()
     # The one to blame is let go when the group has failed.
     threading.Thread(
-        target=lambda: (part._control.first_cause(part._engine.group, 20.0), end.set()), daemon=True
+        target=lambda: (control_of(part).first_cause(engine_of(part).group, 20.0), end.set()), daemon=True
     ).start()
     try:
         BUGS[name][0](part, end)

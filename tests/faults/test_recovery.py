@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import engine_of
 from recovery_helpers import launched, soaked, total
 from small_training import Story, check, train
 
@@ -45,7 +46,7 @@ def test_rebuild_renumbers_survivors_in_order(backend: str, gone: tuple[int, ...
 def test_rebuild_without_a_failure() -> None:
     def program(comm: Any) -> tuple[float, str]:
         new = comm.rebuild()
-        return total(new), new._engine.group.name
+        return total(new), engine_of(new).group.name
 
     assert run_ranks(program, 3) == [(3.0, "world~1")] * 3
 

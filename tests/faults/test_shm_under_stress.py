@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from insides import control_of
 from leaks import held, wait_until_as
 
 import unisono as un
@@ -68,7 +69,7 @@ def test_ten_groups_concurrently() -> None:
 
 def dies_in_a_long_sum(comm: un.Communicator) -> tuple[int | None, float]:
     """Return the lost rank that this rank's error names, and the time since its death."""
-    tensor, control = torch.ones(LONG), comm._engine.control
+    tensor, control = torch.ones(LONG), control_of(comm)
 
     def die() -> None:
         control.set("death", str(time.monotonic()).encode())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import control_of
 
 import unisono as un
 from unisono.control.state import ControlState
@@ -30,7 +31,7 @@ def splits(comm: Any, own: bool, there: bool) -> Any:
     if comm.rank == 1 and there:
         comm._plain = ends
     elif comm.rank == 1:
-        comm._control.join = ends
+        control_of(comm).join = ends
     started = time.monotonic()
     try:
         comm.dup()

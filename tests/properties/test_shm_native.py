@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from insides import engine_of
 from native_core import without_core
 
 import unisono as un
@@ -121,8 +122,8 @@ def moved(comm: un.Communicator, call: str, counts: list[int], given: torch.Tens
 def program(comm: un.Communicator, call: str, op: str, dtype: torch.dtype, counts: list[int], seed: int) -> list[bool]:
     given = random_bits(max(counts) * max(comm.size, 1), dtype, seed + comm.rank)
     with comm.dup() as fast, without_core(comm) as slow:
-        assert fast._engine.fast_path is not None
-        assert slow._engine.fast_path is None
+        assert engine_of(fast).fast_path is not None
+        assert engine_of(slow).fast_path is None
         one, other = (called(part, call, op, counts, given) for part in (fast, slow))
         if call == "reduce" and comm.rank != counts[0] % comm.size:
             return [torch.equal(one[0].view(torch.uint8), given[: counts[0]].view(torch.uint8))]
@@ -214,7 +215,7 @@ def mixed(comm: un.Communicator, build: str | None) -> tuple[bool, list[str], fl
     with part:
         total = torch.ones(3)
         part.all_reduce(total)
-        return part._engine.fast_path is None, [str(w.message) for w in warned], total[0].item()
+        return engine_of(part).fast_path is None, [str(w.message) for w in warned], total[0].item()
 
 
 def test_rank_without_the_core_disables_it_on_all(ranks: RankPool) -> None:

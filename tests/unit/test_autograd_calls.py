@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import engine_of
 
 import unisono as un
 from unisono import autograd as ag
@@ -153,10 +154,10 @@ def compiled(comm: un.Communicator, backend: str) -> list[Any]:
     results = []
     for call in (all_in_one, torch.compile(all_in_one, backend=backend, fullgraph=True)):
         x = (torch.arange(4.0, dtype=torch.float64) + comm.rank).requires_grad_()
-        before = comm._engine.activity.calls
+        before = engine_of(comm).activity.calls
         y = call(x, comm)
         y.sum().backward()
-        results.append((y.detach(), x.grad, comm._engine.activity.calls - before))
+        results.append((y.detach(), x.grad, engine_of(comm).activity.calls - before))
     return results
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from averaged_models import TINY, Branches, Net, batches, made
 from averager_helpers import RANKS
+from insides import engine_of
 from torch import nn
 
 import unisono as un
@@ -174,9 +175,9 @@ def test_parameters_are_compared_once(call: Callable[..., None]) -> None:
     def program(comm: un.Communicator) -> list[int]:
         model, counts = nn.Linear(3, 2), []
         for _ in range(3):
-            before = comm._engine.activity.calls
+            before = engine_of(comm).activity.calls
             call(model, comm)
-            counts.append(comm._engine.activity.calls - before)
+            counts.append(engine_of(comm).activity.calls - before)
         return counts
 
     for first, second, third in un.launch(program, 2, "thread"):

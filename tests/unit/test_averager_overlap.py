@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from averaged_models import MODELS, TINY, batches, made, same, stepped, wanted_of
+from insides import transport_of
 from torch import nn
 
 import unisono as un
@@ -21,7 +22,7 @@ CASES = [pytest.param(name, marks=[pytest.mark.soak] * ("checkpointed" in name))
 def with_cores_to_spare(comm: un.Communicator) -> un.Communicator:
     """The same ranks over shared memory, as on a host of more processors."""
     part = comm.dup()
-    part._engine.transport.background = True
+    transport_of(part).background = True
     assert part.overlaps
     return part
 
@@ -49,7 +50,7 @@ def test_means_are_equal_with_a_progress_thread(name: str) -> None:
 def test_buckets_overlap_only_with_spare_cores(spare: bool) -> None:
     def program(comm: un.Communicator, spare: bool) -> list[bool]:
         with with_cores_to_spare(comm) as part:
-            part._engine.transport.background = spare
+            transport_of(part).background = spare
             model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
             averager = un.GradientAverager(model, part, bucket_cap_mb=64 / 2**20)
             found = []
@@ -68,7 +69,7 @@ def test_buckets_overlap_only_with_spare_cores(spare: bool) -> None:
 )
 def test_ranks_agree_on_spare_cores(cores: tuple[int, int], threads: int, spare: bool) -> None:
     def program(comm: un.Communicator, cores: tuple[int, int], threads: int) -> bool:
-        whole = comm._engine.transport
+        whole = transport_of(comm)
         group = replace(whole.group, name=f"{whole.group.name} of {cores}, {threads}")
         with (
             patch.object(transport, "cores", lambda: cores[comm.rank]),
@@ -97,7 +98,7 @@ def test_one_bucket_suffices_without_overlap(
 ) -> None:
     def program(comm: un.Communicator, spare: bool, compression: str | None, cap: float | None) -> int:
         with with_cores_to_spare(comm) as part:
-            part._engine.transport.background = spare
+            transport_of(part).background = spare
             model = nn.ParameterList(torch.zeros(4 << 20) for _ in range(2))
             averager = un.GradientAverager(model, part, bucket_cap_mb=cap, first_bucket_mb=cap, compression=compression)
             found = len(averager.buckets)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from averaged_models import TINY
+from insides import transport_of
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -83,7 +84,7 @@ def test_aborted_pass_without_overlap_has_no_effect(backend: str) -> None:
     def program(comm: un.Communicator) -> bool:
         with comm.dup() as part:
             if backend == "shm":
-                part._engine.transport.background = False
+                transport_of(part).background = False
             model = layers()
             averager = un.GradientAverager(model, part, bucket_cap_mb=128 / 2**20)
             broken_off(part, model)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import transport_of
 
 import unisono as un
 from unisono.core.types import Message, Send, Work
@@ -23,7 +24,7 @@ def everything(comm: un.Communicator, count: int) -> dict[str, Any]:
     """Whole numbers, so that each result is exact, whatever the order of additions."""
     rank, size = comm.rank, comm.size
     mine = torch.arange(count) * (rank + 1)
-    found: dict[str, Any] = {"kind": type(comm._engine.transport).__name__}
+    found: dict[str, Any] = {"kind": type(transport_of(comm)).__name__}
     total = mine.clone()
     comm.all_reduce(total)
     found["all_reduce"] = total.tolist()
@@ -61,7 +62,7 @@ def test_any_number_of_ranks_per_host(hosts: Hosts, count: int) -> None:
 def test_single_transport_is_used_directly() -> None:
     def program(comm: un.Communicator) -> tuple[str, un.Communicator | None]:
         half = comm.split(comm.rank // 2)
-        kinds = [type(part._engine.transport) for part in (comm, half, comm.split(comm.rank % 2))]
+        kinds = [type(transport_of(part)) for part in (comm, half, comm.split(comm.rank % 2))]
         return [Hierarchical in kind.__mro__ for kind in kinds], half.hosts
 
     found = run_ranks(program, 4, "thread+thread", hosts=[[0, 1], [2, 3]])

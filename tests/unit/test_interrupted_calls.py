@@ -7,10 +7,10 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from insides import engine_of
 from waiting import wait_until
 
 import unisono as un
@@ -59,7 +59,9 @@ def test_nested_collective_is_rejected_and_the_outer_one_completes(
                 said.append(str(error))
             (handled / str(len(said))).touch()
 
-        def interrupt(activity: Any = comm._engine.activity) -> None:
+        activity = engine_of(comm).activity
+
+        def interrupt() -> None:
             while not activity.inside:
                 os.sched_yield()
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from insides import control_of, engine_of
 from waiting import wait_until
 
 import unisono as un
@@ -95,7 +96,7 @@ class Deadly:
 
 
 def outlives_the_memory(comm: un.Communicator) -> str:
-    group, control = comm._engine.group, comm._engine.control
+    group, control = engine_of(comm).group, control_of(comm)
     [pid, _] = comm.all_gather_object(os.getpid())
     if comm.rank == 0:
         card = struct.pack("<qqq16s", pid, 1 << 20, PAGE_BYTES, bytes(16))
@@ -134,7 +135,7 @@ def test_memory_unavailable_on_one_rank(short: int) -> None:
 
 def many_registered(comm: un.Communicator) -> bool:
     """Tensors use no keys of the control plane and no descriptors, and no mappings after they are freed."""
-    control, kept = comm._engine.control, []
+    control, kept = control_of(comm), []
     gc.collect()
     keys, files, maps = control.num_keys(), _count("/proc/self/fd"), _maps()
     comm.barrier()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import control_of, engine_of
 from waiting import wait_until
 
 import unisono as un
@@ -76,7 +77,7 @@ def test_unreferenced_communicator_is_freed_with_its_threads(start: Start) -> No
         comm = used(start(rank))
         part = used(comm.dup())
         made.append(threads())
-        return [weakref.ref(held) for held in (comm, part, comm._engine, part._engine)]
+        return [weakref.ref(held) for held in (comm, part, engine_of(comm), engine_of(part))]
 
     made: list[int] = []
     before = threads()
@@ -92,7 +93,7 @@ def test_subgroups_are_freed_before_the_parent(start: Start) -> None:
 
     def dropped(comm: un.Communicator) -> Teardown:
         part = used(comm.dup())
-        ref, helper, ending = weakref.ref(part), part._engine._helper, part._engine.ending
+        ref, helper, ending = weakref.ref(part), engine_of(part)._helper, engine_of(part).ending
         del part
         assert wait_until(lambda: ref() is None)
         helper.join(SOON_S)
@@ -107,7 +108,7 @@ def test_subgroups_are_freed_before_the_parent(start: Start) -> None:
                 before = ending.over
                 comm.dup().close()
                 ends.append((before, ending.over))
-            assert comm._engine.ending.left() == []
+            assert engine_of(comm).ending.left() == []
         return ends
 
     assert both(program) == [[(False, True)] * 3] * 2
@@ -119,7 +120,7 @@ def test_subgroup_held_by_one_rank_stays(start: Start) -> None:
         over = []
         with start(rank) as comm:
             part = comm.dup()
-            ending, kept = part._engine.ending, [part] if rank == 1 else []
+            ending, kept = engine_of(part).ending, [part] if rank == 1 else []
             del part
             for _ in range(2):
                 comm.dup().close()
@@ -156,7 +157,7 @@ def test_subgroups_and_works_keep_the_communicator(start: Start) -> None:
 def test_agent_keeps_the_communicator(start: Start) -> None:
     def program(rank: int) -> int:
         comm = start(rank)
-        agent, engine = un.rpc.init(comm, expose=[divmod]), weakref.ref(comm._engine)
+        agent, engine = un.rpc.init(comm, expose=[divmod]), weakref.ref(engine_of(comm))
         del comm
         gc.collect()
         assert engine() is not None
@@ -202,10 +203,10 @@ def test_dropped_subgroup_is_reported_to_its_ranks(start: Start) -> None:
 def test_forked_copy_can_be_dropped(start: Start) -> None:
     def program(rank: int) -> bool:
         comm = start(rank)
-        ending = comm._engine.ending
+        ending = engine_of(comm).ending
         # What a fork's copy of it is.
         ending._process = -1
-        control = comm._control
+        control = control_of(comm)
         del comm
         gc.collect()
         control.exchange(ending.group, "here", None, SOON_S)

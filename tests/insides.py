@@ -1,0 +1,23 @@
+"""The inside of a communicator, for tests of what no call shows: this file alone knows where it is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import unisono as un
+from unisono.comm.engine import Engine
+
+
+def engine_of(comm: un.Communicator) -> Engine:
+    """Its engine, which makes the calls and owns the threads."""
+    return comm._engine
+
+
+def transport_of(comm: un.Communicator) -> Any:
+    """The transport that carries its calls."""
+    return engine_of(comm).transport
+
+
+def control_of(comm: un.Communicator) -> Any:
+    """This rank's handle to the control plane."""
+    return engine_of(comm).control

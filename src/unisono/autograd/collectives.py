@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from unisono.autograd.operator import LINEAR, REDUCTIONS, apply
-from unisono.collectives.arguments import check_rank
+from unisono.collectives.arguments import check_rank, check_scale
 from unisono.comm.shape_exchange import ShapeExchange
 from unisono.communicator import Communicator
 from unisono.core.collective import COLLECTIVES
@@ -216,7 +216,9 @@ def _split(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> tuple[torch.Tens
     return tuple(part.view(shape) for part, shape in zip(flat.split(_numels(shapes)), shapes, strict=True))
 
 
-def all_reduce(tensor: torch.Tensor, comm: Communicator, op: str | ReduceOp = "sum") -> torch.Tensor:
+def all_reduce(
+    tensor: torch.Tensor, comm: Communicator, op: str | ReduceOp = "sum", *, scale: float | None = None
+) -> torch.Tensor:
     """Return the sum (or `op`) of all ranks' tensors. Collective.
 
     The gradient is the sum of all ranks' gradients of the result; with "avg" their mean, with "min" and "max" shared
@@ -226,12 +228,13 @@ def all_reduce(tensor: torch.Tensor, comm: Communicator, op: str | ReduceOp = "s
         tensor: Of a floating or complex dtype, with as many elements on every rank.
         comm: The communicator.
         op: sum, avg, product, min, max.
+        scale: As for `Communicator.all_reduce`; the gradient is scaled, too.
 
     Returns:
         A new tensor of the same shape.
 
     Raises:
-        ValueError: The dtype or `op` has no gradient.
+        ValueError: The dtype or `op` has no gradient, or cannot be scaled.
         MismatchError: Ranks make different calls, also in a backward pass.
 
     Cost: as `Communicator.all_reduce`, and the same in backward; twice the bytes there with "min" and "max", p times
@@ -247,6 +250,11 @@ def all_reduce(tensor: torch.Tensor, comm: Communicator, op: str | ReduceOp = "s
         [(3.0, 12.0), (3.0, 12.0)]
     """
     _check_floating(tensor, "all_reduce")
+    if scale is not None:
+        check_scale(scale, parse_op(op), tensor.dtype)
+        # With the next collective, which is this one.
+        comm.agree(scale, "scale")
+        tensor = tensor * scale
     n = [tensor.numel()]
     return apply(tensor.reshape(-1), comm, "all_reduce", n, n, _check_op(op, "all_reduce", REDUCTIONS)).view(
         tensor.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -16,10 +17,11 @@ from unisono.collectives.selection import Needs, cheapest, serves
 from unisono.core.call import Call, Fingerprint, hash_of
 from unisono.core.collective import COLLECTIVES, FAMILIES, Collective
 from unisono.core.failure import connection_error, left_error
+from unisono.core.staging import ACCELERATORS
 from unisono.core.tensors import as_flat, copy_back
-from unisono.core.transport import Status
-from unisono.core.types import MAX_TAG, ReduceOp
-from unisono.core.work import missing_ranks_error
+from unisono.core.transport import Status, Transport
+from unisono.core.types import MAX_TAG, PointToPoint, ReduceOp, Work
+from unisono.core.work import Deferred, missing_ranks_error
 
 __all__ = [
     "DTYPES",
@@ -27,6 +29,7 @@ __all__ = [
     "OP_CODES",
     "MessageEnds",
     "NativeCalls",
+    "NativeTransport",
     "Programs",
     "codes_of",
     "known_dtypes",
@@ -340,6 +343,31 @@ class NativeCalls(ABC):
         if status == Status.ABORTED and (cause := self._cause()) is not None:
             raise cause
         raise RuntimeError(f"the native core ended a call with status {status}")
+
+
+class NativeTransport(Transport):
+    """Transport whose collectives are those of a native core, if it has one: on flat memory, with any algorithm."""
+
+    native = frozenset(FAMILIES)
+    any_source = checks = True
+    devices = ACCELERATORS | {"cpu"}
+    host_staged = ACCELERATORS
+    calls: NativeCalls | None = None
+
+    def supports(self, call: Call) -> bool:
+        return self.calls is not None and not call.lengths and self.calls.carries(call)
+
+    def agree(self, call: Call, deadline: float) -> None:
+        """Compare calls by messages, and backward calls, in separate rounds. Native ones compare in their first."""
+        if self.calls is None:
+            return
+        if call.fingerprint.adjoint_of is not None or not self.calls.carries(call):
+            self.calls.compare(call.fingerprint, deadline)
+
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        if self.calls is None or not self.calls.carries(call):
+            return super().run(call, over)
+        return Deferred(partial(self.calls.carry, call), call.timeout)
 
 
 def known_dtypes() -> list[tuple[str, int]]:

@@ -200,11 +200,8 @@ class Hierarchical(Transport):
         return self._reconnect(group)
 
     def leave(self) -> None:
-        if self.inner is not None:
-            self.inner.leave()
-        if self._rail is not None:
-            self._rail.leave()
-        self.outer.leave()
+        for part in self._parts():
+            part.leave()
 
     def simulate_freeze(self, thawed: Event, freeze_s: float | None) -> None:
         self.outer.simulate_freeze(thawed, freeze_s)
@@ -218,11 +215,11 @@ class Hierarchical(Transport):
 
     def abort(self, cause: BaseException) -> None:
         self._end(cause)
-        if self.inner is not None:
-            self.inner.abort(cause)
-        if self._rail is not None:
-            self._rail.abort(cause)
-        self.outer.abort(cause)
+        for part in self._parts():
+            part.abort(cause)
+
+    def _parts(self) -> list[Transport]:
+        return [part for part in (self.inner, self._rail, self.outer) if part is not None]
 
     def _end(self, cause: BaseException) -> None:
         self._broken = self._broken or cause

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from unisono.core.call import Call, Fingerprint
-from unisono.core.collective import FAMILIES
+from unisono.collectives.native_calls import NativeTransport
+from unisono.core.call import Fingerprint
 from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.group import Group
-from unisono.core.staging import ACCELERATORS
-from unisono.core.transport import Mailbox, Options, Transport
-from unisono.core.types import Message, PointToPoint, Work
-from unisono.core.work import Deferred
+from unisono.core.transport import Mailbox, Options
+from unisono.core.types import Message, Work
 from unisono.errors import ClosedError, CommError, UnavailableError
 from unisono.host.native import native
 from unisono.host.network import why_no_shm
@@ -44,7 +42,7 @@ _INFO = struct.Struct("<?15s")
 native core, if any."""
 
 
-class ShmTransport(Transport):
+class ShmTransport(NativeTransport):
     """Transport in shared memory of one group: a barrier, two staging buffers per rank, and rings for messages.
 
     Collectives are those of the native core. Without it, or without a kernel for the reduction, they are put together
@@ -54,10 +52,6 @@ class ShmTransport(Transport):
     connected, had a core beside those of torch's threads.
     """
 
-    native = frozenset(FAMILIES)
-    any_source = checks = True
-    devices = ACCELERATORS | {"cpu"}
-    host_staged = ACCELERATORS
     latency_s = 10e-6
     second_per_byte = 2e-10
 
@@ -65,7 +59,6 @@ class ShmTransport(Transport):
         self.group = group
         self._control = control
         self._options = options
-        self._native: ShmFastPath | None = None
         module = native()
         size = group.size
         barrier = -(-(_INFOS + _INFO.size * size) // PAGE_BYTES) * PAGE_BYTES
@@ -93,12 +86,11 @@ class ShmTransport(Transport):
             # Memory is unmapped when its last user is freed, so no reference cycle may contain this object.
             differ = _weak_method(self._raise_mismatch)
             cost = self.latency_s, self.second_per_byte
-            self._native = ShmFastPath(
+            self.fast_path = self.calls = calls = ShmFastPath(
                 module, self._barrier, *where, _STAGE_BYTES, size > cores(), cost, queues, differ
             )
-            self.fast_path = self._native
-            self._rings = self._native.rings
-            self._symmetric = SymmetricMemory(group, control, options.timeout_s, self._native.core)
+            self._rings = calls.rings
+            self._symmetric = SymmetricMemory(group, control, options.timeout_s, calls.core)
         else:
             self._rings = MessageRings(self._barrier, queues, None)
             self.native = frozenset()
@@ -121,7 +113,7 @@ class ShmTransport(Transport):
         return neighbours(group, control, timeout_s)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return super().empty(shape, dtype) if self._native is None else self._symmetric.empty(shape, dtype)
+        return super().empty(shape, dtype) if self.calls is None else self._symmetric.empty(shape, dtype)
 
     def split(self, group: Group) -> ShmTransport:
         # The part does not know whether ranks outside it compute, too.
@@ -143,22 +135,6 @@ class ShmTransport(Transport):
             self._barrier.check(here, lambda: [peer])
         return found
 
-    # -- collectives ---------------------------------------------------------------------------
-    def supports(self, call: Call) -> bool:
-        return self._native is not None and not call.lengths and self._native.carries(call)
-
-    def agree(self, call: Call, deadline: float) -> None:
-        """Compare calls by messages, and backward calls, in a separate round. Native ones compare in their first."""
-        if self._native is None:
-            return
-        if call.fingerprint.adjoint_of is not None or not self._native.carries(call):
-            self._native.compare(call.fingerprint, deadline)
-
-    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        if self._native is None or not self._native.carries(call):
-            return super().run(call, over)
-        return Deferred(partial(self._native.carry, call), call.timeout)
-
     def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:
         """Raise the error of ranks with different signatures, quoting the call of each. All ranks raise it."""
         topic = f"mismatch in round {self._barrier.round}"
@@ -176,8 +152,8 @@ class ShmTransport(Transport):
     def abort(self, cause: BaseException) -> None:
         if self._barrier.broken is None:
             self._barrier.broken = cause
-            if self._native is not None:
-                self._native.abort()
+            if self.calls is not None:
+                self.calls.abort()
         for work in () if self._rings.idle else self._rings.pending():
             work.complete(cause)
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
-from unisono.core.call import Call
-from unisono.core.collective import FAMILIES
+from unisono.collectives.native_calls import NativeTransport
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.staging import ACCELERATORS
-from unisono.core.transport import Mailbox, Options, Transport
-from unisono.core.types import Message, PointToPoint, Work
-from unisono.core.work import Deferred
+from unisono.core.transport import Mailbox, Options
+from unisono.core.types import Message, Work
 from unisono.errors import ClosedError
 from unisono.host.network import host_identity
 from unisono.host.processors import cores
@@ -24,7 +20,7 @@ from unisono.transports.tcp.mailbox import TcpMailbox
 __all__ = ["TRANSPORT", "TcpTransport"]
 
 
-class TcpTransport(Transport):
+class TcpTransport(NativeTransport):
     """Transport over two connections between each two ranks: one for collectives, one for messages.
 
     They are made when the group connects, after both ends have proved to know the job's secret. What travels on them is
@@ -34,10 +30,7 @@ class TcpTransport(Transport):
     on each rank; about 15 us for a short message on one host.
     """
 
-    native = frozenset(FAMILIES)
-    any_source = checks = True
-    devices = ACCELERATORS | {"cpu"}
-    host_staged = ACCELERATORS
+    calls: TcpCollectives
     latency_s = TcpCollectives.latency_s
     second_per_byte = TcpCollectives.second_per_byte
 
@@ -47,9 +40,9 @@ class TcpTransport(Transport):
         self._options = options
         self.background = background
         self._closed = False
-        self.fast_path = self._collectives = TcpCollectives.connect(group, control, options, with_messages=True)
-        assert self._collectives.messages is not None
-        self._messages = self._collectives.messages
+        self.fast_path = self.calls = TcpCollectives.connect(group, control, options, with_messages=True)
+        assert self.calls.messages is not None
+        self._messages = self.calls.messages
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TcpTransport:
@@ -75,35 +68,21 @@ class TcpTransport(Transport):
     def iprobe(self, peer: int, tag: int) -> bool:
         return self._messages.holds(peer, tag)
 
-    # -- collectives ---------------------------------------------------------------------------
-    def supports(self, call: Call) -> bool:
-        return not call.lengths and self._collectives.carries(call)
-
-    def agree(self, call: Call, deadline: float) -> None:
-        """Compare calls by messages, and backward calls, in separate rounds. Native ones compare in their first."""
-        if call.fingerprint.adjoint_of is not None or not self._collectives.carries(call):
-            self._collectives.compare(call.fingerprint, deadline)
-
-    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        if self._collectives.carries(call):
-            return Deferred(partial(self._collectives.carry, call), call.timeout)
-        return super().run(call, over)
-
     # -- end -----------------------------------------------------------------------------------
     def leave(self) -> None:
-        self._collectives.leave()
+        self.calls.leave()
         self._messages.leave()
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self.abort(ClosedError("the communicator is closed"))
-            self._collectives.close()
+            self.calls.close()
             self._messages.close()
 
     def abort(self, cause: BaseException) -> None:
-        if self._collectives.broken is None:
-            self._collectives.end(cause)
+        if self.calls.broken is None:
+            self.calls.end(cause)
             self._messages.abort(cause)
 
 

@@ -25,7 +25,7 @@ def test_call_timed_out_during_send_is_not_pending(call: Any) -> None:
         rpc.init(comm, timeout=30.0)
         if comm.rank == 0:
             # What was posted arrives all the same.
-            with patch.object(PointToPointMailbox, "_see_through", side_effect=CommTimeoutError("late")):
+            with patch.object(PointToPointMailbox, "_wait_for", side_effect=CommTimeoutError("late")):
                 for _ in range(3):
                     with pytest.raises(CommTimeoutError):
                         call(1, echo, (torch.ones(100_000),))

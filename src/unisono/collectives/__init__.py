@@ -1,1 +1,1 @@
-"""Collectives: the description of each one, and the plan of a call."""
+"""Collectives: the description of each one, and how a call is made, chosen and carried out."""

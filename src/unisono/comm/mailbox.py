@@ -125,13 +125,13 @@ class PointToPointMailbox(Mailbox):
         with self._locks[peer]:
             work = self._transport.post(batch)
         try:
-            self._see_through(work, peer, timeout)
+            self._wait_for(work, peer, timeout)
         except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
             # The message may or may not arrive. A timeout is different: posted messages stay in flight.
             self.abort_message(peer, error)
             raise
 
-    def _see_through(self, work: Work, peer: int, timeout: float) -> None:
+    def _wait_for(self, work: Work, peer: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         patience = min(timeout, _LOOK_EVERY_S)
         while True:
@@ -241,7 +241,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
     box: Mailbox | None = None
     try:
         # All ranks join before any allocation, so that no rank waits for memory of a missing one.
-        cards = control.exchange(group, "cards", metadata, timeout)
+        values = control.exchange(group, "cards", metadata, timeout)
         box = transport.mailbox(group)
         if box is None:
             box = PointToPointMailbox(transport.split(group))
@@ -261,7 +261,7 @@ def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, l
         control.leave(group)
     # The open mailbox holds the engine, and by that the control plane, whatever becomes of the communicator.
     box.on_close(partial(_leave, engine, pairs))
-    return box, cards
+    return box, values
 
 
 def _pair(group: Group, peer: int) -> Group:

@@ -46,7 +46,7 @@ class AnySource:
         # An item that is served may call back, and that may call the communicator.
         self._engine = engine
         self._lock = threading.RLock()
-        self._lines: dict[int, deque[Matching]] = {}
+        self._queues: dict[int, deque[Matching]] = {}
         self._found: dict[int, int] = {}
 
     def join(self, tag: int, src: int | None, begin: Callable[[int], Work]) -> Matching:
@@ -60,33 +60,33 @@ class AnySource:
         peers = [src] if src is not None else list(range(self._engine.group.size))
         work = Matching(self, tag, peers, begin, self._engine.options.timeout_s)
         with self._lock:
-            self._lines.setdefault(tag, deque()).append(work)
+            self._queues.setdefault(tag, deque()).append(work)
         return work
 
     def leave(self, work: Matching) -> bool:
         """Remove a work from the queue; return whether it was there."""
         with self._lock:
-            line = self._lines.get(work.tag, deque())
-            found = work in line
+            queue = self._queues.get(work.tag, deque())
+            found = work in queue
             if found:
-                line.remove(work)
-            if not line:
-                self._lines.pop(work.tag, None)
+                queue.remove(work)
+            if not queue:
+                self._queues.pop(work.tag, None)
             return found
 
     def serve(self, tag: int) -> None:
         """Start the receives that have a sender now; fail all of the tag if no message can arrive any more."""
         with self._lock:
-            line = self._lines.get(tag, deque())
+            queue = self._queues.get(tag, deque())
             try:
-                while line and (peer := self._sender(tag, line[0].peers)) is not None:
-                    line[0].begin(peer)
-                    line.popleft()
+                while queue and (peer := self._sender(tag, queue[0].peers)) is not None:
+                    queue[0].begin(peer)
+                    queue.popleft()
             except CommError as error:
-                while line:
-                    line.popleft().fail(error)
-            if not line:
-                self._lines.pop(tag, None)
+                while queue:
+                    queue.popleft().fail(error)
+            if not queue:
+                self._queues.pop(tag, None)
 
     def _sender(self, tag: int, peers: list[int]) -> int | None:
         engine = self._engine
@@ -115,11 +115,11 @@ class Matching(Work):
     """Queued any-source receive; a wait, or a test, serves the queue."""
 
     def __init__(
-        self, line: AnySource, tag: int, peers: list[int], begin: Callable[[int], Work], timeout_s: float
+        self, queue: AnySource, tag: int, peers: list[int], begin: Callable[[int], Work], timeout_s: float
     ) -> None:
         self.tag = tag
         self.peers = peers
-        self._line = line
+        self._queue = queue
         self._begin = begin
         self._timeout_s = timeout_s
         self._source = -1
@@ -146,12 +146,12 @@ class Matching(Work):
 
     def _served(self) -> Work | None:
         if self._begun is None:
-            self._line.serve(self.tag)
+            self._queue.serve(self.tag)
         return self._begun
 
     def _late(self, waited_s: float) -> CommTimeoutError:
         # A rank that waits cannot send to itself.
-        peers = self._line.without_oneself(self.peers) or self.peers
+        peers = self._queue.without_oneself(self.peers) or self.peers
         more = f" and {len(peers) - _NAMED} more" if len(peers) > _NAMED else ""
         ranks = f"{'ranks' if len(peers) > 1 else 'rank'} {', '.join(map(str, peers[:_NAMED]))}{more}"
         return CommTimeoutError(
@@ -175,7 +175,7 @@ class Matching(Work):
         return Deferred(lambda _: self.wait(_FOREVER_S), _FOREVER_S).get_future()
 
     def cancel(self) -> bool:
-        return self._line.leave(self)
+        return self._queue.leave(self)
 
 
 class PointToPointWork(Work):

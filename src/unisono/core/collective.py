@@ -1,6 +1,6 @@
 """The description of every collective: which ranks contribute, which receive, and how contributions are divided.
 
-All that other modules know of a collective follows from its entry in `COLLECTIVES`: the checks of arguments, the plan
+All that other modules know of a collective follows from its entry in `COLLECTIVES`: the checks of arguments, the making
 of a call, the values that ranks compare, the calls of the native core, what algorithms start from and end with, what
 the test kit expects, and what benchmarks count. A new collective is an entry here and a method of `Communicator`.
 """

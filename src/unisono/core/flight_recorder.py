@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 _KEPT = 16
-_TOLD = 5
+_SHOWN = 5
 _FRAMES = 12
-_KNOT_S = 0.5
+_DEADLOCK_S = 0.5
 
 _TAGS = 256
 
@@ -168,7 +168,7 @@ class Activity:
         return *key, number
 
     # -- what others want to know --------------------------------------------------------------
-    def last(self, count: int = _TOLD) -> list[str]:
+    def last(self, count: int = _SHOWN) -> list[str]:
         """The last calls, the newest at the end."""
         return [format_call(*noted) for noted in self.latest[-count:]]
 
@@ -177,7 +177,7 @@ class Activity:
         # A rank that has just timed out counts as waiting: peers that query at the same time are in the same deadlock.
         # An error of the program may come from a wait outside of its calls.
         now = self.now
-        inside = now is not None and (self.inside or (self.timed_out and time.monotonic() - self.since < _KNOT_S))
+        inside = now is not None and (self.inside or (self.timed_out and time.monotonic() - self.since < _DEADLOCK_S))
         latest = self.latest
         shown = now if inside or not latest else latest[-1]
         # A quick call is counted when it is done.
@@ -241,11 +241,11 @@ class ActivityRegistry:
         }
 
 
-def _stack(frame: FrameType | None, is_told: Callable[[str], bool] = bool) -> list[str]:
+def _stack(frame: FrameType | None, is_shown: Callable[[str], bool] = bool) -> list[str]:
     """The innermost frames of some files, the newest at the end."""
     lines: list[str] = []
     while frame is not None and len(lines) < _FRAMES:
-        if is_told(frame.f_code.co_filename):
+        if is_shown(frame.f_code.co_filename):
             lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
         frame = frame.f_back
     return lines[::-1]

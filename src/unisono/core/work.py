@@ -275,7 +275,7 @@ def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
 
 
 _LOOK_EVERY_S = 1e-3
-_crew = DaemonThreadPool("unisono deferred work")
+_threads = DaemonThreadPool("unisono deferred work")
 
 
 class Deferred(Work):
@@ -295,7 +295,7 @@ class Deferred(Work):
         self._lock = threading.Lock()
         self._over = False
         self._error: BaseException | None = None
-        self._told: Completion | None = None
+        self._future: Completion | None = None
 
     def wait(self, timeout: Timeout | None = None) -> None:
         limit = resolve_timeout(timeout, self._timeout_s)
@@ -339,14 +339,14 @@ class Deferred(Work):
         return None
 
     def get_future(self) -> torch.futures.Future[None]:
-        if self._told is None:
-            self._told = told = Completion(self._timeout_s)
+        if self._future is None:
+            self._future = ended = Completion(self._timeout_s)
 
             def settle() -> None:
-                told.complete(self._settle())
+                ended.complete(self._settle())
 
-            _crew.run(settle)
-        return self._told.get_future()
+            _threads.run(settle)
+        return self._future.get_future()
 
 
 T = TypeVar("T")

@@ -252,13 +252,13 @@ class PoolProcesses:
         """Accept one connection; return False if the ranks have ended instead."""
         try:
             link = listener.accept()
-            card = link.recv()
+            message = link.recv()
         except (AuthenticationError, EOFError):
             return True
-        if card is None:
+        if message is None:
             link.close()
             return False
-        rank, self._pids[rank] = card
+        rank, self._pids[rank] = message
         self._links[rank] = link
         return True
 

@@ -49,10 +49,10 @@ class TcpTransport(NativeTransport):
         # The communicator reports failures, and only members of the group can meet.
         control.join(group)
         spare = cores() >= group.size * (torch.get_num_threads() + 1)
-        cards = control.exchange(group, "processors", (host_identity(), spare), options.timeout_s)
+        values = control.exchange(group, "processors", (host_identity(), spare), options.timeout_s)
         # Between hosts, a thread mostly waits. On one host, it takes the processor from a rank that computes.
-        hosts = {host for host, _ in cards}
-        return cls(group, control, options, background=len(hosts) > 1 or all(spares for _, spares in cards))
+        hosts = {host for host, _ in values}
+        return cls(group, control, options, background=len(hosts) > 1 or all(spares for _, spares in values))
 
     def split(self, group: Group) -> TcpTransport:
         # The part does not know whether ranks outside it compute, too.

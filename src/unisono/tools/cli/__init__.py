@@ -6,14 +6,15 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from unisono import __version__
 from unisono.core.registry import Registry
 from unisono.errors import CommError, UnavailableError
 
-__all__ = ["COMMANDS", "Command", "UsageError", "main", "make_parser"]
+__all__ = ["COMMANDS", "Command", "UsageError", "main", "make_parser", "numbers", "refusing"]
 
 
 class Command(Protocol):
@@ -32,6 +33,31 @@ class Command(Protocol):
 
 class UsageError(Exception):
     """An impossible request; the text is one sentence that states the alternatives. Exit status 2."""
+
+
+@contextmanager
+def refusing(*kinds: type[Exception]) -> Iterator[None]:
+    """Raise a `UsageError` of the same text instead of an error of these kinds."""
+    try:
+        yield
+    except kinds as error:
+        raise UsageError(str(error)) from error
+
+
+def numbers(options: Iterable[str]) -> dict[str, int]:
+    """Return the options of an algorithm, each given as NAME=NUMBER.
+
+    Example:
+        >>> numbers(["segments=4"])
+        {'segments': 4}
+    """
+    found = {}
+    for text in options:
+        name, _, value = text.partition("=")
+        if not value.isdecimal():
+            raise UsageError(f"--option takes NAME=NUMBER, such as segments=4, not {text!r}")
+        found[name] = int(value)
+    return found
 
 
 COMMANDS: Registry[Command] = Registry("command", "unisono.tools.cli.commands")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.diagnostics.event_log import LoggedEvent, process_state, read_events
-from unisono.tools.cli import UsageError
+from unisono.tools.cli import UsageError, refusing
 
 __all__ = ["add_arguments", "run"]
 
@@ -125,12 +125,10 @@ def _ranks(directory: Path) -> list[_RankLog]:
         raise UsageError(f"{directory} is not a directory; pass the folder that UNISONO_EVENTS named")
     found = []
     for path in sorted(directory.glob("*.events")):
-        try:
+        with refusing(ValueError, OSError):
             pid, rank, events = read_events(path)
             if events:
                 found.append(_RankLog(rank, pid, process_state(path), events))
-        except (ValueError, OSError) as error:
-            raise UsageError(str(error)) from error
     if not found:
         raise UsageError(f"{directory} holds no events; run the job with UNISONO_EVENTS={directory}")
     return sorted(map(_later(found), found), key=lambda rank: (rank.rank, rank.last.time_s))

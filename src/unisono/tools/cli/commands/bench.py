@@ -11,13 +11,11 @@ was: the median of neighbouring samples, and the quartiles.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unisono.tools.cli import UsageError
+from unisono.tools.cli import refusing
 
 if TYPE_CHECKING:
     from unisono.tools.bench import Settings
@@ -70,7 +68,7 @@ def run(given: argparse.Namespace) -> int:
     """Measure and print; return 1 if any result was wrong."""
     from unisono.tools import bench
 
-    with _refusing():
+    with refusing(ValueError, OSError):
         if given.plot:
             bench.check_plot()
             if given.collective == "barrier":
@@ -80,7 +78,7 @@ def run(given: argparse.Namespace) -> int:
         settings = _settings(given)
     results = bench.run(settings, shown=not given.json)
     print(json.dumps(bench.as_json(settings, results), indent=1) if given.json else bench.summary(results))
-    with _refusing():
+    with refusing(ValueError, OSError):
         if given.plot:
             bench.plot(results, given.plot)
     return 1 if any(result.wrong for result in results) else 0
@@ -105,11 +103,3 @@ def _settings(given: argparse.Namespace) -> Settings:
         against=tuple(peers),
         seconds=given.seconds,
     )
-
-
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error

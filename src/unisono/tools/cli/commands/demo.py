@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from unisono.tools.cli import UsageError
+from unisono.tools.cli import refusing
 
 __all__ = ["add_arguments", "run"]
 
@@ -40,8 +40,6 @@ def run(given: argparse.Namespace) -> int:
     """Run the demonstration; return 1 if the proof fails."""
     from unisono.tools.demo import DemoSettings, prepare, show
 
-    try:
+    with refusing(ValueError, OSError):
         ready = prepare(DemoSettings(given.ranks, given.backend, given.epochs, given.data, given.device, given.seed))
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
     return show(ready, as_json=given.json)

@@ -16,7 +16,7 @@ from unisono.collectives.algorithms import ALGORITHMS, find
 from unisono.lab.player.from_algorithm import replay_algorithm
 from unisono.lab.player.from_trace import replay_trace
 from unisono.lab.player.replay import Replay, write
-from unisono.tools.cli import UsageError
+from unisono.tools.cli import UsageError, numbers, refusing
 
 __all__ = ["add_arguments", "run"]
 
@@ -37,11 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Write the page, and print its path."""
     try:
-        write(_recorded(given) if given.trace else _algorithm(given), given.output)
+        with refusing(ValueError):
+            write(_recorded(given) if given.trace else _algorithm(given), given.output)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     print(json.dumps({"output": str(given.output)}) if given.json else given.output)
     return 0
 
@@ -68,12 +67,5 @@ def _algorithm(given: argparse.Namespace) -> Replay:
     nbytes, *more = parse_sizes(given.size)
     if more:
         raise UsageError(f"pass one size, such as 64K, not {given.size!r}")
-    options = dict(_option(text) for text in given.option)
-    return replay_algorithm(find(given.collective, given.algorithm, **options), given.ranks, nbytes)
-
-
-def _option(text: str) -> tuple[str, int]:
-    name, _, value = text.partition("=")
-    if not value.isdecimal():
-        raise UsageError(f"--option takes NAME=NUMBER, such as segments=4, not {text!r}")
-    return name, int(value)
+    algorithm = find(given.collective, given.algorithm, **numbers(given.option))
+    return replay_algorithm(algorithm, given.ranks, nbytes)

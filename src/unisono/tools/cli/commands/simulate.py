@@ -26,7 +26,7 @@ from unisono.lab.simulator import (
     scaling,
     simulate,
 )
-from unisono.tools.cli import UsageError
+from unisono.tools.cli import refusing
 
 __all__ = ["add_arguments", "run"]
 
@@ -67,7 +67,7 @@ def run(given: argparse.Namespace) -> int:
 
     if given.plot:
         check_plot()
-    try:
+    with refusing(ValueError, OSError):
         network = _network(given)
         sizes = parse_sizes(given.ranks)
         lengths = parse_sizes(given.bytes)
@@ -78,8 +78,6 @@ def run(given: argparse.Namespace) -> int:
         points = scaling(given.collective, names, sizes, lengths, network)
         if given.plot:
             plot_scaling(points, given.plot)
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
     print(_as_json(given, network, points) if given.json else _table(points))
     return 0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import UnavailableError
-from unisono.tools.cli import UsageError
+from unisono.tools.cli import refusing
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
@@ -38,11 +38,9 @@ def run(given: argparse.Namespace) -> int:
     from unisono.tools.bench import on_ranks, shown_size
     from unisono.tools.bench.settings import Settings
 
-    try:
+    with refusing(ValueError, UnavailableError):
         backend = Settings(backend=given.backend, ranks=given.ranks, seconds=given.seconds).chosen_backend
         table, plans = on_ranks(_rank, given.ranks, backend, (given.seconds,))[0]
-    except (ValueError, UnavailableError) as error:
-        raise UsageError(str(error)) from error
     if given.json:
         print(table)
         return 0

@@ -22,7 +22,7 @@ from typing import Any, cast
 from unisono.collectives.algorithms import ALGORITHMS, COLLECTIVES, Algorithm, AlgorithmFile, find
 from unisono.collectives.verify.prover import AlgorithmError, verify
 from unisono.core.collective import family_of
-from unisono.tools.cli import UsageError
+from unisono.tools.cli import UsageError, numbers, refusing
 
 __all__ = ["add_arguments", "run"]
 
@@ -42,10 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Prove, and print a line for each algorithm."""
     sizes = _sizes(given.ranks)
-    try:
+    with refusing(ValueError):
         chosen = list(_chosen(given))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     found = [_prove(algorithm, sizes) for algorithm in chosen]
     if given.json:
         print(json.dumps(found, indent=1))
@@ -67,12 +65,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _chosen(given: argparse.Namespace) -> Iterator[Algorithm]:
-    options: dict[str, Any] = {}
-    for text in given.option:
-        name, _, value = text.partition("=")
-        if not value.isdecimal():
-            raise UsageError(f"--option takes NAME=NUMBER, such as segments=4, not {text!r}")
-        options[name] = int(value)
+    options: dict[str, Any] = {**numbers(given.option)}
     name = given.algorithm
     if name is not None and name.endswith(".py"):
         yield Algorithm(given.collective, Path(name).stem, _file(Path(name)), options)

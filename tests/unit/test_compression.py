@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 import unisono as un
 from unisono.compression import CODECS, Codec, resolve
 from unisono.compression.codecs.onebit import pack_signs, unpack_signs
+from unisono.core.tracing import TraceEvent
 from unisono.testing import pool, run_ranks
 from unisono.testing.codecs import Bucket, bytes_sent, check_average
-from unisono.wrappers.trace import Event, Traced
+from unisono.wrappers.trace import Traced
 
 NAMES = CODECS.names()
 
@@ -116,7 +117,7 @@ def test_bytes_compared_with_a_float32_ring(make: Callable[[], Codec], ratio: fl
     ("name", "calls"), [("fp16", 2), ("int8", 2), ("onebit", 2), ("topk", 1), ("randomk", 1), ("powersgd", 2)]
 )
 def test_one_collective_per_stage(name: str, calls: int) -> None:
-    events: list[Event] = []
+    events: list[TraceEvent] = []
 
     def program(comm: un.Communicator) -> None:
         codec, flat = resolve(name), torch.ones(600)

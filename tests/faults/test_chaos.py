@@ -105,4 +105,4 @@ def test_closed_group_frees_its_state_in_the_hub() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unisono.launcher.api.LocalHub", make)
         run_ranks(program, 2)
-    assert set(hubs[0]._objects) == {"for all", "thread/mail"}
+    assert set(hubs[0].shared.objects) == {"for all", "thread/mail"}

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from unisono import serialization
 from unisono.control import handshake
-from unisono.control.client_base import ControlClient, PendingRequest, news_of, reply_of
+from unisono.control.client_base import CLOSED, ControlClient, PendingRequest, SharedObjects, news_of, reply_of
 from unisono.control.inspect_socket import InspectSocket
 from unisono.control.process_exit import close_at_exit
 from unisono.control.sockets import FrameProtector, check_platform, invalidate_after_fork
@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 
 _CLOSE_WITHIN_S = 5.0
 _NOTIFY_WITHIN_S = 1.0
-_CLOSED = Cause("ClosedError", None, "this control handle is closed")
 
 
 class SocketControl(ControlClient):
@@ -71,8 +70,7 @@ class SocketControl(ControlClient):
         self._on_orphan = on_orphan
         self._process = os.getpid()
         self._reading = threading.Lock()
-        self._sharing = threading.RLock()
-        self._objects: dict[str, Any] = {}
+        self._shared = SharedObjects()
         self._connection, self._news = connect(
             address, secret, timeout if reach_within_s is None else reach_within_s, rank
         )
@@ -110,16 +108,11 @@ class SocketControl(ControlClient):
         return str(self._request("enrol", job, rank, size, process))
 
     def share(self, key: str, make: Callable[[], T]) -> T:
-        with self._sharing:
-            if key not in self._objects:
-                self._objects[key] = make()
-            shared: T = self._objects[key]
-            return shared
+        return self._shared.get(key, make)
 
     def leave(self, group: Group, patience: float = 0.0) -> None:
         super().leave(group, patience)
-        for key in [key for key in list(self._objects) if key.startswith(f"{group.name}/")]:
-            self._objects.pop(key, None)
+        self._shared.drop(group.name)
 
     def close(self) -> None:
         if self._process != os.getpid():
@@ -127,7 +120,7 @@ class SocketControl(ControlClient):
         if self._ended is None:
             with contextlib.suppress(CommError):
                 self._finish(self._begin("bye"), min(self._patience_s, _CLOSE_WITHIN_S))
-            self._end(_CLOSED, fails_groups=False)
+            self._end(CLOSED, fails_groups=False)
         self._connection.hang_up()
         self._news.hang_up()
         if self._reader is not threading.current_thread():
@@ -231,7 +224,6 @@ class SocketControl(ControlClient):
                 _log.exception("a failure callback of a group raised an exception")
 
 
-_READ_BYTES = 1 << 16
 _PAUSES_S = (0.01, 0.02, 0.05, 0.1, 0.2)
 _HELLO_WITHIN_S = 5.0
 _MAX_POLL_S = 1e6
@@ -280,15 +272,7 @@ class ClientConnection:
         found = dict(self._readable.poll(None if timeout is None else _milliseconds(timeout)))
         if self._inspect_socket is not None and self._inspect_number in found:
             self._inspect_socket.answer()
-        if not found:
-            return []
-        try:
-            data = self._peer.recv(_READ_BYTES)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise ConnectionError("the connection has ended")
-        return self._channel.decode(data)
+        return self._channel.receive(self._peer) if found else []
 
     def hang_up(self) -> None:
         """End the connection; threads that read it are notified."""

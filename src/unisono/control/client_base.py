@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from unisono import serialization
 from unisono.control.state import Reply
@@ -22,11 +22,50 @@ from unisono.diagnostics.event_log import EventLog, record_of
 from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import ClosedError, CommTimeoutError, PeerLostError
 
-__all__ = ["Callback", "ControlClient", "Membership", "PendingRequest", "news_of", "reply_of"]
+__all__ = [
+    "CLOSED",
+    "Callback",
+    "ControlClient",
+    "Membership",
+    "PendingRequest",
+    "SharedObjects",
+    "news_of",
+    "reply_of",
+]
+
+T = TypeVar("T")
 
 # After a timeout: seconds for the server to report the outcome.
 _GRACE_S = 5.0
 _AGAIN_S = 1.0
+
+
+CLOSED = Cause("ClosedError", None, "this control handle is closed")
+
+
+class SharedObjects:
+    """Objects that ranks of one process share.
+
+    Attributes:
+        objects: By key.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self._making = threading.RLock()
+
+    def get(self, key: str, make: Callable[[], T]) -> T:
+        """Return the object of this key, which the first caller makes."""
+        with self._making:
+            if key not in self.objects:
+                self.objects[key] = make()
+            shared: T = self.objects[key]
+            return shared
+
+    def drop(self, group: str) -> None:
+        """Drop what was shared by members of a group. (No lock: a thread that makes an object may call this.)"""
+        for key in [key for key in list(self.objects) if key.startswith(f"{group}/")]:
+            self.objects.pop(key, None)
 
 
 class ControlClient(ControlPlane, ABC):
@@ -104,6 +143,35 @@ class ControlClient(ControlPlane, ABC):
     def _request(self, *words: Any, group: Group | None = None, within_s: float | None = None) -> Any:
         return self._finish(self._begin(*words), self._patience_s if within_s is None else within_s, group)
 
+    def _ask(
+        self,
+        timeout: float,
+        give_up: Callable[[int], tuple[Any, ...]],
+        *words: Any,
+        group: Group | None = None,
+        unanswered: str | None = None,
+    ) -> Any:
+        """Return the value of an answer that depends on other ranks.
+
+        Args:
+            timeout: Seconds to wait for it.
+            give_up: Returns the request that ends the wait, by the number of this one. Answers arrive in order: after
+                its answer, that to this request is either here or will never arrive.
+            words: The request.
+            group: The group that errors are located in.
+            unanswered: The error if there is no answer then; if None, ending the wait causes one.
+        """
+        waiter = self._begin(*words)
+        try:
+            if not self._wait(waiter, timeout):
+                self._request(*give_up(waiter.number), group=group, within_s=_GRACE_S)
+                if unanswered is not None and waiter.reply is None:
+                    raise CommTimeoutError(unanswered, waited_s=timeout)
+        except BaseException:
+            self._waiters.pop(waiter.number, None)
+            raise
+        return self._finish(waiter, _GRACE_S, group)
+
     def receive(self, reply: Reply) -> Callback | None:
         """Pass a reply to its waiter. Return the callback that it causes, to be called outside of any lock."""
         number, outcome, body = reply
@@ -153,17 +221,9 @@ class ControlClient(ControlPlane, ABC):
         self._request("set", key, value)
 
     def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
-        waiter = self._begin("get", key, "" if group is None else group.name)
-        try:
-            if not self._wait(waiter, timeout):
-                # Answers arrive in order: after this one, the value is either here or will never arrive.
-                self._request("forget", waiter.number, within_s=_GRACE_S)
-            if waiter.reply is None:
-                message = f"waited {timeout:.1f} s for the key {key!r}, which no rank has set"
-                raise CommTimeoutError(message, waited_s=timeout)
-        finally:
-            self._waiters.pop(waiter.number, None)
-        value: bytes = self._finish(waiter, 0, group)
+        unanswered = f"waited {timeout:.1f} s for the key {key!r}, which no rank has set"
+        words = ("get", key, "" if group is None else group.name)
+        value: bytes = self._ask(timeout, _forget, *words, group=group, unanswered=unanswered)
         return value
 
     def add(self, key: str, amount: int) -> int:
@@ -217,17 +277,14 @@ class ControlClient(ControlPlane, ABC):
         known = self._members.get(group.name)
         if known is not None and known.cause is not None:
             raise error_of(known.cause, group)
-        waiter = self._begin("exchange", group.name, topic, serialization.encode(value), agree)
-        try:
-            if not self._wait(waiter, timeout):
-                # The others are notified and raise the same; the answer to the exchange holds the outcome.
-                report, deadlock, *_ = hang_report(self, group)
-                words = (group.name, topic, timeout, report, deadlock)
-                self._request("withdraw", *words, group=group, within_s=_GRACE_S)
-        except BaseException:
-            self._waiters.pop(waiter.number, None)
-            raise
-        return self._finish(waiter, _GRACE_S, group)
+
+        def withdraw(_number: int) -> tuple[Any, ...]:
+            # The others are notified and raise the same; the answer to the exchange holds the outcome.
+            report, deadlock, *_ = hang_report(self, group)
+            return "withdraw", group.name, topic, timeout, report, deadlock
+
+        words = ("exchange", group.name, topic, serialization.encode(value), agree)
+        return self._ask(timeout, withdraw, *words, group=group)
 
     def report_failure(self, group: Group, cause: Cause) -> Cause:
         membership = self._members.get(group.name)
@@ -254,23 +311,13 @@ class ControlClient(ControlPlane, ABC):
     def rebuild(
         self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b""
     ) -> NewMembership:
-        waiter = self._begin("rebuild", group.name, attempt, grow, list(group.members), terms)
-        if not self._wait(waiter, timeout):
-            self._request("without", group.name, attempt, timeout, group=group, within_s=_GRACE_S)
-        name, members = self._finish(waiter, _GRACE_S, group)
+        words = ("rebuild", group.name, attempt, grow, list(group.members), terms)
+        name, members = self._ask(timeout, lambda _: ("without", group.name, attempt, timeout), *words, group=group)
         return NewMembership(name, tuple(members))
 
     def request_admission(self, timeout: float) -> tuple[NewMembership, int, bytes]:
-        waiter = self._begin("apply")
-        if not self._wait(waiter, timeout):
-            self._request("forget", waiter.number, within_s=_GRACE_S)
-            if waiter.reply is None:
-                self._waiters.pop(waiter.number, None)
-                raise CommTimeoutError(
-                    f"waited {timeout:.1f} s to join; the ranks of the job must call comm.rebuild(grow=1)",
-                    waited_s=timeout,
-                )
-        name, members, rank, terms = self._finish(waiter, 0)
+        unanswered = f"waited {timeout:.1f} s to join; the ranks of the job must call comm.rebuild(grow=1)"
+        name, members, rank, terms = self._ask(timeout, _forget, "apply", unanswered=unanswered)
         return NewMembership(name, tuple(members)), rank, terms
 
     # -- what the ranks are doing ------------------------------------------------------------------
@@ -281,11 +328,13 @@ class ControlClient(ControlPlane, ABC):
         activity.record = self._record
 
     def query(self, group: Group | None, patience: float) -> dict[tuple[str, int], dict[str, Any] | None]:
-        waiter = self._begin("survey", None if group is None else group.name)
-        if not self._wait(waiter, patience):
-            self._request("enough", waiter.number, within_s=_GRACE_S)
-        pairs = self._finish(waiter, _GRACE_S, group)
+        name = None if group is None else group.name
+        pairs = self._ask(patience, lambda number: ("enough", number), "survey", name, group=group)
         return {tuple(who): None if content is None else serialization.decode(content) for who, content in pairs}
+
+
+def _forget(number: int) -> tuple[str, int]:
+    return "forget", number
 
 
 def _end_of(error: BaseException | None) -> tuple[str, str]:

@@ -7,9 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from unisono.control.client_base import ControlClient
+from unisono.control.client_base import CLOSED, ControlClient, SharedObjects
 from unisono.control.state import ControlState, Outgoing
-from unisono.core.failure import Cause
 
 __all__ = ["LocalControl", "LocalHub"]
 
@@ -21,6 +20,9 @@ _PATIENCE_S = 30.0
 class LocalHub:
     """Meeting point of the ranks of one process. Create one hub, and pass each rank its own `control()`.
 
+    Attributes:
+        shared: What the ranks share, until all members of the group that it belongs to have left.
+
     Example:
         >>> from unisono.core.group import Group
         >>> control = LocalHub().control()
@@ -31,12 +33,11 @@ class LocalHub:
     """
 
     def __init__(self) -> None:
-        self._state = ControlState(self._group_over)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._controls: dict[int, LocalControl] = {}
-        self._objects: dict[str, Any] = {}
-        self._making = threading.RLock()
+        self.shared = SharedObjects()
+        self._state = ControlState(self.shared.drop)
 
     def control(self) -> LocalControl:
         """Return the handle of one more rank."""
@@ -50,40 +51,29 @@ class LocalHub:
 
     def share(self, key: str, make: Callable[[], T]) -> T:
         """As `ControlPlane.share`."""
-        with self._making:
-            if key not in self._objects:
-                self._objects[key] = make()
-            shared: T = self._objects[key]
-            return shared
+        return self.shared.get(key, make)
 
     def handle(self, client: int, number: int, words: tuple[Any, ...]) -> None:
         """Handle a request, and deliver the replies."""
-        with self._lock:
-            callbacks = self._deliver(self._state.handle(client, number, words))
-        for callback in callbacks:
-            callback()
+        self._deliver(lambda: self._state.handle(client, number, words))
 
     def lost(self, client: int) -> None:
         """Fail all groups of a rank that has ended without closing its handle."""
-        with self._lock:
-            self._controls.pop(client, None)
-            callbacks = self._deliver(self._state.lost(client))
-        for callback in callbacks:
-            callback()
+        self._controls.pop(client, None)
+        self._deliver(lambda: self._state.lost(client))
 
     def forget(self, client: int) -> None:
         """Remove a rank that has closed its handle."""
         self._controls.pop(client, None)
 
-    def _group_over(self, name: str) -> None:
-        """Drop the objects that ranks shared as members of a group. (No lock: a thread creating one may call this.)"""
-        for key in [key for key in list(self._objects) if key.startswith(f"{name}/")]:
-            self._objects.pop(key, None)
-
-    def _deliver(self, out: Outgoing) -> list[Callable[[], None]]:
-        addressed = ((self._controls.get(client), reply) for client, reply in out)
-        callbacks = (control.receive(reply) for control, reply in addressed if control is not None)
-        return [callback for callback in callbacks if callback is not None]
+    def _deliver(self, change: Callable[[], Outgoing]) -> None:
+        """Change the state, and deliver the replies; callbacks run outside of the lock."""
+        with self._lock:
+            addressed = [(self._controls.get(client), reply) for client, reply in change()]
+            callbacks = [control.receive(reply) for control, reply in addressed if control is not None]
+        for callback in callbacks:
+            if callback is not None:
+                callback()
 
 
 class LocalControl(ControlClient):
@@ -113,11 +103,11 @@ class LocalControl(ControlClient):
     def close(self) -> None:
         if self._ended is None:
             self._request("bye")
-            self._end(Cause("ClosedError", None, "this control handle is closed"), fails_groups=False)
+            self._end(CLOSED, fails_groups=False)
             self._hub.forget(self._client)
 
     def lose(self) -> None:
         """End like a killed process: without leaving. For tests, and for ranks that broke off."""
         if self._ended is None:
-            self._end(Cause("ClosedError", None, "this control handle is closed"), fails_groups=False)
+            self._end(CLOSED, fails_groups=False)
             self._hub.lost(self._client)

@@ -231,7 +231,6 @@ def _encoded(reply: Reply) -> bytes:
     )
 
 
-_READ_BYTES = 1 << 16
 _MAX_UNREAD_BYTES = 256 << 20
 
 
@@ -260,13 +259,7 @@ class Connection:
 
     def read(self) -> list[bytes]:
         """Return the contents of the frames that have arrived. Raises ConnectionError at the end."""
-        try:
-            data = self.peer.recv(_READ_BYTES)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise ConnectionError("the connection has ended")
-        return self._channel.decode(data)
+        return self._channel.receive(self.peer)
 
     def write(self, content: bytes) -> None:
         """Send a frame, now or when the peer has read. Raises OSError if it never does."""

@@ -180,6 +180,7 @@ def recv_exactly(peer: socket.socket, count: int) -> bytes:
 
 
 MAX_FRAME_BYTES = 64 << 20
+_READ_BYTES = 1 << 16
 PROOF_BYTES = 32
 
 _NAME = b"unisono"
@@ -220,6 +221,20 @@ class FrameProtector:
         mac = _mac(self._send_key, self._encoded, content)
         self._encoded += 1
         return _HEAD.pack(len(content), mac) + content
+
+    def receive(self, peer: socket.socket) -> list[bytes]:
+        """Return the contents of the frames that have arrived at a socket that does not block.
+
+        Raises:
+            ConnectionError: The connection has ended.
+        """
+        try:
+            data = peer.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionError("the connection has ended")
+        return self.decode(data)
 
     def decode(self, data: bytes) -> list[bytes]:
         """Return the contents of the frames that these bytes complete."""

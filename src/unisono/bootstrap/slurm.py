@@ -95,7 +95,7 @@ def step() -> SlurmStep | None:
     """The step that this process is a task of; None if it is none.
 
     The body of an sbatch script has a SLURM_PROCID too, though it is no rank of anything; slurmstepd has
-    told it its SLURM_TASK_PID, but no number of a step.
+    set its SLURM_TASK_PID, but no number of a step.
 
     Raises:
         ValueError: A variable makes no sense.

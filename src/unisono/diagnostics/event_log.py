@@ -142,12 +142,11 @@ def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
         (number,) = _NUMBER.unpack_from(data, place)
         if number:
             time_s, call, of, kind, group, text = _BODY.unpack_from(data, place + _NUMBER.size)
-            said = (_text(field) for field in (kind, group, text))
-            kind_said, group_said, text_said = said
             # A partially written record may hold any number.
             if not 0 <= time_s < _LAST_S:
                 continue
-            events.append(LoggedEvent(number, time_s, kind_said, group_said, of, None if call < 0 else call, text_said))
+            in_group = None if call < 0 else call
+            events.append(LoggedEvent(number, time_s, _text(kind), _text(group), of, in_group, _text(text)))
     return pid, rank, sorted(events, key=lambda event: event.number)
 
 
@@ -167,5 +166,5 @@ def process_state(path: Path) -> str | None:
 
 def _text(field: bytes) -> str:
     """Return the text of a field, without control characters that a terminal would interpret."""
-    said = field.rstrip(b"\0").decode(errors="replace")
-    return "".join(letter if letter.isprintable() else "?" for letter in said)
+    text = field.rstrip(b"\0").decode(errors="replace")
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

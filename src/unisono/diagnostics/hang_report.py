@@ -50,18 +50,18 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
     if not any(report and report["groups"] for report in found.values()):
         # No rank has a communicator yet: there is nothing to report.
         return Hang()
-    told = {rank: found.get((group.name, rank), {}) for rank in range(group.size)}
-    circle = _find_cycle(told, group)
-    shown = sorted(told, key=lambda rank: (_inside(told[rank]) is not None, rank))[:_MOST_RANKS]
-    lines = [line for rank in sorted(shown) for line in lines_of(f"rank {rank}", told[rank])]
-    if len(told) > len(shown):
-        lines.append(f"(and {len(told) - len(shown)} ranks more)")
+    reports = {rank: found.get((group.name, rank), {}) for rank in range(group.size)}
+    circle = _find_cycle(reports, group)
+    shown = sorted(reports, key=lambda rank: (_inside(reports[rank]) is not None, rank))[:_MOST_RANKS]
+    lines = [line for rank in sorted(shown) for line in lines_of(f"rank {rank}", reports[rank])]
+    if len(reports) > len(shown):
+        lines.append(f"(and {len(reports) - len(shown)} ranks more)")
     if circle:
         first, *others = (f"rank {rank}" for rank in circle)
         lines.insert(
             0, f"a deadlock: {first} waits for {', which waits for '.join(others)}; change the order of their calls"
         )
-    return Hang("".join(f"\n  {line}" for line in lines), bool(circle), *_verdict(told, group))
+    return Hang("".join(f"\n  {line}" for line in lines), bool(circle), *_verdict(reports, group))
 
 
 def last_calls(control: ControlPlane, group: Group) -> str:
@@ -72,8 +72,8 @@ def last_calls(control: ControlPlane, group: Group) -> str:
         return ""
     return "".join(
         f"\n  the last calls of rank {rank}: {', then '.join(entry['last'])}"
-        for (_, rank), told in list(found.items())[:_MOST_RANKS]
-        for entry in (told or {}).get("groups", ())
+        for (_, rank), report in list(found.items())[:_MOST_RANKS]
+        for entry in (report or {}).get("groups", ())
         if entry["group"] == group.name and entry["last"]
     )
 
@@ -101,38 +101,38 @@ def with_hang_report(error: BaseException, control: ControlPlane, group: Group) 
     return error
 
 
-def lines_of(name: str, told: _Report | None) -> list[str]:
+def lines_of(name: str, report: _Report | None) -> list[str]:
     """Return a line with what one rank is doing, and a few more with where its thread is."""
-    if told is None:
+    if report is None:
         return [f"{name} {_SILENT}"]
-    if not told:
+    if not report:
         return [f"{name} is gone"]
     at = (
-        f"its thread is at {told['site']} in {told['function']}"
-        if told["site"]
+        f"its thread is at {report['site']} in {report['function']}"
+        if report["site"]
         else "its thread has ended, or was released"
     )
-    current = _inside(told)
+    current = _inside(report)
     if current is not None:
-        elsewhere = f"; {at}" if current["aside"] or f" at {told['site']}" not in current["call"] else ""
+        elsewhere = f"; {at}" if current["aside"] or f" at {report['site']}" not in current["call"] else ""
         how = "has just given up in" if current["gave_up"] else "is in"
         return [f"{name} {how} {current['call']}, in group {current['group']}, for {current['for_s']:.1f} s{elsewhere}"]
-    stack = [f"    called by {line}" for line in reversed(told["callers"][-_CALLERS:])]
-    latest = told["groups"][-1] if told["groups"] else None
+    stack = [f"    called by {line}" for line in reversed(report["callers"][-_CALLERS:])]
+    latest = report["groups"][-1] if report["groups"] else None
     if latest is None or latest["call"] is None:
         return [f"{name} has made no call; {at}", *stack]
     return [f"{name} is in no call, for {latest['for_s']:.1f} s; its last was {latest['call']}; {at}", *stack]
 
 
-def _inside(told: _Report | None) -> _Report | None:
+def _inside(report: _Report | None) -> _Report | None:
     """Return the communicator that a rank waits in, the last entered if there are several."""
-    inside = [entry for entry in (told or {}).get("groups", ()) if entry["inside"]]
+    inside = [entry for entry in (report or {}).get("groups", ()) if entry["inside"]]
     return inside[-1] if inside else None
 
 
-def _find_cycle(told: dict[int, _Report | None], group: Group) -> list[int]:
+def _find_cycle(reports: dict[int, _Report | None], group: Group) -> list[int]:
     """Return ranks that wait for each other in a cycle, the first one repeated at the end; empty if there are none."""
-    waits = {rank: _waits_for(rank, told, group) for rank in told}
+    waits = {rank: _waits_for(rank, reports, group) for rank in reports}
 
     def search(path: list[int]) -> list[int]:
         for rank in waits[path[-1]]:
@@ -146,34 +146,34 @@ def _find_cycle(told: dict[int, _Report | None], group: Group) -> list[int]:
     return next(filter(None, (search([start]) for start in list(waits))), [])
 
 
-def _waits_for(rank: int, told: dict[int, _Report | None], group: Group) -> list[int]:
+def _waits_for(rank: int, reports: dict[int, _Report | None], group: Group) -> list[int]:
     """Return the ranks of the group that block this rank, as long as they do not continue."""
-    current = _inside(told[rank])
+    current = _inside(reports[rank])
     if current is None or current["aside"]:
         return []
     if current["awaited"]:
         found = [
             peer
             for kind, peer, tag, number in current["awaited"]
-            if _not_posted(told, current, kind, peer, tag, number)
+            if _not_posted(reports, current, kind, peer, tag, number)
         ]
     elif current["number"] is not None:
-        found = [peer for peer in range(len(current["members"])) if _is_behind(told, current, peer)]
+        found = [peer for peer in range(len(current["members"])) if _is_behind(reports, current, peer)]
     else:
         found = []
     numbers = [current["members"][peer] for peer in found]
     return [group.members.index(number) for number in numbers if number in group.members]
 
 
-def _verdict(told: dict[int, _Report | None], group: Group) -> tuple[tuple[int, ...], str]:
+def _verdict(reports: dict[int, _Report | None], group: Group) -> tuple[tuple[int, ...], str]:
     """Return the ranks that this rank's current collective in the group waits for, and a sentence about them."""
-    calls = {rank: _of(told, group.members[rank], group.name) for rank in range(group.size)}
+    calls = {rank: _of(reports, group.members[rank], group.name) for rank in range(group.size)}
     mine = calls[group.rank]
     if mine is None or not mine["inside"] or mine["number"] is None:
         return (), ""
-    behind = [rank for rank in calls if told[rank] and (calls[rank] or _NOTHING)["calls"] < mine["number"]]
+    behind = [rank for rank in calls if reports[rank] and (calls[rank] or _NOTHING)["calls"] < mine["number"]]
     elsewhere = [rank for rank in behind if not (calls[rank] or _NOTHING)["inside"]]
-    silent = [rank for rank in calls if not told[rank]]
+    silent = [rank for rank in calls if not reports[rank]]
     if silent and not elsewhere:
         one = "does not answer. Is it stopped, or gone?"
         several = "do not answer. Are they stopped, or gone?"
@@ -186,9 +186,9 @@ def _verdict(told: dict[int, _Report | None], group: Group) -> tuple[tuple[int, 
     return missing, f"ranks {named}{more} {several}" if len(missing) > 1 else f"rank {named} {one}" if missing else ""
 
 
-def _of(told: dict[int, _Report | None], number: int, name: str) -> _Report | None:
+def _of(reports: dict[int, _Report | None], number: int, name: str) -> _Report | None:
     """Return the report of a rank, by its number in the job, on one of its groups."""
-    for answer in told.values():
+    for answer in reports.values():
         for entry in (answer or {}).get("groups", ()):
             if entry["group"] == name and entry["members"][entry["rank"]] == number:
                 found: _Report = entry
@@ -196,15 +196,17 @@ def _of(told: dict[int, _Report | None], number: int, name: str) -> _Report | No
     return None
 
 
-def _is_behind(told: dict[int, _Report | None], current: _Report, peer: int) -> bool:
+def _is_behind(reports: dict[int, _Report | None], current: _Report, peer: int) -> bool:
     """Return whether the peer has not reached the collective that this rank is in."""
-    entry = _of(told, current["members"][peer], current["group"])
+    entry = _of(reports, current["members"][peer], current["group"])
     return entry is not None and peer != current["rank"] and bool(entry["calls"] < current["number"])
 
 
-def _not_posted(told: dict[int, _Report | None], current: _Report, kind: str, peer: int, tag: int, number: int) -> bool:
+def _not_posted(
+    reports: dict[int, _Report | None], current: _Report, kind: str, peer: int, tag: int, number: int
+) -> bool:
     """Return whether the peer has not posted the counterpart of a message."""
-    entry = _of(told, current["members"][peer], current["group"])
+    entry = _of(reports, current["members"][peer], current["group"])
     if entry is None:
         return False
     other = "recv" if kind == "send" else "send"

@@ -21,7 +21,7 @@ _NAMES: dict[object, str] = {op: name.lower() for name, op in dist.ReduceOp.RedO
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """Wishes for one group, given as `pg_options` to `init_process_group` or `new_group`; equal on all ranks.
+    """Options of one group, given as `pg_options` to `init_process_group` or `new_group`; equal on all ranks.
 
     Attributes:
         transport: What carries the group: "shm", "tcp", "gloo", or "auto" for shared memory where all its ranks

@@ -174,7 +174,7 @@ class Progress:
         self._some.set()
 
     def close(self) -> None:
-        """Look after nothing any more."""
+        """Stop: messages that are not done are left to their waiters."""
         self._over.set()
         self._some.set()
 

@@ -325,22 +325,22 @@ def discover(place: Rendezvous, interface: str | None, timeout: float) -> Topolo
     """
     wanted = requested_interface(interface)
     address = place.address if wanted is None else address_of(*wanted)
-    told = interface_of(address) if wanted is None else wanted[0]
+    device_name = interface_of(address) if wanted is None else wanted[0]
     why = "by the route to the first rank" if wanted is None else f"by {wanted[1]}"
     if place.size == 1:
-        return Topology(((0,),), ((0,),), torch.cuda.device_count() > 0, "tcp", address, f"{told} {why}")
+        return Topology(((0,),), ((0,),), torch.cuda.device_count() > 0, "tcp", address, f"{device_name} {why}")
     group = Group.world(place.rank, place.size, place.name)
-    card = host_identity(), torch.cuda.device_count(), why_no_shm(), core_build()
-    cards = place.control.exchange(group, "surroundings", card, timeout)
-    names = [name for name, _, _, _ in cards]
+    facts = host_identity(), torch.cuda.device_count(), why_no_shm(), core_build()
+    all_facts = place.control.exchange(group, "surroundings", facts, timeout)
+    names = [name for name, _, _, _ in all_facts]
     hosts = tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
-    obstacle = next((obstacle for _, _, obstacle, _ in cards if obstacle), None)
+    obstacle = next((obstacle for _, _, obstacle, _ in all_facts if obstacle), None)
     if obstacle is not None:
         _log.info("unisono: no shared memory between these ranks: %s", obstacle)
     sharing = TRANSPORTS["shm"].shm_peers(group, place.control, timeout)
-    gpus = all(count >= names.count(name) for name, count, _, _ in cards)
-    network = network_of([build for _, _, _, build in cards])
-    return Topology(hosts, sharing, gpus, network, address, f"{told} {why}")
+    gpus = all(count >= names.count(name) for name, count, _, _ in all_facts)
+    network = network_of([build for _, _, _, build in all_facts])
+    return Topology(hosts, sharing, gpus, network, address, f"{device_name} {why}")
 
 
 def network_of(builds: Sequence[str]) -> str:

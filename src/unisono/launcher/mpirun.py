@@ -86,9 +86,9 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
 def _survival(mpirun: str, on_failure: str) -> list[str]:
     if on_failure != "continue":
         return []
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
     # Version 4 has no such option, and ends the job with its first rank.
-    version = re.search(r"Open MPI\D+(\d+)", said)
+    version = re.search(r"Open MPI\D+(\d+)", output)
     return ["--with-ft", "ulfm"] if version and int(version[1]) >= 5 else []
 
 

@@ -216,10 +216,10 @@ def _end_all(scheduler: TaskScheduler, size: int) -> None:
 
 def _mark(error: BaseException | None, seed: int) -> None:
     if error is not None:
-        said = f"simulated with seed {seed}"
-        error.add_note(f"{said}: un.simulate(..., seed={seed}), or {_SEED}={seed}, repeats exactly this run")
+        how = f"simulated with seed {seed}"
+        error.add_note(f"{how}: un.simulate(..., seed={seed}), or {_SEED}={seed}, repeats exactly this run")
         if isinstance(error, CommError):
-            error.message += f" ({said})"
+            error.message += f" ({how})"
 
 
 @contextmanager

@@ -51,30 +51,30 @@ def tried(
         deadline,
     ]
     ended = run(command, limit_s, clean_environment(OMP_NUM_THREADS="1") if environment is None else environment)
-    said = _said(ended)
-    return [_judged(backend, said.get(backend, []), ended, fix) for backend, fix in fixes.items()]
+    results = _results(ended)
+    return [_judged(backend, results.get(backend, []), ended, fix) for backend, fix in fixes.items()]
 
 
-def _said(ended: CompletedRun) -> dict[str, list[dict[str, Any]]]:
+def _results(ended: CompletedRun) -> dict[str, list[dict[str, Any]]]:
     """Return each rank's line, by backend; ignore other output in between."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in ended.out.splitlines():
         try:
-            said = json.loads(line)
+            result = json.loads(line)
         except ValueError:
             continue
-        if isinstance(said, dict) and "backend" in said:
-            found.setdefault(said["backend"], []).append(said)
+        if isinstance(result, dict) and "backend" in result:
+            found.setdefault(result["backend"], []).append(result)
     return found
 
 
-def _judged(backend: str, said: Sequence[dict[str, Any]], ended: CompletedRun, fix: str) -> Finding:
-    errors = [one["error"] for one in said if "error" in one]
-    if errors or not said:
+def _judged(backend: str, results: Sequence[dict[str, Any]], ended: CompletedRun, fix: str) -> Finding:
+    errors = [one["error"] for one in results if "error" in one]
+    if errors or not results:
         return problem(f"{backend}: {errors[0] if errors else ended.why}", fix)
-    if not all(one["right"] for one in said):
+    if not all(one["right"] for one in results):
         return problem(f"{backend}: the sum was wrong", fix)
-    first = said[0]
+    first = results[0]
     return ok(
         f"{backend}: {first['size']} ranks compute the right sum, about {first['small_s'] * 1e6:.0f} us for 8 B and "
         f"{first['large_s'] * 1e3:.2g} ms for 1 MiB"

@@ -89,5 +89,5 @@ def _signal_all(session: int, how: signal.Signals) -> None:
 def clean_environment(**more: str) -> dict[str, str]:
     """Return this process's environment without its launcher's variables, and with `more`."""
     kept = env_without_launcher(os.environ)
-    told = [name for name in kept if name in _RANKS or name.startswith(_LAUNCHERS)]
-    return {name: text for name, text in kept.items() if name not in told} | more
+    of_launcher = [name for name in kept if name in _RANKS or name.startswith(_LAUNCHERS)]
+    return {name: text for name, text in kept.items() if name not in of_launcher} | more

@@ -100,8 +100,8 @@ def run(given: argparse.Namespace) -> int:
         default=None,
     )
     if given.json:
-        told = {"first": first and first.rank, "ranks": [rank.to_dict() for rank in ranks]}
-        print(json.dumps(told, indent=2))
+        found = {"first": first and first.rank, "ranks": [rank.to_dict() for rank in ranks]}
+        print(json.dumps(found, indent=2))
     else:
         _print(ranks, first, given.last)
     return 0 if first is None or all(rank.state in {"ended", "left"} for rank in ranks) else 1
@@ -137,8 +137,8 @@ def _ranks(directory: Path) -> list[_RankLog]:
 def _later(ranks: list[_RankLog]) -> Callable[[_RankLog], _RankLog]:
     """Return a function that marks a rank whose process launchers have ended: another failed, and none missed it."""
     failed = any(rank.state == "failed" for rank in ranks)
-    told = " ".join(rank.error.text for rank in ranks if rank.error is not None)
-    missed = {int(number) for number in re.findall(r"rank (\d+) was (?:lost|ended)", told)}
+    errors = " ".join(rank.error.text for rank in ranks if rank.error is not None)
+    missed = {int(number) for number in re.findall(r"rank (\d+) was (?:lost|ended)", errors)}
 
     def marked(rank: _RankLog) -> _RankLog:
         later = failed and rank.state == "killed" and rank.rank not in missed

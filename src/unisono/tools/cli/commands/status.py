@@ -40,7 +40,9 @@ class _RunningJob:
         return f"{_command(self.processes[0]) or 'a job'}: {len(self.ranks)} ranks at the {where}"
 
     def to_dict(self) -> dict[str, Any]:
-        ranks = [{"group": group, "rank": rank, "report": told} for (group, rank), told in sorted(self.ranks.items())]
+        ranks = [
+            {"group": group, "rank": rank, "report": report} for (group, rank), report in sorted(self.ranks.items())
+        ]
         return {"control": list(self.address), "title": self.title, "processes": self.processes, "ranks": ranks}
 
 
@@ -88,8 +90,8 @@ def _lines(job: _RunningJob, at_length: bool, stacks: bool) -> list[str]:
     lines = [job.title]
     for (group, rank), report in sorted(job.ranks.items()):
         process = "" if report is None else f" (process {report['pid']})"
-        said = lines_of(f"rank {rank} of {group}{process}", report)
-        lines += said if at_length else said[:1]
+        about = lines_of(f"rank {rank} of {group}{process}", report)
+        lines += about if at_length else about[:1]
         if report is not None:
             lines += _more(report, at_length, stacks)
     return lines

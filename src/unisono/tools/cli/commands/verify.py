@@ -65,7 +65,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _chosen(given: argparse.Namespace) -> Iterator[Algorithm]:
-    options: dict[str, Any] = {**numbers(given.option)}
+    options = numbers(given.option)
     name = given.algorithm
     if name is not None and name.endswith(".py"):
         yield Algorithm(given.collective, Path(name).stem, _file(Path(name)), options)

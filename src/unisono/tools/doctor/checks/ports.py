@@ -27,11 +27,11 @@ def check(_target: Target) -> Iterator[Finding]:
 
 
 def _range() -> Iterator[Finding]:
-    text, mend = os.environ.get(PORT_RANGE), f"export {PORT_RANGE}=20000-20099   # ports that the firewall lets through"
+    text, fix = os.environ.get(PORT_RANGE), f"export {PORT_RANGE}=20000-20099   # ports that the firewall lets through"
     try:
         ports = port_range()
     except CommError as error:
-        yield problem(error.message, mend)
+        yield problem(error.message, fix)
         return
     if ports is None:
         return
@@ -39,11 +39,11 @@ def _range() -> Iterator[Finding]:
     if free:
         yield ok(f"{free} of the {len(ports)} ports of {PORT_RANGE} {text} are free")
     else:
-        yield problem(f"no port of {PORT_RANGE} {text} is free, so no rank can listen", mend)
+        yield problem(f"no port of {PORT_RANGE} {text} is free, so no rank can listen", fix)
 
 
 def _rendezvous() -> Iterator[Finding]:
-    port, why, mend = _meeting()
+    port, why, fix = _meeting()
     host = os.environ.get("MASTER_ADDR", "")
     if not 0 < port < 65536:
         yield problem(f"{why} is not a port; a port is a number from 1 to 65535", f"export MASTER_PORT={_USUAL}")
@@ -56,28 +56,28 @@ def _rendezvous() -> Iterator[Finding]:
     elif taken == errno.EADDRNOTAVAIL:
         yield info(f"{why} belongs to {host}, which is another host")
     elif taken == errno.EACCES:
-        yield problem(f"{why} is reserved for root", mend.format(free_port(_USUAL)))
+        yield problem(f"{why} is reserved for root", fix.format(free_port(_USUAL)))
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield ok(f"{why} is held by {port_owner(port)}, as it should be under torchrun")
     else:
         yield problem(
             f"{why} is taken by {port_owner(port)}: rank 0 cannot listen there, and the other ranks would reach "
             "another program",
-            mend.format(free_port(port + 1 if port < 65535 else 0)),
+            fix.format(free_port(port + 1 if port < 65535 else 0)),
         )
 
 
 def _meeting() -> tuple[int, str, str]:
     """Return the port, its description, and the way to choose another port."""
-    mend = "export MASTER_PORT={}   # the same on every rank"
+    fix = "export MASTER_PORT={}   # the same on every rank"
     if os.environ.get("MASTER_PORT"):
         port = number("MASTER_PORT")
-        return (0 if port is None else port), f"MASTER_PORT {os.environ['MASTER_PORT']}", mend
+        return (0 if port is None else port), f"MASTER_PORT {os.environ['MASTER_PORT']}", fix
     if launched().by == "Slurm":
         task = step()
         if task is not None and task.size > 1:
             port = port_of(task.job, task.number)
-            return port, f"port {port}, the rendezvous of Slurm's step {task.job}.{task.number},", mend
+            return port, f"port {port}, the rendezvous of Slurm's step {task.job}.{task.number},", fix
     return _USUAL, f"port {_USUAL}, torchrun's default,", "torchrun --master-port {} ... train.py"
 
 

@@ -52,7 +52,8 @@ def find(request: InitRequest) -> Rendezvous:
     mpi = library()
     check_world(mpi, (started and started.size) or 1)
     world = mpi.COMM_WORLD
-    rank, size = request.rank, request.size = world.Get_rank(), world.Get_size()
+    rank = request.rank = world.Get_rank()
+    size = request.size = world.Get_size()
     source = f"rank {rank} of {size} from {name_of(mpi)}"
     if size == 1:
         return replace(alone(request), source=f"{source}: a world of one")

@@ -237,7 +237,8 @@ class ClientConnection:
         self._peer = peer
         self._channel = channel
         self._sending = threading.Lock()
-        self._readable, self._writable = select.poll(), select.poll()
+        self._readable = select.poll()
+        self._writable = select.poll()
         self._readable.register(peer, select.POLLIN)
         self._writable.register(peer, select.POLLOUT)
         self._inspect_socket: InspectSocket | None = None

@@ -74,7 +74,8 @@ class ControlStore(dist.Store):
         return False
 
     # As torch's C++ code calls the two.
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"

@@ -113,7 +113,8 @@ def _bytes(kind: str, cls: type[bytes] | type[bytearray]) -> None:
         content, at = take_bytes(view, at)
         return cls(content), at
 
-    encoders[cls], decoders[ord(kind)] = encoder, decoder
+    encoders[cls] = encoder
+    decoders[ord(kind)] = decoder
 
 
 # -- containers ------------------------------------------------------------------------------------
@@ -126,7 +127,8 @@ def _sequence(kind: str, cls: type[list[Any]] | type[tuple[Any, ...]]) -> None:
         items, at = take_items(view, at, depth)
         return (items if cls is list else cls(items)), at
 
-    encoders[cls], decoders[ord(kind)] = encoder, decoder
+    encoders[cls] = encoder
+    decoders[ord(kind)] = decoder
 
 
 def _set(kind: str, cls: type[set[Any]] | type[frozenset[Any]]) -> None:
@@ -144,7 +146,8 @@ def _set(kind: str, cls: type[set[Any]] | type[frozenset[Any]]) -> None:
         items, at = take_items(view, at, depth)
         return cls(items), at
 
-    encoders[cls], decoders[ord(kind)] = encoder, decoder
+    encoders[cls] = encoder
+    decoders[ord(kind)] = decoder
 
 
 def _mapping(kind: str, cls: type[dict[Any, Any]]) -> None:
@@ -166,7 +169,8 @@ def _mapping(kind: str, cls: type[dict[Any, Any]]) -> None:
             mapping[key], at = read(view, at, depth - 1)
         return mapping, at
 
-    encoders[cls], decoders[ord(kind)] = encoder, decoder
+    encoders[cls] = encoder
+    decoders[ord(kind)] = decoder
 
 
 def _three(kind: str, cls: type[slice] | type[range]) -> None:
@@ -179,7 +183,8 @@ def _three(kind: str, cls: type[slice] | type[range]) -> None:
         start, stop, step = items
         return cls(start, stop, step), at
 
-    encoders[cls], decoders[ord(kind)] = encoder, decoder
+    encoders[cls] = encoder
+    decoders[ord(kind)] = decoder
 
 
 def install() -> None:
@@ -197,8 +202,10 @@ def install() -> None:
     decoders[ord("N")] = lambda _view, at, _depth: (None, at)
     decoders[ord("T")] = lambda _view, at, _depth: (True, at)
     decoders[ord("F")] = lambda _view, at, _depth: (False, at)
-    decoders[_INT], decoders[_BIG_INT] = _take_int, _take_big_int
-    decoders[_REAL], decoders[_TWO_REALS] = _take_float, _take_complex
+    decoders[_INT] = _take_int
+    decoders[_BIG_INT] = _take_big_int
+    decoders[_REAL] = _take_float
+    decoders[_TWO_REALS] = _take_complex
     decoders[ord("s")] = take_text
     _bytes("b", bytes)
     _bytes("B", bytearray)

@@ -66,7 +66,8 @@ class _Remote:
     """Methods of an object of another rank; results stay there. As in torch, first check that the method exists."""
 
     def __init__(self, rref: RRef[Any], timeout: Timeout | None) -> None:
-        self._rref, self._timeout = rref, seconds(timeout)
+        self._rref = rref
+        self._timeout = seconds(timeout)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:

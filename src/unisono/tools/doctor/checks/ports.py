@@ -27,7 +27,8 @@ def check(_target: Target) -> Iterator[Finding]:
 
 
 def _range() -> Iterator[Finding]:
-    text, fix = os.environ.get(PORT_RANGE), f"export {PORT_RANGE}=20000-20099   # ports that the firewall lets through"
+    text = os.environ.get(PORT_RANGE)
+    fix = f"export {PORT_RANGE}=20000-20099   # ports that the firewall lets through"
     try:
         ports = port_range()
     except CommError as error:

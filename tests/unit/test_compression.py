@@ -164,7 +164,7 @@ def test_sharing_a_codec_between_buckets_is_rejected(name: str) -> None:
     with un.init() as comm:
         codec = resolve(name)
         codec.average(torch.ones(600), comm, [torch.Size((20, 30))])
-        with pytest.raises(ValueError, match=r"one codec per bucket, created by spawn\(\)"):
+        with pytest.raises(ValueError, match=r"one codec per bucket, created by clone\(\)"):
             codec.average(torch.ones(800), comm, [torch.Size((20, 40))])
 
 

@@ -38,7 +38,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import unisono as un
-from unisono.sharding.shard_optimizer import Piece, check_elementwise
+from unisono.sharding.flat_parameters import ParameterPiece
+from unisono.sharding.shard_optimizer import check_elementwise
 
 PACKAGES = {
     "torch.optim": "torch",
@@ -215,7 +216,10 @@ def options_of(optimizer_class: type[Optimizer]) -> dict[str, Any]:
 def trial(layout: Layout, optimizer_class: type[Optimizer], options: Any) -> tuple[float, str]:
     """Return how long the trial takes when the optimizer is created, in seconds, and why it refuses the class."""
     groups = [
-        {**group, "params": [Piece("p", p.shape, 0, nn.Parameter(p.detach().reshape(-1))) for p in group["params"]]}
+        {
+            **group,
+            "params": [ParameterPiece("p", p.shape, 0, nn.Parameter(p.detach().reshape(-1))) for p in group["params"]],
+        }
         for group in Net(layout).groups()
     ]
     reason = ""

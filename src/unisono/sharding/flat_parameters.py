@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -15,11 +16,76 @@ from unisono.core.tensor_shard import TensorShard
 from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
-from unisono.sharding.shard_optimizer import Piece
 from unisono.utils.flatten import FlatLayout, ParameterSlice
 from unisono.utils.parameters import Named
 
-__all__ = ["FlatGradient", "FlatParameters", "FreedParameter", "ParameterBucket", "ShardedGradient", "free", "refill"]
+__all__ = [
+    "FlatGradient",
+    "FlatParameters",
+    "FreedParameter",
+    "ParameterBucket",
+    "ParameterPiece",
+    "ShardedGradient",
+    "free",
+    "refill",
+]
+
+
+@dataclass(slots=True)
+class ParameterPiece:
+    """Slice of one parameter that this rank updates. Each rank has one of each parameter, which may be empty.
+
+    Attributes:
+        name: Name of the parameter.
+        shape: Shape of the whole parameter.
+        start: Index of the first element in the flattened parameter.
+        tensor: 1-d parameter that the optimizer updates. Its `.grad` is set before the step.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    tensor: nn.Parameter
+
+    @property
+    def stop(self) -> int:
+        """Index after the last element in the flattened parameter."""
+        return self.start + len(self.tensor)
+
+    def move(self, start: int, elements: torch.Tensor) -> None:
+        """Become another slice, for another number of ranks. The tensor stays the same object.
+
+        Args:
+            start: As `start`.
+            elements: Memory of the slice.
+        """
+        self.start = start
+        self.tensor.grad = None
+        self.tensor.data = elements
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this piece's elements of a tensor of the parameter's shape: a view where its memory allows."""
+        return whole.reshape(-1)[self.start : self.stop]
+
+    def wrap(self, elements: torch.Tensor) -> TensorShard:
+        """Return elements at this piece's place in the parameter as a checkpoint takes them."""
+        return TensorShard(elements, self.start, self.shape)
+
+
+def _make_pieces(named: Named, dtype: torch.dtype) -> list[ParameterPiece]:
+    """Return a piece of each parameter, without elements."""
+    return [
+        ParameterPiece(name, p.shape, 0, nn.Parameter(p.new_empty(0, dtype=dtype), requires_grad=p.requires_grad))
+        for name, p in named
+    ]
+
+
+def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, rank: int, part: torch.Tensor) -> None:
+    """Let the pieces be the slices of a rank's part."""
+    slices = {place.index: place for place in layout.slices(rank)}
+    for index, piece in enumerate(pieces):
+        place = slices.get(index, ParameterSlice(index, 0, 0, 0))
+        piece.move(place.start, part[place.offset : place.offset + place.numel])
 
 
 class FlatParameters:
@@ -65,9 +131,7 @@ class FlatParameters:
         first = self.parameters[0]
         self._part_dtype = first.dtype
         self._dtype = param_dtype if param_dtype is not None and first.is_floating_point() else first.dtype
-        self.pieces = [
-            Piece(name, p.shape, 0, nn.Parameter(p.new_empty(0), requires_grad=p.requires_grad)) for name, p in named
-        ]
+        self.pieces = _make_pieces(named, first.dtype)
         self._cut(padding)
         for piece, p in zip(self.pieces, self.parameters, strict=True):
             piece.tensor.detach().copy_(piece.cut(p.detach()))
@@ -82,10 +146,7 @@ class FlatParameters:
         """Make the part of this rank, and let the pieces be slices of it, with undefined elements."""
         self.layout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
         self.part = torch.zeros(self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device)
-        places = {place.index: place for place in self.layout.slices(self._comms.rank)}
-        for index, piece in enumerate(self.pieces):
-            place = places.get(index, ParameterSlice(index, 0, 0, 0))
-            piece.move(place.start, self.part[place.offset : place.offset + place.numel])
+        _move_pieces(self.pieces, self.layout, self._comms.rank, self.part)
 
     def _make_whole(self) -> None:
         """Let the parameters be views of a flat tensor, and free it."""
@@ -305,7 +366,7 @@ class FlatGradient:
             self._new = None
             self._sum = new if self._sum is None else self._sum.add_(new)
 
-    def commit(self, pieces: Sequence[Piece]) -> None:
+    def commit(self, pieces: Sequence[ParameterPiece]) -> None:
         """Add what was reduced to the gradients of this rank's part: the pass has succeeded on all ranks.
 
         Args:
@@ -347,14 +408,9 @@ class ParameterBucket:
         self.indices = indices
         self.parameters = [p for _, p in named]
         self._comms = comms
-        raised = master_dtype is not None and self.parameters[0].is_floating_point()
-        self._dtype = master_dtype if raised else self.parameters[0].dtype
-        self.pieces = [
-            Piece(
-                name, p.shape, 0, torch.nn.Parameter(p.new_empty(0, dtype=self._dtype), requires_grad=p.requires_grad)
-            )
-            for name, p in named
-        ]
+        raised = self.parameters[0].is_floating_point()
+        self._dtype = master_dtype if master_dtype is not None and raised else self.parameters[0].dtype
+        self.pieces = _make_pieces(named, self._dtype)
         self._cut()
         comms.steps.broadcast(self._flat, 0)
         self._master.copy_(self._part)
@@ -373,13 +429,7 @@ class ParameterBucket:
             parameter.data = view
         self._part = self._flat[self._comms.rank * layout.part :][: layout.part]
         self._master = self._part.to(self._dtype)
-        self._slices = {place.index: place for place in layout.slices(self._comms.rank)}
-        for slot, piece in enumerate(self.pieces):
-            place = self._place(slot)
-            piece.move(place.start, self._master[place.offset : place.offset + place.numel])
-
-    def _place(self, slot: int) -> ParameterSlice:
-        return self._slices.get(slot, ParameterSlice(slot, 0, 0, 0))
+        _move_pieces(self.pieces, layout, self._comms.rank, self._master)
 
     @torch.no_grad()
     def recut(self) -> None:
@@ -389,9 +439,8 @@ class ParameterBucket:
 
     def shard(self, slot: int) -> TensorShard:
         """Return this rank's elements of a parameter, in the memory of the parameter."""
-        place = self._place(slot)
         piece = self.pieces[slot]
-        return TensorShard(self._part[place.offset : place.offset + place.numel], piece.start, piece.shape)
+        return piece.wrap(piece.cut(self._views[slot]))
 
     @property
     def has_master(self) -> bool:
@@ -461,7 +510,25 @@ _GRAD: Any = torch.Tensor.grad
 _GRADIENT = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
 
 
-class FreedParameter(torch.nn.Parameter):
+class _MetadataOnly(torch.Tensor):
+    """Base of the classes whose tensors have no elements: reads of shape, dtype and other metadata work."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of metadata; refuse any other."""
+        if func not in _METADATA:
+            cls._refuse(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _refuse(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> NoReturn:
+        raise NotImplementedError
+
+
+class FreedParameter(_MetadataOnly, nn.Parameter):
     """Class of a sharded model's parameter while its elements are on other ranks.
 
     Reads of shape, dtype and other metadata work. Any other use raises.
@@ -471,35 +538,33 @@ class FreedParameter(torch.nn.Parameter):
     """
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function of metadata; refuse any other."""
-        if func not in _METADATA:
-            _refuse(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    def _refuse(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> NoReturn:
+        name = next(_name(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
+        if func in _GRADIENT:
+            raise RuntimeError(
+                f"{name!r} has no p.grad, because its model is sharded: each rank has the gradient of its part. "
+                "Use optimizer.zero_grad() and sharded.clip_grad_norm_() of the ShardedModel"
+            )
+        raise RuntimeError(
+            f"{name!r} was used while its elements are on other ranks: its model is sharded, and it is whole only "
+            "while its own module runs. Use it inside `with sharded.full_parameters():`, or put the modules that use "
+            "it into one unit (units=)"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return text with name and shape."""
         return f"FreedParameter({_name(self)!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
 
-class ShardedGradient(torch.Tensor):
+class ShardedGradient(_MetadataOnly):
     """Class of p.grad while each rank has a part of the gradient. Reads of metadata work; any other use raises."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function of metadata; refuse any other."""
-        if func not in _METADATA:
-            raise RuntimeError(
-                f"{getattr(func, '__name__', func)} uses p.grad, which is sharded: each rank has a part of it. Use "
-                "clip_grad_norm_() of the ShardedOptimizer, or create it with shard_gradients=False"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    def _refuse(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)} uses p.grad, which is sharded: each rank has a part of it. Use "
+            "clip_grad_norm_() of the ShardedOptimizer, or create it with shard_gradients=False"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return text with the shape."""
@@ -510,20 +575,6 @@ class ShardedGradient(torch.Tensor):
         """Return one for a parameter, without memory of its own."""
         nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
         return nothing.expand(parameter.shape).as_subclass(cls)
-
-
-def _refuse(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> NoReturn:
-    name = next(_name(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
-    if func in _GRADIENT:
-        raise RuntimeError(
-            f"{name!r} has no p.grad, because its model is sharded: each rank has the gradient of its part. "
-            "Use optimizer.zero_grad() and sharded.clip_grad_norm_() of the ShardedModel"
-        )
-    raise RuntimeError(
-        f"{name!r} was used while its elements are on other ranks: its model is sharded, and it is whole only while "
-        "its own module runs. Use it inside `with sharded.full_parameters():`, or put the modules that use it into "
-        "one unit (units=)"
-    )
 
 
 def _name(parameter: torch.Tensor) -> str:

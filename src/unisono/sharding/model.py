@@ -12,11 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
-from unisono.core.tensor_shard import TensorShard
 from unisono.sharding.comms import NO_COPY, ShardComms
-from unisono.sharding.flat_parameters import FlatParameters
+from unisono.sharding.flat_parameters import FlatParameters, ParameterPiece
 from unisono.sharding.runtime import Runtime
-from unisono.sharding.shard_optimizer import Piece, ShardOptimizer, check_same_step, load_entries, shard_optimizer
+from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step, load_entries, shard_optimizer
 from unisono.sharding.unit import UnitPolicy, make_units, partition, shardable
 from unisono.utils.gradient_norms import clip_grad_norm_
 from unisono.utils.parameters import agree_on_parameters, claim, release, share
@@ -323,7 +322,7 @@ class ShardedModel:
             return entry
         flat, index = self._places[id(entry)]
         piece = flat.pieces[index]
-        return TensorShard(piece.tensor.detach(), piece.start, piece.shape)
+        return piece.wrap(piece.tensor.detach())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state with shards of this rank, or with whole tensors, as a plain model has it.
@@ -405,7 +404,7 @@ class ShardedModel:
         return flat.names[index]
 
     @cached_property
-    def _pieces(self) -> dict[str, Piece]:
+    def _pieces(self) -> dict[str, ParameterPiece]:
         return {flat.names[index]: flat.pieces[index] for flat, index in self._places.values()}
 
     def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
@@ -420,7 +419,7 @@ class ShardedModel:
             (0, 3)
         """
         piece = self._pieces[path[0]]
-        return piece.start, piece.start + len(piece.tensor)
+        return piece.start, piece.stop
 
 
 Place = tuple[FlatParameters, int]

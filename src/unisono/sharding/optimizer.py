@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
-from unisono.core.tensor_shard import TensorShard
 from unisono.errors import ClosedError, PeerLostError
 from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.flat_parameters import ParameterBucket, ShardedGradient
@@ -118,6 +117,7 @@ class ShardedOptimizer(Optimizer):
             self._claim = claim(named, "sharded", "ShardedOptimizer")
         self._named = named
         self._steps = 0
+        # Indices of the parameters that were updated at least once.
         self._touched = set[int]()
         order = [i for i, (_, p) in reversed(list(enumerate(named))) if p.requires_grad]
         frozen = [i for i, (_, p) in enumerate(named) if not p.requires_grad]
@@ -130,6 +130,7 @@ class ShardedOptimizer(Optimizer):
         self._buckets = made[0] + made[1]
         self._frozen = made[1]
         placed = {i: (b, slot) for b in self._buckets for slot, i in enumerate(b.indices)}
+        # The bucket of each parameter, and its slot there.
         self._places = [placed[i] for i in range(len(named))]
         self._pieces = [bucket.pieces[slot] for bucket, slot in self._places]
         pieces = iter(self._pieces)
@@ -334,9 +335,6 @@ class ShardedOptimizer(Optimizer):
             release(p for _, p in self._named)
         self._comms.close()
 
-    # The bucket of each parameter, and its slot there.
-    # Indices of the parameters that were updated at least once.
-
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(NO_COPY)
 
@@ -362,8 +360,7 @@ class ShardedOptimizer(Optimizer):
             bucket = self._places[index][0]
             piece = self._pieces[index]
             if bucket.has_master:
-                shard = TensorShard(piece.tensor.detach(), piece.start, piece.shape)
-                state["state"].setdefault(index, {})[_MASTER] = shard
+                state["state"].setdefault(index, {})[_MASTER] = piece.wrap(piece.tensor.detach())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -464,7 +461,7 @@ class ShardedOptimizer(Optimizer):
             (0, 3)
         """
         piece = self._pieces[path[1]]
-        return piece.start, piece.start + len(piece.tensor)
+        return piece.start, piece.stop
 
 
 _MASTER = "master"

@@ -16,7 +16,7 @@ from unisono.core.staging import OneStream
 from unisono.errors import MismatchError
 from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
-from unisono.sharding.unit import Call, Unit, recut_units
+from unisono.sharding.unit import ForwardCall, Unit, recut_units
 from unisono.utils.backward_pass import BackwardTracker, current_pass, watch_outputs
 
 __all__ = ["Runtime"]
@@ -85,7 +85,7 @@ class Runtime:
         unit.check()
         self._need(unit)
         if outermost:
-            unit.call = Call()
+            unit.call = ForwardCall()
             if torch.is_grad_enabled() and not unit.frees_after_gradients:
                 unit.call.inputs = watch_outputs((args, kwargs), partial(self._leave_backward, unit, unit.call))
 
@@ -110,7 +110,7 @@ class Runtime:
         if written is not None:
             raise written
 
-    def _reach(self, unit: Unit, call: Call, version: int, _gradient: torch.Tensor) -> None:
+    def _reach(self, unit: Unit, call: ForwardCall, version: int, _gradient: torch.Tensor) -> None:
         """Gather the unit, because a backward pass has reached its output."""
         self._pass.enter(current_pass())
         if version != self._version:
@@ -123,7 +123,7 @@ class Runtime:
             call.left = call.inputs
         self._need(unit)
 
-    def _leave_backward(self, unit: Unit, call: Call, _gradient: torch.Tensor) -> None:
+    def _leave_backward(self, unit: Unit, call: ForwardCall, _gradient: torch.Tensor) -> None:
         """Free a unit with frozen parameters, because all inputs of its calls have their gradients."""
         call.left -= 1
         if call.left == 0:
@@ -237,8 +237,8 @@ class Runtime:
             raise MismatchError(
                 f"only some ranks have a gradient of {known[differs.index(1)][0]!r}. All ranks must use the same "
                 "parameters in a step of a sharded model",
-                rank=self._comms.rank,
-                size=self._comms.size,
+                rank=self._comms.data.rank,
+                size=self._comms.data.size,
             )
 
     # -- from step to step ----------------------------------------------------------------------

@@ -9,7 +9,6 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import chain
 from typing import Any
@@ -25,10 +24,10 @@ from unisono.core.tensor_shard import TensorShard
 from unisono.core.tensors import check_apart, check_tensor
 from unisono.errors import AbortedError, CommError, MismatchError
 from unisono.sharding.comms import NO_COPY
+from unisono.sharding.flat_parameters import ParameterPiece
 from unisono.utils.parameters import Named, check_parameters, named_tensors
 
 __all__ = [
-    "Piece",
     "ShardOptimizer",
     "check_elementwise",
     "check_same_step",
@@ -46,42 +45,10 @@ _SHARED = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are one number for a parameter: those of a 0-d parameter have the same shape."""
 
 
-@dataclass(slots=True)
-class Piece:
-    """Slice of one parameter that this rank updates. Each rank has one of each parameter, which may be empty.
-
-    Attributes:
-        name: Name of the parameter.
-        shape: Shape of the whole parameter.
-        start: Index of the first element in the flattened parameter.
-        tensor: 1-d parameter that the optimizer updates. Its `.grad` is set before the step.
-    """
-
-    name: str
-    shape: torch.Size
-    start: int
-    tensor: torch.nn.Parameter
-
-    def move(self, start: int, elements: torch.Tensor) -> None:
-        """Become another slice, for another number of ranks. The tensor stays the same object.
-
-        Args:
-            start: As `start`.
-            elements: Memory of the slice.
-        """
-        self.start = start
-        self.tensor.grad = None
-        self.tensor.data = elements
-
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this piece's elements of a tensor of the parameter's shape: a view where its memory allows."""
-        return whole.reshape(-1)[self.start : self.start + len(self.tensor)]
-
-
 class ShardOptimizer(Optimizer):
     """Base of the classes that `shard_optimizer` makes: its parameters are pieces, the rest is the user's class."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[ParameterPiece]
     """The pieces, in the order of the groups: the n-th one is of the unsharded optimizer's parameter n."""
     ranges: Sequence[tuple[int, int]]
     """Start and length of each piece that the state is of."""
@@ -127,10 +94,10 @@ class ShardOptimizer(Optimizer):
         }
         return state
 
-    def _wrap(self, key: str, value: Any, piece: Piece) -> Any:
+    def _wrap(self, key: str, value: Any, piece: ParameterPiece) -> Any:
         def wrap(leaf: Any) -> Any:
             shaped = isinstance(leaf, torch.Tensor) and leaf.shape == piece.tensor.shape
-            return TensorShard(leaf, piece.start, piece.shape) if shaped else leaf
+            return piece.wrap(leaf) if shaped else leaf
 
         return value if key in self.shared else tree_map(wrap, value)
 
@@ -145,7 +112,7 @@ class ShardOptimizer(Optimizer):
     def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
         """Return which elements this rank has of the tensor that is at a path in `snapshot()`, as start and stop."""
         piece = self.pieces[path[1]]
-        return piece.start, piece.start + len(piece.tensor)
+        return piece.start, piece.stop
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state with shards of this rank, or with whole tensors, as an unsharded optimizer has it.
@@ -168,7 +135,7 @@ class ShardOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         self.ranges = _ranges(self.pieces)
 
-    def _unwrap(self, key: str, value: Any, piece: Piece) -> Any:
+    def _unwrap(self, key: str, value: Any, piece: ParameterPiece) -> Any:
         return copy.deepcopy(value) if key in self.shared else tree_map(lambda leaf: unwrap(key, leaf, piece), value)
 
 
@@ -179,7 +146,7 @@ def shard_optimizer(
 
     Args:
         optimizer_class: A class of torch's, or one that is derived from `torch.optim.Optimizer`.
-        groups: Groups as for the class, with `Piece`s as "params".
+        groups: Groups as for the class, with `ParameterPiece`s as "params".
         elementwise: Whether the class is known to be elementwise, so that it is not tried.
         defaults: Options for the class.
 
@@ -187,9 +154,11 @@ def shard_optimizer(
         ValueError: The class is not elementwise; see `check_elementwise`.
 
     Example:
-        >>> from unisono.sharding.shard_optimizer import Piece, shard_optimizer
+        >>> from unisono.sharding.flat_parameters import ParameterPiece
+        >>> from unisono.sharding.shard_optimizer import shard_optimizer
         >>> half = torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = shard_optimizer(torch.optim.Adam, [{"params": [Piece("w", torch.Size([2, 2]), 2, half)]}])
+        >>> piece = ParameterPiece("w", torch.Size([2, 2]), 2, half)
+        >>> optimizer = shard_optimizer(torch.optim.Adam, [{"params": [piece]}])
         >>> half.grad = torch.ones(2)
         >>> optimizer.step()
         >>> optimizer.state_dict()["state"][0]["exp_avg"]
@@ -228,7 +197,7 @@ def _reporting(step: Callable[..., Any]) -> Callable[..., Any]:
     return reporting
 
 
-def _ranges(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+def _ranges(pieces: Sequence[ParameterPiece]) -> list[tuple[int, int]]:
     return [(piece.start, len(piece.tensor)) for piece in pieces]
 
 
@@ -242,7 +211,8 @@ def check_elementwise(
 
     Args:
         optimizer_class: The class to try.
-        groups: Groups with `Piece`s as "params", whose options, dtypes, devices and numbers of dimensions are tried.
+        groups: Groups with `ParameterPiece`s as "params", whose options, dtypes, devices and numbers of dimensions are
+            tried.
         defaults: Options for the class.
 
     Returns: Names of the states that are no elements of a parameter, but equal on all ranks.
@@ -262,7 +232,6 @@ def check_elementwise(
     failed: Exception | None = None
     for missing, at_least in ((True, 2), (False, 2), (False, 1)):
         try:
-            # Torch compiles nothing meanwhile, in any thread. Contexts of two threads would undo each other.
             with _ONE_TRIAL, torch.compiler.set_stance("force_eager"):
                 return _Trial(optimizer_class, groups, defaults, missing, at_least).run()
         except _RefusedError as refused:
@@ -274,6 +243,7 @@ def check_elementwise(
 
 
 _ONE_TRIAL = threading.Lock()
+"""Held during a trial, because the stance of torch's compiler is one for all threads."""
 
 
 class _RefusedError(Exception):
@@ -386,7 +356,7 @@ class _Trial:
             for group in self._groups:
                 options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
                 pieces = [
-                    Piece(
+                    ParameterPiece(
                         "a parameter", value.shape, _border(value, rank or 0), torch.nn.Parameter(_slice(value, rank))
                     )
                     for value in group["params"]
@@ -485,17 +455,17 @@ def _same(value: Any, other: Any) -> bool:
     return isinstance(other, int | float | complex) and (value == other or cmath.isclose(value, other, rel_tol=1e-5))
 
 
-def unwrap(key: str, value: Any, piece: Piece) -> Any:
+def unwrap(key: str, value: Any, piece: ParameterPiece) -> Any:
     """Return this rank's elements of a saved value of a parameter; the value itself if it is none of its shape.
 
     Raises:
         ValueError: It has another shape, or is the shard of another rank.
     """
     if isinstance(value, TensorShard):
-        if (value.start, len(value.local), value.shape) != (piece.start, len(piece.tensor), piece.shape):
+        if (value.start, value.stop, value.shape) != (piece.start, piece.stop, piece.shape):
             raise ValueError(
                 f"the state's {key!r} of {piece.name!r} is {value}, not this rank's shard, from {piece.start} to "
-                f"{piece.start + len(piece.tensor)} of {list(piece.shape)}. Load states through un.checkpoint, "
+                f"{piece.stop} of {list(piece.shape)}. Load states through un.checkpoint, "
                 "or whole ones"
             )
         return value.local
@@ -601,9 +571,9 @@ def load_entries(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, A
 def _elements(name: str, mine: Any, given: Any) -> Any:
     """Return what is to be copied into an entry; `ValueError` if it does not fit."""
     if isinstance(given, TensorShard):
-        if not isinstance(mine, TensorShard) or (mine.start, len(mine.local), mine.shape) != (
+        if not isinstance(mine, TensorShard) or (mine.start, mine.stop, mine.shape) != (
             given.start,
-            len(given.local),
+            given.stop,
             given.shape,
         ):
             raise ValueError(f"{name!r} is {given} in the state, and {mine} on this rank. Load it by un.checkpoint")
@@ -647,7 +617,8 @@ def check_same_step(
     """
     try:
         if comm.size > 1:
-            _compare_step(names, present, groups, gradients, step, comm, problem)
+            card = (None if problem is None else f"{type(problem).__name__}: {problem}", list(present))
+            _compare_step(names, (*card, [_numbers(group) for group in groups], _samples(gradients, step)), comm)
     except CommError:
         if problem is None:
             raise
@@ -655,37 +626,28 @@ def check_same_step(
         raise problem
 
 
-def _compare_step(
-    names: Sequence[str],
-    present: Sequence[bool],
-    groups: Sequence[Mapping[str, Any]],
-    gradients: Sequence[torch.Tensor],
-    step: int,
-    comm: Communicator,
-    problem: Exception | None,
-) -> None:
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    options = [_numbers(group) for group in groups]
-    samples = _samples(gradients, step)
-    checksum = zlib.crc32(repr((text, present, options, samples)).encode())
+_Card = tuple[str | None, list[bool], list[list[tuple[str, str]]], list[str]]
+"""What a rank is about to do: its problem, which parameters have a gradient, its options, and samples of gradients."""
+
+
+def _compare_step(names: Sequence[str], card: _Card, comm: Communicator) -> None:
     found = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-    comm.all_gather_single(found, torch.tensor([checksum], device=comm.device))
+    comm.all_gather_single(found, torch.tensor([zlib.crc32(repr(card).encode())], device=comm.device))
     if len(set(found.tolist())) == 1:
         return
-    problems = comm.all_gather_object(text)
-    for rank, theirs in enumerate(problems):
-        if theirs is not None:
+    cards = comm.all_gather_object(card)
+    for rank, (problem, *_) in enumerate(cards):
+        if problem is not None:
             raise AbortedError(
-                f"rank {rank} failed in optimizer.step(), so no rank makes that step: {theirs}",
+                f"rank {rank} failed in optimizer.step(), so no rank makes that step: {problem}",
                 rank=comm.rank,
                 size=comm.size,
                 peer=rank,
             )
-    cards = comm.all_gather_object((list(present), options, samples))
-    for rank, card in enumerate(cards):
-        if card != cards[0]:
+    for rank, theirs in enumerate(cards):
+        if theirs != cards[0]:
             raise MismatchError(
-                f"ranks 0 and {rank} are about to make different steps: {_difference(names, cards[0], card, rank)}",
+                f"ranks 0 and {rank} are about to make different steps: {_difference(names, cards[0], theirs, rank)}",
                 rank=comm.rank,
                 size=comm.size,
                 peer=rank,
@@ -712,11 +674,11 @@ def _samples(gradients: Sequence[torch.Tensor], step: int) -> list[str]:
     return [repr(value) for elements in by_dtype.values() for value in torch.stack(elements).tolist()]
 
 
-def _difference(names: Sequence[str], first: Any, other: Any, rank: int) -> str:
-    for name, here, there in zip(names, first[0], other[0], strict=True):
+def _difference(names: Sequence[str], first: _Card, other: _Card, rank: int) -> str:
+    for name, here, there in zip(names, first[1], other[1], strict=True):
         if here != there:
             return f"only rank {0 if here else rank} has a gradient of {name!r}"
-    for number, (one, two) in enumerate(zip(first[1], other[1], strict=True)):
+    for number, (one, two) in enumerate(zip(first[2], other[2], strict=True)):
         if one != two:
             pairs = [(a, b) for a, b in zip(one, two, strict=False) if a != b]
             return f"the options of group {number} are {dict(a for a, _ in pairs)} and {dict(b for _, b in pairs)}"

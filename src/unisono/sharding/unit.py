@@ -14,10 +14,10 @@ from unisono.sharding.comms import ShardComms
 from unisono.sharding.flat_parameters import FlatParameters
 from unisono.utils.parameters import Named, check_parameters, check_unclaimed
 
-__all__ = ["Call", "Unit", "UnitPlan", "UnitPolicy", "make_units", "partition", "recut_units", "shardable"]
+__all__ = ["ForwardCall", "Unit", "UnitPlan", "UnitPolicy", "make_units", "partition", "recut_units", "shardable"]
 
 
-class Call:
+class ForwardCall:
     """One forward of a unit, as its backward sees it.
 
     Attributes:
@@ -51,9 +51,10 @@ class Unit:
         self.flats = flats
         self.running: list[nn.Module] = []
         self.held = False
-        self.call = Call()
-        self.open: set[Call] = set()
-        self.frees_after_gradients = all(flat.gradient is not None for flat in flats)
+        self.call = ForwardCall()
+        self.open: set[ForwardCall] = set()
+        self._trained = [(flat, flat.gradient) for flat in flats if flat.gradient is not None]
+        self.frees_after_gradients = len(self._trained) == len(flats)
 
     @property
     def gathered(self) -> bool:
@@ -104,54 +105,48 @@ class Unit:
     # -- gradients ------------------------------------------------------------------------------
     def begin_backward(self) -> None:
         """Expect a gradient of each trained parameter."""
-        for flat in self.flats:
-            if flat.gradient is not None:
-                flat.gradient.arrived.clear()
+        for _, gradient in self._trained:
+            gradient.arrived.clear()
 
     def is_complete(self) -> bool:
         """Return whether each trained parameter has a gradient of the running pass that is not reduced."""
         return all(
-            flat.gradient is None or len(flat.gradient.arrived) == sum(p.requires_grad for p in flat.parameters)
-            for flat in self.flats
+            len(gradient.arrived) == sum(p.requires_grad for p in flat.parameters) for flat, gradient in self._trained
         )
 
     def has_taken(self) -> bool:
         """Return whether there are gradients that are not reduced."""
-        return any(flat.gradient is not None and flat.gradient.taken for flat in self.flats)
+        return any(gradient.taken for _, gradient in self._trained)
 
     def presence(self) -> list[tuple[str, bool]]:
         """Return the name of each parameter that can be trained, and whether it has a gradient to be averaged."""
         return [
-            (name, index in flat.gradient.taken or index in flat.gradient.reduced)
-            for flat in self.flats
-            if flat.gradient is not None
+            (name, index in gradient.taken or index in gradient.reduced)
+            for flat, gradient in self._trained
             for index, name in enumerate(flat.names)
         ]
 
     def start_reduce(self, *, async_op: bool) -> None:
         """Begin to average the gradients that were taken. Collective."""
-        for flat in self.flats:
-            if flat.gradient is not None and flat.gradient.taken:
-                flat.gradient.start_reduce(async_op=async_op)
+        for _, gradient in self._trained:
+            if gradient.taken:
+                gradient.start_reduce(async_op=async_op)
 
     def finish_reduce(self) -> None:
-        """Wait until the gradients are averaged."""
-        for flat in self.flats:
-            if flat.gradient is not None:
-                flat.gradient.finish_reduce()
+        """Wait for the reduction that has begun."""
+        for _, gradient in self._trained:
+            gradient.finish_reduce()
 
     def commit(self) -> None:
         """Add what was averaged to the gradients of this rank's part."""
-        for flat in self.flats:
-            if flat.gradient is not None:
-                flat.gradient.commit(flat.pieces)
+        for flat, gradient in self._trained:
+            gradient.commit(flat.pieces)
 
     def drop(self) -> bool:
         """Forget gradients that are not committed. Return whether there were any that are not reduced."""
         had = self.has_taken()
-        for flat in self.flats:
-            if flat.gradient is not None:
-                flat.gradient.drop()
+        for _, gradient in self._trained:
+            gradient.drop()
         return had
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 import unisono as un
-from unisono.checkpoint.checksum import digest
-from unisono.checkpoint.manifest import MANIFEST
+from unisono.checkpoint.manifest import MANIFEST, digest
 from unisono.testing import run_ranks
 
 MODEL = {"embedding": (40, 50), "weight": (30, 20), "bias": (30,), "scale": ()}

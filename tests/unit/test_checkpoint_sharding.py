@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import unisono as un
 from unisono.checkpoint import CorruptError, PerRank, StateError
-from unisono.checkpoint.sharding import shares
+from unisono.checkpoint.saver import shares
 from unisono.testing import run_ranks
 
 

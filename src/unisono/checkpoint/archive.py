@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.checksum import blocks, digest
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.loader import MapLocation, device_for
-from unisono.checkpoint.manifest import TensorEntry
+from unisono.checkpoint.manifest import TensorEntry, blocks, digest
 from unisono.checkpoint.reader import Block, Files, read_manifest, windows_of
 from unisono.checkpoint.restore import Restorer
 from unisono.checkpoint.storage import Storage, storage_at

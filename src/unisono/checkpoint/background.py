@@ -133,8 +133,9 @@ class _SaveQueue:
             raise error
 
 
-# Saves in progress, by communicator (its class does not know of checkpoints); without one, by path.
+# Saves in progress, by communicator: its class does not know of checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, _SaveQueue] = weakref.WeakKeyDictionary()
+# Those of this process alone, by path: the next save to a path waits for the last.
 _alone: dict[str, SaveHandle] = {}
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.checkpoint.checksum import digest
 from unisono.checkpoint.collective import CollectiveScope, odd_ranks
+from unisono.checkpoint.manifest import digest
 from unisono.checkpoint.saver import PreparedState, outline
 from unisono.checkpoint.state import Captured, capture
 from unisono.errors import MismatchError

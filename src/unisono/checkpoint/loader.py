@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from unisono.checkpoint.checksum import BLOCK
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, CorruptError, StateError
-from unisono.checkpoint.manifest import Manifest, TensorEntry
+from unisono.checkpoint.manifest import BLOCK, Manifest, TensorEntry
 from unisono.checkpoint.reader import Block, ByteRanges, Files, ReadWindow, assign, read_manifest, windows_of
 from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.saver import Progress

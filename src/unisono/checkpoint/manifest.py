@@ -8,23 +8,43 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
+import xxhash
 
-from unisono.checkpoint.checksum import ALGORITHM, BLOCK, digest
 from unisono.checkpoint.errors import CorruptError, FormatError, listed
 from unisono.checkpoint.tree import Node, check_cost, check_trees, cost_of, dtype_of
 
-__all__ = ["FILE", "MANIFEST", "VERSION", "FileEntry", "FilePiece", "Manifest", "TensorEntry"]
+__all__ = [
+    "BLOCK",
+    "CHUNK",
+    "FILE",
+    "MANIFEST",
+    "VERSION",
+    "FileEntry",
+    "FilePiece",
+    "Manifest",
+    "TensorEntry",
+    "blocks",
+    "digest",
+    "hasher",
+]
 
 MANIFEST = "manifest.json"
 VERSION = 1
 FILE = re.compile(r"([0-9a-f]{16})-\d{5}\.safetensors")
 """Names of files of tensors: the save's number, and the rank that wrote the file."""
+
+_ALGORITHM = "xxh3-128"
+"""Digests: xxh3 of 128 bits, which notices damage at the speed of memory. It is no proof against forgery."""
+BLOCK = 4 << 20
+"""Bytes of a tensor that share a digest: what one rank reads and checks at a time."""
+CHUNK = 1 << 19
+"""Bytes that are hashed and copied at a time, so that the second finds them in the cache."""
 
 _FORMAT = "unisono.checkpoint"
 _HEAD = b'{"digest":"'
@@ -137,7 +157,7 @@ class Manifest:
         content = {
             "format": _FORMAT,
             "version": VERSION,
-            "digest": ALGORITHM,
+            "digest": _ALGORITHM,
             "block": BLOCK,
             "id": self.id,
             "ranks": self.ranks,
@@ -229,7 +249,7 @@ def _opened(data: bytes | bytearray, nbytes: int) -> dict[str, Any]:
         kind = content["format"]
     except (ValueError, RecursionError, LookupError, TypeError):
         raise FormatError(f"{MANIFEST} was not written by unisono") from None
-    if kind != _FORMAT or version != VERSION or content.get("digest") != ALGORITHM:
+    if kind != _FORMAT or version != VERSION or content.get("digest") != _ALGORITHM:
         raise FormatError(f"{MANIFEST} is of the unknown format {kind!r:.80}, version {version!r:.80}")
     return dict(content)
 
@@ -292,3 +312,29 @@ def _check_tiling(manifest: Manifest) -> None:
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:200]
+
+
+def hasher() -> Any:
+    """Something with `update` and `hexdigest`."""
+    return xxhash.xxh3_128()
+
+
+def digest(data: Any) -> str:
+    """Digest of all bytes of a buffer: 32 hexadecimal digits.
+
+    Example:
+        >>> digest(b"unisono")
+        'd3d84b12d90a590aa13098ab94976dfb'
+    """
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def blocks(start: int, stop: int, most: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Cut a range into pieces of at most so many bytes.
+
+    Example:
+        >>> list(blocks(10, 15, 2))
+        [(10, 12), (12, 14), (14, 15)]
+    """
+    for low in range(start, stop, most):
+        yield low, min(low + most, stop)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from unisono.checkpoint.checksum import BLOCK, CHUNK, blocks, hasher
 from unisono.checkpoint.errors import CorruptError, NoCheckpointError, listed
-from unisono.checkpoint.manifest import FILE, MANIFEST, Manifest
+from unisono.checkpoint.manifest import BLOCK, CHUNK, FILE, MANIFEST, Manifest, blocks, hasher
 from unisono.checkpoint.storage import Source, Storage
 from unisono.checkpoint.tree import GRANTED, cost_of
 from unisono.checkpoint.writer import ByteCallback

@@ -16,12 +16,21 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.checksum import CHUNK, blocks, digest, hasher
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError
-from unisono.checkpoint.manifest import FILE, MANIFEST, FileEntry, FilePiece, Manifest, TensorEntry
+from unisono.checkpoint.manifest import (
+    CHUNK,
+    FILE,
+    MANIFEST,
+    FileEntry,
+    FilePiece,
+    Manifest,
+    TensorEntry,
+    blocks,
+    digest,
+    hasher,
+)
 from unisono.checkpoint.save_lock import SaveLock
-from unisono.checkpoint.sharding import Share, shares
 from unisono.checkpoint.state import Captured, capture
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.tree import Node, as_bytes, dtype_of, memory_of, name_of
@@ -30,12 +39,25 @@ from unisono.checkpoint.writer import Shard, write_file
 from unisono.core.tensor_shard import TensorShard
 from unisono.errors import MismatchError
 
-__all__ = ["PreparedState", "Progress", "TensorShard", "check_ranges", "commit", "outline", "prepare"]
+__all__ = [
+    "PreparedState",
+    "Progress",
+    "Share",
+    "TensorShard",
+    "check_ranges",
+    "commit",
+    "outline",
+    "prepare",
+    "shares",
+]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has processed, and with its total."""
 
 _log = logging.getLogger("unisono.checkpoint")
+
+_UNSPLIT_BYTES = 4096
+"""Tensors up to this long are written by one rank."""
 
 
 def commit(
@@ -351,6 +373,48 @@ def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, l
             state.update(memory[start:stop])
         digests.append(str(state.hexdigest()))
     return data, digests
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Bytes `start` to `stop` of a tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Share]]:
+    """For each rank, the slices that it writes: disjoint, covering, and equal in bytes up to 4 KiB.
+
+    Tensors are concatenated, and the sequence is cut into equal parts. Tensors of up to 4 KiB are not split, nor are
+    elements. Wide elements come first, so that each slice is aligned in an aligned file.
+
+    Args:
+        tensors: Name, bytes, and bytes of one element, of each.
+        ranks: Number of shares.
+
+    Example:
+        >>> shares([("a", 8000, 4), ("b", 16, 8)], 2)
+        [[Share(name='b', start=0, stop=16), Share(name='a', start=0, stop=3992)], [Share(name='a', start=3992, ...)]]
+    """
+    ordered = sorted(tensors, key=lambda tensor: -tensor[2])
+    total = sum(nbytes for _, nbytes, _ in ordered)
+    given: list[list[Share]] = [[] for _ in range(ranks)]
+    rank = position = 0
+    for name, nbytes, item in ordered:
+        start = 0
+        while rank < ranks - 1 and position + nbytes > (border := (rank + 1) * total // ranks):
+            inside = border - position
+            cut = inside // item * item if nbytes > _UNSPLIT_BYTES else (nbytes if 2 * inside > nbytes else 0)
+            if cut > start:
+                given[rank].append(Share(name, start, cut))
+                start = cut
+            rank += 1
+        if start < nbytes or not nbytes:
+            given[rank].append(Share(name, start, nbytes))
+        position += nbytes
+    return given
 
 
 def check_ranges(shards: Mapping[str, TensorShard], held: Sequence[Mapping[str, tuple[int, int]]], rank: int) -> None:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.checkpoint.checksum import BLOCK, CHUNK, blocks, hasher
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, CorruptError
 from unisono.checkpoint.loader import Destination
-from unisono.checkpoint.manifest import Manifest, TensorEntry
+from unisono.checkpoint.manifest import BLOCK, CHUNK, Manifest, TensorEntry, blocks, hasher
 from unisono.checkpoint.reader import Files, read_manifest, windows_of
 from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.saver import Progress

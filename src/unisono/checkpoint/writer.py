@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.checksum import CHUNK, blocks, digest, hasher
 from unisono.checkpoint.errors import CheckpointError
-from unisono.checkpoint.manifest import FileEntry, FilePiece
+from unisono.checkpoint.manifest import CHUNK, FileEntry, FilePiece, blocks, digest, hasher
 from unisono.checkpoint.storage import Sink
 from unisono.checkpoint.tree import memory_of, safetensors_form
 

@@ -24,9 +24,8 @@ from unisono.host.network import why_no_shm
 from unisono.host.processors import cores
 from unisono.launcher.api import init, launch
 from unisono.pool.batch import LONGEST_S, Part, TaskBatch, results
-from unisono.pool.codecs import Chunk
 from unisono.pool.scheduler import CallScheduler
-from unisono.pool.worker import Worker
+from unisono.pool.worker import Chunk, Worker
 from unisono.transports.hierarchical import transport_named
 
 __all__ = ["OwnRanks", "Pool"]

@@ -23,6 +23,7 @@ _ASYNC = "__unisono_async__"
 _NAMES_KEPT = 4096
 
 _names: dict[Any, str] = {}
+"""Names that were looked up: each call needs one, and finding it takes longer than the rest."""
 
 
 class _Table(dict[str, Any]):
@@ -36,6 +37,7 @@ class _Table(dict[str, Any]):
 
 
 _exposed = _Table()
+"""Of the process, because `expose` decorates functions when their module is imported, before there is any agent."""
 
 
 class NotExposedError(CommError, PermissionError):

@@ -52,6 +52,7 @@ class RemoteError(Exception):
 
 
 _classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteError, Exception: RemoteError}
+"""Classes that `_joined` has made: of one kind of error there is one, so that `except` and `type` find it again."""
 
 
 def packed(error: BaseException) -> _Report:

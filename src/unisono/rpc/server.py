@@ -148,7 +148,7 @@ class CallServer:
         within = context.set(call.context)
         started = time.perf_counter()
         try:
-            self._answer_with(call, self._run(call, message))
+            self._run(call, message)
         except BaseException as error:
             # Including an exit or interrupt raised by the function: it is reported to the caller; this thread goes on.
             self._fail(call, error)
@@ -167,7 +167,8 @@ class CallServer:
             if len(self._quick) < _MAX_CACHED:
                 self._quick.add(target)
 
-    def _run(self, call: _ServedCall, message: Envelope) -> Any:
+    def _run(self, call: _ServedCall, message: Envelope) -> None:
+        """Run the function, and answer with its result when there is one."""
         if call.kind == REMOTE:
             # The object is counted, even if creating it fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
@@ -179,10 +180,20 @@ class CallServer:
         if call.kind == REQUEST and call.cancelled:
             raise CommError("this call was cancelled before it began")
         if call.key is not None and call.target == b"@fetch":
-            return _DeferredValue(call.called or self._references.outcome(call.key))
+            outcome = call.called or self._references.outcome(call.key)
+            # The object may not exist yet.
+            return outcome.when_known(lambda: self._settle(call, outcome.value, outcome.error))
         function = self._function(call, args)
         result = function(*args, **kwargs[0])
-        return result if not is_async(function) else _future(result, function)
+        if not is_async(function):
+            return self._settle(call, result, None)
+        # What `then` of a future returns is of the base class.
+        if not isinstance(result, torch._C.Future):
+            raise CallTypeError(
+                f"{getattr(function, '__qualname__', function)} is marked async_execution, so it must return a "
+                f"torch.futures.Future, not {type(result).__name__}"
+            )
+        result.add_done_callback(lambda future: self._settle_by(call, future))
 
     def _function(self, call: _ServedCall, args: list[Any]) -> Callable[..., Any]:
         """Return the function to call; one that was sent along is removed from the arguments."""
@@ -203,14 +214,6 @@ class CallServer:
             if len(self._functions) < _MAX_CACHED and exposed.lists(name):
                 self._functions[call.target] = function
         return function
-
-    def _answer_with(self, call: _ServedCall, result: Any) -> None:
-        if isinstance(result, _DeferredValue):
-            result.then(lambda outcome: self._settle(call, outcome.value, outcome.error))
-        elif isinstance(result, _FutureReply):
-            result.future.add_done_callback(lambda future: self._settle_by(call, future))
-        else:
-            self._settle(call, result, None)
 
     def _settle_by(self, call: _ServedCall, future: torch.futures.Future[Any]) -> None:
         try:
@@ -254,30 +257,3 @@ class CallServer:
         with self._lock:
             if self._open.pop((call.peer, call.number), None) is not None:
                 self.served[call.peer] += 1
-
-
-class _DeferredValue:
-    """Return the value of an object that may not exist yet."""
-
-    def __init__(self, outcome: OwnedValue) -> None:
-        self._outcome = outcome
-
-    def then(self, action: Callable[[OwnedValue], None]) -> None:
-        self._outcome.when_known(lambda: action(self._outcome))
-
-
-class _FutureReply:
-    """Return the future that a function marked with `async_execution` returned."""
-
-    def __init__(self, future: torch._C.Future[Any]) -> None:
-        self.future = future
-
-
-def _future(result: Any, function: Callable[..., Any]) -> _FutureReply:
-    # What `then` returns is of the base class.
-    if not isinstance(result, torch._C.Future):
-        raise CallTypeError(
-            f"{getattr(function, '__qualname__', function)} is marked async_execution, so it must return a "
-            f"torch.futures.Future, not {type(result).__name__}"
-        )
-    return _FutureReply(result)

@@ -31,6 +31,7 @@ from unisono.rpc.rref import RRef
 __all__ = ["Contexts", "backward_of", "current_contexts", "discover", "find", "propagate", "start"]
 
 _numbers = itertools.count(1)
+"""Numbers of the passes that ranks of this process began; unique with the rank, also where ranks are threads."""
 
 
 def current_contexts() -> Contexts:

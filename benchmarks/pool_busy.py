@@ -26,8 +26,8 @@ from typing import Any
 from _questions import parser
 
 import unisono as un
-from unisono.host.processors import cores
 from unisono.host.mpi_library import find_mpirun, mpirun_environment
+from unisono.host.processors import cores
 
 WORKERS = 2
 SUBMITS = 3000

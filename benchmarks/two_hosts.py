@@ -5,7 +5,7 @@ measure on your machine, as root:
 
     python benchmarks/two_hosts.py [--seconds 4] [--most 16M] [--ranks 2 4] [--links free near far] [--step]
 
-Hosts are those of `unisono.testing.HostNetwork`. Gloo is torch's own ProcessGroupGloo of the same ranks, over the same
+Hosts are those of `unisono.testing.Network`. Gloo is torch's own ProcessGroupGloo of the same ranks, over the same
 interface. Ratios are gloo's time over that of shm+tcp, or the reverse where it says so, the median of neighbouring
 samples, with quartiles; results are checked outside the clock. Beside each is what the link gave when it was idle
 again, and the share of a core that the relay took meanwhile, if there was one. Bytes are those that the interface of
@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import unisono as un
-from unisono.testing import HostNetwork
+from unisono.testing import Network
 from unisono.testing.namespaced_ranks import HostRanks, LinkReport, obstacle
 from unisono.tools.bench import (
     PEERS,
@@ -70,7 +70,7 @@ Figures = tuple[list[Result], dict[str, float], Timings | None]
 
 
 class _OverEth0(Gloo):
-    """Gloo on the interface of a host of `HostNetwork`."""
+    """Gloo on the interface of a host of `Network`."""
 
     device: ClassVar[dict[str, str]] = {"interface": "eth0"}
 
@@ -154,7 +154,7 @@ def measured(link: str, given: Settings, trained_s: float) -> list[BoundCheck]:
     """Measure one link, print its table, and return the figures that have bounds."""
     each, reports = given.ranks // 2, list[LinkReport]()
     turn = multiprocessing.get_context("forkserver").Barrier(given.ranks + 1)
-    with HostNetwork(2, **LINKS[link]) as network, tempfile.TemporaryDirectory() as folder:
+    with Network(2, **LINKS[link]) as network, tempfile.TemporaryDirectory() as folder:
         folders = Path(folder, "a"), Path(folder, "b")
         for made in folders:
             made.mkdir()

@@ -24,7 +24,7 @@ import torch
 import unisono as un
 from unisono.algorithms import Network, simulate
 from unisono.testing.namespaced_ranks import HostRanks, obstacle
-from unisono.testing.namespaced_ranks import HostNetwork as Hosts
+from unisono.testing.namespaced_ranks import Network as Hosts
 from unisono.tools.bench import on_ranks, shown_size
 
 ALGORITHMS = ("ring", "recursive_doubling", "halving_doubling", "binomial", "two_shot")

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.testing.namespaced_ranks import HostNetwork, obstacle
+from unisono.testing.namespaced_ranks import Network, obstacle
 
 
 @pytest.fixture(scope="session")
-def shared_network() -> Iterator[HostNetwork]:
+def shared_network() -> Iterator[Network]:
     reason = obstacle()
     if reason is not None:
         pytest.skip(reason)
-    with HostNetwork(2, rate="1gbit") as made:
+    with Network(2, rate="1gbit") as made:
         yield made
 
 
 @pytest.fixture
-def network(shared_network: HostNetwork) -> Iterator[HostNetwork]:
+def network(shared_network: Network) -> Iterator[Network]:
     """The two hosts, with the line between them whole again afterwards."""
     yield shared_network
     for host in range(2):

@@ -9,7 +9,7 @@ import torch
 
 import unisono as un
 from unisono.errors import PeerLostError
-from unisono.testing.namespaced_ranks import HostNetwork, HostRanks, send_signal
+from unisono.testing.namespaced_ranks import HostRanks, Network, send_signal
 
 rpc = un.rpc
 SOON_S = 5.0
@@ -41,7 +41,7 @@ def program(comm: un.Communicator) -> Any:
     return found
 
 
-def test_same_program_on_two_hosts(network: HostNetwork) -> None:
+def test_same_program_on_two_hosts(network: Network) -> None:
     for hosts in ((1, 1), (2, 1)):
         with HostRanks(network, hosts, program) as ranks:
             assert ranks.results() == [(600_000.0, True, [1.0] * 3, [2.0] * 3)] * sum(hosts)
@@ -61,7 +61,7 @@ def calls_the_last(comm: un.Communicator) -> Any:
     return result
 
 
-def test_killed_rank_of_another_host_fails_its_caller(network: HostNetwork) -> None:
+def test_killed_rank_of_another_host_fails_its_caller(network: Network) -> None:
     with HostRanks(network, (2, 1), calls_the_last) as ranks:
         ranks.wait_for_word()
         ranks.kill(2)

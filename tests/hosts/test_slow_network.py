@@ -1,4 +1,4 @@
-"""`HostNetwork` with delay and loss, by netem where the kernel has it, and by the relay: figures, cuts and the end."""
+"""`Network` with delay and loss, by netem where the kernel has it, and by the relay: figures, cuts and the end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from unisono.testing import HostNetwork, namespaced_ranks
+from unisono.testing import Network, namespaced_ranks
 from unisono.testing.namespaced_ranks import obstacle
 
 WAYS = ("netem", "relay")
 KILLED = """
 import time
-from unisono.testing import HostNetwork
+from unisono.testing import Network
 
-with HostNetwork(2, delay="1ms") as network:
+with Network(2, delay="1ms") as network:
     print(network.start(1, "sleep", "600").pid, network.name(0).rpartition("-")[0], flush=True)
     time.sleep(600)
 """
@@ -44,14 +44,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @contextlib.contextmanager
-def receiver(network: HostNetwork, host: int) -> Iterator[socket.socket]:
+def receiver(network: Network, host: int) -> Iterator[socket.socket]:
     with bound(network, host) as made:
         # As root, beyond the system's limit, so that only the network loses anything.
         made.setsockopt(socket.SOL_SOCKET, 33, 8 << 20)
         yield made
 
 
-def bound(network: HostNetwork, host: int) -> socket.socket:
+def bound(network: Network, host: int) -> socket.socket:
     def made() -> socket.socket:
         network.enter(host)
         one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -79,7 +79,7 @@ def arrived(near: socket.socket, far: socket.socket, count: int) -> list[int]:
 
 @pytest.mark.parametrize("ipv6", [False, True])
 def test_rate_and_round_trip_are_those_asked_for(way: str, ipv6: bool) -> None:
-    with HostNetwork(2, "100mbit", ipv6=ipv6, delay="2ms") as network:
+    with Network(2, "100mbit", ipv6=ipv6, delay="2ms") as network:
         # Other programs can make packets late, but none early.
         reports = [network.report(0.1) for _ in range(3)]
     assert min(report.round_trip for report in reports) < 5.2e-3, reports
@@ -90,7 +90,7 @@ def test_rate_and_round_trip_are_those_asked_for(way: str, ipv6: bool) -> None:
 
 def test_packets_are_lost_at_random(way: str) -> None:
     count, loss = 3000, 0.1
-    with HostNetwork(2, None, delay=1e-3, loss=loss) as network, receiver(network, 1) as far, bound(network, 0) as near:
+    with Network(2, None, delay=1e-3, loss=loss) as network, receiver(network, 1) as far, bound(network, 0) as near:
         lost = count - len(arrived(near, far, count))
     assert abs(lost - count * loss) < 5 * math.sqrt(count * loss * (1 - loss))
 
@@ -101,7 +101,7 @@ def test_relay_loses_the_same_packets_again(way: str) -> None:
     found: list[list[int]] = []
     for seed in (1, 1, 2):
         with (
-            HostNetwork(2, None, loss=0.5, seed=seed) as network,
+            Network(2, None, loss=0.5, seed=seed) as network,
             receiver(network, 1) as far,
             bound(network, 0) as near,
         ):
@@ -110,7 +110,7 @@ def test_relay_loses_the_same_packets_again(way: str) -> None:
 
 
 def test_cut_host_receives_nothing_until_it_is_healed(way: str) -> None:
-    with HostNetwork(3, delay="1ms") as network:
+    with Network(3, delay="1ms") as network:
         with receiver(network, 1) as far, receiver(network, 2) as third, bound(network, 0) as near:
             everything = list(range(20))
             assert arrived(near, far, 20) == everything
@@ -141,7 +141,7 @@ def inside(spaces: dict[int, str]) -> list[str]:
 
 def test_nothing_is_left_behind_after_an_error(way: str) -> None:
     spaces: dict[int, str] = {}
-    with contextlib.suppress(ZeroDivisionError), HostNetwork(2, delay="1ms") as network:
+    with contextlib.suppress(ZeroDivisionError), Network(2, delay="1ms") as network:
         stem = network.name(0).rpartition("-")[0]
         spaces = inodes(stem)
         assert len(spaces) == 3
@@ -175,15 +175,15 @@ def test_nothing_is_left_behind_by_a_killed_program(way: str) -> None:
 @pytest.mark.parametrize("wrong", ["2", "2 ms", "ms", "-1ms", -1.0, math.inf, math.nan])
 def test_wrong_delay_is_refused(wrong: float | str) -> None:
     with pytest.raises(ValueError, match="delay"):
-        HostNetwork(2, delay=wrong)
+        Network(2, delay=wrong)
 
 
 def test_wrong_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="probability"):
-        HostNetwork(2, loss=1.5)
+        Network(2, loss=1.5)
 
 
 def test_wrong_rate_is_refused_with_the_words_of_tc(way: str) -> None:
-    with pytest.raises(subprocess.CalledProcessError) as refused, HostNetwork(2, "fast", delay="1ms"):
+    with pytest.raises(subprocess.CalledProcessError) as refused, Network(2, "fast", delay="1ms"):
         pass
     assert "fast" in refused.value.stderr

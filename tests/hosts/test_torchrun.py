@@ -14,26 +14,26 @@ import torch
 from train_and_resume import train
 
 import unisono as un
-from unisono.testing.namespaced_ranks import HostNetwork
+from unisono.testing.namespaced_ranks import Network
 
 SCRIPT = Path(__file__).with_name("train_and_resume.py")
 WITHIN_S = 100
 _ports = itertools.count(29700)
-Way = Callable[[HostNetwork, int, int], list[str]]
+Way = Callable[[Network, int, int], list[str]]
 
 
-def numbered(network: HostNetwork, host: int, port: int) -> list[str]:
+def numbered(network: Network, host: int, port: int) -> list[str]:
     """Hosts that know their numbers, and the first one's address."""
     return ["--node-rank", str(host), "--master-addr", network.addresses[0], "--master-port", str(port)]
 
 
-def met(network: HostNetwork, host: int, port: int) -> list[str]:
+def met(network: Network, host: int, port: int) -> list[str]:
     """Hosts that find each other, whose agents count restarts each for itself."""
     where = ["--rdzv-endpoint", f"{network.addresses[0]}:{port}", "--local-addr", network.addresses[host]]
     return ["--rdzv-backend", "c10d", *where, "--rdzv-id", f"job{port}", "--rdzv-conf", f"is_host={int(host == 0)}"]
 
 
-def torchrun(network: HostNetwork, way: Way, per_host: int, folder: Path, *arguments: str) -> list[str]:
+def torchrun(network: Network, way: Way, per_host: int, folder: Path, *arguments: str) -> list[str]:
     """Return the output of the two agents after both have succeeded."""
     port = next(_ports)
     agents = [
@@ -69,9 +69,7 @@ def undisturbed(size: int, backend: str, hosts: list[list[int]], folder: Path) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("way", "per_host"), [(numbered, 1), (met, 2)])
-def test_killed_worker_restarts_and_training_resumes(
-    network: HostNetwork, tmp_path: Path, way: Way, per_host: int
-) -> None:
+def test_killed_worker_restarts_and_training_resumes(network: Network, tmp_path: Path, way: Way, per_host: int) -> None:
     (tmp_path / "alone").mkdir()
     hosts = [list(range(per_host)), list(range(per_host, 2 * per_host))]
     backend = "tcp" if per_host == 1 else "shm+tcp"

@@ -11,7 +11,7 @@ import torch
 
 import unisono as un
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
-from unisono.testing.namespaced_ranks import HostNetwork, HostRanks, send_signal
+from unisono.testing.namespaced_ranks import HostRanks, Network, send_signal
 
 MIB = 1 << 20
 SOON_S = 5.0
@@ -48,7 +48,7 @@ def tour(comm: un.Communicator) -> dict[str, Any]:
     return found
 
 
-def test_auto_selects_shm_within_and_tcp_between_hosts(network: HostNetwork) -> None:
+def test_auto_selects_shm_within_and_tcp_between_hosts(network: Network) -> None:
     with HostRanks(network, (2, 2), tour) as ranks:
         found = ranks.results()
     for rank, its in enumerate(found):
@@ -72,7 +72,7 @@ def summed_again_and_again(comm: un.Communicator, count: int, times: int, timeou
     return times
 
 
-def test_killed_rank_is_reported_to_all_others(network: HostNetwork) -> None:
+def test_killed_rank_is_reported_to_all_others(network: Network) -> None:
     for killed, count in ((3, 1000), (0, MIB)):
         with HostRanks(network, (2, 2), summed_again_and_again, count, 10**9) as ranks:
             ranks.wait_for_word()
@@ -86,7 +86,7 @@ def test_killed_rank_is_reported_to_all_others(network: HostNetwork) -> None:
                 assert f"rank {killed} " in str(its), its
 
 
-def test_lost_host_is_reported(network: HostNetwork) -> None:
+def test_lost_host_is_reported(network: Network) -> None:
     with HostRanks(network, (2, 2), summed_again_and_again, MIB, 10**9) as ranks:
         ranks.wait_for_word()
         ranks.kill(2, 3)
@@ -97,7 +97,7 @@ def test_lost_host_is_reported(network: HostNetwork) -> None:
         assert f"rank {its.peer} was lost" in str(its)
 
 
-def cut(network: HostNetwork, watched: range) -> list[Any]:
+def cut(network: Network, watched: range) -> list[Any]:
     """Return the errors of the observed ranks, of ranks 0 to 3, after the link between the hosts is cut."""
     with HostRanks(network, (2, 2), summed_again_and_again, 1000, 10**9, 1.0) as ranks:
         ranks.wait_for_word()
@@ -105,14 +105,14 @@ def cut(network: HostNetwork, watched: range) -> list[Any]:
         return ranks.results(30.0, watched)
 
 
-def test_cut_link_times_out_and_names_ranks(network: HostNetwork) -> None:
+def test_cut_link_times_out_and_names_ranks(network: Network) -> None:
     for its in cut(network, range(2)):
         assert isinstance(its, CommTimeoutError), repr(its)
         assert "for rank 2 (and 3), which have not arrived" in str(its), its
 
 
 @pytest.mark.soak
-def test_rank_without_control_plane_still_names_a_rank(network: HostNetwork) -> None:
+def test_rank_without_control_plane_still_names_a_rank(network: Network) -> None:
     """After the operation's second it takes ten, in which it tries to tell the others."""
     for its in cut(network, range(2, 4)):
         assert isinstance(its, CommTimeoutError), repr(its)
@@ -121,7 +121,7 @@ def test_rank_without_control_plane_still_names_a_rank(network: HostNetwork) -> 
 
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
-def test_unreachable_address_is_explained(network: HostNetwork, backend: str) -> None:
+def test_unreachable_address_is_explained(network: Network, backend: str) -> None:
     with HostRanks(network, (2, 1), summed_again_and_again, 1, 1, backend=backend, options=by_the_loopback) as ranks:
         found = ranks.results()
     for its in found:
@@ -137,7 +137,7 @@ def by_the_loopback(rank: int) -> dict[str, Any]:
     return {"interface": "lo"} if rank < 2 else {}
 
 
-def test_unknown_interface_lists_the_known_ones(network: HostNetwork) -> None:
+def test_unknown_interface_lists_the_known_ones(network: Network) -> None:
     with HostRanks(network, (1, 1), summed_again_and_again, 1, 1, options=lambda rank: {"interface": "ib7"}) as ranks:
         found = ranks.results()
     for its in found:

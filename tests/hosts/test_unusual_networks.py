@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unisono as un
-from unisono.testing.namespaced_ranks import HostNetwork, HostRanks, obstacle
+from unisono.testing.namespaced_ranks import HostRanks, Network, obstacle
 
 pytestmark = pytest.mark.soak
 
@@ -39,11 +39,11 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[HostNetwork]:
+def network() -> Iterator[Network]:
     reason = obstacle()
     if reason is not None:
         pytest.skip(reason)
-    with HostNetwork(2, ipv6=True) as made:
+    with Network(2, ipv6=True) as made:
         yield made
 
 
@@ -58,17 +58,17 @@ def reduced(comm: un.Communicator) -> tuple[str, float, float]:
 
 
 @pytest.mark.parametrize(("backend", "found"), [("auto", "shm+tcp"), ("gloo", "gloo")])
-def test_hosts_with_ipv6_only(network: HostNetwork, backend: str, found: str) -> None:
+def test_hosts_with_ipv6_only(network: Network, backend: str, found: str) -> None:
     with HostRanks(network, (2, 2), reduced, backend=backend) as ranks:
         assert ranks.results() == [(found, 4.0, 4.0 * (1 << 18))] * 4
 
 
-def test_interface_with_an_ipv6_address_can_be_named(network: HostNetwork) -> None:
+def test_interface_with_an_ipv6_address_can_be_named(network: Network) -> None:
     with HostRanks(network, (1, 1), reduced, options=lambda rank: {"interface": "eth0"}) as ranks:
         assert ranks.results() == [("tcp", 2.0, 2.0 * (1 << 18))] * 2
 
 
-def test_data_takes_the_interface_that_is_named(network: HostNetwork) -> None:
+def test_data_takes_the_interface_that_is_named(network: Network) -> None:
     def ip(host: int, *words: str) -> None:
         subprocess.run(["ip", "-n", network.name(host), *words], check=True)
 

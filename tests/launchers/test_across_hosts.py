@@ -13,17 +13,17 @@ import torch
 from launcher_helpers import SCRIPT, finish, task
 
 from unisono.bootstrap.slurm import port_of
-from unisono.testing.namespaced_ranks import HostNetwork, obstacle
+from unisono.testing.namespaced_ranks import Network, obstacle
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[HostNetwork]:
+def network() -> Iterator[Network]:
     reason = obstacle()
     if reason is not None:
         pytest.skip(reason)
-    with HostNetwork(2) as made:
+    with Network(2) as made:
         yield made
 
 
@@ -38,7 +38,7 @@ def equal(one: Path, other: Path) -> bool:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_script_under_torchrun(start: Start, network: HostNetwork, tmp_path: Path, rendezvous: str) -> None:
+def test_script_under_torchrun(start: Start, network: Network, tmp_path: Path, rendezvous: str) -> None:
     alone, apart = tmp_path / "alone.pt", tmp_path / "apart.pt"
     finish(start([sys.executable, SCRIPT, "--launch", "2", "--out", alone]))
     agents = []
@@ -58,7 +58,7 @@ def test_script_under_torchrun(start: Start, network: HostNetwork, tmp_path: Pat
 
 
 @pytest.mark.soak
-def test_script_under_slurm(start: Start, network: HostNetwork, tmp_path: Path) -> None:
+def test_script_under_slurm(start: Start, network: Network, tmp_path: Path) -> None:
     """Nodes by their names, one of which its own host gives to its loopback, as many systems do."""
     alone, apart = tmp_path / "alone.pt", tmp_path / "apart.pt"
     finish(start([sys.executable, SCRIPT, "--launch", "2", "--out", alone]))
@@ -79,7 +79,7 @@ def test_script_under_slurm(start: Start, network: HostNetwork, tmp_path: Path) 
     assert port_of(200505, 0) == 15000 + 200505 % 16384
 
 
-def examined(start: Start, network: HostNetwork, *words: str) -> list[list[dict[str, str]]]:
+def examined(start: Start, network: Network, *words: str) -> list[list[dict[str, str]]]:
     command = [sys.executable, "-m", "unisono", "doctor", "between_hosts", "--json", *words]
     command += ["--hosts", ",".join(network.addresses)]
     found = []
@@ -91,13 +91,13 @@ def examined(start: Start, network: HostNetwork, *words: str) -> list[list[dict[
 
 
 @pytest.mark.soak
-def test_doctor_reduces_between_hosts(start: Start, network: HostNetwork) -> None:
+def test_doctor_reduces_between_hosts(start: Start, network: Network) -> None:
     for host, (finding,) in enumerate(examined(start, network)):
         assert finding["text"].startswith(f"this is host {host} of 2; gloo: 2 ranks compute the right sum"), finding
 
 
 @pytest.mark.soak
-def test_doctor_reports_an_unreachable_host(start: Start, network: HostNetwork) -> None:
+def test_doctor_reports_an_unreachable_host(start: Start, network: Network) -> None:
     network.cut(1)
     try:
         first, second = examined(start, network, "--timeout", "18")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         strategies,
     )
     from unisono.testing.conformance import TransportConformance, World
-    from unisono.testing.namespaced_ranks import HostNetwork, run_ranks
+    from unisono.testing.namespaced_ranks import Network, run_ranks
     from unisono.testing.pools import RankPool, pool
     from unisono.wrappers.checksum import Checksummed
     from unisono.wrappers.delay import Delayed
@@ -34,8 +34,8 @@ __all__ = [
     "Checksummed",
     "Delayed",
     "Faulty",
-    "HostNetwork",
     "KilledError",
+    "Network",
     "RankPool",
     "TransportConformance",
     "World",
@@ -58,7 +58,7 @@ _HOME = {
     "Delayed": "unisono.wrappers.delay",
     "Faulty": "unisono.wrappers.fault",
     "KilledError": "unisono.wrappers.fault",
-    "HostNetwork": "unisono.testing.namespaced_ranks",
+    "Network": "unisono.testing.namespaced_ranks",
     "RankPool": "unisono.testing.pools",
     "TransportConformance": "unisono.testing.conformance",
     "World": "unisono.testing.conformance",

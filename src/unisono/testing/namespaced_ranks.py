@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a `HostNetwork`: processes of `launch`'s forkserver that first enter their host's namespace."""
+"""Ranks on the hosts of a `Network`: processes of `launch`'s forkserver that first enter their host's namespace."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from unisono.launcher.api import init, launch
 
 __all__ = [
     "TIMEOUT_S",
-    "HostNetwork",
     "HostRanks",
     "LinkReport",
+    "Network",
     "enter",
     "live",
     "obstacle",
@@ -61,13 +61,13 @@ class HostRanks:
         options: Returns further options of `init` for a rank number; `timeout` defaults to 10 s.
 
     Example:
-        with HostNetwork(2) as network, HostRanks(network, (2, 2), program) as ranks:
+        with Network(2) as network, HostRanks(network, (2, 2), program) as ranks:
             print(ranks.results())
     """
 
     def __init__(
         self,
-        network: HostNetwork,
+        network: Network,
         per_host: Sequence[int],
         program: Callable[..., Any],
         *args: Any,
@@ -199,7 +199,7 @@ class LinkReport:
         return f"{line}, relay {self.processor:.0%} of a core"
 
 
-class HostNetwork:
+class Network:
     """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ... (fd77::1, ...), and no other network.
 
     Each host is a network namespace with one interface, eth0. A context manager; at its end, also after an error or
@@ -228,7 +228,7 @@ class HostNetwork:
     Example:
         >>> from unisono.testing.namespaced_ranks import obstacle
         >>> if obstacle(slow=True) is None:
-        ...     with HostNetwork(2, rate="100mbit", delay="2ms", loss=0.001) as network:
+        ...     with Network(2, rate="100mbit", delay="2ms", loss=0.001) as network:
         ...         shown = subprocess.run(network.command(1, "ip", "address"), capture_output=True, text=True).stdout
         ...         assert "10.77.0.2/24" in shown
         ...         assert network.report().round_trip > 0.004 and network.sent(0) > 100_000
@@ -369,7 +369,7 @@ class HostNetwork:
 
         Example:
             >>> if obstacle() is None:
-            ...     with HostNetwork(1) as network, ThreadPoolExecutor(1) as thread:
+            ...     with Network(1) as network, ThreadPoolExecutor(1) as thread:
             ...         thread.submit(network.enter, 0).result()
             ...         assert "eth0" in thread.submit(Path("/proc/thread-self/net/dev").read_text).result()
         """
@@ -518,7 +518,7 @@ class HostNetwork:
 
 
 def enter(name: str) -> None:
-    """Move the calling thread to the network namespace of this name, as returned by `HostNetwork.name`."""
+    """Move the calling thread to the network namespace of this name, as returned by `Network.name`."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", name).open() as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):
@@ -564,7 +564,7 @@ def obstacle(*, slow: bool = False) -> str | None:
     if os.geteuid() != 0:
         return "hosts of network namespaces need root"
     try:
-        with HostNetwork(1, delay=1e-3 if slow else 0.0):
+        with Network(1, delay=1e-3 if slow else 0.0):
             return None
     except subprocess.CalledProcessError as error:
         what = "a network with a delay (netem, or TUN devices)" if slow else "network namespaces"

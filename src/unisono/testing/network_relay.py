@@ -1,4 +1,4 @@
-"""Program that moves packets between the hosts of a `HostNetwork`, each after a delay, and loses some of them.
+"""Program that moves packets between the hosts of a `Network`, each after a delay, and loses some of them.
 
     python network_relay.py DELAY_S LOSS SEED NAMESPACE=ADDRESS ...
 

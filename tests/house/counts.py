@@ -9,7 +9,8 @@ With --list, each place that a figure counts. Figures:
   Blank lines, comments and docstrings are no code.
 - packed: assignments of several values to as many targets, `a, b = x, y`.
 - names: classes that share their name with one of another module.
-- inside: reads of an underscore name that the module of the read does not define, of an object of the package.
+- inside: reads of an underscore name that the module of the read does not define, of an object of the package. What
+  Python documents under such a name is no inside.
 - torch: the same, of a module or class of torch.
 - tests: the same in tests/, of either.
 - globals: objects at the top level of a module that can change, without a comment or a docstring beside them.
@@ -42,6 +43,7 @@ REGISTRIES = (
     "tools/doctor/checks",
 )
 """Folders with one entry a file."""
+DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_current_frames", "_exit", "_value_", "_native"}
 MUTABLE = {"dict", "list", "set", "defaultdict", "deque", "Counter", "WeakSet", "WeakValueDictionary", "count"}
 MUTABLE |= {"WeakKeyDictionary", "OrderedDict", "Lock", "RLock", "Condition", "Event", "local", "ContextVar"}
 FIXED = re.compile(r"Final|Mapping|frozenset|tuple")
@@ -107,7 +109,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def hidden(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name != "_"
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in DOCUMENTED
 
 
 def root_of(node: ast.expr) -> str:
@@ -140,7 +142,7 @@ def inside(trees: dict[Path, ast.Module], *, torch: bool | None) -> Found:
             elif isinstance(node, ast.ImportFrom):
                 theirs = (node.module or "").split(".")[0] == "torch"
                 named = [alias.name for alias in node.names]
-                reads += [(name, theirs) for name in named if hidden(name) and name != "_native"]
+                reads += [(name, theirs) for name in named if hidden(name)]
             for name, theirs in reads:
                 if torch is None or theirs == torch:
                     yield f"{path.relative_to(ROOT)}:{node.lineno}: {name}"

@@ -42,7 +42,7 @@ from unisono.errors import MismatchError
 __all__ = [
     "PreparedState",
     "Progress",
-    "Share",
+    "ByteShare",
     "TensorShard",
     "check_ranges",
     "commit",
@@ -308,7 +308,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
     """
     captured = capture(state, rank)
     snapshot = outline(captured)
-    slices: dict[str, list[tuple[int, Share]]] = {name: [] for name in captured.tensors if name not in captured.shards}
+    slices: dict[str, list[tuple[int, ByteShare]]] = {name: [] for name in captured.tensors if name not in captured.shards}
     # By name: a dict may have been filled in another order on another rank.
     whole = {name: snapshot.entries[name] for name in slices}
     plan = shares(sorted((name, e.nbytes, e.dtype.itemsize) for name, e in whole.items()), size)
@@ -342,10 +342,10 @@ def _unshared(entries: Mapping[str, TensorEntry], name: str, tensor: torch.Tenso
     flat, mine = _flat(tensor)
     data, _ = _take(flat, copy and not mine, False)
     first = start * tensor.itemsize
-    return _portion(entries, Share(name, first, first + len(flat)), data, None)
+    return _portion(entries, ByteShare(name, first, first + len(flat)), data, None)
 
 
-def _portion(entries: Mapping[str, TensorEntry], part: Share, data: torch.Tensor, found: list[str] | None) -> Shard:
+def _portion(entries: Mapping[str, TensorEntry], part: ByteShare, data: torch.Tensor, found: list[str] | None) -> Shard:
     entry = entries[part.name]
     known = None if found is None else tuple(found)
     return Shard(part.name, entry.dtype, entry.shape, part.start, part.stop, data, known)
@@ -376,7 +376,7 @@ def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, l
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ByteShare:
     """Bytes `start` to `stop` of a tensor."""
 
     name: str
@@ -384,7 +384,7 @@ class Share:
     stop: int
 
 
-def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Share]]:
+def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[ByteShare]]:
     """For each rank, the slices that it writes: disjoint, covering, and equal in bytes up to 4 KiB.
 
     Tensors are concatenated, and the sequence is cut into equal parts. Tensors of up to 4 KiB are not split, nor are
@@ -396,11 +396,11 @@ def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Sha
 
     Example:
         >>> shares([("a", 8000, 4), ("b", 16, 8)], 2)
-        [[Share(name='b', start=0, stop=16), Share(name='a', start=0, stop=3992)], [Share(name='a', start=3992, ...)]]
+        [[ByteShare(name='b', start=0, stop=16), ByteShare(name='a', start=0, stop=3992)], [ByteShare(name='a', start=3992, ...)]]
     """
     ordered = sorted(tensors, key=lambda tensor: -tensor[2])
     total = sum(nbytes for _, nbytes, _ in ordered)
-    given: list[list[Share]] = [[] for _ in range(ranks)]
+    given: list[list[ByteShare]] = [[] for _ in range(ranks)]
     rank = position = 0
     for name, nbytes, item in ordered:
         start = 0
@@ -408,11 +408,11 @@ def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Sha
             inside = border - position
             cut = inside // item * item if nbytes > _UNSPLIT_BYTES else (nbytes if 2 * inside > nbytes else 0)
             if cut > start:
-                given[rank].append(Share(name, start, cut))
+                given[rank].append(ByteShare(name, start, cut))
                 start = cut
             rank += 1
         if start < nbytes or not nbytes:
-            given[rank].append(Share(name, start, nbytes))
+            given[rank].append(ByteShare(name, start, nbytes))
         position += nbytes
     return given
 

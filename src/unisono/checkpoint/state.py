@@ -46,7 +46,7 @@ class PerRank:
 
     def __init__(self, obj: Any, on_resize: Policy = "modulo") -> None:
         if on_resize not in _POLICIES:
-            raise ValueError(f"elsewhere must be one of {', '.join(map(repr, _POLICIES))}, not {on_resize!r}")
+            raise ValueError(f"on_resize must be one of {', '.join(map(repr, _POLICIES))}, not {on_resize!r}")
         self.obj = obj
         self.on_resize = on_resize
 

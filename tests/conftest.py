@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 
 import torch
 from hypothesis import settings
@@ -13,6 +14,12 @@ torch.set_num_threads(1)
 settings.register_profile("test", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("soak", deadline=None, print_blob=True, max_examples=500)
 settings.load_profile("test")
+
+
+# The first optimizer of a process imports torch's compiler, as long as torch itself takes. Ranks find it there.
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_preload = _FORKSERVER.set_forkserver_preload
+_FORKSERVER.set_forkserver_preload = lambda names: _preload(["torch._dynamo", *names])
 
 
 def pytest_collection_finish() -> None:

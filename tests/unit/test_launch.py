@@ -95,6 +95,8 @@ def test_killed_rank_is_named() -> None:
 
 
 def test_rank_that_never_joins_is_named_and_ended() -> None:
+    # The first rank of a test run waits for the forkserver, which imports torch.
+    un.launch(print, 1, "gloo")
     started = time.monotonic()
     with pytest.raises(un.errors.CommTimeoutError, match="rank 1") as caught:
         un.launch(never_comes, 2, "gloo")

@@ -29,8 +29,6 @@ LIBRARIES = (builtins, enum, socket, torch, torch.nn, dist, fsdp, join, parallel
 LIBRARIES += (swa_utils, data)
 # Commands of a shell, a hook of `enum.Enum`, and a parameter of torch's `new_group`.
 ELSEWHERE = frozenset({"salloc", "sbatch", "txt2bin", "_missing_", "pg_options"})
-# Names that are gone, and which docstrings still have to lose.
-STALE = frozenset({"CollectiveCall"})
 PACKAGES = (
     "un",
     "unisono",
@@ -134,7 +132,7 @@ def gone(trees: Mapping[str, ast.Module]) -> list[str]:
                     there = has(classes, first, rest[0])
                 else:
                     there = {first, *rest} <= known
-                if not there and name not in STALE:
+                if not there:
                     found.append(f"{path}:{text.lineno}: {name}")
     return found
 

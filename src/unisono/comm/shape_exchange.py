@@ -44,7 +44,7 @@ class ShapeExchange:
             and of those that it needs to know.
         input, output: Arguments of the collective itself; the output is there after `allocate`.
         device: Device of the output.
-        lengths: As of `CollectiveCall`.
+        lengths: As of `Call`.
     """
 
     mine: torch.Tensor

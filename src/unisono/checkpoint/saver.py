@@ -263,8 +263,8 @@ class PreparedState:
 
     @property
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """The elements that this rank has of each sharded tensor, if any."""
-        return {name: (s.start, s.stop) for name, s in self.shards.items() if s.start < s.stop}
+        """The elements that this rank saves of each sharded tensor, if any."""
+        return {name: (s.start, s.stop) for name, s in self.shards.items() if s.start < s.stop and s.replica == 0}
 
     def fingerprint(self) -> bytes:
         """Fingerprint that is equal on two ranks if their states are."""
@@ -327,7 +327,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
         snapshot.portions.append(_unshared(snapshot.own_entries, name, tensor, 0, copy))
     for name, shard in captured.shards.items():
         # A tensor without elements is written by the first rank, like one that is not sharded.
-        if shard.start < shard.stop or (rank == 0 and not shard.shape.numel()):
+        if name in snapshot.ranges or (rank == 0 and not shard.shape.numel()):
             snapshot.portions.append(_unshared(snapshot.entries, name, shard.local, shard.start, copy))
     snapshot.portions.sort(key=lambda portion: -portion.dtype.itemsize)
     return snapshot

@@ -19,6 +19,7 @@ class TensorShard:
         local: 1-d tensor with the elements from `start` on of the flattened tensor (in contiguous order). May be empty.
         start: Index of its first element in the flattened tensor.
         shape: Shape of the whole tensor.
+        replica: Number of this copy of the elements, where several ranks have the same ones: copy 0 is saved.
 
     Raises:
         TypeError: `local` is not a tensor.
@@ -37,13 +38,14 @@ class TensorShard:
                 [3., 4., 5.]])}
     """
 
-    __slots__ = ("local", "shape", "start")
+    __slots__ = ("local", "replica", "shape", "start")
 
-    def __init__(self, local: torch.Tensor, start: int, shape: Sequence[int]) -> None:
+    def __init__(self, local: torch.Tensor, start: int, shape: Sequence[int], replica: int = 0) -> None:
         if not isinstance(local, torch.Tensor):
             raise TypeError(f"local must be a tensor, not a {type(local).__name__}")
         self.local = local
         self.start = start
+        self.replica = replica
         self.shape = torch.Size(shape)
         if local.ndim != 1:
             raise ValueError(f"local must be 1-d, not of shape {list(local.shape)}; flatten it")

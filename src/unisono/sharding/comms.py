@@ -1,60 +1,84 @@
-"""The communicator of one sharded model, and its replacement after a failure."""
+"""The communicators of one sharded model, and their replacement after a failure."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from unisono.communicator import Communicator
-from unisono.errors import CommError
+from unisono.errors import AbortedError, CommError, MismatchError, PeerLostError
 
-__all__ = ["NO_COPY", "ShardComms"]
+__all__ = ["NO_COPY", "Mesh", "ShardComms"]
 
 NO_COPY = (
     "what is sharded communicates with other ranks, so it can be neither pickled nor copied. Save and load its "
     "state_dict(), or create a new one on all ranks"
 )
 
+Mesh = tuple[Communicator, Communicator]
+"""Two communicators of each rank, (replicate, shard): of the ranks with the same part, and of those with one copy."""
+
 
 class ShardComms:
-    """A communicator in use, and one from which it is made again.
+    """Communicators in use, and those from which they are made again.
 
-    A rank that fails in the middle of a step aborts the one in use, so that no other rank waits for it. All ranks
-    replace it at the beginning of their next step. Another rank may still be in the optimizer's step before, or create
-    its optimizer: what makes a step final on all ranks, and creation, therefore go over `steps`, which no failed pass
-    aborts.
+    A rank that fails in the middle of a step aborts those in use, so that no other rank waits for it. All ranks
+    replace them at the beginning of their next step. Another rank may still be in the optimizer's step before, or
+    create its optimizer: what makes a step final on all ranks, and creation, therefore go over `steps`, which no failed
+    pass aborts.
 
     Args:
         comm: The ranks that share the model. Collective.
+        mesh: Communicators of these ranks between which parts are copied, and among which they are divided. None: all
+            ranks have different parts.
 
     Attributes:
-        data: The communicator in use.
-        steps: The other one.
-        rank, size: Of this rank.
+        data: The communicator in use, of all ranks.
+        shard: The one in use of the ranks with different parts; `data` without a mesh.
+        replicate: The one in use of the ranks with the same part; None without a mesh.
+        steps, shard_steps: As `data` and `shard`, but not aborted by a failed pass.
+        rank, size: Of this rank in `shard`.
+        replica: Rank in `replicate`, or 0.
+
+    Raises:
+        ValueError, MismatchError: On every rank: the mesh does not consist of the ranks of `comm`.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._attach(comm)
+    def __init__(self, comm: Communicator, mesh: Mesh | None = None) -> None:
+        self._attach(comm, mesh)
 
-    def _attach(self, comm: Communicator) -> None:
-        self.steps = comm.dup()
-        self.steps.allow_any_thread()
-        self.rank = comm.rank
-        self.size = comm.size
-        self.data = self._dup()
+    def _attach(self, comm: Communicator, mesh: Mesh | None) -> None:
+        self.steps = _dup(comm)
+        try:
+            _check_mesh(self.steps, mesh)
+        except BaseException:
+            self.steps.close()
+            raise
+        self._replicate_steps = None if mesh is None else _dup(mesh[0])
+        self.shard_steps = self.steps if mesh is None else _dup(mesh[1])
+        self.replica = 0 if mesh is None else mesh[0].rank
+        self.rank = self.shard_steps.rank
+        self.size = self.shard_steps.size
+        self._connect()
 
-    def _dup(self) -> Communicator:
-        data = self.steps.dup()
-        # Where there is a GPU, hooks run in threads of autograd.
-        data.allow_any_thread()
-        return data
+    def _connect(self) -> None:
+        self.data = _dup(self.steps)
+        self.replicate = None if self._replicate_steps is None else _dup(self._replicate_steps)
+        self.shard = self.data if self.replicate is None else _dup(self.shard_steps)
+
+    def _in_use(self) -> list[Communicator]:
+        return [self.data] if self.replicate is None else [self.data, self.shard, self.replicate]
+
+    def _lasting(self) -> list[Communicator]:
+        return [self.steps] if self._replicate_steps is None else [self.steps, self.shard_steps, self._replicate_steps]
 
     def abort(self, reason: str) -> None:
         """End the running step on all ranks."""
-        self._abort(reason, self.data)
+        self._abort(reason, *self._in_use())
 
     def abort_all(self, reason: str) -> None:
         """End the running step and all later ones on all ranks."""
-        self._abort(reason, self.steps, self.data)
+        self._abort(reason, *self._lasting(), *self._in_use())
 
     def fail_step(self, error: BaseException) -> None:
         """End all on all ranks: an optimizer has raised this error here, when others may have updated their parts."""
@@ -69,19 +93,100 @@ class ShardComms:
             for comm in comms:
                 comm.abort(reason)
 
+    @contextmanager
+    def first_cause(self) -> Iterator[None]:
+        """Let an error of a group of the mesh break all in use, and raise the first cause, with numbers of `data`.
+
+        Without it, ranks of other groups would wait for this one, and a lost rank would have its number in a group.
+        """
+        try:
+            yield
+        except CommError as error:
+            if self.replicate is None:
+                raise
+            self.abort(f"{type(error).__name__}: {error}")
+            cause = self.data.exception()
+            if isinstance(error, AbortedError | PeerLostError) and cause is not None:
+                raise cause from error
+            raise
+
     def replace(self) -> bool:
-        """Make a new communicator where the one in use has failed. Collective then. Return whether it has."""
+        """Make new communicators where those in use have failed. Collective then. Return whether they have."""
         failed = self.data.exception() is not None
         if failed:
-            self.data.close()
-            self.data = self._dup()
+            for comm in self._in_use():
+                comm.close()
+            self._connect()
         return failed
 
-    def move_to(self, comm: Communicator) -> None:
+    def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
         """Continue with the ranks of another communicator. Collective over it."""
         self.close()
-        self._attach(comm)
+        self._attach(comm, mesh)
 
     def close(self) -> None:
         """Release all. Idempotent."""
-        self.steps.close()
+        for comm in self._lasting():
+            comm.close()
+
+
+def _dup(comm: Communicator) -> Communicator:
+    twin = comm.dup()
+    # Where there is a GPU, hooks run in threads of autograd.
+    twin.allow_any_thread()
+    return twin
+
+
+_Place = tuple[str, int, int]
+"""Name of a group, this rank's number in it, and its size."""
+
+
+def _check_mesh(comm: Communicator, mesh: object) -> None:
+    """Raise on every rank unless the groups of the mesh are the rows and columns of a grid of all ranks. Collective."""
+    cards: list[tuple[_Place, _Place] | str | None] = comm.all_gather_object(_card(mesh))
+    if all(card is None for card in cards):
+        return
+    if None in cards:
+        other = next(rank for rank, card in enumerate(cards) if card is not None)
+        raise MismatchError(
+            f"rank {cards.index(None)} passed no mesh, and rank {other} did. All ranks must pass one",
+            rank=comm.rank,
+            size=comm.size,
+            peer=cards.index(None),
+        )
+    problem = _mesh_problem(cards)
+    if problem is not None:
+        raise ValueError(f"{problem}. Pass mesh=(replicate, shard), two communicators that divide the ranks of comm")
+
+
+def _card(mesh: object) -> tuple[_Place, _Place] | str | None:
+    """Return this rank's places in the groups of a mesh, or text that says what else it is."""
+    if mesh is None:
+        return None
+    if isinstance(mesh, tuple | list) and len(mesh) == 2 and all(isinstance(comm, Communicator) for comm in mesh):
+        replicate, shard = ((c._engine.group.name, c.rank, c.size) for c in mesh)
+        return replicate, shard
+    parts = ", ".join(type(part).__name__ for part in mesh) if isinstance(mesh, tuple | list) else type(mesh).__name__
+    return f"({parts})"
+
+
+def _mesh_problem(cards: list[tuple[_Place, _Place] | str | None]) -> str | None:
+    """Return why the places of all ranks are no grid."""
+    places: dict[object, int] = {}
+    groups: dict[object, tuple[str, int]] = {}
+    for rank, card in enumerate(cards):
+        if card is None or isinstance(card, str):
+            return f"mesh is {card} on rank {rank}"
+        (row, replica, replicas), (column, part, parts) = card
+        if replicas * parts != len(cards):
+            return f"mesh has {replicas} x {parts} ranks on rank {rank}, and comm has {len(cards)} ranks"
+        first = places.setdefault((replica, part), rank)
+        if first != rank:
+            return f"ranks {first} and {rank} have the same place ({replica}, {part}) in mesh"
+        for kind, name in ((("shard", replica), column), (("replicate", part), row)):
+            known, other = groups.setdefault(kind, (name, rank))
+            if known != name:
+                return (
+                    f"ranks {other} and {rank} have the same rank in one group of mesh, and differ in the {kind[0]} one"
+                )
+    return None

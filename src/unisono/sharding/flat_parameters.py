@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.core.staging import OneStream
 from unisono.core.tensor_shard import TensorShard
+from unisono.core.tensors import HALVES, divide
 from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
@@ -40,12 +41,14 @@ class ParameterPiece:
         shape: Shape of the whole parameter.
         start: Index of the first element in the flattened parameter.
         tensor: 1-d parameter that the optimizer updates. Its `.grad` is set before the step.
+        replica: Number of this copy, where other ranks have the same slice.
     """
 
     name: str
     shape: torch.Size
     start: int
     tensor: nn.Parameter
+    replica: int = 0
 
     @property
     def stop(self) -> int:
@@ -69,7 +72,7 @@ class ParameterPiece:
 
     def wrap(self, elements: torch.Tensor) -> TensorShard:
         """Return elements at this piece's place in the parameter as a checkpoint takes them."""
-        return TensorShard(elements, self.start, self.shape)
+        return TensorShard(elements, self.start, self.shape, self.replica)
 
 
 def _make_pieces(named: Named, dtype: torch.dtype) -> list[ParameterPiece]:
@@ -80,12 +83,13 @@ def _make_pieces(named: Named, dtype: torch.dtype) -> list[ParameterPiece]:
     ]
 
 
-def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, rank: int, part: torch.Tensor) -> None:
-    """Let the pieces be the slices of a rank's part."""
-    slices = {place.index: place for place in layout.slices(rank)}
+def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, comms: ShardComms, part: torch.Tensor) -> None:
+    """Let the pieces be the slices of this rank's part."""
+    slices = {place.index: place for place in layout.slices(comms.rank)}
     for index, piece in enumerate(pieces):
         place = slices.get(index, ParameterSlice(index, 0, 0, 0))
         piece.move(place.start, part[place.offset : place.offset + place.numel])
+        piece.replica = comms.replica
 
 
 class FlatParameters:
@@ -146,7 +150,7 @@ class FlatParameters:
         """Make the part of this rank, and let the pieces be slices of it, with undefined elements."""
         self.layout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
         self.part = torch.zeros(self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device)
-        _move_pieces(self.pieces, self.layout, self._comms.rank, self.part)
+        _move_pieces(self.pieces, self.layout, self._comms, self.part)
 
     def _make_whole(self) -> None:
         """Let the parameters be views of a flat tensor, and free it."""
@@ -187,18 +191,20 @@ class FlatParameters:
         storage = self._whole.untyped_storage()
         storage.resize_(self._whole.nbytes)
         part = self.part.to(self._whole.dtype)
-        if async_op:
-            self._work = self._comms.data.all_gather_single(self._whole, part, async_op=True)
-        else:
-            self._comms.data.all_gather_single(self._whole, part)
-            self._show_filled()
+        with self._comms.first_cause():
+            if async_op:
+                self._work = self._comms.shard.all_gather_single(self._whole, part, async_op=True)
+                return
+            self._comms.shard.all_gather_single(self._whole, part)
+        self._show_filled()
 
     def finish_gather(self) -> None:
         """Wait until the parameters can be used."""
         if self._work is not None:
             work = self._work
             self._work = None
-            work.wait()
+            with self._comms.first_cause():
+                work.wait()
             self._show_filled()
 
     def _show_filled(self) -> None:
@@ -236,7 +242,8 @@ class FlatParameters:
     def show_whole(self) -> torch.Tensor:
         """Let the parameters be views of a new tensor with all elements, and return that. Collective."""
         flat = self.part.new_empty(self.layout.total)
-        self._comms.data.all_gather_single(flat, self.part)
+        with self._comms.first_cause():
+            self._comms.shard.all_gather_single(flat, self.part)
         self.changed()
         self._show_filled()
         self._point_to(self._views(flat))
@@ -280,6 +287,8 @@ class FlatGradient:
     """Gradient of flat parameters.
 
     Gradients are taken one by one, reduced together, and committed when the backward pass has succeeded on all ranks.
+    On a mesh, they are summed in two stages, reduce_scatter in the shard group and all_reduce between replicas, and
+    divided once: a balanced tree over all ranks has the same sums, if the ranks of a shard group follow each other.
 
     Args:
         layout: Places of the parameters, and of padding after them.
@@ -305,6 +314,8 @@ class FlatGradient:
             with suppress(CommError):
                 self._work.wait()
         self._work = None
+        # Whether `_new` is still to be summed over replicas.
+        self._local = False
         self._whole: torch.Tensor | None = None
         self._new: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
@@ -334,7 +345,7 @@ class FlatGradient:
 
     def start_reduce(self, *, async_op: bool) -> None:
         """Begin to average what was taken over all ranks. Collective."""
-        self.finish_reduce()
+        self._finish_average()
         whole = self._whole
         self._whole = None
         assert whole is not None
@@ -345,25 +356,55 @@ class FlatGradient:
         self.reduced |= self.taken
         self.taken = set()
         self.arrived = set()
+        self._async = async_op
+        self._local = self._comms.replicate is not None
+        if self._local and self._dtype in HALVES:
+            # Before, so that no sum overflows.
+            divide(whole, self._comms.data.size)
         if self._comms.size == 1:
             # Its part is the whole, and so is the average.
             self._new = whole
             return
         self._new = whole.new_empty(self._layout.part)
-        if async_op:
-            self._work = self._comms.data.reduce_scatter_single(self._new, whole, "avg", async_op=True)
-        else:
-            self._comms.data.reduce_scatter_single(self._new, whole, "avg")
+        op = "sum" if self._local else "avg"
+        with self._comms.first_cause():
+            if async_op:
+                self._work = self._comms.shard.reduce_scatter_single(self._new, whole, op, async_op=True)
+            else:
+                self._comms.shard.reduce_scatter_single(self._new, whole, op)
 
     def finish_reduce(self) -> None:
-        """Wait for the last reduction."""
-        if self._work is not None:
-            work = self._work
-            self._work = None
-            work.wait()
+        """Wait for the last reduction in the shard group, and begin the one between replicas."""
+        replicate = self._comms.replicate
+        if replicate is None:
+            self._wait()
+        if replicate is None or not self._local:
+            return
+        self._wait()
+        self._local = False
+        assert self._new is not None
+        with self._comms.first_cause():
+            if self._async:
+                self._work = replicate.all_reduce(self._new, "sum", async_op=True)
+            else:
+                replicate.all_reduce(self._new, "sum")
+
+    def _wait(self) -> None:
+        work = self._work
+        self._work = None
+        if work is not None:
+            with self._comms.first_cause():
+                work.wait()
+
+    def _finish_average(self) -> None:
+        """Wait until all that was reduced is averaged over all ranks."""
+        self.finish_reduce()
+        self._wait()
         if self._new is not None:
             new = self._new
             self._new = None
+            if self._comms.replicate is not None and self._dtype not in HALVES:
+                divide(new, self._comms.data.size)
             self._sum = new if self._sum is None else self._sum.add_(new)
 
     def commit(self, pieces: Sequence[ParameterPiece]) -> None:
@@ -372,7 +413,7 @@ class FlatGradient:
         Args:
             pieces: This rank's slice of each parameter.
         """
-        self.finish_reduce()
+        self._finish_average()
         begin = self._comms.rank * self._layout.part
         for index in sorted(self.reduced):
             assert self._sum is not None
@@ -429,7 +470,7 @@ class ParameterBucket:
             parameter.data = view
         self._part = self._flat[self._comms.rank * layout.part :][: layout.part]
         self._master = self._part.to(self._dtype)
-        _move_pieces(self.pieces, layout, self._comms.rank, self._master)
+        _move_pieces(self.pieces, layout, self._comms, self._master)
 
     @torch.no_grad()
     def recut(self) -> None:
@@ -480,10 +521,10 @@ class ParameterBucket:
             self._master.copy_(torch.where(same, self._master, self._part.to(self._master.dtype)))
 
     def start_gather(self) -> Work:
-        """Begin to send this rank's updated part to all others, and to receive theirs. Collective."""
+        """Begin to send this rank's updated part to the shard group, and to receive the others'. Collective."""
         if self.has_master:
             self._part.copy_(self._master)
-        return self._comms.steps.all_gather_single(self._flat, self._part, async_op=True)
+        return self._comms.shard_steps.all_gather_single(self._flat, self._part, async_op=True)
 
 
 _PROPERTIES = (

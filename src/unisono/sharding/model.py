@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
-from unisono.sharding.comms import NO_COPY, ShardComms
+from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters, ParameterPiece
 from unisono.sharding.runtime import Runtime
 from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step, load_entries, shard_optimizer
@@ -40,6 +40,10 @@ class ShardedModel:
     Args:
         model: Any module without lazy parameters and without gradients.
         comm: The ranks that share it. The model communicates over two communicators of its own, derived from it.
+        mesh: Two communicators of each rank, (replicate, shard), as torch's `fully_shard` has them: parameters are
+            divided among the ranks of `shard`, such as those of one host, and the ranks of `replicate` have copies of
+            one part. Gradients are averaged over all ranks of `comm`, which the groups of both divide like rows and
+            columns. None: all ranks have different parts.
         units: Classes of the modules that are units, or a predicate. None: the elements of each `ModuleList` and
             `Sequential`, such as the blocks of a transformer.
         param_dtype: Dtype in which floating-point parameters are gathered and used; the parts and the optimizer keep
@@ -50,7 +54,7 @@ class ShardedModel:
     Raises:
         TypeError: `model` is not a module.
         ValueError: It has no parameters, an uninitialized one, one with a gradient, or one that is averaged or sharded
-            already; or no module is a unit.
+            already; or no module is a unit. On every rank: `mesh` is not made of the ranks of `comm`.
         MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient of
             a parameter. From a forward or `backward()`: ranks run different units, or one has skipped a backward.
         AbortedError: Another rank's forward or backward has raised. All ranks drop the gradients of the step, those of
@@ -70,6 +74,11 @@ class ShardedModel:
     `comm.overlaps`, u more in forward and 2u in backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations
     Toward Training Trillion Parameter Models", SC 2020.
 
+    Cost of a mesh of r x s ranks: p is s in all of the above, and an all_reduce of the gradients of a part, N/s
+    elements, over `replicate` in addition: 2 (r-1)/r N/s sent by each rank. Nothing else but the two bytes a parameter
+    crosses `replicate`. Source: Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
+    VLDB 2022; torch has it as HSDP.
+
     Example:
         >>> def program(comm):
         ...     model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
@@ -88,6 +97,7 @@ class ShardedModel:
         model: nn.Module,
         comm: Communicator,
         *,
+        mesh: Mesh | None = None,
         units: UnitPolicy = None,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -98,7 +108,7 @@ class ShardedModel:
         self._model = model
         self._parameters = [p for _, p in named]
         self._stepping = False
-        self._comms = ShardComms(comm)
+        self._comms = ShardComms(comm, mesh)
         self._settings = [[unit.name for unit in plans], param_dtype, reduce_dtype]
         agree_on_parameters(named, self._comms.steps, self._settings, hooked=True)
         if init_sync:
@@ -229,7 +239,10 @@ class ShardedModel:
         """
         self._check_reduced("clip_grad_norm_()", self._places.values())
         pieces = [flat.pieces[index].tensor for flat, index in self._places.values()]
-        return clip_grad_norm_(pieces, max_norm, self._comms.data, norm_type, error_if_nonfinite=error_if_nonfinite)
+        with self._comms.first_cause():
+            return clip_grad_norm_(
+                pieces, max_norm, self._comms.shard, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -266,7 +279,8 @@ class ShardedModel:
         """Show all parameters whole, in their first dtype, to look at, change or save them. Collective.
 
         Args:
-            writeback: Whether to keep changes: each rank keeps those that it has made to its own part.
+            writeback: Whether to keep changes: each rank keeps those that it has made to its own part. Make the
+                same ones on all replicas.
 
         Returns: A context manager. Parameters are freed again when it ends.
 
@@ -339,7 +353,7 @@ class ShardedModel:
         self._runtime.changed()
 
     # -- other ranks ----------------------------------------------------------------------------
-    def move_to(self, comm: Communicator) -> None:
+    def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
         """Divide the model among the ranks of another communicator. Collective over it.
 
         Parameters, hooks and optimizers stay the same objects. Gradients are dropped. The elements of all parts are
@@ -347,6 +361,7 @@ class ShardedModel:
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
+            mesh: As of the class, of these ranks.
 
         Raises:
             RuntimeError: A forward, a backward or `full_parameters` is running.
@@ -364,7 +379,7 @@ class ShardedModel:
             [4.0, 4.0]
         """
         self._runtime.check_idle("move_to()")
-        self._comms.move_to(comm)
+        self._comms.move_to(comm, mesh)
         # Freed parameters show no memory order.
         alike = [
             (p.name, torch.empty(p.shape, dtype=p.tensor.dtype, device="meta", requires_grad=p.tensor.requires_grad))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
 from unisono.errors import ClosedError, PeerLostError
-from unisono.sharding.comms import NO_COPY, ShardComms
+from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
 from unisono.sharding.flat_parameters import ParameterBucket, ShardedGradient
 from unisono.sharding.shard_optimizer import (
     check_same_step,
@@ -50,6 +50,10 @@ class ShardedOptimizer(Optimizer):
         optimizer_class: An optimizer class that treats each element by itself, as SGD, Adam, AdamW and most do.
         model: A module, its parameters, or groups of parameters as for the class.
         comm: The ranks. The optimizer communicates over a communicator of its own, derived from it.
+        mesh: Two communicators of each rank, (replicate, shard), as torch's `fully_shard` has them: states are
+            divided among the ranks of `shard`, such as those of one host, and the ranks of `replicate` have copies of
+            one part. Gradients are averaged over all ranks of `comm`, which the groups of both divide like rows and
+            columns. None: all ranks have different parts.
         shard_gradients: Whether `backward()` averages gradients and keeps this rank's part of them.
         master_dtype: Dtype in which this rank updates its part, such as `torch.float32` for bfloat16 parameters; by
             default the parameters' own. States are of this dtype.
@@ -59,7 +63,8 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         ValueError: The class is not elementwise; a parameter cannot be sharded, or with `shard_gradients` it has a
-            gradient or is averaged or sharded already; an argument is out of range.
+            gradient or is averaged or sharded already; an argument is out of range. On every rank: `mesh` is not made
+            of the ranks of `comm`.
         TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings; or, from `step()` and on every rank, different
             gradients or options.
@@ -72,7 +77,11 @@ class ShardedOptimizer(Optimizer):
     `shard_gradients` adds one reduce_scatter a bucket. Memory in elements: N parameters, N/p of each state and of the
     master, and gradients: N, or with `shard_gradients` N/p and at most a few buckets.
 
-    Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+    On a mesh of r x s ranks p is s, each step has a barrier of all ranks, and with `shard_gradients` each part is
+    all_reduced over `replicate`: 2 (r-1)/r N/s elements sent by each rank.
+
+    Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; meshes:
+    Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022, torch's HSDP.
 
     Example:
         >>> def program(comm):
@@ -92,6 +101,7 @@ class ShardedOptimizer(Optimizer):
         model: torch.nn.Module | Iterable[Any],
         comm: Communicator,
         *,
+        mesh: Mesh | None = None,
         shard_gradients: bool = False,
         master_dtype: torch.dtype | None = None,
         bucket_cap_mb: float = 25,
@@ -103,7 +113,7 @@ class ShardedOptimizer(Optimizer):
         check_shardable(named, master_dtype)
         cap = in_bytes(bucket_cap_mb if shard_gradients else float("inf"))
         assert cap is not None
-        self._comms = ShardComms(comm)
+        self._comms = ShardComms(comm, mesh)
         self._settings = (
             optimizer_class.__qualname__,
             shard_gradients,
@@ -232,11 +242,12 @@ class ShardedOptimizer(Optimizer):
             raise
 
     def _gather(self, buckets: Sequence[ParameterBucket]) -> None:
-        if not buckets:
+        if not buckets or self._comms.replicate is not None:
             # No rank begins its next pass, which may fail, while another one is not sure of this step.
             self._comms.steps.barrier()
-        for work in [bucket.start_gather() for bucket in buckets]:
-            work.wait()
+        with self._comms.first_cause():
+            for work in [bucket.start_gather() for bucket in buckets]:
+                work.wait()
         # Autograd then detects a backward through the old values.
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.parameters])
         self._free_gradients()
@@ -288,7 +299,8 @@ class ShardedOptimizer(Optimizer):
             return torch.nn.utils.clip_grad_norm_([p for _, p in self._named], max_norm, norm_type)
         self._sharder.check_reduced()
         self._sharder.follow_zero_grad()
-        return clip_grad_norm_([piece.tensor for piece in self._pieces], max_norm, self._comms.data, norm_type)
+        with self._comms.first_cause():
+            return clip_grad_norm_([piece.tensor for piece in self._pieces], max_norm, self._comms.shard, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -387,7 +399,7 @@ class ShardedOptimizer(Optimizer):
                     self._pieces[index].tensor.copy_(unwrap(_MASTER, master, self._pieces[index]))
 
     # -- other ranks ----------------------------------------------------------------------------
-    def move_to(self, comm: Communicator) -> None:
+    def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
         """Divide the states among the ranks of another communicator. Collective over it.
 
         Parameters, hooks and the optimizer stay the same objects. Gradients are dropped. States are undefined until
@@ -395,6 +407,7 @@ class ShardedOptimizer(Optimizer):
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
+            mesh: As of the class, of these ranks.
 
         Raises:
             MismatchError: Ranks have different models or settings.
@@ -408,7 +421,7 @@ class ShardedOptimizer(Optimizer):
             >>> un.launch(program, nprocs=2, backend="thread")
             [(0, 3), (0, 3)]
         """
-        self._comms.move_to(comm)
+        self._comms.move_to(comm, mesh)
         agree_on_parameters(self._named, self._comms.steps, self._settings)
         self.zero_grad()
         for bucket in self._buckets:

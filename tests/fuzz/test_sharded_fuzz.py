@@ -21,7 +21,15 @@ from unisono.sharding.shard_optimizer import ShardOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:backward.. has raised inside no_sync:UserWarning")
 
-SHORT = [("thread", 2, 12), ("thread", 3, 6), ("shm", 2, 60), ("shm", 3, 20), ("gloo", 2, 6), ("gloo", 3, 3)]
+SHORT = [
+    ("thread", 2, 12),
+    ("thread", 3, 6),
+    ("thread", 4, 6),
+    ("shm", 2, 60),
+    ("shm", 3, 20),
+    ("gloo", 2, 6),
+    ("gloo", 3, 3),
+]
 LONG = [("thread", 250), ("shm", 210), ("gloo", 100)]
 MOST = 2
 

@@ -356,3 +356,40 @@ def test_a_step_after_a_failed_one_is_right(stage: int, seed: int) -> None:
     found = un.launch(program, 4, "sim", seed=seed)
     wanted = un.launch(right, 4, "sim", seed=seed)
     assert all(equal(one, two) for one, two in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pass_without_averaging_that_fails_elsewhere_is_an_error_in_other_groups(seed: int) -> None:
+    def program(comm: un.Communicator) -> torch.Tensor:
+        model = copy_of("transformer")
+        owner, optimizer = make(comm, model, 3, mesh_of(comm, 2))
+        failing = [False]
+
+        def fail(*_: Any) -> None:
+            handle.remove()
+            raise KeyError("sample")
+
+        handle = model.blocks[0].register_forward_pre_hook(lambda *_: fail() if failing[0] else None)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            with owner.no_sync():
+                loss_of(model, batch(comm.rank, 0)).backward()
+                if comm.rank == 2 and not failing[0]:
+                    failing[0] = True
+                    model(batch(comm.rank, 0))
+            loss_of(model, batch(comm.rank, 1)).backward()
+
+        with pytest.raises(KeyError if comm.rank == 2 else AbortedError):
+            step()
+        step()
+        return owner.clip_grad_norm_(1e9)
+
+    first, *others = un.launch(program, 4, "sim", seed=seed)
+    plain = copy_of("transformer")
+    for rank in range(4):
+        for number in range(2):
+            (loss_of(plain, batch(rank, number)) / 4).backward()
+    wanted = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    torch.testing.assert_close(first, wanted, rtol=1e-9, atol=0)
+    assert all(torch.equal(first, other) for other in others)

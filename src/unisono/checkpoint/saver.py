@@ -308,7 +308,9 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
     """
     captured = capture(state, rank)
     snapshot = outline(captured)
-    slices: dict[str, list[tuple[int, ByteShare]]] = {name: [] for name in captured.tensors if name not in captured.shards}
+    slices: dict[str, list[tuple[int, ByteShare]]] = {
+        name: [] for name in captured.tensors if name not in captured.shards
+    }
     # By name: a dict may have been filled in another order on another rank.
     whole = {name: snapshot.entries[name] for name in slices}
     plan = shares(sorted((name, e.nbytes, e.dtype.itemsize) for name, e in whole.items()), size)

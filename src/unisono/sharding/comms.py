@@ -39,6 +39,7 @@ class ShardComms:
         steps, shard_steps: As `data` and `shard`, but not aborted by a failed pass.
         rank, size: Of this rank in `shard`.
         replica: Rank in `replicate`, or 0.
+        holds: Whether this rank has gradients of the running step that are not averaged.
 
     Raises:
         ValueError, MismatchError: On every rank: the mesh does not consist of the ranks of `comm`.
@@ -62,6 +63,7 @@ class ShardComms:
         self._connect()
 
     def _connect(self) -> None:
+        self.holds = False
         self.data = _dup(self.steps)
         self.replicate = None if self._replicate_steps is None else _dup(self._replicate_steps)
         self.shard = self.data if self.replicate is None else _dup(self.shard_steps)
@@ -74,6 +76,7 @@ class ShardComms:
 
     def abort(self, reason: str) -> None:
         """End the running step on all ranks."""
+        self.holds = False
         self._abort(reason, *self._in_use())
 
     def abort_all(self, reason: str) -> None:
@@ -111,8 +114,17 @@ class ShardComms:
             raise
 
     def replace(self) -> bool:
-        """Make new communicators where those in use have failed. Collective then. Return whether they have."""
-        failed = self.data.exception() is not None
+        """Make new communicators where those in use have failed. Collective then. Return whether they have.
+
+        Raises:
+            CommError: On a mesh: the step failed in another group, and gradients of this rank are lost. Call it again.
+        """
+        error = self.data.exception()
+        failed = error is not None
+        if error is not None and self.holds and self.replicate is not None:
+            # Passes in no_sync() communicate in the shard group only, so this rank has not been told.
+            self.abort(f"{type(error).__name__}: {error}")
+            raise error
         if failed:
             for comm in self._in_use():
                 comm.close()

@@ -314,6 +314,7 @@ class FlatGradient:
             with suppress(CommError):
                 self._work.wait()
         self._work = None
+        self._comms.holds = False
         # Whether `_new` is still to be summed over replicas.
         self._local = False
         self._whole: torch.Tensor | None = None
@@ -334,6 +335,7 @@ class FlatGradient:
             self._stream = OneStream([grad.device])
             self._whole = grad.new_empty(self._layout.total, dtype=self._dtype)
         self._stream.check()
+        self._comms.holds = True
         start = self._layout.offsets[index]
         place = self._whole[start : start + grad.numel()].view(grad.shape)
         self.arrived.add(index)
@@ -423,6 +425,7 @@ class FlatGradient:
             tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
         self._sum = None
         self.reduced = set()
+        self._comms.holds = False
 
 
 class ParameterBucket:

@@ -40,9 +40,9 @@ from unisono.core.tensor_shard import TensorShard
 from unisono.errors import MismatchError
 
 __all__ = [
+    "ByteShare",
     "PreparedState",
     "Progress",
-    "ByteShare",
     "TensorShard",
     "check_ranges",
     "commit",
@@ -397,8 +397,9 @@ def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Byt
         ranks: Number of shares.
 
     Example:
-        >>> shares([("a", 8000, 4), ("b", 16, 8)], 2)
-        [[ByteShare(name='b', start=0, stop=16), ByteShare(name='a', start=0, stop=3992)], [ByteShare(name='a', start=3992, ...)]]
+        >>> first, second = shares([("a", 8000, 4), ("b", 16, 8)], 2)
+        >>> first
+        [ByteShare(name='b', start=0, stop=16), ByteShare(name='a', start=0, stop=3992)]
     """
     ordered = sorted(tensors, key=lambda tensor: -tensor[2])
     total = sum(nbytes for _, nbytes, _ in ordered)

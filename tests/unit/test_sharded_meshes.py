@@ -83,6 +83,18 @@ def test_two_times_two_ranks_have_the_bits_of_four(backend: str, stage: int) -> 
 
 
 @STAGES
+@pytest.mark.parametrize(("ranks", "shards"), [(4, 2), (6, 3)])
+def test_a_mesh_trains_as_full_sharding_does(stage: int, ranks: int, shards: int) -> None:
+    def program(comm: un.Communicator) -> None:
+        on_mesh, whole = train(comm, stage, shards), train(comm, stage, None)
+        for name, value in on_mesh.items():
+            assert value.dtype == torch.float64
+            torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-12)
+
+    run_ranks(program, ranks, "thread")
+
+
+@STAGES
 @pytest.mark.parametrize(("ranks", "shards"), [(4, 2), (4, 1), (4, 4), (6, 3)])
 def test_a_mesh_trains_as_one_process_does(stage: int, ranks: int, shards: int) -> None:
     def program(comm: un.Communicator) -> State:

@@ -13,7 +13,9 @@ RUNNER = Path(__file__).parents[1] / "gpu" / "run.py"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile the fake device")
-@pytest.mark.parametrize("chosen", ["streams and not mpi and not gloo", pytest.param("", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "chosen", ["test_gpu_streams and not mpi and not gloo", pytest.param("", marks=pytest.mark.soak)]
+)
 @pytest.mark.timeout(500)
 def test_gpu_tests_pass_on_the_fake_device(chosen: str) -> None:
     command = [sys.executable, str(RUNNER), "-k", chosen]

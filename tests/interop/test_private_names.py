@@ -50,7 +50,6 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_foreach_copy_": (torch, "copies into buckets take one call each", "copy_ in a loop"),
     "_forward_pre_hooks": (MODULE, "two averagers on one model are not told apart", "keep a registry of ours"),
     "_functorch": (torch._C, "wrapped tensors of vmap and grad are taken for plain ones", "torch.func's public test"),
-    "_get_default_group": (dist.distributed_c10d, "Communicator.from_group() without a group", "dist.group.WORLD"),
     "_get_privateuse1_backend_name": (torch._C, "third-party accelerators are unknown", "torch.accelerator"),
     "_is_profiler_enabled": (torch.autograd.profiler, "calls are not shown in profiles", "record_function always"),
     "_load_from_state_dict": (MODULE, "modules that adapt what they load are not noticed", "load all aside"),

@@ -30,7 +30,7 @@ def run(first: str, autoload: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.parametrize("first", ["", "import unisono.interop"])
+@pytest.mark.parametrize("first", ["", pytest.param("import unisono.interop", marks=pytest.mark.soak)])
 def test_backend_is_available_without_an_import(first: str) -> None:
     ended = run(first, "1")
     assert ended.stdout.strip() == STUB, ended.stderr

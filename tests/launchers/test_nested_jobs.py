@@ -50,6 +50,9 @@ with un.init(timeout=60) as comm:
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         places = [{**place, "RANK": str(rank)} for rank in range(2)]
     command += ["inner.py", str(100 ** comm.rank)]
+    # An error of the variables is the same on all ranks.
+    if how == "plain" and comm.rank > 0:
+        places = []
     children = [subprocess.Popen(command, env={**os.environ, **place}, stdout=-1, text=True) for place in places]
     said = "".join(child.communicate(timeout=90)[0] for child in children)
     print("".join(line + "\\n" for line in said.splitlines() if line.startswith("inner")), end="", flush=True)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
+from unisono.core.call import Fingerprint, hash_of
 from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.host.mpi_library import poll_until
 from unisono.transports.mpi.communicators import MpiCommunicators
 
-__all__ = ["MpiAgreement"]
+__all__ = ["MpiAgreement", "word_of"]
 
 _WORD = 2**64
 _LAST_CONTRIBUTION_S = 0.02
@@ -115,6 +116,11 @@ class MpiAgreement:
         given = sum(factor * count for factor, count in zip(self._given, sends, strict=True))
         taken = sum(factor * count for factor, count in zip(self._taken, receives, strict=True))
         return (given - taken) % _WORD
+
+
+def word_of(fingerprint: Fingerprint) -> int:
+    """Return the 64 bits that identify a call, but for its number: calls on the fast path have none."""
+    return hash_of(fingerprint.compared()[1:])
 
 
 def _yes() -> bool:

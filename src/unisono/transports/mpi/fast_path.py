@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from unisono.core.call import Call, Fingerprint, hash_of
+from unisono.core.call import NATIVE, Call, Fingerprint
 from unisono.core.collective import Collective
 from unisono.core.tensors import as_flat, check_reducible, copy_back
 from unisono.core.transport import Status
 from unisono.core.types import ReduceOp
 from unisono.transports.mpi.collectives import in_one_call
-from unisono.transports.mpi.consistency import MpiAgreement
+from unisono.transports.mpi.consistency import MpiAgreement, word_of
 from unisono.transports.mpi.reduce_op import prepares, reducible
 
 __all__ = ["MpiFastPath"]
@@ -64,7 +64,7 @@ class MpiFastPath:
         if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
             return Status.UNSUPPORTED
         if not collective.moves:
-            word = hash_of((collective.name, ReduceOp.BOR.value, None, None, (), None, "native", None))
+            word = word_of(Fingerprint(0, collective.name, ReduceOp.BOR.value, algorithm=NATIVE))
             return Status.OK if self._agreement.check(word, deadline) else Status.MISMATCH
         if not (collective.in_place or collective.packed):
             return Status.UNSUPPORTED
@@ -84,7 +84,8 @@ class MpiFastPath:
         written = _parts(target, collective.gathers, self._size)
         call = self._call(collective, target, source, operation, root, read, written)
         counts = collective.compared_counts(read, written)
-        word = hash_of((collective.name, operation and operation.value, root, dtype, counts, "cpu", "native", None))
+        op_name = None if operation is None else operation.value
+        word = word_of(Fingerprint(0, collective.name, op_name, root, dtype, counts, "cpu", NATIVE))
         rows = self._agreement.rows_of(read, written) if collective.pairwise else 0
         if not self._agreement.check(word, deadline, rows):
             return Status.MISMATCH

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from unisono.core.call import Call, Fingerprint, hash_of
+from unisono.core.call import Call, Fingerprint
 from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.failure import Cause, error_of, left_error
 from unisono.core.group import Group
@@ -22,7 +22,7 @@ from unisono.host.mpi_library import check_world, library
 from unisono.host.processors import cores
 from unisono.transports.mpi.collectives import NATIVE, MpiCollectives, carries, too_long
 from unisono.transports.mpi.communicators import CommHandle, MpiCommunicators
-from unisono.transports.mpi.consistency import MpiAgreement
+from unisono.transports.mpi.consistency import MpiAgreement, word_of
 from unisono.transports.mpi.fast_path import MpiFastPath
 from unisono.transports.mpi.point_to_point import LAST_LOOKS, MpiMessages
 from unisono.transports.mpi.watchdog import Watchdog
@@ -148,7 +148,7 @@ class MpiTransport(Transport):
     def agree(self, call: Call, deadline: float) -> None:
         """Return when all ranks have reached the same call."""
         fingerprint = call.fingerprint
-        word = hash_of(fingerprint.compared()[1:])
+        word = word_of(fingerprint)
         sends = fingerprint.sends
         receives = fingerprint.receives
         if sends or receives:

@@ -8,7 +8,8 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -31,6 +32,9 @@ from unisono.transports import TRANSPORTS
 from unisono.transports.hierarchical import transport_named
 from unisono.transports.hierarchical.host_links import check_reachability
 
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
 __all__ = [
     "CHUNK_BYTES",
     "TIMEOUT_S",
@@ -38,6 +42,7 @@ __all__ = [
     "Topology",
     "Wrap",
     "choose_backend",
+    "communicator_at",
     "discover",
     "init",
     "launch",
@@ -120,16 +125,53 @@ def init(
         transport_named(backend)
     place = bootstrap.find(init_method, rank, world_size, timeout_s, secret)
     show_errors(place.rank, place.size)
+    return communicator_at(
+        place,
+        backend,
+        device=device,
+        timeout_s=timeout_s,
+        check=check,
+        deterministic=deterministic,
+        chunk_bytes=chunk_bytes,
+        wrap=wrap,
+        interface=interface,
+    )
+
+
+def communicator_at(
+    place: Rendezvous,
+    backend: str,
+    *,
+    device: str | torch.device | None,
+    timeout_s: float,
+    check: Check,
+    deterministic: bool,
+    chunk_bytes: int,
+    wrap: Wrap | None,
+    interface: str | None = None,
+    hosts: Hosts | None = None,
+) -> Communicator:
+    """Return the communicator of the ranks that have met at `place`, which it closes at its end, or on failure.
+
+    Args:
+        place: The rendezvous.
+        backend: As for `init`; no variable replaces "auto".
+        timeout_s: As `timeout` of `init`, in seconds.
+        hosts: Hosts to assume instead of those that the ranks find.
+        device, check, deterministic, chunk_bytes, wrap, interface: As for `init`.
+
+    Raises:
+        CommError, ValueError: As `init` does.
+    """
     try:
         around = discover(place, interface, timeout_s)
+        sharing = hosts or around.sharing
         name = backend
         if backend == "auto":
-            name = choose_backend(around.sharing, gpus=around.gpus, network=place.network or around.network)
+            name = choose_backend(sharing, gpus=around.gpus, network=place.network or around.network)
         local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
         options = _options(name, device, local_rank, timeout_s, chunk_bytes, around.address)
-        options = replace(options, deterministic=deterministic)
-        if backend == "auto":
-            options = replace(options, hosts=around.sharing)
+        options = replace(options, deterministic=deterministic, hosts=sharing if backend == "auto" else hosts)
         _log.info("unisono: %s, backend %s, reached at %s (%s)", place.source, name, around.address, around.interface)
         kind = transport_named(name)
         if kind.in_process and place.size > 1:
@@ -165,13 +207,15 @@ def launch(
     wrap: Wrap | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
     seed: int | None = None,
+    on: Executor | None = None,
 ) -> list[T]:
     """Run `fn(comm, *args, **kwargs)` on `nprocs` ranks of this host, and return each rank's result.
 
     Ranks are processes of a forkserver that has torch in memory (about 1 s for the first, 0.05 s for
     each further one), or threads of this process with backend "thread" (which take turns with "sim":
     see `simulate`). Works from a script (call it under `if __name__ == "__main__":`), from `python -`,
-    from tests and from a notebook: functions that a process cannot import are sent by value.
+    from tests and from a notebook: functions that a process cannot import are sent by value. With `on`,
+    ranks run on the workers of an executor, on this host or others.
 
     Args:
         fn: The program of every rank.
@@ -188,12 +232,19 @@ def launch(
         hosts: Groups of ranks to treat as one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
             to test programs for several hosts.
         seed: With backend "sim": seed of the scheduling order. UNISONO_SEED, or 0, if None.
+        on: An executor of `concurrent.futures` or of its kind, whose workers are processes: a `ProcessPoolExecutor`,
+            `dask.distributed.Client.get_executor()`, an `MPIPoolExecutor` of mpi4py. It needs `nprocs` free workers
+            within `timeout`, of one thread each. Backend "auto" is then chosen as by `init`, by the hosts of the
+            workers, which are left as they were found. A rank that does not end after another one's failure cannot
+            be ended: it runs until its next call of the communicator, which fails.
 
     Returns: What `fn` returned on each rank, in the order of ranks.
 
     Raises:
         Exception: What the first failing rank raised.
         PeerLostError: A rank's process ended without a report (names the signal or code), or by `sys.exit`.
+        CommTimeoutError: The executor has not started all ranks within `timeout`; the error says how many it has.
+        TypeError: `on` is no executor of processes.
 
     Example:
         >>> un.launch(lambda comm, x: comm.rank * x, nprocs=3, backend="thread", args=(10,))
@@ -205,6 +256,25 @@ def launch(
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads must be a positive int, not {threads!r}")
     given = validate_hosts(hosts, nprocs)
+    if on is not None:
+        from unisono.launcher.engine_rank import Program
+        from unisono.launcher.engines import run_on
+
+        if seed is not None:
+            raise ValueError("only simulated ranks have a seed: use backend 'sim' without on=")
+        connect = partial(
+            communicator_at,
+            backend=backend or "auto",
+            device=device,
+            timeout_s=timeout_s,
+            check=check,
+            deterministic=deterministic,
+            chunk_bytes=chunk_bytes,
+            wrap=wrap,
+            hosts=given,
+        )
+        program = Program(fn, tuple(args), dict(kwargs or {}), connect, backend or "auto", timeout_s, threads)
+        return conclude(run_on(on, program, nprocs, on_failure), nprocs, on_failure)
     sharing = given or (tuple(range(nprocs)),)
     if why_no_shm() is not None:
         sharing = tuple((rank,) for rank in range(nprocs))

@@ -42,6 +42,7 @@ __all__ = [
     "by_value",
     "configure_process",
     "dump",
+    "flush_streams",
     "importable",
     "run_job",
     "run_processes",
@@ -366,8 +367,12 @@ def run_job(orders: WorkerSpec) -> bytes:
         return result
 
     outcome = run_reported(orders.rank, program)
+    flush_streams()
+    return outcome
+
+
+def flush_streams() -> None:
+    """Flush what a rank has printed. A stream may be missing, or its reader gone: the outcome is reported anyway."""
     for stream in (sys.stdout, sys.stderr):
-        # A stream may be missing, or its reader gone: the outcome is reported all the same.
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    return outcome

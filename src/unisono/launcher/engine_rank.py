@@ -1,0 +1,153 @@
+"""A rank on a worker that an executor lends: it joins the others, runs the program, and leaves the worker as it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.bootstrap.rendezvous import RankClaim, Rendezvous, confirm
+from unisono.communicator import Communicator
+from unisono.control.client import SocketControl
+from unisono.control.process_exit import raise_failed_saves
+from unisono.errors import AbortedError, CommError, PeerLostError
+from unisono.launcher.job import run_reported
+from unisono.launcher.processes import flush_streams, share_of_cores
+
+__all__ = ["JOB", "OVER", "Program", "ended", "run_rank", "started"]
+
+JOB = "launch"
+"""Prefix of the names of the ranks' worlds on the control plane."""
+OVER = "over"
+"""Key of the control plane that is set when ranks must not start any more."""
+_REACH_WITHIN_S = 10.0
+
+
+@dataclass(slots=True)
+class Program:
+    """The program of every rank.
+
+    Attributes:
+        connect: Makes the communicator of the ranks that have met.
+        timeout_s: Seconds within which all ranks must arrive.
+        threads: Torch threads of each rank; if None, as of `share_of_cores` among the ranks of a host.
+    """
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    connect: Callable[[Rendezvous], Communicator]
+    backend: str
+    timeout_s: float
+    threads: int | None
+
+
+def started(rank: int) -> str:
+    """Return the key of the control plane that counts the starts of a rank."""
+    return f"started/{rank}"
+
+
+def ended(rank: int) -> str:
+    """Return the key of the control plane that is set when a rank's program has ended, whether it failed or not."""
+    return f"ended/{rank}"
+
+
+# Of the process, as its environment, signal handlers and default group are.
+_ranks: dict[int, object] = {}
+
+
+def run_rank(rank: int, size: int, payload: bytes, address: tuple[str, int], secret: bytes, timeout_s: float) -> bytes:
+    """Be a rank, on a worker of the executor; return its outcome."""
+    outcome = run_reported(rank, lambda: _run_rank(rank, size, payload, address, secret, timeout_s))
+    # Hooks on a model refer to it in circles, and hold descriptors of its communicator.
+    gc.collect()
+    return outcome
+
+
+def _run_rank(rank: int, size: int, payload: bytes, address: tuple[str, int], secret: bytes, timeout_s: float) -> Any:
+    here = object()
+    if _ranks.setdefault(os.getpid(), here) is not here:
+        raise CommError(
+            f"rank {rank} was started in process {os.getpid()}, which runs another rank; each rank needs a process of "
+            "its own: ProcessPoolExecutor, not ThreadPoolExecutor; LocalCluster(threads_per_worker=1)"
+        )
+    try:
+        with _borrowed_process():
+            _check_server(address)
+            control = SocketControl(address, secret, timeout_s, reach_within_s=_REACH_WITHIN_S, rank=rank)
+            try:
+                _check_in(control, rank, size)
+                program: Program = pickle.loads(payload)
+            except BaseException:
+                control.close()
+                raise
+            claim = RankClaim(rank, size, None, time.monotonic() + timeout_s, "launch on an executor", JOB)
+            with program.connect(confirm(claim, control)) as comm:
+                here_too = next(len(ranks) for ranks in comm.hosts if rank in ranks)
+                torch.set_num_threads(share_of_cores(program.threads, here_too))
+                try:
+                    result = program.fn(comm, *program.args, **program.kwargs)
+                finally:
+                    with suppress(CommError):
+                        control.set(ended(rank), b"")
+            raise_failed_saves()
+            return result
+    finally:
+        del _ranks[os.getpid()]
+
+
+def _check_server(address: tuple[str, int]) -> None:
+    """Raise `AbortedError` if the server has ended: executors start again tasks whose results they have lost."""
+    try:
+        socket.create_connection(address, _REACH_WITHIN_S).close()
+    except ConnectionRefusedError:
+        raise AbortedError("launch has ended before this rank has started") from None
+    except OSError as error:
+        raise CommError(
+            f"a worker cannot reach the process that called launch at {address[0]}:{address[1]} ({error}); set "
+            "UNISONO_INTERFACE there to the network interface that workers can reach"
+        ) from error
+
+
+def _check_in(control: SocketControl, rank: int, size: int) -> None:
+    """Count this start of the rank: executors start again what was on a worker that has ended."""
+    if control.add(started(rank), 1) > 1:
+        raise PeerLostError(
+            f"rank {rank} of {size} was lost: its worker has ended, and a second start is refused", peer=rank
+        )
+    if control.check([OVER]):
+        raise AbortedError("launch has ended before this rank has started")
+
+
+@contextmanager
+def _borrowed_process() -> Iterator[None]:
+    """Leave the process as it was: environment, signal handlers, torch's threads and default group."""
+    environment = dict(os.environ)
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main else {}
+    threads = torch.get_num_threads()
+    distributed = torch.distributed if torch.distributed.is_available() else None
+    had_group = distributed is not None and distributed.is_initialized()
+    try:
+        yield
+    finally:
+        if distributed is not None and distributed.is_initialized() and not had_group:
+            distributed.destroy_process_group()
+        torch.set_num_threads(threads)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        flush_streams()

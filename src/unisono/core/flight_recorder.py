@@ -229,16 +229,25 @@ class ActivityRegistry:
         with self._lock:
             known = sorted((a for a in self._known if not a.closed), key=lambda a: (a.since, a.group.name))
         owner = known[-1].owner if known else threading.main_thread().ident
-        frame = sys._current_frames().get(owner or 0)
+        groups = [activity.to_dict() for activity in known]
+        return {"pid": os.getpid(), "groups": groups, **_position(owner or 0)}
+
+
+def _position(thread: int) -> dict[str, Any]:
+    """Where a thread is now, which runs on meanwhile."""
+    frame = sys._current_frames().get(thread)
+    try:
         at = users_frame(frame)
         return {
-            "pid": os.getpid(),
-            "groups": [activity.to_dict() for activity in known],
             "site": site_of(at),
             "function": None if at is None else at.f_code.co_qualname,
             "stack": _stack(frame),
             "callers": _stack(None if at is None else at.f_back, is_users),
         }
+    except AttributeError:
+        # CPython 3.11 has given a code object for the caller of a frame that ended at that moment. A report says less
+        # then, and must not take the place of the error that it is about.
+        return {"site": None, "function": None, "stack": [], "callers": []}
 
 
 def _stack(frame: FrameType | None, is_shown: Callable[[str], bool] = bool) -> list[str]:

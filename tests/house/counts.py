@@ -158,7 +158,7 @@ def mutable(node: ast.expr | None) -> bool:
 
 
 def changing(trees: dict[Path, ast.Module]) -> Found:
-    """Top-level objects that can change; a dict or list under a capital name that nobody changes is a constant."""
+    """Top-level objects that can change; a dict or list under a capital name that no function changes is a constant."""
     for path, tree in trees.items():
         lines = path.read_text().splitlines()
         changed = changed_names(tree)
@@ -172,8 +172,8 @@ def changing(trees: dict[Path, ast.Module]) -> Found:
             if name == "__all__" or (literal and name not in changed):
                 continue
             follows = tree.body[place + 1] if place + 1 < len(tree.body) else None
-            told = isinstance(follows, ast.Expr) and isinstance(follows.value, ast.Constant)
-            if not told and not lines[node.lineno - 2].lstrip().startswith("#"):
+            documented = isinstance(follows, ast.Expr) and isinstance(follows.value, ast.Constant)
+            if not documented and not lines[node.lineno - 2].lstrip().startswith("#"):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
 
 

@@ -95,7 +95,7 @@ def stored(kind: ast.ClassDef) -> Iterator[str]:
 
 
 def has(classes: Mapping[str, tuple[set[str], set[str]]], name: str, attribute: str) -> bool:
-    """Whether a class may have the attribute: one with a base of another library may have any."""
+    """Return whether a class may have the attribute: one with a base of another library may have any."""
     if name not in classes:
         return name not in ("object", "Protocol", "Generic", "ABC")
     attributes, bases = classes[name]
@@ -103,7 +103,7 @@ def has(classes: Mapping[str, tuple[set[str], set[str]]], name: str, attribute: 
 
 
 def importable(name: str) -> bool:
-    """Whether a dotted name leads to an object; torch warns when some of its old modules are looked at."""
+    """Return whether a dotted name leads to an object; torch warns when some of its old modules are looked at."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

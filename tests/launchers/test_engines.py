@@ -144,7 +144,7 @@ def test_killed_worker_is_named() -> None:
 
 
 def state() -> dict[str, Any]:
-    """What a worker is like, without what differs each time."""
+    """Return the state of a worker, without parts that differ each time."""
     return {
         "process": os.getpid(),
         "descriptors": sorted(Path("/proc/self/fd").iterdir()),

@@ -143,7 +143,7 @@ class Restorer:
 
     @property
     def has_early(self) -> bool:
-        """Whether there are objects that `load_early` loads."""
+        """Return whether there are objects that `load_early` loads."""
         return bool(self._parts)
 
     def load_early(self, team: CollectiveScope) -> None:

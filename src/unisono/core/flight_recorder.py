@@ -234,7 +234,7 @@ class ActivityRegistry:
 
 
 def _position(thread: int) -> dict[str, Any]:
-    """Where a thread is now, which runs on meanwhile."""
+    """Return the place of a thread now, which runs on meanwhile."""
     frame = sys._current_frames().get(thread)
     try:
         at = users_frame(frame)

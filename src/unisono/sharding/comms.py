@@ -122,7 +122,7 @@ class ShardComms:
         error = self.data.exception()
         failed = error is not None
         if error is not None and self.holds and self.replicate is not None:
-            # Passes in no_sync() communicate in the shard group only, so this rank has not been told.
+            # Passes in no_sync() communicate in the shard group only, so this rank does not know of it.
             self.abort(f"{type(error).__name__}: {error}")
             raise error
         if failed:

@@ -196,15 +196,22 @@ def test_workers_keep_nothing_of_several_ranks(pool: Executor) -> None:
 
 
 class Retrying(Executor):
-    """An executor that starts each task twice, as one does that has lost a worker with its result."""
+    """An executor that runs each task once more after its end, as one does that has lost a worker with its result."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
         self.first: list[Future[Any]] = []
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.first.append(self.inner.submit(function, *args, **kwargs))
-        return self.inner.submit(function, *args, **kwargs)
+        second: Future[Any] = Future()
+
+        def again(_: Future[Any]) -> None:
+            self.inner.submit(function, *args, **kwargs).add_done_callback(lambda done: second.set_result(done.result()))
+
+        first = self.inner.submit(function, *args, **kwargs)
+        self.first.append(first)
+        first.add_done_callback(again)
+        return second
 
 
 def test_second_start_of_a_rank_is_refused(pool: Executor) -> None:

@@ -11,12 +11,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["AllReduce", "Checkout"]
+__all__ = ["AllReduce", "Checkout", "Repeated"]
 
 _RANKS = Path(__file__).with_name("_checkout_ranks.py")
 _LOOK_EVERY_S = 0.2
@@ -40,6 +40,20 @@ class AllReduce:
     registered: bool = False
     tensors: int = 64
     calls: int = 64
+    program: str = field(default="all_reduce", init=False)
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Repetitions of a program of `_checkout_ranks.py` that make one sample.
+
+    Attributes:
+        program: Its name, such as "averager".
+        calls: Number of repetitions per sample.
+    """
+
+    program: str
+    calls: int
 
 
 class Checkout:
@@ -94,8 +108,8 @@ class Checkout:
                 return connection
         raise RuntimeError(f"the ranks of {self._source} did not start; see their output")
 
-    def sample(self, case: AllReduce) -> Callable[[], float]:
-        """Return a sample for `interleave`: the mean seconds of a call on the slowest rank."""
+    def sample(self, case: AllReduce | Repeated) -> Callable[[], float]:
+        """Return a sample for `interleave`: the mean seconds of a call or repetition on the slowest rank."""
 
         def take() -> float:
             for link in self._links:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -33,6 +34,7 @@ __all__ = [
     "is_users",
     "site_of",
     "site_text",
+    "thread_frames",
     "users_frame",
 ]
 
@@ -235,7 +237,7 @@ class ActivityRegistry:
 
 def _position(thread: int) -> dict[str, Any]:
     """Return the place of a thread now, which runs on meanwhile."""
-    frame = sys._current_frames().get(thread)
+    frame = thread_frames().get(thread)
     try:
         at = users_frame(frame)
         return {
@@ -248,6 +250,29 @@ def _position(thread: int) -> dict[str, Any]:
         # CPython 3.11 has given a code object for the caller of a frame that ended at that moment. A report says less
         # then, and must not take the place of the error that it is about.
         return {"site": None, "function": None, "stack": [], "callers": []}
+
+
+# Of the process, as the collector's switch is.
+_frames_lock = threading.Lock()
+
+
+def thread_frames() -> dict[int, FrameType]:
+    """Return the frame of each thread, by the thread's identifier.
+
+    CPython 3.11 makes them under a lock that the start of a thread takes too. If a collection runs meanwhile, and a
+    finalizer lets another thread run that wants this lock, all threads wait for ever; so none may run.
+    """
+    with _frames_lock:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            frames = sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+    # Of this thread, the caller's own: this function is none of what it does.
+    frames[threading.get_ident()] = sys._getframe(1)
+    return frames
 
 
 def _stack(frame: FrameType | None, is_shown: Callable[[str], bool] = bool) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import math
 import os
-import sys
 import threading
 import traceback
 from collections import defaultdict
@@ -17,6 +16,7 @@ from itertools import count
 from random import Random
 from types import FrameType
 
+from unisono.core.flight_recorder import thread_frames
 from unisono.errors import CommTimeoutError, DeadlockError
 
 __all__ = ["EndedError", "SimulatedTask", "TaskScheduler", "here", "name_ranks", "nanoseconds", "unpatched", "waiting"]
@@ -486,7 +486,7 @@ def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float)
         ranks: For each rank, its tasks that have not ended.
         now_s: Virtual time, in seconds.
     """
-    frames = sys._current_frames()
+    frames = thread_frames()
     operations: dict[int, str] = {}
     alike: dict[str, list[int]] = {}
     for rank, tasks in sorted(ranks.items()):
@@ -518,7 +518,7 @@ def name_ranks(ranks: Collection[int]) -> str:
 
 def _stuck_error(task: SimulatedTask | None, stuck_s: float) -> CommTimeoutError:
     """Return the error of a simulation whose running task neither ends nor blocks, with the stack of the task."""
-    frame = sys._current_frames().get(task.ident or 0) if task is not None else None
+    frame = thread_frames().get(task.ident or 0) if task is not None else None
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "nowhere\n"
     name = task.name if task is not None else "a task"
     return CommTimeoutError(

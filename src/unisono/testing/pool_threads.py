@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from unisono.communicator import Communicator
+from unisono.core.flight_recorder import thread_frames
 from unisono.errors import CommTimeoutError
 from unisono.testing.namespaced_ranks import run_ranks
 
@@ -82,7 +82,7 @@ def where(stacks: Mapping[int, str]) -> str:
 
 def _stacks(running: Mapping[int, int]) -> dict[int, str]:
     """Return the stack of each rank, without frames of the library."""
-    frames = sys._current_frames()
+    frames = thread_frames()
     stacks = {}
     for rank, thread in dict(running).items():
         lines = traceback.extract_stack(frames.get(thread))

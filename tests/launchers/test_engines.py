@@ -206,7 +206,9 @@ class Retrying(Executor):
         second: Future[Any] = Future()
 
         def again(_: Future[Any]) -> None:
-            self.inner.submit(function, *args, **kwargs).add_done_callback(lambda done: second.set_result(done.result()))
+            self.inner.submit(function, *args, **kwargs).add_done_callback(
+                lambda done: second.set_result(done.result())
+            )
 
         first = self.inner.submit(function, *args, **kwargs)
         self.first.append(first)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-__all__ = ["run_concurrently", "wait_until"]
+__all__ = ["is_refused", "run_concurrently", "wait_until"]
 
 _POLL_S = 0.005
 
@@ -27,6 +28,15 @@ def wait_until(condition: Callable[[], object], within_s: float = 20.0) -> bool:
         time.sleep(_POLL_S)
         now = time.monotonic()
     return True
+
+
+def is_refused(address: tuple[str, int]) -> bool:
+    """Return whether nothing listens at an address of this host."""
+    try:
+        socket.create_connection(address, 10.0).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def run_concurrently(*calls: Callable[[], Any], within_s: float = 40.0) -> list[Any]:

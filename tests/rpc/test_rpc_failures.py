@@ -15,6 +15,7 @@ from waiting import wait_until
 
 import unisono as un
 from unisono.errors import ClosedError, CommError, CommTimeoutError, PeerLostError
+from unisono.rpc.protocol import IDLE
 from unisono.testing import run_ranks
 
 rpc = un.rpc
@@ -81,10 +82,18 @@ def _continued(program: Any, size: int, backend: str) -> list[Any]:
 def leader_dies(comm: un.Communicator) -> Any:
     """The rank that decides when all end is gone while they wait for its word."""
     agent = rpc.init(comm, timeout=30.0)
+    idle: set[int] = set()
+    arrived = agent.termination.arrived
+
+    def noted(peer: int, kind: int, words: tuple[Any, ...]) -> None:
+        arrived(peer, kind, words)
+        if kind == IDLE:
+            idle.add(peer)
+
+    agent.termination.arrived = noted  # type: ignore[method-assign]
+    comm.barrier()
     if comm.rank == 0:
-        assert wait_until(
-            lambda: {1, 2} <= {rank for reports in list(agent.termination._reports.values()) for rank in reports}
-        )
+        assert wait_until(lambda: idle == {1, 2})
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     rpc.shutdown(timeout=30.0)
@@ -131,19 +140,26 @@ def test_incomplete_init_ends_on_all_ranks() -> None:
 
 def test_shutdown_waits_for_pending_calls() -> None:
     done: list[int] = []
-    agents: list[Any] = []
+    ending: list[int] = []
 
     @rpc.expose
     def chain(depth: int) -> None:
         """No rank waits for the next call. All ranks want to end before the first one is complete."""
-        assert wait_until(lambda: len(agents) == 3 and all(agent.termination._requested for agent in agents))
+        assert wait_until(lambda: len(ending) == 3)
         done.append(depth)
         if depth:
             me = rpc.get_worker_info().id
             rpc.rpc_async((me + 1) % 3, chain, (depth - 1,))
 
     def program(comm: un.Communicator) -> int:
-        agents.append(rpc.init(comm, expose=[chain]))
+        agent = rpc.init(comm, expose=[chain])
+        wait = agent.termination.wait
+
+        def noted(timeout: Any) -> None:
+            ending.append(comm.rank)
+            wait(timeout)
+
+        agent.termination.wait = noted  # type: ignore[method-assign]
         if comm.rank == 0:
             rpc.rpc_async(1, chain, (7,))
             rpc.remote(2, chain, (0,))
@@ -163,7 +179,7 @@ def test_shutdown_waits_for_callbacks(ends_it: bool) -> None:
 
         def go_on(first: Any) -> None:
             # The other rank has long been waiting for the end by now, and this one too.
-            agent.termination._ended.wait(0.5)
+            wait_until(lambda: agent.termination.over, 0.5)
             if ends_it:
                 rpc.shutdown(timeout=10.0)
             answers.append(first.value() + (0 if ends_it else agent.rpc_sync(1, add, (1,))))
@@ -205,7 +221,7 @@ def test_rank_works_after_a_timed_out_shutdown() -> None:
             comm.barrier()
         if comm.rank == 0:
             # Time for the others to find that all are done, which they are not.
-            assert not agent.termination._ended.wait(0.3)
+            assert not wait_until(lambda: agent.termination.over, 0.3)
             assert agent.rpc_sync(1, add, (1,)) == 2
         rpc.shutdown(timeout=20.0)
 

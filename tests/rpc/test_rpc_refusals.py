@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rpc_functions import BACKENDS, RAN, OddError, Point, add, census, echo, not_a_future, on_rank_0, raises, unexposed
+from rpc_functions import BACKENDS, RAN, OddError, add, census, echo, not_a_future, on_rank_0, raises, unexposed
 from waiting import wait_until
 
 import unisono as un
@@ -157,12 +157,16 @@ def test_only_public_methods_of_exposed_classes_are_called() -> None:
         def open(self) -> int:
             return 2
 
+    class Guarded:
+        def _secret(self) -> None:
+            RAN.append(1)
+
     def program(comm: un.Communicator) -> Any:
-        agent = rpc.init(comm, expose=[Point, echo])
+        agent = rpc.init(comm, expose=[Guarded, echo])
         if comm.rank == 0:
-            point = rpc.remote(1, Point, (5, torch.ones(2)))
+            guarded = rpc.remote(1, Guarded)
             with pytest.raises(rpc.NotExposedError, match="_secret"):
-                point.rpc_sync()._secret()
+                guarded.rpc_sync()._secret()
             tensor = rpc.remote(1, echo, (torch.ones(2, 3),))
             assert tensor.rpc_sync().size() == torch.Size([2, 3])
         agent.shutdown()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,26 +61,32 @@ def start() -> Iterator[Start]:
 @pytest.fixture
 def server() -> Iterator[ControlServer]:
     """A control server whose secret is `of the tests`."""
+    before = set(threading.enumerate())
     serving = ControlServer(b"of the tests")
+    own = set(threading.enumerate()) - before
     yield serving
     serving.close()
-    assert not serving._thread.is_alive()
+    assert own.isdisjoint(threading.enumerate())
 
 
 @pytest.fixture
 def client(server: ControlServer) -> Iterator[SocketControl]:
     """A handle to it."""
+    before = set(threading.enumerate())
     control = SocketControl(server.address, b"of the tests", 10.0)
+    own = set(threading.enumerate()) - before
     yield control
     control.close()
-    assert not control._reader.is_alive()
+    assert own.isdisjoint(threading.enumerate())
 
 
 @pytest.fixture(params=["local", "socket"])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """One more rank's handle; all of a test lead to the same control plane."""
     made: list[ControlClient] = []
+    before = set(threading.enumerate())
     hub, server = (LocalHub(), None) if request.param == "local" else (None, ControlServer(b"of the tests"))
+    own = set(threading.enumerate()) - before
 
     def one() -> ControlClient:
         made.append(SocketControl(server.address, b"of the tests", 10.0) if server is not None else hub.control())
@@ -90,7 +97,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         control.close()
     if server is not None:
         server.close()
-        assert not server._thread.is_alive()
+        assert own.isdisjoint(threading.enumerate())
 
 
 @pytest.fixture
@@ -100,10 +107,11 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     for name in (*VARIABLES, "UNISONO_SECRET", *others):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    leases: dict[tuple[int, str], rendezvous.Lease] = {}
+    monkeypatch.setattr(rendezvous, "_leases", leases)
     yield
-    for lease in list(rendezvous._leases.values()):
+    for lease in list(leases.values()):
         lease.server.close()
-    rendezvous._leases.clear()
 
 
 @pytest.fixture

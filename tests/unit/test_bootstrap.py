@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from bootstrap_helpers import SOON, meet
-from waiting import run_concurrently
+from waiting import is_refused, run_concurrently, wait_until
 
 from unisono.bootstrap import Rendezvous, find
 from unisono.control.client import SocketControl
@@ -151,8 +151,7 @@ def test_rank_0_may_close_first(port: int) -> None:
     with pytest.raises(PeerLostError, match="rank 0 has left"):
         places[1].control.exchange(Group.world(1, 2, places[1].name), "x", 1, SOON)
     places[1].close()
-    server._thread.join(SOON)
-    assert not server._thread.is_alive()
+    assert wait_until(lambda: is_refused(server.address), SOON)
 
 
 def test_server_ended_during_rendezvous_is_replaced(port: int) -> None:

@@ -106,21 +106,26 @@ def test_excess_unauthenticated_connections_are_closed(
 
 @pytest.mark.parametrize("how", ["repeated", "changed", "no value", "no request", "too long"])
 def test_bad_frame_closes_only_its_connection(server: ControlServer, client: SocketControl, how: str) -> None:
-    line, news = connect(server.address, SECRET, SOON)
-    good = line._channel.encode(serialization.encode((1, ("num_keys",))))
+    peer, channel = handshake.connect(server.address, SECRET, SOON)
+    news, pushes = handshake.connect(server.address, SECRET, SOON)
+    # Both connections are one client's, by its number.
+    peer.sendall(channel.encode(serialization.encode((1, ("number",)))))
+    number = serialization.decode(channel.receive(peer)[0])[2]
+    news.sendall(pushes.encode(serialization.encode((1, ("news", number)))))
+    assert serialization.decode(channel.receive(peer)[0])[1] == "ok"
+    good = channel.encode(serialization.encode((1, ("num_keys",))))
     frames = {
         "repeated": good + good,
         "changed": good[:-1] + bytes([good[-1] ^ 1]),
-        "no value": good + line._channel.encode(b"\xff\xff"),
-        "no request": good + line._channel.encode(serialization.encode(("who", 3, 4))),
+        "no value": good + channel.encode(b"\xff\xff"),
+        "no request": good + channel.encode(serialization.encode(("who", 3, 4))),
         "too long": b"\xff" * 40,
     }
-    line._peer.sendall(frames[how])
-    everything(line._peer)
-    everything(news._peer)
+    with peer, news:
+        peer.sendall(frames[how])
+        everything(peer)
+        everything(news)
     assert works(client)
-    line.close()
-    news.close()
 
 
 # -- reaching the server ---------------------------------------------------------------------------

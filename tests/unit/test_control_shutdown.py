@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from printed import printed
+from waiting import is_refused, wait_until
 
 from unisono.control.client import SocketControl
 from unisono.control.server import ControlServer
@@ -48,7 +49,7 @@ def test_clean_exit_is_no_failure(client: SocketControl, server: ControlServer) 
     with pytest.raises(ClosedError, match=r"the control plane at 127.0.0.1:\d+ has ended"):
         client.exchange(Group.world(0, 2), "x", 1, SOON)
     closer.join()
-    client._reader.join(SOON)
+    client.close()
     assert told == []
 
 
@@ -59,7 +60,7 @@ def test_close_with_a_timeout_waits_for_clients(server: ControlServer) -> None:
     assert server.stay()
     server.retire(SOON)
     control.close()
-    server._thread.join(SOON)
+    assert wait_until(lambda: is_refused(server.address), SOON)
     assert not server.stay()
 
 

@@ -578,15 +578,15 @@ class Communicator:
             self._engine.agreements.add(value, name)
 
     def flush_agreements(self, timeout: Timeout | None = None) -> None:
-        """Compare now what `agree` has taken. Collective.
+        """Compare now what `agree` has taken. Collective. The communicator works on if values differ.
 
         Args:
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
         Raises:
-            MismatchError: As `agree` says.
+            MismatchError: As `agree` says, on every rank.
 
-        Cost: a barrier.
+        Cost: a barrier, and a round trip to the control plane.
 
         Example:
             >>> def program(comm):
@@ -1545,7 +1545,7 @@ class Communicator:
             MismatchError: Ranks passed different lists.
             ValueError: The list is empty, names a rank twice, or names one that does not exist.
 
-        Cost: as `split`, and one exchange more.
+        Cost: as `split`, and one `flush_agreements` more.
 
         Example:
             >>> def program(comm):
@@ -1560,16 +1560,8 @@ class Communicator:
             self._check_rank(rank, f"ranks[{index}]")
         if len(set(ranks)) != len(ranks) or not ranks:
             raise ValueError(f"ranks must be distinct, and at least one, not {ranks}")
-        number = self._splits + 1
-        topic = f"subgroup #{number}"
-        try:
-            lists = self._control.agree(self._engine.group, topic, tuple(ranks), self._options.timeout_s)
-        except CommError as error:
-            raise_caused(self._engine.report_failure(error, "subgroup", number), error)
-        if lists is not None:
-            quoted = "; ".join(f"rank {r}: {list(given)}" for r, given in enumerate(lists))
-            differ = MismatchError(f"ranks gave different lists to subgroup: {quoted}")
-            raise self._engine.with_context(differ, "subgroup", number)
+        self.agree(ranks, "the ranks of a subgroup")
+        self.flush_agreements()
         inside = self.rank in ranks
         return self._split(0 if inside else None, ranks.index(self.rank) if inside else 0, self._check, self._options)
 

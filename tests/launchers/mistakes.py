@@ -209,7 +209,7 @@ def wrong_root(comm: un.Communicator) -> None:
     comm.broadcast(torch.ones(2), src=comm.size)  # here
 
 
-@mistake("another model")
+@mistake("in 'parameters of the model', at ['bias']: rank")
 def different_models(comm: un.Communicator) -> None:
     model = torch.nn.Linear(2, 3 if comm.rank else 4)
     un.broadcast_parameters(model, comm)  # here

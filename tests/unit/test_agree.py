@@ -77,6 +77,16 @@ def key(comm: un.Communicator) -> None:
     comm.dup().barrier()
 
 
+def length(comm: un.Communicator) -> None:
+    comm.agree({"w": [1, 2], "v": [5] * (2 + comm.rank // 2)}, "lists")
+    comm.flush_agreements()
+
+
+def kind(comm: un.Communicator) -> None:
+    comm.agree([3] if comm.rank < 2 else 3, "kinds")
+    comm.flush_agreements()
+
+
 def zero(comm: un.Communicator) -> None:
     comm.agree(-0.0 if comm.rank == 2 else 0.0, "zero")
     comm.all_reduce(torch.ones(3), algorithm="ring")
@@ -109,6 +119,8 @@ WRONG: dict[Callable[[un.Communicator], None], str] = {
     number: r"ranks differ in 'settings', at \['lr'\]\[1\]: ranks 0, 1: 0.2; rank 2: 1.2 \(at test_agree",
     tensor: r"ranks differ in 'state', at \['w'\]: ranks 0, 1: float32 tensor of shape \(5,\), digest \w+; rank 2: ",
     key: r"ranks differ in 'keys', at \['a'\]: ranks 0, 1: 1; rank 2: not there",
+    length: r"ranks differ in 'lists', at \['v'\]\[2\]: ranks 0, 1: not there; rank 2: 5",
+    kind: "ranks differ in 'kinds': ranks 0, 1: list of 1; rank 2: 3",
     zero: "ranks differ in 'zero': ranks 0, 1: 0.0; rank 2: -0.0",
     dtype: r"ranks differ in 'dtype': ranks 0, 1: float32 tensor of shape \(2,\), .*; rank 2: float64",
     missing: r"ranks 0, 1: agree\('settings'\) at test_agree.*; rank 2: all_reduce",
@@ -143,6 +155,22 @@ def unchecked(comm: un.Communicator) -> None:
 def test_without_checks_a_flush_compares(backend: str) -> None:
     with pytest.raises(MismatchError, match="ranks differ in 'settings': ranks 0, 1: 0; rank 2: 1"):
         un.launch(unchecked, 3, backend, check="off")
+
+
+def flushed(comm: un.Communicator) -> list[float]:
+    comm.agree(comm.rank // 2, "settings")
+    with pytest.raises(MismatchError, match="ranks differ in 'settings': ranks 0, 1: 0; rank 2: 1"):
+        comm.flush_agreements()
+    x = torch.ones(2)
+    comm.all_reduce(x)
+    comm.flush_agreements()
+    return x.tolist()
+
+
+@pytest.mark.parametrize("check", ["auto", "off"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_flush_breaks_nothing(backend: str, check: str) -> None:
+    assert pool(backend, 3, check=check).run(flushed) == [[3.0, 3.0]] * 3
 
 
 def at_the_end(comm: un.Communicator) -> None:

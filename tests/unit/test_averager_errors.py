@@ -71,7 +71,7 @@ def test_different_model_is_named_on_every_rank() -> None:
         return str(caught.value)
 
     for message in un.launch(program, 2, "thread"):
-        assert "rank 1 has another model than rank 0: '1.weight' is float32 [4, 3] on cpu on rank 0, " in message
+        assert "at ['1.bias']: rank 0: 'float32 (4,) on cpu'; rank 1: 'float32 (5,) on cpu'" in message
 
 
 def test_different_memory_format_is_named_on_every_rank() -> None:
@@ -84,7 +84,7 @@ def test_different_memory_format_is_named_on_every_rank() -> None:
         return str(caught.value)
 
     for message in un.launch(program, 2, "thread"):
-        assert "'weight' is float32 [2, 3, 2, 2] on cpu with strides (12, 1, 6, 3) on rank 1" in message
+        assert "rank 1: 'float32 (2, 3, 2, 2) on cpu with strides (12, 1, 6, 3)'" in message
 
 
 def test_rank_with_fewer_steps_is_named_with_parameters() -> None:
@@ -151,7 +151,7 @@ def test_different_models_of_equal_length_are_detected(call: Callable[..., None]
         return str(caught.value)
 
     for said in un.launch(program, 2, "thread"):
-        assert "'weight' is float32 [3, 2] on cpu on rank 0" in said
+        assert "['weight']: rank 0: 'float32 (3, 2) on cpu'; rank 1: 'float32 (2, 3) on cpu'" in said
 
 
 @pytest.mark.parametrize("call", [un.GradientAverager, un.broadcast_parameters])
@@ -199,7 +199,8 @@ def test_ranks_with_different_frozen_parameters_are_named(frozen: list[tuple[int
         return str(caught.value)
 
     for said in un.launch(program, 2, "thread"):
-        assert f"'{frozen[-1][0]}.weight' is float32 [3, 3] on cpu, frozen on rank 0, " in said
+        sides = "rank 0: 'float32 (3,) on cpu, frozen'; rank 1: 'float32 (3,) on cpu'"
+        assert f"at ['{frozen[-1][0]}.bias']: {sides}" in said
 
 
 @pytest.mark.parametrize("size", ["25", float("nan"), [25]])

@@ -72,7 +72,7 @@ def test_parameter_unfrozen_on_one_rank_is_named_on_every_rank(backend: str) -> 
         return str(caught.value)
 
     for message in pool(backend, 3).run(program):
-        assert "frozen on rank 0, 'b.weight' is float64 [40, 40] on cpu on rank 1" in message
+        assert "['b.bias']: ranks 0, 2: 'float64 (40,) on cpu, frozen'; rank 1: 'float64 (40,) on cpu'" in message
 
 
 def test_unfrozen_parameter_without_others_is_named() -> None:

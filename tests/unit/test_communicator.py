@@ -115,7 +115,7 @@ def test_subgroup_keeps_the_order_given() -> None:
 
 
 def test_subgroup_lists_must_agree() -> None:
-    with pytest.raises(un.errors.MismatchError, match=r"rank 0: \[0\]; rank 1: \[1\]"):
+    with pytest.raises(un.errors.MismatchError, match=r"'the ranks of a subgroup', at \[0\]: rank 0: 0; rank 1: 1"):
         on_threads(lambda comm: comm.subgroup([comm.rank]))
 
 

@@ -208,7 +208,7 @@ def test_bad_arguments_send_nothing() -> None:
         with pytest.raises(ValueError, match="at least 1 step"):
             DiLoCo([torch.zeros(1)], comm, every=0)
         comm.barrier()
-        with pytest.raises(MismatchError, match=r"'outer': rank 0: SGD\(lr=0.0, .*; rank 1: SGD\(lr=1.0"):
+        with pytest.raises(MismatchError, match=r"'outer'\]: rank 0: 'SGD\(lr=0.0, .*; rank 1: 'SGD\(lr=1.0"):
             DiLoCo([torch.zeros(1)], comm, outer_lr=float(comm.rank))
 
     run_ranks(program, 2)

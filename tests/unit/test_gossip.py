@@ -230,10 +230,10 @@ def test_bad_topologies_send_nothing(neighbours: str | Neighbours, said: str) ->
 
 def test_different_topologies_and_models() -> None:
     def program(comm: un.Communicator) -> None:
-        with pytest.raises(MismatchError, match="'topology': rank 0: grid; rank 1: ring"):
+        with pytest.raises(MismatchError, match=r"'topology'\]: rank 0: 'grid'; rank 1: 'ring'"):
             Gossip([torch.zeros(1)], comm, "ring" if comm.rank else "grid")
         with pytest.raises(
-            MismatchError, match=r"'parameter 0': rank 0: float32 \(1,\) on cpu; rank 1: float32 \(2,\)"
+            MismatchError, match=r"'parameter 0'\]: rank 0: 'float32 \(1,\) on cpu'; rank 1: 'float32 \(2,\)"
         ):
             Gossip([torch.zeros(1 + comm.rank)], comm)
 

@@ -164,7 +164,7 @@ def test_different_states_are_named() -> None:
     errors = run_ranks(program, 3, on_failure="continue")
     for error in errors:
         assert isinstance(error, MismatchError)
-        assert "'second.momentum_buffer': rank 0: not there; ranks 1, 2: float32 (2,)" in str(error)
+        assert "['second.momentum_buffer']: rank 0: not there; ranks 1, 2: 'float32 (2,)" in str(error)
 
 
 def test_averaged_state_needs_an_attached_optimizer() -> None:

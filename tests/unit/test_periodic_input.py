@@ -22,13 +22,13 @@ from unisono.utils.parameters import named_tensors
     [
         (
             lambda rank: torch.nn.Linear(3, 2 + (rank == 1)),
-            r"'weight': ranks 0, 2: float32 \(2, 3\) on cpu; rank 1: fl",
+            r"'bias'\]: ranks 0, 2: 'float32 \(2,\) on cpu'; rank 1: 'fl",
         ),
-        (lambda rank: torch.nn.Linear(3, 2, bias=rank > 0), "'bias': rank 0: not there; ranks 1, 2: float32"),
-        (lambda rank: torch.nn.Linear(3, 2).to(torch.float64 if rank == 2 else torch.float32), "rank 2: float64"),
+        (lambda rank: torch.nn.Linear(3, 2, bias=rank > 0), r"'bias'\]: rank 0: not there; ranks 1, 2: 'float32"),
+        (lambda rank: torch.nn.Linear(3, 2).to(torch.float64 if rank == 2 else torch.float32), "rank 2: 'float64"),
         (
             lambda rank: [(name, torch.ones(2)) for name in ("ab" if rank else "ba")],
-            "order of their parameters: rank 0: b; ranks 1, 2: a",
+            r"order of the parameters of LocalSGD', at \[0\]\[0\]: rank 0: 'b'; ranks 1, 2: 'a'",
         ),
     ],
     ids=["shape", "name", "dtype", "order"],
@@ -50,9 +50,7 @@ def test_different_arguments_are_named() -> None:
 
     for error in run_ranks(program, 2, on_failure="continue"):
         assert isinstance(error, MismatchError)
-        assert "ranks differ in 'every': rank 0: PeriodicSchedule(n=4, warmup=0); rank 1: PeriodicSchedule(n=5" in str(
-            error
-        )
+        assert "['every']: rank 0: 'PeriodicSchedule(n=4, warmup=0)'; rank 1: 'PeriodicSchedule(n=5" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,9 @@ def test_empty_batches_change_nothing() -> None:
 
 def test_bad_input() -> None:
     def program(comm: un.Communicator) -> None:
-        with pytest.raises(MismatchError, match=r"'arguments': rank 0: 2, eps=1e-05.*; rank 1: 3, eps"):
+        with pytest.raises(
+            MismatchError, match=r"'layer': rank 0: 'SyncBatchNorm\(2, eps=1e-05.*; rank 1: 'SyncBatchNorm\(3"
+        ):
             SyncBatchNorm(2 + comm.rank, comm)
         norm = SyncBatchNorm(2, comm)
         with pytest.raises(ValueError, match="must have 2 channels, not 3"):
@@ -264,7 +266,7 @@ def test_bad_input() -> None:
         assert norm.running_mean.tolist() == [0.0, 0.0]
         with pytest.raises(ValueError, match="'1' is lazy"):
             convert_sync_batchnorm(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.LazyBatchNorm1d()), comm)
-        with pytest.raises(MismatchError, match=r"'0': rank 0: 3, eps=0\.1"):
+        with pytest.raises(MismatchError, match=r"'0'\]: rank 0: 'BatchNorm1d\(3, eps=0\.1"):
             convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(3, eps=0.1 + comm.rank)), comm)
         # And nothing is broken by any of that.
         norm(torch.zeros(2, 2))

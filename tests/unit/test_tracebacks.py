@@ -145,9 +145,9 @@ def test_calls_within_the_library_are_at_the_users_line() -> None:
         un.broadcast_parameters(torch.nn.Linear(2, 1 + comm.rank), comm)
 
     texts = [str(error) for error in un.launch(program, 2, "shm", timeout=20, on_failure="continue")]
-    # The mismatch is of the program, so it has no number of a call.
     for rank, text in enumerate(texts):
-        assert text.startswith(f"rank {rank} of 2: rank 1 has another model than rank 0")
+        assert text.startswith(f"rank {rank} of 2, ")
+        assert "ranks differ in 'parameters of the model', at ['bias']: rank 0" in text
         assert "objects.py" not in text
     # The rank that fails first tells of all calls.
     assert max(text.count(f"at {Path(__file__).name}:") for text in texts) >= 4

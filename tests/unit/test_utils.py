@@ -72,10 +72,12 @@ def test_streams_differ_where_torch_looks(number: int) -> None:
 
 def test_wrong_seeds_are_errors_on_every_rank() -> None:
     def program(comm: un.Communicator) -> None:
-        with pytest.raises(MismatchError, match="seed is 0 on rank 0 and 1 on rank 1"):
+        with pytest.raises(MismatchError, match="ranks differ in 'seed': rank 0: 0; rank 1: 1"):
             seed(comm.rank, comm)
-        with pytest.raises(TypeError, match="not a float, as on rank 1"):
+        with pytest.raises(MismatchError, match="ranks differ in 'seed': rank 0: 1; rank 1: 'a float'"):
             seed(1.5 if comm.rank == 1 else 1, comm)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="must be a whole number, not a float"):
+            seed(1.5, comm)  # type: ignore[arg-type]
 
     run_ranks(program, 2)
 

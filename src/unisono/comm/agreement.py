@@ -22,6 +22,10 @@ __all__ = ["Agreements", "parts_of"]
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice, enum.Enum, PurePath)
 """Types whose `repr` shows all of a value."""
 
+_SHORT = reprlib.Repr()
+"""Shows values in errors."""
+_SHORT.maxstring = _SHORT.maxother = 200
+
 
 class Agreements:
     """Values that a rank has passed to `agree`, and that the next collective will compare.
@@ -102,7 +106,7 @@ def _entries(value: Any) -> tuple[str, list[tuple[str, Any]] | None]:
 
 def _key(key: Any) -> str:
     parts = list(parts_of(key))
-    return repr(key) if len(parts) == 1 else f"{reprlib.repr(key)} {hash_of(tuple(parts)):016x}"
+    return repr(key) if len(parts) == 1 else f"{_SHORT.repr(key)} {hash_of(tuple(parts)):016x}"
 
 
 def _tensor(value: torch.Tensor, path: str) -> tuple[int, str]:
@@ -120,12 +124,12 @@ def _leaf(value: Any, path: str) -> tuple[int, str]:
         number = complex(value)
         return hash_of((kind, struct.pack("<2d", number.real, number.imag))), repr(value)
     if isinstance(value, _PLAIN):
-        return hash_of((kind, repr(value))), reprlib.repr(value)
+        return hash_of((kind, repr(value))), _SHORT.repr(value)
     if isinstance(value, bytearray | memoryview):
-        return hash_of((kind, bytes(value))), reprlib.repr(bytes(value))
+        return hash_of((kind, bytes(value))), _SHORT.repr(bytes(value))
     if hasattr(value, "__array_interface__") and not value.dtype.hasobject:
         array = f"{value.dtype} array of shape {value.shape}"
-        return hash_of((array, value.tobytes())), f"{array}, {reprlib.repr(value.tolist())}"
+        return hash_of((array, value.tobytes())), f"{array}, {_SHORT.repr(value.tolist())}"
     raise TypeError(
         f"{path or 'the value'} is a {kind}, which ranks cannot compare: pass numbers, strings, tensors, modules, "
         "dataclasses, or containers of them"

@@ -404,20 +404,19 @@ class Engine:
         return waits_of(done, fingerprint.operation, self.group)
 
     def flush_agreements(self, barrier: Collective, timeout: Timeout | None) -> None:
-        """Compare what waits, now. Collective."""
-        if self._checked:
-            self.block(barrier, timeout=timeout)
-            return
-        self.enter("flush_agreements")
-        self._calls += 1
-        mine = self.agreements.take(self._calls) or Fingerprint(self._calls, "agree")
+        """Compare what waits, now. Collective. Differences break nothing, because every rank raises them here."""
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
-        topic = f"agreements of call {self._calls}"
+        mine = self.agreements.take(self._calls) or Fingerprint(self._calls, "agree")
+        # It finds ranks that make another call.
+        self.block(barrier, timeout=limit)
+        topic = f"agreements before call {self._calls}"
         try:
-            values = self.control.exchange(self.group, topic, mine.values(), limit)
-            self._refuse_differences({rank: Fingerprint(*each) for rank, each in enumerate(values)})
+            if self.control.agree(self.group, topic, mine.agreed, limit) is None:
+                return
+            values = self.control.exchange(self.group, f"{topic}, in full", mine.values(), limit)
         except BaseException as error:
             raise_caused(self.report_failure(error, "flush_agreements"), error)
+        self._refuse_differences({rank: Fingerprint(*each) for rank, each in enumerate(values)})
 
     def close_agreements(self) -> None:
         """Compare what waits with the first rank that closes the communicator; no rank waits for another."""

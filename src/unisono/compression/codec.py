@@ -8,14 +8,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from hashlib import blake2b
 from typing import Any, ClassVar, Self
 
 import torch
 
 from unisono.communicator import Communicator
 from unisono.core.registry import Registry
-from unisono.errors import MismatchError
 
 __all__ = ["CODECS", "DTYPES", "Codec", "Spec", "SteppedCodec", "accumulation_dtype", "check_bucket", "resolve"]
 
@@ -203,13 +201,15 @@ class Codec(ABC):
                 of elements, or `kept` differs from `flat` in length, dtype or device or shares its memory.
             MismatchError: Codecs, their settings, `shared_state`, dtypes or shapes differ between ranks.
 
-        Cost: on the first call, an all_gather of 8 bytes a rank.
+        Cost: on the first call, one `flush_agreements`.
         """
         check_bucket(flat, shapes, kept)
         bucket = (flat.dtype, tuple(shapes))
         if self._agreed is None or self._agreed[0]() is not comm or self._agreed[1] != bucket:
             sizes = [tuple(shape) for shape in shapes]
-            _agree(comm, f"{self!r} at {self.shared_state()} on {flat.dtype} of {sizes}", flat.device)
+            how = {"codec": repr(self), "state": str(self.shared_state()), "dtype": flat.dtype, "shapes": sizes}
+            comm.agree(how, "compression")
+            comm.flush_agreements()
             self._agreed = (weakref.ref(comm), bucket)
 
     def __repr__(self) -> str:
@@ -286,24 +286,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
         (torch.float32, torch.float64)
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _agree(comm: Communicator, text: str, device: torch.device) -> None:
-    """Raise `MismatchError` on every rank unless all pass the same text."""
-    if comm.size == 1:
-        return
-    digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    gathered = torch.empty(comm.size, dtype=torch.int64, device=device)
-    comm.all_gather_single(gathered, torch.tensor([digest], device=device))
-    if bool((gathered == digest).all()):
-        return
-    texts = comm.all_gather_object(text)
-    other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
-    raise MismatchError(
-        f"ranks compress differently: rank 0 {texts[0]}; rank {other} {texts[other]}. They must be equal",
-        rank=comm.rank,
-        size=comm.size,
-    )
 
 
 CODECS: Registry[Callable[..., Codec]] = Registry("codec", "unisono.compression.codecs", "CODEC")

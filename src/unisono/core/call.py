@@ -201,8 +201,13 @@ def disagreement(prints: Mapping[int, Fingerprint]) -> str:
             given = {rank: f"{e.name!r} at {e.site}" if e else "nothing more" for rank, e in entries.items()}
             return f"ranks agree on different things: {_sides(given)}. All ranks must call agree in the same order"
         tables = {rank: {path: (part, text) for path, part, text in e.parts} for rank, e in agreed.items()}
-        paths = dict.fromkeys(path for table in tables.values() for path in table)
-        path = next(path for path in paths if len({str(table.get(path)) for table in tables.values()}) > 1)
+        paths = sorted({path for table in tables.values() for path in table})
+        path, *later = (path for path in paths if len({str(table.get(path)) for table in tables.values()}) > 1)
+        for inner in later:
+            # An element that some ranks lack says more than the length of its container.
+            kinds = {table[path][1].partition(" of ")[0] for table in tables.values() if path in table}
+            if inner.startswith(path) and len(kinds) == 1:
+                path = inner
         shown = {rank: table[path][1] if path in table else "not there" for rank, table in tables.items()}
         first = next(iter(agreed.values()))
         return f"ranks differ in {first.name!r}{f', at {path}' if path else ''}: {_sides(shown)} (at {first.site})"

@@ -414,8 +414,14 @@ class GradientAverager:
     def _attach(self, comm: Communicator, *, init_sync: bool) -> None:
         self._registry = ParameterRegistry(self._model, self._named, self._report)
         codec = codec_for(self._compression)
-        how = self._total, self._deterministic, self._find_unused, self._sync_buffers
-        settings = (*self._sizes, *how, repr(codec))
+        settings = {
+            "bucket sizes": self._sizes,
+            "average": self._total,
+            "deterministic": self._deterministic,
+            "find_unused": self._find_unused,
+            "broadcast_buffers": self._sync_buffers,
+            "compression": repr(codec),
+        }
         buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
         agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
         if init_sync:

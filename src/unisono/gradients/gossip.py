@@ -69,11 +69,8 @@ class Gossip(PeriodicAction):
         self.rounds = 0
         self._topology = _topology(topology, comm.size)
         first = mixing(self._topology(comm.size, 0), comm.size)
-        facts = [
-            ("topology", topology if isinstance(topology, str) else str(first)),
-            ("bucket_cap_mb", str(bucket_cap_mb)),
-        ]
-        super().__init__(model, comm, every, facts=facts)
+        shown = topology if isinstance(topology, str) else str(first)
+        super().__init__(model, comm, every, settings={"topology": shown, "bucket_cap_mb": bucket_cap_mb})
 
     def mix(self) -> None:
         """Run a round now, regardless of the schedule. Every rank calls it.

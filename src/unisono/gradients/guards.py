@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from unisono.checkpoint.divergence import assert_equal_tensors
 from unisono.communicator import Communicator
 from unisono.errors import NotFiniteError
-from unisono.gradients.periodic import PeriodicAction, Schedule, agree, described
-from unisono.utils.parameters import Model, named_tensors
+from unisono.gradients.periodic import PeriodicAction, Schedule
+from unisono.utils.parameters import Model, agree_on_parameters, named_tensors
 
 __all__ = ["DivergenceGuard", "NanGuard", "assert_finite"]
 
@@ -53,7 +53,7 @@ class NanGuard:
     def __init__(self, model: Model, comm: Communicator) -> None:
         self._comm = comm
         named = [(name, tensor) for name, tensor in named_tensors(model, buffers=False) if tensor.requires_grad]
-        agree(comm, "NanGuard", described(named))
+        agree_on_parameters(named, comm, of="NanGuard", frozen=False)
         self._names = [name for name, _ in named]
         self._sizes = [tensor.numel() for _, tensor in named]
         # In order of arrival: the number of elements that are not finite, in the worst of several passes.
@@ -104,7 +104,7 @@ def assert_finite(model: Model, comm: Communicator, *, buffers: bool = False) ->
         [None, None]
     """
     named = named_tensors(model, buffers=buffers)
-    agree(comm, "assert_finite", described(named))
+    agree_on_parameters(named, comm, of="assert_finite", frozen=False)
     with torch.no_grad():
         _raise_if_any(comm, [name for name, _ in named], [(name, t.numel(), _count(t)) for name, t in named], "")
 

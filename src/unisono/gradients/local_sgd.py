@@ -9,8 +9,8 @@ import torch
 
 from unisono.checkpoint.divergence import assert_equal_tensors
 from unisono.communicator import Communicator
-from unisono.gradients.periodic import PeriodicAction, Schedule, agree, described, over_buckets
-from unisono.utils.parameters import Model, check_parameters, named_tensors
+from unisono.gradients.periodic import PeriodicAction, Schedule, over_buckets
+from unisono.utils.parameters import Model, agree_on_parameters, check_parameters, named_tensors
 
 __all__ = ["DiLoCo", "LocalSGD"]
 
@@ -64,8 +64,8 @@ class LocalSGD(PeriodicAction):
     ) -> None:
         self._average_state = average_state
         self._cap = bucket_cap_mb
-        facts = [("average_state", str(average_state)), ("bucket_cap_mb", str(bucket_cap_mb))]
-        super().__init__(model, comm, every, buffers=buffers, facts=facts)
+        settings = {"average_state": average_state, "bucket_cap_mb": bucket_cap_mb}
+        super().__init__(model, comm, every, buffers=buffers, settings=settings)
 
     def step(self) -> bool:
         if self._average_state and self._optimizer is None:
@@ -81,7 +81,7 @@ class LocalSGD(PeriodicAction):
         if self._average_state:
             state = self._state()
             # Optimizers create their state at a parameter's first gradient, which may arrive on some ranks only.
-            agree(self._comm, "LocalSGD, state of the optimizer", described(state))
+            agree_on_parameters(state, self._comm, of="the optimizer's state", frozen=False)
             tensors += [tensor for _, tensor in state]
         over_buckets(tensors, self._cap, lambda flat: self._comm.all_reduce(flat, "avg"))
 
@@ -169,8 +169,8 @@ class DiLoCo(PeriodicAction):
         else:
             self.outer = outer(self.anchor)
             made = type(self.outer).__name__
-        facts = [("outer", made), ("bucket_cap_mb", str(bucket_cap_mb))]
-        super().__init__(named, comm, every, facts=facts)
+        settings = {"outer": made, "bucket_cap_mb": bucket_cap_mb}
+        super().__init__(named, comm, every, settings=settings)
         try:
             advice = "un.broadcast_parameters(model, comm) makes them equal"
             assert_equal_tensors(named, self._comm, "parameters differ between ranks", advice)

@@ -96,7 +96,7 @@ class LogicalShards:
     def _attach(self, comm: Communicator, *, init_sync: bool) -> None:
         self._registry = ParameterRegistry(self._model, self._named, self.abort, "LogicalShards")
         buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
-        settings = self._count, self._total, self._sync_buffers
+        settings = {"count": self._count, "average": self._total, "broadcast_buffers": self._sync_buffers}
         agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
         count = self._count
         if isinstance(count, bool) or not isinstance(count, int) or count < 1 or count % comm.size:

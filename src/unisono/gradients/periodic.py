@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -13,27 +12,19 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from unisono.communicator import Communicator
-from unisono.errors import MismatchError
 from unisono.utils.flatten import MIB, buckets, flat_apply
-from unisono.utils.parameters import Model, Named, check_parameters, named_tensors
+from unisono.utils.parameters import Model, Named, agree_on_parameters, check_parameters, named_tensors
 
 __all__ = [
-    "Facts",
     "PeriodicAction",
     "PeriodicSchedule",
     "Schedule",
-    "agree",
-    "dedicated_comm",
-    "described",
     "every",
     "over_buckets",
 ]
 
 Schedule = Callable[[int], bool]
 """Predicate: true if ranks act after this step, the same on all ranks. Steps count from 1."""
-
-Facts = Sequence[tuple[str, str]]
-"""Names with what ranks must have alike under them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +79,7 @@ class PeriodicAction(ABC):
         comm: The ranks that take part; all have the same parameters, except for their values.
         every: A number of steps, an `every(...)`, or a function of the step's number.
         buffers: Whether to include a module's buffers.
-        facts: Other values that must be the same on all ranks.
+        settings: Other values that must be the same on all ranks, by name.
 
     Raises:
         MismatchError: Names, shapes, dtypes or arguments differ between ranks; on every rank.
@@ -104,7 +95,7 @@ class PeriodicAction(ABC):
         every: int | Schedule,
         *,
         buffers: bool = False,
-        facts: Facts = (),
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         self._schedule = _schedule(every)
         named = named_tensors(model, buffers=buffers)
@@ -115,7 +106,9 @@ class PeriodicAction(ABC):
         self._hook: RemovableHandle | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         when = repr(self._schedule) if isinstance(self._schedule, PeriodicSchedule) else "a function"
-        self._comm = dedicated_comm(comm, type(self).__name__, [("every", when), *facts, *described(named)])
+        settings = {"every": when, **(settings or {})}
+        agree_on_parameters(named, comm, settings, of=type(self).__name__, frozen=False)
+        self._comm = comm.dup()
 
     @property
     def named(self) -> Named:
@@ -206,59 +199,12 @@ class PeriodicAction(ABC):
         self._hook = self._optimizer = None
 
 
-def described(named: Named) -> Facts:
-    """Properties that must match between ranks for tensors to be averaged or compared."""
-    return [(name, f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device.type}") for name, t in named]
-
-
-def dedicated_comm(comm: Communicator, who: str, facts: Facts) -> Communicator:
-    """Create a second communicator of the same ranks, if they pass the same facts; see `agree`. Collective."""
-    own = comm.dup()
-    try:
-        agree(own, who, facts)
-    except MismatchError:
-        own.close()
-        raise
-    return own
-
-
-def agree(comm: Communicator, who: str, facts: Facts) -> None:
-    """Raise `MismatchError` on every rank unless all pass the same facts, in the same order. Collective.
-
-    Cost: one exchange of 16 bytes, however many facts there are.
-
-    Example:
-        >>> un.launch(lambda comm: agree(comm, "A loop", [("epochs", "3")]), 2, "thread")
-        [None, None]
-    """
-    mine = [list(fact) for fact in facts]
-    digests = comm.all_gather_object(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest())
-    if len(set(digests)) == 1:
-        return
-    lists = comm.all_gather_object(mine)
-    tables = [dict(entries) for entries in lists]
-    for name in dict.fromkeys(name for table in tables for name in table):
-        values = [table.get(name, "not there") for table in tables]
-        if len(set(values)) > 1:
-            raise _mismatch_error(comm, who, repr(name), values)
-    index = next(i for i, column in enumerate(zip(*lists, strict=True)) if len({name for name, _ in column}) > 1)
-    raise _mismatch_error(comm, who, "the order of their parameters", [entry[index][0] for entry in lists])
-
-
 def over_buckets(
     tensors: Iterable[torch.Tensor], bucket_cap_mb: float, action: Callable[[torch.Tensor], object]
 ) -> None:
     """Let `action` change tensors in place, one flat bucket after another. Call it under `no_grad`."""
     for bucket in buckets(tensors, int(bucket_cap_mb * MIB)):
         flat_apply(bucket, lambda flat: action(flat.detach()))
-
-
-def _mismatch_error(comm: Communicator, who: str, what: str, values: Sequence[str]) -> MismatchError:
-    sides: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        sides.setdefault(value if len(value) <= 200 else f"{value[:200]}...", []).append(str(rank))
-    quoted = "; ".join(f"rank{'s'[: len(r) > 1]} {', '.join(r)}: {value}" for value, r in sides.items())
-    return MismatchError(f"{who}: ranks differ in {what}: {quoted}", rank=comm.rank, size=comm.size)
 
 
 def _schedule(given: int | Schedule) -> Schedule:

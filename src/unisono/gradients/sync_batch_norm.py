@@ -9,7 +9,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.communicator import Communicator
-from unisono.gradients.periodic import dedicated_comm
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -59,7 +58,7 @@ class SyncBatchNorm(_BatchNorm):
         **more: Any,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **more)
-        shared = dedicated_comm(comm, "SyncBatchNorm", [("arguments", _settings(self))]) if dup else comm
+        shared = _agreed_dup(comm, str(self), "layer") if dup else comm
         # Autograd may go backward in a thread of its own.
         shared.allow_any_thread()
         self._shared = _StatisticsComm(shared)
@@ -145,9 +144,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     for name, layer in layers.items():
         if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
             raise ValueError(f"{name!r} is lazy: run a batch through the model before it is converted")
-    shared = dedicated_comm(
-        comm, "convert_sync_batchnorm", [(name, _settings(layer)) for name, layer in layers.items()]
-    )
+    shared = _agreed_dup(comm, {name: str(layer) for name, layer in layers.items()}, "BatchNorm layers")
     if not layers:
         shared.close()
     made = {layer: _converted(layer, shared) for layer in layers.values()}
@@ -181,8 +178,10 @@ class _StatisticsComm:
         return self
 
 
-def _settings(layer: _BatchNorm) -> str:
-    return str(layer.extra_repr())
+def _agreed_dup(comm: Communicator, layers: object, name: str) -> Communicator:
+    comm.agree(layers, name)
+    comm.flush_agreements()
+    return comm.dup()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

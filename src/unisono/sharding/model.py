@@ -109,7 +109,8 @@ class ShardedModel:
         self._parameters = [p for _, p in named]
         self._stepping = False
         self._comms = ShardComms(comm, mesh)
-        self._settings = [[unit.name for unit in plans], param_dtype, reduce_dtype]
+        names = [unit.name for unit in plans]
+        self._settings = {"units": names, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
         agree_on_parameters(named, self._comms.steps, self._settings, hooked=True)
         if init_sync:
             share([*named, *model.named_buffers()], self._comms.steps)

@@ -114,13 +114,13 @@ class ShardedOptimizer(Optimizer):
         cap = in_bytes(bucket_cap_mb if shard_gradients else float("inf"))
         assert cap is not None
         self._comms = ShardComms(comm, mesh)
-        self._settings = (
-            optimizer_class.__qualname__,
-            shard_gradients,
-            master_dtype,
-            cap,
-            [len(g["params"]) for g in groups],
-        )
+        self._settings = {
+            "optimizer": optimizer_class.__qualname__,
+            "shard_gradients": shard_gradients,
+            "master_dtype": master_dtype,
+            "bucket bytes": cap,
+            "parameters of each group": [len(g["params"]) for g in groups],
+        }
         agree_on_parameters(named, self._comms.steps, self._settings, hooked=shard_gradients)
         if shard_gradients:
             warn_of_norm_limits(model)

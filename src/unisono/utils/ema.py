@@ -73,7 +73,7 @@ class EMA:
         check_parameters(named)
         chosen = [(name, t) for name, t in named if t.is_floating_point() or t.is_complex()]
         if comm is not None:
-            agree_on_parameters(chosen, comm, [decay, use_buffers], frozen=False)
+            agree_on_parameters(chosen, comm, {"decay": decay, "use_buffers": use_buffers}, of="EMA", frozen=False)
         alike: dict[tuple[torch.dtype, torch.device], Named] = {}
         for name, tensor in chosen:
             kind = torch.promote_types(tensor.dtype, torch.float32), tensor.device

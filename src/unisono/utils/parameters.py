@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,7 +13,6 @@ import torch
 from unisono.communicator import Communicator
 from unisono.core.staging import ACCELERATORS
 from unisono.core.tensors import check_tensor, is_non_overlapping
-from unisono.errors import MismatchError
 from unisono.serialization.tensors import has_no_storage
 from unisono.utils.flatten import MIB, broadcast_all, dense_strides
 
@@ -125,32 +124,37 @@ def warn_of_norm_limits(model: object) -> None:
 
 
 def agree_on_parameters(
-    named: Named, comm: Communicator, settings: Sequence[object] = (), *, frozen: bool = True, hooked: bool = False
+    named: Named,
+    comm: Communicator,
+    settings: Mapping[str, object] | None = None,
+    *,
+    of: str = "the model",
+    frozen: bool = True,
+    hooked: bool = False,
 ) -> None:
-    """`MismatchError` on every rank if ranks have different parameters, or settings. Collective.
+    """`MismatchError` on every rank if ranks have different parameters, or settings. Collective. It breaks nothing.
 
-    With `frozen=False` it does not matter which ones are frozen. With `hooked`, hooks will wait for other ranks in
-    backward passes: `ValueError` on every rank if that would block those ranks themselves.
+    Args:
+        named: The parameters: names, shapes, dtypes, orders in memory and kinds of device are compared.
+        comm: The ranks.
+        settings: Other values that must be equal, by name.
+        of: Whose settings and parameters they are, for errors.
+        frozen: Whether it matters which parameters are frozen.
+        hooked: Whether hooks will wait for other ranks in backward passes: then `ValueError` on every rank if that
+            would block those ranks themselves.
+
+    Cost: one `flush_agreements`; with `hooked`, an exchange of the devices' names if there are accelerators.
     """
-    description = [
-        [name, list(p.shape), str(p.dtype), p.device.type, p.requires_grad or not frozen, _order(p)]
-        for name, p in named
-    ]
+    kinds = [(name, _described(p, frozen=frozen)) for name, p in named]
+    comm.agree(settings, f"settings of {of}")
+    comm.agree(dict(kinds), f"parameters of {of}")
+    # Names may occur twice.
+    comm.agree(kinds, f"order of the parameters of {of}")
+    comm.flush_agreements()
     threads = _backward_threads(named) if hooked else []
-    descriptions = comm.all_gather_object([description, [str(s) for s in settings], threads])
     users: dict[str, int] = {}
-    for rank, (theirs, choices, threads) in enumerate(descriptions):
-        problem = _difference(descriptions[0][0], theirs, rank)
-        if problem is None and choices != descriptions[0][1]:
-            problem = f"settings are {descriptions[0][1]} on rank 0 and {choices} on rank {rank}"
-        if problem is not None:
-            raise MismatchError(
-                f"rank {rank} has another model than rank 0: {problem}. All ranks must create the same model",
-                rank=comm.rank,
-                size=comm.size,
-                peer=rank,
-            )
-        for thread in threads:
+    for rank, theirs in enumerate(comm.all_gather_object(threads) if threads else ()):
+        for thread in theirs:
             if users.setdefault(thread, rank) != rank:
                 raise ValueError(
                     f"ranks {users[thread]} and {rank} are threads of one process with parameters on "
@@ -165,29 +169,13 @@ def _backward_threads(named: Named) -> list[str]:
     return [f"{_TOKEN} {os.getpid()} {device}" for device in devices]
 
 
-def _order(p: torch.Tensor) -> str:
-    """Return the memory order of a parameter's elements as text; "None" for the usual one."""
+def _described(p: torch.Tensor, *, frozen: bool) -> str:
+    text = f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} on {p.device.type}"
     if p.layout != torch.strided or not is_non_overlapping(p):
-        return f"{p.layout}, {p.layout == torch.strided and p.stride()}"
-    return str(dense_strides(p))
-
-
-def _difference(first: Sequence[Sequence[object]], other: Sequence[Sequence[object]], rank: int) -> str | None:
-    for one, two in zip(first, other, strict=False):
-        if list(one) != list(two):
-            return f"{_quoted(one)} on rank 0, {_quoted(two)} on rank {rank}"
-    if len(first) != len(other):
-        extra = max(first, other, key=len)[min(len(first), len(other))]
-        return f"{len(first)} parameters on rank 0, {len(other)} on rank {rank}; {_quoted(extra)} is on one rank only"
-    return None
-
-
-def _quoted(description: Sequence[object]) -> str:
-    name, shape, dtype, device, trained, strides = description
-    kind = f"{str(dtype).removeprefix('torch.')} {shape} on {device}"
-    if strides != "None":
-        kind += f" with strides {strides}"
-    return f"{name!r} is {kind}" + ("" if trained else ", frozen")
+        text += f", {p.layout}, {p.layout == torch.strided and p.stride()}"
+    elif (strides := dense_strides(p)) is not None:
+        text += f" with strides {strides}"
+    return f"{text}, frozen" if frozen and not p.requires_grad else text
 
 
 class ParameterClaim:

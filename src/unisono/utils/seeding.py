@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from unisono.communicator import Communicator
-from unisono.errors import MismatchError
 
 __all__ = ["Generators", "seed"]
 
@@ -74,7 +73,7 @@ def seed(seed: int, comm: Communicator | None = None) -> Generators:
 
     Raises:
         MismatchError: On every rank, if ranks passed different seeds.
-        TypeError: On every rank, if a seed is not a whole number.
+        TypeError: The seed is not a whole number.
 
     Method: the seed is hashed by BLAKE2; the lower 32 bits, of which torch's Mersenne Twister uses no more, are a
     permutation of the stream's number (finalizer of MurmurHash3), so that no two ranks have the same.
@@ -87,19 +86,14 @@ def seed(seed: int, comm: Communicator | None = None) -> Generators:
         >>> bool(own == other), bool(shared == same)
         (False, True)
     """
-    # A wrong seed of one rank must be an error on all.
-    given: int | str = int(seed) if isinstance(seed, Integral) else type(seed).__name__
-    rank, everyone = (0, [given]) if comm is None else (comm.rank, comm.all_gather_object(given))
-    for other, theirs in enumerate(everyone):
-        if isinstance(theirs, str):
-            raise TypeError(f"seed must be a whole number, not a {theirs}, as on rank {other}")
-        if theirs != everyone[0]:
-            raise MismatchError(
-                f"seed is {everyone[0]} on rank 0 and {theirs} on rank {other}. Pass the same; ranks get different "
-                "numbers from it",
-                rank=rank,
-                size=len(everyone),
-            )
+    whole = isinstance(seed, Integral)
+    if comm is not None:
+        # A wrong seed of one rank must be an error on all.
+        comm.agree(int(seed) if whole else f"a {type(seed).__name__}", "seed")
+        comm.flush_agreements()
+    if not whole:
+        raise TypeError(f"seed must be a whole number, not a {type(seed).__name__}")
+    rank = 0 if comm is None else comm.rank
     first = 1 + _PER_RANK * rank
     random.seed(_stream(seed, first))
     numpy = sys.modules.get("numpy")

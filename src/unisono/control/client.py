@@ -163,7 +163,7 @@ class SocketControl(ControlClient):
                     self._reading.release()
                     self._wake_others()
             else:
-                waiter.sleep(left_s)
+                waiter.awake.wait(left_s)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
@@ -180,13 +180,13 @@ class SocketControl(ControlClient):
                     return
         except (OSError, ValueError):
             self._lose()
-            waiter.sleep(deadline - time.monotonic())
+            waiter.awake.wait(deadline - time.monotonic())
 
     def _wake_others(self) -> None:
         """Wake the waiting threads, so that one of them reads from now on. It is not known which one sleeps."""
         for other in list(self._waiters.values()):
             if other.reply is None:
-                other.wake()
+                other.awake.set()
 
     def _lose(self) -> None:
         """Handle the end of the connection. Only the thread that reads the news knows why; it notifies all waiters."""

@@ -18,6 +18,7 @@ from unisono.core.control import ControlPlane, NewMembership
 from unisono.core.failure import Cause, error_of, text_of
 from unisono.core.flight_recorder import Activity, ActivityRegistry
 from unisono.core.group import Group
+from unisono.core.threads import AutoResetEvent
 from unisono.diagnostics.event_log import EventLog, record_of
 from unisono.diagnostics.hang_report import hang_report
 from unisono.errors import ClosedError, CommTimeoutError, PeerLostError
@@ -96,7 +97,8 @@ class ControlClient(ControlPlane, ABC):
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         """Return whether the answer has arrived in time."""
-        waiter.sleep(timeout)
+        if waiter.reply is None:
+            waiter.awake.wait(timeout)
         return waiter.reply is not None
 
     @property
@@ -387,31 +389,25 @@ def _is_rank(value: object) -> bool:
 
 
 class PendingRequest:
-    """A request under way. A bare lock: nothing else in Python wakes another thread as fast."""
+    """A request under way.
 
-    __slots__ = ("_lock", "number", "reply")
+    Attributes:
+        reply: The answer; None before.
+        awake: Set with the answer, or when the thread that waits for it has to read the connection.
+    """
+
+    __slots__ = ("awake", "number", "reply")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.reply: Reply | None = None
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self.awake = AutoResetEvent()
 
     def answer(self, reply: Reply) -> None:
         """Set the answer. The first one counts."""
         if self.reply is None:
             self.reply = reply
-            self.wake()
-
-    def wake(self) -> None:
-        """End the sleep of the thread that waits."""
-        with contextlib.suppress(RuntimeError):
-            self._lock.release()
-
-    def sleep(self, timeout: float) -> None:
-        """Wait until the answer is there, another thread calls `wake`, or the time is up."""
-        if self.reply is None:
-            self._lock.acquire(timeout=min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+            self.awake.set()
 
 
 class Membership:

@@ -97,7 +97,8 @@ class CommError(RuntimeError):
         return f"{', '.join(where)}: {said}" if where else said
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, {name: getattr(self, name) for name in _FIELDS})
+        notes = {"__notes__": self.__notes__} if hasattr(self, "__notes__") else None
+        return _rebuild, (type(self), self.message, {name: getattr(self, name) for name in _FIELDS}), notes
 
 
 def _rebuild(kind: type[CommError], message: str, fields: dict[str, Any]) -> CommError:

@@ -237,6 +237,7 @@ def test_receive_pending_at_close_is_an_error(backend: str) -> None:
 
 def test_errors_survive_pickling() -> None:
     error = un.errors.CommTimeoutError("late", rank=1, size=2, operation="recv", peer=0, nbytes=4, waited_s=0.5)
+    error.add_note("while it waited")
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), vars(again)) == (str(error), vars(error))
     assert isinstance(again, TimeoutError)

@@ -61,8 +61,9 @@ def test_seed_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launch_accepts_a_seed() -> None:
-    with pytest.raises(DeadlockError, match="seed 7"):
+    with pytest.raises(DeadlockError) as caught:
         un.launch(lambda comm: comm.recv(torch.ones(1), 1 - comm.rank), 2, "sim", seed=7)
+    assert any(note.startswith("simulated with seed 7") for note in caught.value.__notes__)
     with pytest.raises(ValueError, match="only simulated ranks have a seed: use backend 'sim', not 'thread'"):
         un.launch(all_reduce, 2, "thread", seed=7)
 
@@ -78,7 +79,7 @@ def test_failure_reports_its_seed(error: Exception) -> None:
         un.simulate(program, 2, seed=11)
     assert any("seed=11" in note and "UNISONO_SEED=11" in note for note in caught.value.__notes__)
     ends = un.simulate(program, 2, seed=11, on_failure="continue").results
-    assert "seed 11" in str(ends[0])
+    assert any("seed 11" in note for note in ends[0].__notes__)
 
 
 def test_random_generators_are_per_rank() -> None:

@@ -108,7 +108,7 @@ def _host(path: Path, claim: RankClaim) -> Rendezvous:
         return meet(claim, held.server.address, held.secret, held)
     except CommTimeoutError as error:
         if _read(path) is not None:
-            error.message += f" (Another process has written {path} since. Do two processes claim to be rank 0?)"
+            error.add_note(f"Another process has written {path} since. Do two processes claim to be rank 0?")
         raise
 
 

@@ -130,9 +130,9 @@ def _meet(task: SlurmStep, request: InitRequest) -> Rendezvous:
     try:
         return find_at(claim, host, port, request.secret)
     except CommTimeoutError as error:
-        error.message += (
-            f" (In Slurm, step {name} has {task.size} tasks on {len(task.nodes) or 1} node(s), of which "
-            f"{task.nodes[0] if task.nodes else host} is the first. Were all of them started by one srun?)"
+        error.add_note(
+            f"In Slurm, step {name} has {task.size} tasks on {len(task.nodes) or 1} node(s), of which "
+            f"{task.nodes[0] if task.nodes else host} is the first. Were all of them started by one srun?"
         )
         raise
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from unisono.communicator import Communicator
 from unisono.core.tensors import HALVES
-from unisono.core.tracing import SINK, TraceEvent, profiler, span
+from unisono.core.tracing import SINK, TraceEvent, observed_now, span
 from unisono.core.types import Work
 from unisono.errors import AbortedError, CommError
 from unisono.gradients.bucket import GradientBucket
@@ -229,11 +229,8 @@ class Reducer:
         )
         # Before the reduction, which may end in an error on this rank alone.
         self._next += 1
-        if SINK.get() is None and not profiler._is_profiler_enabled:
+        with self._observed(bucket) if observed_now() else nullcontext():
             self._reduce(bucket)
-        else:
-            with self._observed(bucket):
-                self._reduce(bucket)
 
     def _reduce(self, bucket: GradientBucket) -> None:
         codec = None if self._codec is None else self.codec_of(bucket)
@@ -253,7 +250,7 @@ class Reducer:
                         view.zero_()
                 codec.average_masked(bucket.flat, self._comm, bucket.shapes, used)
         except CommError as error:
-            error.message += f" (while averaging the gradients of {bucket.name})"
+            error.add_note(f"while averaging the gradients of {bucket.name}")
             raise
 
     def _wait(self, bucket: GradientBucket) -> None:
@@ -264,7 +261,7 @@ class Reducer:
             try:
                 work.wait()
             except CommError as error:
-                error.message += f" (while averaging the gradients of {bucket.name})"
+                error.add_note(f"while averaging the gradients of {bucket.name}")
                 raise
             bucket.found = bucket.read_header()
 

@@ -93,7 +93,7 @@ class Weights:
 
 
 class ErrorContext:
-    """Context manager that adds the current operation to a `CommError` raised inside."""
+    """Context manager that adds the current operation, as a note, to a `CommError` raised inside."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -103,7 +103,7 @@ class ErrorContext:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, CommError):
-            error.message += f" (while {self._what})"
+            error.add_note(f"while {self._what}")
 
 
 def check_average(average: str) -> bool:

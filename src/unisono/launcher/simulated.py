@@ -216,10 +216,8 @@ def _end_all(scheduler: TaskScheduler, size: int) -> None:
 
 def _mark(error: BaseException | None, seed: int) -> None:
     if error is not None:
-        how = f"simulated with seed {seed}"
-        error.add_note(f"{how}: un.simulate(..., seed={seed}), or {_SEED}={seed}, repeats exactly this run")
-        if isinstance(error, CommError):
-            error.message += f" ({how})"
+        how = f"un.simulate(..., seed={seed}), or {_SEED}={seed}, repeats exactly this run"
+        error.add_note(f"simulated with seed {seed}: {how}")
 
 
 @contextmanager

@@ -1099,13 +1099,17 @@ class Communicator:
         return found
 
     # -- collectives of Python values ------------------------------------------------------------
-    def broadcast_object(self, obj: Any = None, src: int = 0, *, trusted: bool = False) -> Any:
+    def broadcast_object(
+        self, obj: Any = None, src: int = 0, *, trusted: bool = False, timeout: Timeout | None = None
+    ) -> Any:
         """Return rank `src`'s value on every rank. Collective.
 
         Args:
             obj: The value on rank `src`: None, bool, number, string, bytes, container, dataclass, enum or tensor.
             src: The rank that sends.
             trusted: Send anything that cloudpickle supports, which lets peers run code here. The same on all ranks.
+            timeout: Limit of the exchange of lengths, and of that of values: seconds or a `timedelta`; the
+                communicator's if None.
 
         Raises:
             TypeError: The value cannot be sent; raised on all ranks.
@@ -1119,18 +1123,18 @@ class Communicator:
         self._check_rank(src, "src")
         data = encode(obj, self.rank, trusted) if self.rank == src else b""
         length = self._numbers([len(data)])
-        self.broadcast(length, src)
+        self.broadcast(length, src, timeout=timeout)
         buffer = self._bytes(data) if self.rank == src else self._blank(int(length.item()))
-        self.broadcast(buffer, src)
+        self.broadcast(buffer, src, timeout=timeout)
         check_sent(data)
         return obj if self.rank == src else decode(buffer, trusted)
 
-    def all_gather_object(self, obj: Any, *, trusted: bool = False) -> list[Any]:
+    def all_gather_object(self, obj: Any, *, trusted: bool = False, timeout: Timeout | None = None) -> list[Any]:
         """Return every rank's value, in order of rank, on every rank. Collective.
 
         Args:
             obj: This rank's value, as for `broadcast_object`.
-            trusted: As for `broadcast_object`.
+            trusted, timeout: As for `broadcast_object`.
 
         Raises:
             TypeError, ValueError: As `broadcast_object`.
@@ -1141,19 +1145,22 @@ class Communicator:
         """
         self._engine.enter("all_gather_object")
         buffer = self._bytes(encode(obj, self.rank, trusted))
-        lengths = self._numbers([0] * self.size)
-        self.all_gather_single(lengths, self._numbers([buffer.numel()]))
-        buffers = [self._blank(n) for n in lengths.tolist()]
-        self.all_gather(buffers, buffer)
+        lengths = buffer.new_empty(self.size, dtype=torch.int64)
+        self.all_gather_single(lengths, lengths.new_tensor([buffer.numel()]), timeout=timeout)
+        counts = lengths.tolist()
+        buffers = buffer.new_empty(sum(counts)).split(counts)
+        self.all_gather(buffers, buffer, timeout=timeout)
         return [decode(b, trusted) for b in buffers]
 
-    def gather_object(self, obj: Any, dst: int = 0, *, trusted: bool = False) -> list[Any] | None:
+    def gather_object(
+        self, obj: Any, dst: int = 0, *, trusted: bool = False, timeout: Timeout | None = None
+    ) -> list[Any] | None:
         """Return every rank's value, in order of rank, on rank `dst`; None on the other ranks. Collective.
 
         Args:
             obj: This rank's value, as for `broadcast_object`.
             dst: The rank that receives.
-            trusted: As for `broadcast_object`.
+            trusted, timeout: As for `broadcast_object`.
 
         Raises:
             TypeError, ValueError: As `broadcast_object`, on rank `dst` and on the rank of the value.
@@ -1168,20 +1175,28 @@ class Communicator:
         buffer = self._bytes(data)
         here = dst == self.rank
         lengths = [self._blank(8).view(torch.int64) for _ in range(self.size)] if here else None
-        self.gather(self._numbers([buffer.numel()]), lengths, dst)
+        self.gather(self._numbers([buffer.numel()]), lengths, dst, timeout=timeout)
         counts = [int(n.item()) for n in lengths] if lengths is not None else [0] * self.size
         collected = self._blank(sum(counts))
-        self.all_to_all_single(collected, buffer, counts, [buffer.numel() if r == dst else 0 for r in range(self.size)])
+        sent = [buffer.numel() if r == dst else 0 for r in range(self.size)]
+        self.all_to_all_single(collected, buffer, counts, sent, timeout=timeout)
         check_sent(data)
         return [decode(part, trusted) for part in collected.split(counts)] if here else None
 
-    def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False) -> Any:
+    def scatter_object(
+        self,
+        objs: Sequence[Any] | None = None,
+        src: int = 0,
+        *,
+        trusted: bool = False,
+        timeout: Timeout | None = None,
+    ) -> Any:
         """Return entry r of rank `src`'s list on rank r; the other ranks pass no list. Collective.
 
         Args:
             objs: On rank `src`, one value a rank, as for `broadcast_object`; else None.
             src: The rank that sends.
-            trusted: As for `broadcast_object`.
+            trusted, timeout: As for `broadcast_object`.
 
         Raises:
             TypeError: A value cannot be sent; raised on all ranks.
@@ -1197,11 +1212,11 @@ class Communicator:
         self._check_rank(src, "src")
         parts = encode_each(objs, self.rank, self.size, trusted) if self.rank == src else []
         length = self._numbers([0])
-        self.scatter(length, [self._numbers([len(p)]) for p in parts] or None, src)
+        self.scatter(length, [self._numbers([len(p)]) for p in parts] or None, src, timeout=timeout)
         received = self._blank(int(length.item()))
         given = [len(p) for p in parts] or [0] * self.size
         taken = [received.numel() if r == src else 0 for r in range(self.size)]
-        self.all_to_all_single(received, self._bytes(b"".join(parts)), taken, given)
+        self.all_to_all_single(received, self._bytes(b"".join(parts)), taken, given, timeout=timeout)
         return decode(received, trusted)
 
     def _numbers(self, values: list[int]) -> torch.Tensor:

@@ -39,6 +39,10 @@ CALLS: dict[str, Call] = {
     "scatter_v, asynchronous": lambda comm, t: comm.scatter_v(
         [torch.ones(r) for r in range(2)] if comm.rank == 0 else None, async_op=True, timeout=t
     ).result(t),
+    "broadcast_object": lambda comm, t: comm.broadcast_object("some", timeout=t),
+    "all_gather_object": lambda comm, t: comm.all_gather_object("some", timeout=t),
+    "gather_object": lambda comm, t: comm.gather_object("some", timeout=t),
+    "scatter_object": lambda comm, t: comm.scatter_object([1, 2] if comm.rank == 0 else None, timeout=t),
     "barrier": lambda comm, t: comm.barrier(timeout=t),
     "monitored_barrier": lambda comm, t: comm.monitored_barrier(t),
     "message": exchange,
@@ -85,6 +89,22 @@ def takes_timeouts(comm: un.Communicator) -> tuple[float, list[str]]:
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo", "sim"])
 def test_timedeltas_are_timeouts(backend: str) -> None:
     assert un.launch(takes_timeouts, 2, backend, timeout=LONG) == [(2.0, []), (2.0, ["0.0", "0.0", "0.0"])]
+
+
+def waits_for_the_other(comm: un.Communicator) -> str:
+    """Rank 1 comes once rank 0 has given up."""
+    if comm.rank == 1:
+        with pytest.raises(un.CommError):
+            comm.recv(torch.zeros(1), 0)
+        return ""
+    with pytest.raises(un.errors.CommTimeoutError) as caught:
+        comm.all_gather_object("some", timeout=SHORT)
+    return f"{caught.value.waited_s:.2f}"[:3]
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm"])
+def test_exchange_of_objects_ends_by_its_timeout(backend: str) -> None:
+    assert un.launch(waits_for_the_other, 2, backend, timeout=LONG) == ["0.0", ""]
 
 
 def remote_calls(comm: un.Communicator) -> list[int]:

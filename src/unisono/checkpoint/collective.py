@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class CollectiveScope:
         self.rank, self.size = (comm.rank, comm.size) if comm is not None else (0, 1)
 
     def all_or_none(self, step: Callable[[], Any]) -> list[Any]:
-        """Run `step` on each rank, and return the results of all: plain values. Collective.
+        """Run `step` on each rank, and return the results of all: values that JSON has. Collective.
 
         Raises:
             CheckpointError, MismatchError, TypeError, ValueError: On every rank, if `step` raised on any: the error
@@ -69,18 +70,19 @@ class CollectiveScope:
             if failed is not None:
                 raise self._own(failed) from failed.__cause__
             return [value]
-        self.comm.barrier(timeout=self._timeout)
-        outcomes = self.comm.all_gather_object((value, None) if failed is None else (None, self._error_report(failed)))
-        bad = next((rank for rank, (_, report) in enumerate(outcomes) if report is not None), None)
-        if bad is None:
-            return [value for value, _ in outcomes]
+        mine = json.dumps((value, None if failed is None else self._error_report(failed)))
+        texts = self.comm.all_gather_object(mine, timeout=self._timeout)
+        values, reports = zip(*map(json.loads, texts), strict=True)
+        if not any(reports):
+            return list(values)
+        bad = next(rank for rank, report in enumerate(reports) if report)
         if bad == self.rank and failed is not None:
             raise self._own(failed) from failed.__cause__
-        raise self._error_from(outcomes[bad][1], bad)
+        raise self._error_from(reports[bad], bad)
 
     def first(self, step: Callable[[], Any]) -> Any:
         """Run `step` on rank 0 only, and return its result on every rank. Collective."""
-        return self.all_or_none(lambda: step() if self.rank == 0 else None)[0]
+        return self.all_or_none(step if self.rank == 0 else lambda: None)[0]
 
     def compare(self, digests: Sequence[str], describe: Callable[[], dict[str, Any]], advice: str) -> None:
         """Raise `MismatchError` on every rank unless all have the same. Collective if they have not.
@@ -92,7 +94,7 @@ class CollectiveScope:
         """
         if self.comm is None or len(set(digests)) == 1:
             return
-        found = self.comm.all_gather_object(describe())
+        found = self.comm.all_gather_object(describe(), timeout=self._timeout)
         names = dict.fromkeys(name for one in found for name in one)
         wrong = {name: s for name in names if (s := _with_values([one.get(name, "(absent)") for one in found]))}
         listed = [f"{name!r}: {side}" for name, side in list(wrong.items())[:4]]
@@ -120,16 +122,8 @@ class CollectiveScope:
 
     def _own(self, error: Exception) -> Exception:
         """This rank's error, as one of those that the package has."""
-        alone = self.comm is None
-        known = (
-            {"operation": self._operation}
-            if alone
-            else {
-                "rank": self.rank,
-                "size": self.size,
-                "operation": self._operation,
-            }
-        )
+        known: dict[str, Any] = {} if self.comm is None else {"rank": self.rank, "size": self.size}
+        known["operation"] = self._operation
         if isinstance(error, CommError):
             error.locate(**known)
             if isinstance(error, CheckpointError) and error.path is None:

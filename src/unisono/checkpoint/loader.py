@@ -64,10 +64,10 @@ def _manifest(storage: Storage, team: CollectiveScope) -> Manifest:
                 if attempt == _ATTEMPTS - 1 or _now(storage) == manifest.id:
                     raise
         mine.append(manifest)
-        return data, manifest.nbytes
+        return data.decode("ascii"), manifest.nbytes
 
-    data, nbytes = team.first(read)
-    return mine[0] if mine else Manifest.from_bytes(data, nbytes)
+    text, nbytes = team.first(read)
+    return mine[0] if mine else Manifest.from_bytes(text.encode("ascii"), nbytes)
 
 
 @dataclass

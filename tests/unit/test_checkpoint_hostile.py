@@ -20,8 +20,7 @@ from checkpoint_samples import rewrite, saved, state_of
 
 import unisono as un
 from unisono.checkpoint import CheckpointError, FormatError
-from unisono.checkpoint.manifest import MANIFEST
-from unisono.checkpoint.tree import GRANTED, OF_MANIFEST
+from unisono.checkpoint.manifest import GRANTED, MANIFEST, OF_MANIFEST
 from unisono.testing import run_ranks
 
 ROWS = 45_000

@@ -21,8 +21,8 @@ from unisono.checkpoint.errors import (
     StorageError,
 )
 from unisono.checkpoint.manifest import Manifest
-from unisono.checkpoint.state import RNG, PerRank
 from unisono.checkpoint.storage import Storage
+from unisono.checkpoint.tree import RNG, PerRank
 from unisono.checkpoint.verification import latest, sync, verify
 from unisono.core.tensor_shard import TensorShard
 

@@ -13,10 +13,9 @@ from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.loader import MapLocation, device_for
 from unisono.checkpoint.manifest import TensorEntry, blocks, digest
 from unisono.checkpoint.reader import Block, Files, read_manifest, windows_of
-from unisono.checkpoint.restore import Restorer
+from unisono.checkpoint.restore import Restorer, remapped_rank
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.tree import memory_of
-from unisono.checkpoint.tree_utils import remapped_rank
 
 __all__ = ["Archive", "open_archive"]
 

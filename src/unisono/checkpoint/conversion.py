@@ -10,8 +10,7 @@ import torch
 from unisono.checkpoint.archive import Archive
 from unisono.checkpoint.errors import FormatError, NoCheckpointError
 from unisono.checkpoint.formats import FORMATS
-from unisono.checkpoint.tree import as_bytes
-from unisono.checkpoint.tree_utils import leaves
+from unisono.checkpoint.tree import as_bytes, leaves
 
 __all__ = ["convert", "differences", "read_any"]
 

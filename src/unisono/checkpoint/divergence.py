@@ -12,7 +12,7 @@ import torch
 from unisono.checkpoint.collective import CollectiveScope, odd_ranks
 from unisono.checkpoint.manifest import digest
 from unisono.checkpoint.saver import PreparedState, outline
-from unisono.checkpoint.state import Captured, capture
+from unisono.checkpoint.tree import Captured, capture
 from unisono.errors import MismatchError
 
 if TYPE_CHECKING:

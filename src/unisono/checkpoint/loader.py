@@ -13,13 +13,12 @@ import torch
 
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, CorruptError, StateError
-from unisono.checkpoint.manifest import BLOCK, Manifest, TensorEntry
+from unisono.checkpoint.manifest import BLOCK, HELD, Manifest, TensorEntry
 from unisono.checkpoint.reader import Block, ByteRanges, Files, ReadWindow, assign, read_manifest, windows_of
-from unisono.checkpoint.restore import Restorer, Wanted
+from unisono.checkpoint.restore import Restorer, Wanted, remapped_rank
 from unisono.checkpoint.saver import Progress
 from unisono.checkpoint.storage import Storage
-from unisono.checkpoint.tree import HELD, as_bytes, memory_of
-from unisono.checkpoint.tree_utils import remapped_rank
+from unisono.checkpoint.tree import as_bytes, memory_of
 from unisono.checkpoint.writer import ByteCallback
 from unisono.core.tensor_shard import TensorShard
 

@@ -11,25 +11,29 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from unisono.checkpoint.errors import CorruptError, FormatError, listed
-from unisono.checkpoint.tree import Node, check_cost, check_trees, cost_of, dtype_of
+from unisono.checkpoint.tree import DTYPE_NAMES, Node, dtype_of, tagged
 
 __all__ = [
     "BLOCK",
     "CHUNK",
     "FILE",
+    "GRANTED",
+    "HELD",
     "MANIFEST",
+    "OF_MANIFEST",
     "VERSION",
     "FileEntry",
     "FilePiece",
     "Manifest",
     "TensorEntry",
     "blocks",
+    "cost_of",
     "digest",
     "hasher",
 ]
@@ -55,9 +59,21 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 _VERSION_FIELD = re.compile(rb'"format":"unisono.checkpoint","version":(\d{1,9})[,}]')
 _DIMENSIONS = 64
 
+GRANTED = 16 << 20
+"""Bytes that any checkpoint may take beyond twice its files: Python's values are much longer than their JSON."""
+OF_MANIFEST = 24
+"""Bytes for each byte of a manifest: what the entries of the smallest tensors take, by the costs below."""
+HELD = 4 << 20
+"""Bytes a rank up to which tensors are held in memory until all are known to be intact."""
 
-@dataclass(frozen=True, slots=True)
-class FileEntry:
+# Largest cost of a JSON delimiter, in bytes of the parsed values and of those built from them; measured.
+_MARKS = {b",": 66, b"[": 118, b"{": 207, b'"': 48}
+# A number in a list: its slot and the object.
+_NUMBER = 40
+_COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
+
+
+class FileEntry(NamedTuple):
     """A file: its name, its bytes, those of its header, and the digests of both."""
 
     name: str
@@ -67,8 +83,7 @@ class FileEntry:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class FilePiece:
+class FilePiece(NamedTuple):
     """Contiguous bytes of a tensor: in file number `file` from `start` to `stop`, a digest for each block."""
 
     file: int
@@ -147,10 +162,10 @@ class Manifest:
         """
         tensors = {
             name: {
-                "dtype": str(entry.dtype).removeprefix("torch."),
+                "dtype": DTYPE_NAMES[entry.dtype],
                 "shape": entry.shape,
                 "device": entry.device,
-                "pieces": [[p.file, p.start, p.stop, p.digests] for p in entry.pieces],
+                "pieces": entry.pieces,
             }
             for name, entry in self.tensors.items()
         }
@@ -163,7 +178,7 @@ class Manifest:
             "ranks": self.ranks,
             "created_ns": self.created_ns,
             "extra": self.extra,
-            "files": [[f.name, f.size, f.header, f.header_digest, f.digest] for f in self.files],
+            "files": self.files,
             "tensors": tensors,
             "state": self.state,
             "per_rank": self.per_rank,
@@ -187,7 +202,8 @@ class Manifest:
             FormatError: It is of a newer version, is no manifest, or requests too much memory.
             CorruptError: It is damaged.
         """
-        content = _opened(data, nbytes)
+        text = cost_of(data)
+        content = _opened(data, text, nbytes)
         try:
             manifest = cls(
                 id=_text(content["id"], r"[0-9a-f]{16}"),
@@ -200,15 +216,35 @@ class Manifest:
                 extra=dict(content["extra"]),
             )
             _check_tiling(manifest)
-            manifest._check_memory(cost_of(data))
+            manifest._check_memory(text)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
             raise FormatError(f"its manifest is not one that unisono writes ({_describe(error)})") from None
         return manifest
 
     def _check_memory(self, text: int) -> None:
-        """Raise `FormatError` if its values, plus `text` bytes for the manifest itself, exceed the memory limit."""
-        sizes = {name: (prod(entry.shape), entry.nbytes) for name, entry in self.tensors.items()}
-        check_trees(self.state, self.per_rank, sizes, text, self.nbytes)
+        """Raise unless its values refer to each other once, and keep the memory limit.
+
+        Args:
+            text: Memory cost of the manifest itself.
+
+        Raises:
+            FormatError: They would take too much memory, or nest too deep.
+            ValueError, LookupError: A value of one rank appears in two places, or a tensor is unknown.
+        """
+        referred: set[Any] = set()
+        cost = text
+        trees = [tree for trees in self.per_rank for tree in trees]
+        for top in (self.state, trees):
+            for tag, body in tagged(top):
+                if tag == "$numbers":
+                    cost += prod(self.tensors[body].shape) * _NUMBER
+                elif tag in _COPIED and not isinstance(body, str):
+                    cost += 2 * self.tensors[body["$tensor"] if isinstance(body, dict) else body[2]].nbytes
+                elif tag == "$rank":
+                    if top is trees or type(body[0]) is not int or body[0] < 0 or body[0] in referred:
+                        raise ValueError("a value of one rank appears in two places")
+                    referred.add(body[0])
+        _check_cost(cost, self.nbytes)
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
         """Raise unless every file is there in full length.
@@ -227,7 +263,7 @@ class Manifest:
                 raise CorruptError(f"{file.name} {problem}; it is the file of {listed(names)}", tensors=names)
 
 
-def _opened(data: bytes | bytearray, nbytes: int) -> dict[str, Any]:
+def _opened(data: bytes | bytearray, cost: int, nbytes: int) -> dict[str, Any]:
     """The manifest as JSON, if the digest fits and this version can read it. Nothing else is parsed."""
     view = memoryview(data)
     framed = data.startswith(_HEAD) and data[_BEGIN - len(_MIDDLE) : _BEGIN] == _MIDDLE and data.endswith(_TAIL)
@@ -242,7 +278,7 @@ def _opened(data: bytes | bytearray, nbytes: int) -> dict[str, Any]:
         )
     if not intact:
         raise CorruptError(f"{MANIFEST} is damaged: its digest does not fit")
-    check_cost(cost_of(data), nbytes)
+    _check_cost(cost, nbytes)
     try:
         content = json.loads(str(body, "ascii"))
         version = content["version"]
@@ -308,6 +344,24 @@ def _check_tiling(manifest: Manifest) -> None:
             position = stop
         if position != file.size:
             raise ValueError(f"{file.name} has another size")
+
+
+def cost_of(text: bytes | bytearray) -> int:
+    """Bytes of memory that values may take beyond `OF_MANIFEST` times the text that they are parsed from."""
+    return max(0, sum([text.count(mark) * cost for mark, cost in _MARKS.items()]) - OF_MANIFEST * len(text))
+
+
+def _check_cost(cost: int, nbytes: int) -> None:
+    """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
+
+    Tensors that are held exist twice: twice the files already. Larger ones have a single copy, which leaves the memory
+    of a second one.
+    """
+    if cost > GRANTED + max(0, nbytes - HELD):
+        raise FormatError(
+            f"its values take about {cost >> 20} MiB of memory, too much for {nbytes} bytes of files; "
+            "keep long lists and dicts as tensors"
+        )
 
 
 def _describe(error: Exception) -> str:

@@ -11,9 +11,7 @@ import torch
 
 from unisono.checkpoint.errors import listed
 from unisono.checkpoint.manifest import TensorEntry
-from unisono.checkpoint.state import parameters_of
-from unisono.checkpoint.tree import Node, memory_of_tensor, tag_of
-from unisono.checkpoint.tree_utils import elements_of, entries_of
+from unisono.checkpoint.tree import Node, elements_of, entries_of, memory_of_tensor, parameters_of, tag_of
 
 __all__ = ["in_order_of"]
 

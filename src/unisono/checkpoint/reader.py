@@ -9,9 +9,8 @@ from types import TracebackType
 from typing import Self
 
 from unisono.checkpoint.errors import CorruptError, NoCheckpointError, listed
-from unisono.checkpoint.manifest import BLOCK, CHUNK, FILE, MANIFEST, Manifest, blocks, hasher
+from unisono.checkpoint.manifest import BLOCK, CHUNK, FILE, GRANTED, MANIFEST, Manifest, blocks, cost_of, hasher
 from unisono.checkpoint.storage import Source, Storage
-from unisono.checkpoint.tree import GRANTED, cost_of
 from unisono.checkpoint.writer import ByteCallback
 
 __all__ = ["Block", "ByteRanges", "Files", "ReadWindow", "assign", "names_in_headers", "read_manifest", "windows_of"]

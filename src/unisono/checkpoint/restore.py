@@ -7,8 +7,9 @@ is loaded first, from tensors that were read aside; only then are tensors overwr
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,22 +24,29 @@ from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, FormatError, StateError, listed
 from unisono.checkpoint.manifest import TensorEntry
 from unisono.checkpoint.optimizer_order import in_order_of
-from unisono.checkpoint.state import PerRank, is_stateful, per_rank_of
-from unisono.checkpoint.tree import DICTS, Node, join, memory_of_tensor, names_in, tag_of, unpack
-from unisono.checkpoint.tree_utils import (
+from unisono.checkpoint.tree import (
+    DICTS,
+    Node,
+    PerRank,
     elements_of,
     empty_of,
     entries_of,
-    has_objects,
-    has_tensors,
-    misfit,
+    is_stateful,
+    join,
+    memory_of_tensor,
+    per_rank_of,
     sequence_of,
+    tag_of,
     tagged,
-    with_versions,
+    unpack,
 )
 from unisono.core.tensor_shard import TensorShard
+from unisono.core.tensors import is_non_overlapping
+from unisono.serialization.tensors import has_no_storage
 
-__all__ = ["Restorer", "Wanted"]
+__all__ = ["Restorer", "Wanted", "remapped_rank"]
+
+_log = logging.getLogger("unisono.checkpoint")
 
 _Mode = Literal["top", "strict", "shapes", "loose"]
 """Required match: all names of the target; exactly these names; shapes of tensors that both have; none."""
@@ -197,20 +205,21 @@ class Restorer:
     # -- matching ------------------------------------------------------------------------------
     def _match(self, target: Any, node: Node, path: str, mode: _Mode, *, fresh: bool = False) -> _Build:
         """`fresh`: new containers are created, because the target's belong to an object."""
+        tag = tag_of(node)
+        if tag == "$tensor" and isinstance(target, torch.Tensor):
+            return self._match_tensor(target, node[tag], path, mode)
         own = per_rank_of(target)
         if own is not None:
             return self._match_own(own, target, node, path)
-        if tag_of(node) == "$rank":
-            mine = self._source(*node["$rank"])
+        if tag == "$rank":
+            mine = self._source(*node[tag])
             return self._match(target, mine, path, mode, fresh=fresh) if mine is not None else lambda: target
         if is_stateful(target):
             return self._match_object(target, node, path)
         if isinstance(target, TensorShard):
             return self._match_shard(target, node, path)
-        if tag_of(node) == "$state":
-            node = node["$state"][1]
-        if isinstance(target, torch.Tensor) and tag_of(node) == "$tensor":
-            return self._match_tensor(target, node["$tensor"], path, mode)
+        if tag == "$state":
+            return self._match(target, node[tag][1], path, mode, fresh=fresh)
         return self._match_container(target, node, path, mode, fresh)
 
     def _match_container(self, target: Any, node: Node, path: str, mode: _Mode, fresh: bool) -> _Build:
@@ -462,10 +471,12 @@ class Restorer:
         return put
 
     def _names(self, node: Node) -> list[str]:
-        found = list(names_in(node))
+        found = []
         for tag, body in tagged(node):
-            if tag == "$generator":
+            if tag in ("$tensor", "$numbers", "$generator"):
                 found.append(str(body))
+            elif tag in ("$array", "$scalar"):
+                found.append(str(body[2]))
             elif tag == "$rank":
                 mine = self._source(*body)
                 found += self._names(mine) if mine is not None else []
@@ -509,3 +520,82 @@ def _any_shard(value: Any) -> bool:
     if isinstance(value, (dict, list, tuple)):
         return any(map(_any_shard, value.values() if isinstance(value, dict) else value))
     return isinstance(value, TensorShard)
+
+
+def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:
+    """Return a lookup of the saved per-rank values that rank `rank` of `size` takes over, by their policy."""
+    saved = len(per_rank)
+
+    def source(index: int, policy: str) -> Node | None:
+        if saved == size or (policy == "keep" and rank < saved):
+            return per_rank[rank][index]
+        if policy == "all":
+            states = [trees[index] for trees in per_rank]
+            if all(tag_of(state) == "$state" for state in states):
+                return {"$state": ["list", [state["$state"][1] for state in states]]}
+        if policy == "refuse":
+            raise StateError(
+                f"it has one state for each of the {saved} ranks that saved it, which {size} ranks cannot load"
+            )
+        if policy == "keep":
+            _log.warning("saved by %d ranks: rank %d of %d keeps its random and compression state", saved, rank, size)
+            return None
+        return per_rank[rank % saved][index]
+
+    return source
+
+
+def has_tensors(value: Any) -> bool:
+    """Return whether a value contains tensors or objects, and so has a shape that a checkpoint must fit."""
+    return _any(value, lambda one: isinstance(one, torch.Tensor) or _is_object(one))
+
+
+def has_objects(value: Any) -> bool:
+    """Return whether a value contains objects, which cannot be replaced by created values."""
+    return _any(value, _is_object)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, TensorShard) or is_stateful(value) or per_rank_of(value) is not None
+
+
+def _any(value: Any, holds: Callable[[Any], bool]) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(_any(item, holds) for item in (value.values() if isinstance(value, dict) else value))
+    return holds(value)
+
+
+def misfit(target: torch.Tensor | TensorShard, entry: TensorEntry) -> str | None:
+    """Return the reason that a tensor cannot hold the saved values; None if it can."""
+    if tuple(target.shape) != entry.shape:
+        return f"has shape {entry.shape} in it, {tuple(target.shape)} here"
+    tensor = target.local if isinstance(target, TensorShard) else target
+    saved = entry.dtype
+    if tensor.is_meta:
+        return None if tensor is target else "is a TensorShard on the meta device here, without memory to fill"
+    if has_no_storage(tensor):
+        return f"is a {type(tensor).__name__} here, without memory of its own to fill"
+    if not _keeps(saved, tensor.dtype):
+        return f"is {saved} in it, {tensor.dtype} here, which would change its values"
+    return None if is_non_overlapping(tensor) else "has elements here that share memory, as after expand()"
+
+
+def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
+    """Return whether numbers keep their meaning: rounding is allowed; dropping a part or a large value is not."""
+    if here == saved or here.is_complex:
+        return True
+    if here.is_floating_point:
+        return not saved.is_complex
+    if saved.is_floating_point or saved.is_complex or torch.bool in (saved, here):
+        return saved == torch.bool
+    small = torch.iinfo(saved)
+    large = torch.iinfo(here)
+    return large.min <= small.min and small.max <= large.max
+
+
+def with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """A module's state with the saved versions of its modules as metadata; version 1 where none was saved."""
+    made = OrderedDict(state)
+    versions = {name: saved.get(name, {"version": 1}) for name, _ in module.named_modules(remove_duplicate=False)}
+    vars(made)["_metadata"] = OrderedDict({**versions, **saved})
+    return made

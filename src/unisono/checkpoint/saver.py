@@ -31,10 +31,8 @@ from unisono.checkpoint.manifest import (
     hasher,
 )
 from unisono.checkpoint.save_lock import SaveLock
-from unisono.checkpoint.state import Captured, capture
 from unisono.checkpoint.storage import Storage
-from unisono.checkpoint.tree import Node, as_bytes, dtype_of, memory_of, name_of
-from unisono.checkpoint.tree_utils import leaves
+from unisono.checkpoint.tree import DTYPE_NAMES, Captured, Node, as_bytes, capture, dtype_of, leaves, memory_of
 from unisono.checkpoint.writer import Shard, write_file
 from unisono.core.tensor_shard import TensorShard
 from unisono.errors import MismatchError
@@ -143,7 +141,7 @@ def _write(snapshot: PreparedState, storage: Storage, name: str, save_id: str, p
         except BaseException:
             sink.abandon()
             raise
-    own = {name: [name_of(e.dtype), list(e.shape), e.device] for name, e in snapshot.own_entries.items()}
+    own = {name: [DTYPE_NAMES[e.dtype], list(e.shape), e.device] for name, e in snapshot.own_entries.items()}
     return {
         "file": file and [file.name, file.size, file.header, file.header_digest, file.digest],
         "pieces": [
@@ -279,7 +277,7 @@ class PreparedState:
 
     def _tensors(self) -> dict[str, str]:
         return {
-            name: f"{name_of(e.dtype)} {list(e.shape)} "
+            name: f"{DTYPE_NAMES[e.dtype]} {list(e.shape)} "
             + ("in shards" if name in self.shards else digest(".".join(self.digests.get(name, ())).encode()))
             for name, e in self.entries.items()
         }

@@ -1,4 +1,4 @@
-"""Values as JSON and back: the shape of a state, with tensors by name. Nothing in it can run code.
+"""A state taken apart, and put together again: its shape as JSON, with tensors by name. Nothing in it can run code.
 
 A dict with one key that begins with `$` is a value that JSON has no word for.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import json
 import math
+import random
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, Flag
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -24,26 +27,33 @@ from unisono.serialization.tensors import has_no_storage
 
 __all__ = [
     "DICTS",
-    "GRANTED",
-    "HELD",
-    "MAX_DEPTH",
-    "OF_MANIFEST",
+    "DTYPE_NAMES",
+    "RNG",
+    "Captured",
     "Node",
     "Packer",
+    "PerRank",
+    "Policy",
     "as_bytes",
-    "check_cost",
+    "capture",
     "check_savable",
-    "check_trees",
-    "cost_of",
     "dtype_of",
+    "elements_of",
+    "empty_of",
+    "entries_of",
+    "is_stateful",
     "join",
+    "leaves",
     "memory_of",
     "memory_of_tensor",
-    "name_of",
     "named_tuple",
     "names_in",
+    "parameters_of",
+    "per_rank_of",
     "safetensors_form",
+    "sequence_of",
     "tag_of",
+    "tagged",
     "unpack",
 ]
 
@@ -65,17 +75,175 @@ DICTS: dict[str, Callable[[], dict[Any, Any]]] = {
 _NUMPY = re.compile(r"<[ifc]\d+|\|b1|[|<]u\d+|\|i1")
 
 
+Policy = Literal["modulo", "keep", "shared", "all", "refuse"]
+_POLICIES = ("modulo", "keep", "shared", "all", "refuse")
+
+
+class PerRank:
+    """Marker of a value of a state that differs between ranks: each rank saves its own, and loads it again.
+
+    Samplers and data loaders, random generators, `GradientAverager` and codecs need no marker.
+
+    Args:
+        obj: Any value that a state may hold.
+        on_resize: Policy when a checkpoint of p ranks is loaded by another number of ranks. "modulo": rank r
+            loads the value of rank r mod p. "keep": ranks from p on keep their value. "shared": as "modulo", because
+            the value of one rank is valid on any other (a data loader's state); `sync` sends it, too. "all": as
+            "shared", but `load_state_dict` gets the list of all p values (`PartitionSampler` accepts a list).
+            "refuse": an error.
+
+    Raises:
+        ValueError: `on_resize` is none of these.
+
+    Example:
+        >>> def program(comm, path):
+        ...     un.checkpoint.save(path, {"mine": un.checkpoint.PerRank(comm.rank * 10)}, comm)
+        ...     return un.checkpoint.load(path, {"mine": un.checkpoint.PerRank(None)}, comm)["mine"].obj
+        >>> import tempfile
+        >>> un.launch(program, 2, "thread", (tempfile.mkdtemp(),))
+        [0, 10]
+    """
+
+    def __init__(self, obj: Any, on_resize: Policy = "modulo") -> None:
+        if on_resize not in _POLICIES:
+            raise ValueError(f"on_resize must be one of {', '.join(map(repr, _POLICIES))}, not {on_resize!r}")
+        self.obj = obj
+        self.on_resize = on_resize
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.obj!r}, {self.on_resize!r})"
+
+
+class RNG:
+    """The global random generators of this process: torch's (CPU, and CUDA where it is used), Python's, numpy's.
+
+    Put one into a state: each rank saves and gets back its own. Ranks that are threads share these generators.
+    Loaded by more ranks than saved it, the further ones keep the random state that they have.
+
+    Example:
+        >>> saved = un.checkpoint.RNG().state_dict()
+        >>> first = torch.rand(1)
+        >>> un.checkpoint.RNG().load_state_dict(saved)
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all generators, by library: "python", "torch", "cuda" and "numpy" where in use."""
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            state["numpy"] = numpy.random.get_state(legacy=False)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the generators from a state; those of CUDA and numpy stay unchanged if the state lacks them.
+
+        Args:
+            state: Result of `state_dict`. States of more CUDA devices than there are here are ignored.
+        """
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        torch.set_rng_state(state["torch"].cpu())
+        if "cuda" in state and torch.cuda.is_available():
+            for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(one.cpu(), device)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in state:
+            numpy.random.set_state(state["numpy"])
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether the value has both `state_dict` and `load_state_dict`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def per_rank_of(value: Any) -> PerRank | None:
+    """The value as a `PerRank`, if it is one or of a kind that always is."""
+    if isinstance(value, PerRank):
+        return value
+    if isinstance(value, (RNG, torch.Generator)):
+        return PerRank(value, "keep")
+    if is_stateful(value) and not isinstance(value, torch.nn.Module):
+        if _is_a(value, "unisono.data.sampler", "PartitionSampler"):
+            return PerRank(value, "all")
+        if isinstance(value, (torch.utils.data.Sampler, torch.utils.data.DataLoader)):
+            return PerRank(value, "shared")
+        if _is_a(value, "unisono.gradients.averager", "GradientAverager") or _is_a(
+            value, "unisono.compression.codec", "Codec"
+        ):
+            return PerRank(value, "keep")
+    return None
+
+
+def _is_a(value: Any, module: str, name: str) -> bool:
+    """Return whether the value is an instance of a class; a module that is not imported has no instances."""
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
+
+
+@dataclass
+class Captured:
+    """A state taken apart: trees and tensors, common ones and those of this rank.
+
+    Attributes:
+        tree, tensors: The part that is the same on every rank.
+        shards: The `TensorShard`s among them; their tensors are the local ones.
+        own_trees, own_tensors: This rank's part; the names of its tensors begin with "@rank.".
+    """
+
+    tree: Node = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    shards: dict[str, TensorShard] = field(default_factory=dict)
+    own_trees: Sequence[Node] = ()
+    own_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Size, str | None]]:
+    """Return each parameter with its shape and the name that the optimizer knows, of the whole one if it has a part."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if pieces := getattr(optimizer, "pieces", None):
+        return [(p, piece.shape, piece.name) for p, piece in zip(parameters, pieces, strict=True)]
+    names = [n for group in optimizer.param_groups for n in group.get("param_names") or [None] * len(group["params"])]
+    return [(p, p.shape, name) for p, name in zip(parameters, names, strict=True)]
+
+
+def capture(state: Any, rank: int) -> Captured:
+    """Take a state apart, without copying tensors.
+
+    Raises:
+        TypeError: A value in it cannot be saved; the message names the value and its place.
+    """
+    packer = Packer()
+    tree = packer.pack(state)
+    inner = Packer(rank)
+    trees = [inner.pack(own.obj, path) for path, own in packer.own]
+    for optimizer, body in (*packer.optimizers, *inner.optimizers):
+        body.append(
+            [
+                packer.name_of(p) or inner.name_of(p) or name or list(shape)
+                for p, shape, name in parameters_of(optimizer)
+            ]
+        )
+    for name in inner.shards:
+        raise TypeError(
+            f"{name.removeprefix(f'@{rank}.')!r} is a TensorShard in a PerRank value, but all ranks save it together"
+        )
+    return Captured(tree, packer.tensors, packer.shards, trees, inner.tensors)
+
+
 class Packer:
     """Packer of values into a tree and tensors.
 
     Args:
-        special: Called first for each value; returns a node, or None for an ordinary value.
-        prefix: Prefix of the names of tensors.
+        rank: The rank whose per-rank values are packed; None for the state itself.
 
     Attributes:
         tensors: Tensors that the tree refers to, by name. A tensor that occurs twice is stored once.
         shards: The `TensorShard`s among them.
-        optimizers: Optimizers that `special` has met, and their nodes: names of parameters are added at the end.
+        optimizers: Optimizers in the state, and their nodes: names of parameters are added at the end.
+        own: Per-rank values with their places, which the tree refers to by their numbers.
 
     Example:
         >>> packer = Packer()
@@ -83,21 +251,18 @@ class Packer:
         {'w': {'$tensor': 'w'}, 'lr': {'$tuple': [0.1, 7]}}
     """
 
-    def __init__(self, special: Callable[[Packer, Any, str, int], Node | None] | None = None, prefix: str = "") -> None:
+    def __init__(self, rank: int | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.shards: dict[str, TensorShard] = {}
         self.optimizers: list[tuple[torch.optim.Optimizer, list[Any]]] = []
+        self.own: list[tuple[str, PerRank]] = []
         self._seen: dict[tuple[Any, ...], str] = {}
-        self._special = special
-        self._prefix = prefix
+        self._rank = rank
 
     def pack(self, value: Any, path: str = "", depth: int = 0) -> Node:
         """The tree of a value. `TypeError` names the part that cannot be saved, and its place."""
         if depth > MAX_DEPTH:
             raise ValueError(f"{path!r} nests deeper than {MAX_DEPTH}, or contains itself")
-        node = self._special(self, value, path, depth) if self._special else None
-        if node is not None:
-            return node
         if value is None or type(value) in (bool, str):
             return value
         if type(value) is int:
@@ -106,6 +271,14 @@ class Packer:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, (torch.Tensor, TensorShard)):
             return {"$tensor": self.keep(value, path)}
+        own = per_rank_of(value) if self._rank is None else None
+        if own is not None:
+            self.own.append((path, own))
+            return {"$rank": [len(self.own) - 1, own.on_resize]}
+        if isinstance(value, torch.Generator):
+            return {"$generator": self.keep(value.get_state(), path)}
+        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            return self._object(value, path, depth)
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             return self._container(value, path, depth)
         return self._other(value, path)
@@ -119,7 +292,8 @@ class Packer:
         if (shard or tensor.numel()) and memory in self._seen:
             return self._seen[memory]
         # "@" begins the names of what belongs to one rank.
-        name = base = self._prefix + ("~" + path if path.startswith("@") else path or "state")
+        name = "~" + path if path.startswith("@") else path or "state"
+        name = base = name if self._rank is None else f"@{self._rank}.{name}"
         number = 1
         while name in self.tensors:
             number += 1
@@ -133,6 +307,18 @@ class Packer:
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """Return the name under which a parameter of an optimizer is kept; None if it is not."""
         return self._seen.get(memory_of_tensor(parameter)) if parameter.data_ptr() else None
+
+    def _object(self, value: Any, path: str, depth: int) -> Node:
+        state = value.state_dict()
+        body = [f"{type(value).__module__}.{type(value).__qualname__}", self.pack(state, path, depth + 1)]
+        known = getattr(state, "_metadata", None)
+        if isinstance(known, dict):
+            # A module knows by its version whether a state is of an older form. Most have 1, which is not written.
+            versions = {name: one for name, one in known.items() if one != {"version": 1}}
+            body.append(self.pack(versions, f"{path}._metadata", depth + 1))
+        elif isinstance(value, torch.optim.Optimizer):
+            self.optimizers.append((value, body))
+        return {"$state": body}
 
     def _container(self, value: Any, path: str, depth: int) -> Node:
         if isinstance(value, dict):
@@ -167,9 +353,9 @@ class Packer:
         if isinstance(value, defaultdict):
             found = f"$default_{getattr(value.default_factory, '__name__', None)}"
             tag = found if found in DICTS else None
-        plain = all(type(key) is str for key in value) and not any(key.startswith("$") for key in value)
-        if plain and tag is None:
-            return {key: self.pack(item, join(path, key), depth + 1) for key, item in value.items()}
+        if tag is None and {*map(type, value)} <= {str} and "$" not in {key[:1] for key in value}:
+            start = f"{path}." if path else ""
+            return {key: self.pack(item, start + key, depth + 1) for key, item in value.items()}
         pairs = [
             [self.pack(key, f"{path} (a key)", depth + 1), self.pack(item, join(path, key), depth + 1)]
             for key, item in value.items()
@@ -190,7 +376,7 @@ class Packer:
         if isinstance(value, range):
             return {"$range": [value.start, value.stop, value.step]}
         if isinstance(value, torch.dtype):
-            return {"$dtype": name_of(value)}
+            return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"$device": str(value)}
         numpy = sys.modules.get("numpy")
@@ -244,19 +430,84 @@ def tag_of(node: Node) -> str | None:
     return None
 
 
+def tagged(tree: Node) -> Iterator[tuple[str, Any]]:
+    """Every value with a tag: its tag and its content. Level by level, because a hostile tree may be deep."""
+    level = [tree]
+    for _ in range(4 * MAX_DEPTH):
+        inner: list[Node] = []
+        for node in level:
+            if isinstance(node, dict):
+                tag = tag_of(node)
+                if tag is not None:
+                    yield tag, node[tag]
+                inner += node.values()
+            elif isinstance(node, list):
+                inner += node
+        if not inner:
+            return
+        level = inner
+    raise FormatError(f"its state nests deeper than {4 * MAX_DEPTH}")
+
+
 def names_in(node: Node) -> Iterator[str]:
-    """Every tensor that a tree refers to."""
-    tag = tag_of(node)
-    if tag in ("$tensor", "$numbers"):
-        yield str(node[tag])
-    elif tag in ("$array", "$scalar"):
-        yield str(node[tag][2])
-    elif isinstance(node, dict):
-        for item in node.values():
-            yield from names_in(item)
+    """Every tensor that a tree refers to, except states of generators."""
+    for tag, body in tagged(node):
+        if tag in ("$tensor", "$numbers"):
+            yield str(body)
+        elif tag in ("$array", "$scalar"):
+            yield str(body[2])
+
+
+def leaves(node: Node, path: str = "") -> dict[str, str]:
+    """Text for every value of a tree except tensors; values that share a path (keys may have dots) are joined."""
+    if isinstance(node, dict) and "$tensor" not in node:
+        inside = [(f"{path}.{key}" if path else key, item) for key, item in node.items()]
     elif isinstance(node, list):
-        for item in node:
-            yield from names_in(item)
+        inside = [(f"{path}.{index}", item) for index, item in enumerate(node)]
+    else:
+        # A tensor's own name may be the path.
+        return {f"{path} (which tensor)" if isinstance(node, dict) else path: json.dumps(node)}
+    if not inside:
+        return {path: json.dumps(node)}
+    found: dict[str, str] = {}
+    for key, item in inside:
+        for name, text in leaves(item, key).items():
+            found[name] = f"{found[name]}, {text}" if name in found else text
+    return found
+
+
+def entries_of(node: Node) -> dict[Any, Node] | None:
+    """A saved dict's values by key; None if the node is no dict, or has keys that are stored as tensors."""
+    tag = tag_of(node)
+    if tag in DICTS:
+        if any(True for key, _ in node[tag] for _ in names_in(key)):
+            return None
+        return {unpack(key, _no_tensor): item for key, item in node[tag]}
+    return node if isinstance(node, dict) and tag is None else None
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise ValueError("a tensor cannot be a key")
+
+
+def empty_of(node: Node) -> dict[Any, Any]:
+    """An empty dict of the type that was saved."""
+    return DICTS.get(tag_of(node) or "", dict)()
+
+
+def elements_of(node: Node) -> list[Node] | None:
+    """Values of a saved list or tuple; None if the node is neither."""
+    tag = tag_of(node)
+    body = node["$tuple"] if tag == "$tuple" else node["$named"][2] if tag == "$named" else node
+    return body if isinstance(body, list) else None
+
+
+def sequence_of(node: Node, items: list[Any]) -> list[Any] | tuple[Any, ...]:
+    """Return the items in a sequence of the type that was saved."""
+    if tag_of(node) == "$named":
+        module, name, _ = node["$named"]
+        return named_tuple(module, name, tuple(items))
+    return tuple(items) if tag_of(node) == "$tuple" else items
 
 
 def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[[str, Any], Any] | None = None) -> Any:
@@ -396,9 +647,8 @@ _KNOWN: dict[str, torch.dtype] = {
 }
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """Name of a dtype in the manifest, such as "float32"."""
-    return str(dtype).removeprefix("torch.")
+DTYPE_NAMES = {dtype: name for name, dtype in _KNOWN.items()}
+"""Names of dtypes in the manifest, such as "float32"."""
 
 
 def dtype_of(name: object) -> torch.dtype:
@@ -417,7 +667,7 @@ def check_savable(tensor: torch.Tensor, name: str) -> None:
             f"{name!r} is a {type(tensor).__name__}, whose elements are not in its own memory; save plain tensors "
             "instead, such as a DTensor's full_tensor()"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized or name_of(tensor.dtype) not in _KNOWN:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
         kind = tensor.layout if tensor.layout != torch.strided else tensor.dtype
         raise TypeError(f"{name!r} is a tensor of {kind}, which cannot be saved; save dense tensors instead")
     if tensor.device.type == "meta":
@@ -431,7 +681,7 @@ def safetensors_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, l
         >>> safetensors_form(torch.complex64, (3,))
         ('F32', [3, 2])
     """
-    name = name_of(dtype)
+    name = DTYPE_NAMES[dtype]
     if name in _PAIRS:
         return _PAIRS[name], [*shape, 2]
     return _SAFETENSORS.get(name, "U8"), list(shape)
@@ -451,80 +701,3 @@ def memory_of(flat: torch.Tensor) -> memoryview:
     if not flat.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
-
-
-GRANTED = 16 << 20
-"""Bytes that any checkpoint may take beyond twice its files: Python's values are much longer than their JSON."""
-OF_MANIFEST = 24
-"""Bytes for each byte of a manifest: what the entries of the smallest tensors take, by the costs below."""
-HELD = 4 << 20
-"""Bytes a rank up to which tensors are held in memory until all are known to be intact."""
-
-# Largest cost of a JSON delimiter, in bytes of the parsed values and of those built from them; measured.
-_MARKS = {b",": 66, b"[": 118, b"{": 207, b'"': 48}
-# A number in a list: its slot and the object.
-_NUMBER = 40
-_COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
-
-
-def cost_of(text: bytes | bytearray) -> int:
-    """Bytes of memory that values may take beyond `OF_MANIFEST` times the text that they are parsed from."""
-    return max(0, sum(text.count(mark) * cost for mark, cost in _MARKS.items()) - OF_MANIFEST * len(text))
-
-
-def check_cost(cost: int, nbytes: int) -> None:
-    """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
-
-    Tensors that are held exist twice: twice the files already. Larger ones have a single copy, which leaves the memory
-    of a second one.
-    """
-    if cost > GRANTED + max(0, nbytes - HELD):
-        raise FormatError(
-            f"its values take about {cost >> 20} MiB of memory, too much for {nbytes} bytes of files; "
-            "keep long lists and dicts as tensors"
-        )
-
-
-def check_trees(
-    state: Node, per_rank: Iterable[Iterable[Node]], sizes: Mapping[str, tuple[int, int]], text: int, nbytes: int
-) -> None:
-    """Raise `FormatError` or `ValueError` if values of these trees repeat without bound, or take too much memory.
-
-    Args:
-        state, per_rank: As in a manifest.
-        sizes: For each tensor, its numbers of elements and bytes.
-        text: Memory cost of the trees themselves.
-        nbytes: Bytes of all files.
-    """
-    referred: set[Any] = set()
-    cost = text
-    trees = [tree for trees in per_rank for tree in trees]
-    for top in (state, trees):
-        for tag, body in _tagged(top):
-            if tag == "$numbers":
-                cost += sizes[body][0] * _NUMBER
-            elif tag in _COPIED and not isinstance(body, str):
-                cost += 2 * sizes[body["$tensor"] if isinstance(body, dict) else body[2]][1]
-            elif tag == "$rank":
-                if top is trees or type(body[0]) is not int or body[0] < 0 or body[0] in referred:
-                    raise ValueError("a value of one rank appears in two places")
-                referred.add(body[0])
-    check_cost(cost, nbytes)
-
-
-def _tagged(tree: Node) -> Iterator[tuple[str, Any]]:
-    """Every value with a tag; level by level, because a hostile tree may be deep."""
-    level = [tree]
-    for _ in range(4 * MAX_DEPTH):
-        for node in level:
-            tag = tag_of(node)
-            if tag is not None:
-                yield tag, node[tag]
-        level = [item for node in level if isinstance(node, (dict, list)) for item in _items(node)]
-        if not level:
-            return
-    raise FormatError(f"its state nests deeper than {4 * MAX_DEPTH}")
-
-
-def _items(node: dict[str, Any] | list[Any]) -> Iterator[Any]:
-    return iter(node.values()) if isinstance(node, dict) else iter(node)

@@ -17,9 +17,8 @@ from unisono.checkpoint.manifest import BLOCK, CHUNK, Manifest, TensorEntry, blo
 from unisono.checkpoint.reader import Files, read_manifest, windows_of
 from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.saver import Progress
-from unisono.checkpoint.state import capture
 from unisono.checkpoint.storage import Storage, storage_at
-from unisono.checkpoint.tree import Node, as_bytes, dtype_of, name_of, names_in, tag_of
+from unisono.checkpoint.tree import DTYPE_NAMES, as_bytes, capture, dtype_of, names_in, tagged
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
@@ -218,27 +217,19 @@ def _described(state: Any, rank: int) -> tuple[dict[str, torch.Tensor], str]:
     """The tensors to send, and the rest of the state as text."""
     captured = capture(state, rank)
     _refuse_shards(captured.shards)
-    policies = dict(_policies(captured.tree))
+    policies = dict(body for tag, body in tagged(captured.tree) if tag == "$rank")
     trees = [
         tree if policies.get(index) in ("shared", "all") else None for index, tree in enumerate(captured.own_trees)
     ]
     tensors = dict(captured.tensors)
     tensors.update({name: captured.own_tensors[name] for tree in trees for name in names_in(tree)})
-    listed = [(name, name_of(t.dtype), list(t.shape)) for name, t in tensors.items()]
+    listed = [(name, DTYPE_NAMES[t.dtype], list(t.shape)) for name, t in tensors.items()]
     return tensors, json.dumps([captured.tree, trees, listed])
 
 
 def _refuse_shards(names: Iterable[str]) -> None:
     for name in names:
         raise TypeError(f"{name!r} is a TensorShard, of which no rank has all elements; save the state and load it")
-
-
-def _policies(node: Node) -> Iterator[tuple[int, str]]:
-    if tag_of(node) == "$rank":
-        yield node["$rank"]
-        return
-    for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from _policies(item)
 
 
 _Run = list[tuple[str, int, int]]

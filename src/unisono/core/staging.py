@@ -19,7 +19,6 @@ from unisono.errors import CommError, MismatchError
 __all__ = [
     "ACCELERATORS",
     "BufferGuard",
-    "OneStream",
     "Staging",
     "current_streams",
     "digest",
@@ -191,36 +190,6 @@ def entered(streams: Iterable[torch.Stream]) -> Iterator[None]:
         for stream in previous:
             torch.accelerator.set_stream(stream)
         torch.accelerator.set_device_index(index)
-
-
-class OneStream:
-    """Check that all work of a step on some devices is queued on one stream of each.
-
-    Memory that is freed belongs to the stream on which it was allocated: another stream may still use it then.
-
-    Args:
-        devices: The devices.
-
-    Attributes:
-        on_cpu: Whether all of them are the CPU.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = tuple(devices)
-        self.on_cpu = all(device.type == "cpu" for device in self._devices)
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a step on the current streams."""
-        self._streams = current_streams(self._devices)
-
-    def check(self) -> None:
-        """Raise `RuntimeError` unless the current streams are those of the step."""
-        if current_streams(self._devices) != self._streams:
-            raise RuntimeError(
-                "a sharded model or optimizer was used on several streams in one step. Run the whole forward on one "
-                "stream, or average with GradientAverager, which follows all streams"
-            )
 
 
 def digest(tensor: torch.Tensor) -> int:

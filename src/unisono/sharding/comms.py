@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 from unisono.communicator import Communicator
 from unisono.errors import AbortedError, CommError, MismatchError, PeerLostError
@@ -39,7 +40,8 @@ class ShardComms:
         steps, shard_steps: As `data` and `shard`, but not aborted by a failed pass.
         rank, size: Of this rank in `shard`.
         replica: Rank in `replicate`, or 0.
-        holds: Whether this rank has gradients of the running step that are not averaged.
+        overlaps: As of the communicators in use.
+        reported: Whether the failure of those in use is known to the caller of this rank: it was raised here.
 
     Raises:
         ValueError, MismatchError: On every rank: the mesh does not consist of the ranks of `comm`.
@@ -63,8 +65,9 @@ class ShardComms:
         self._connect()
 
     def _connect(self) -> None:
-        self.holds = False
+        self.reported = False
         self.data = _dup(self.steps)
+        self.overlaps = self.data.overlaps
         self.replicate = None if self._replicate_steps is None else _dup(self._replicate_steps)
         self.shard = self.data if self.replicate is None else _dup(self.shard_steps)
 
@@ -75,8 +78,8 @@ class ShardComms:
         return [self.steps] if self._replicate_steps is None else [self.steps, self.shard_steps, self._replicate_steps]
 
     def abort(self, reason: str) -> None:
-        """End the running step on all ranks."""
-        self.holds = False
+        """End the running step on all ranks, because of an error that is raised on this one."""
+        self.reported = True
         self._abort(reason, *self._in_use())
 
     def abort_all(self, reason: str) -> None:
@@ -96,40 +99,28 @@ class ShardComms:
             for comm in comms:
                 comm.abort(reason)
 
-    @contextmanager
-    def first_cause(self) -> Iterator[None]:
-        """Let an error of a group of the mesh break all in use, and raise the first cause, with numbers of `data`.
+    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a function returns that communicates over those in use.
 
-        Without it, ranks of other groups would wait for this one, and a lost rank would have its number in a group.
+        On a mesh, an error of one group breaks all in use, and the first cause is raised, with numbers of `data`:
+        ranks of other groups would wait for this one, and a lost rank would have its number in a group.
         """
         try:
-            yield
+            return call(*args, **kwargs)
         except CommError as error:
-            if self.replicate is None:
-                raise
-            self.abort(f"{type(error).__name__}: {error}")
+            if self.replicate is not None:
+                self.abort(f"{type(error).__name__}: {error}")
             cause = self.data.exception()
-            if isinstance(error, AbortedError | PeerLostError) and cause is not None:
+            self.reported = cause is not None
+            if self.replicate is not None and isinstance(error, AbortedError | PeerLostError) and cause is not None:
                 raise cause from error
             raise
 
-    def replace(self) -> bool:
-        """Make new communicators where those in use have failed. Collective then. Return whether they have.
-
-        Raises:
-            CommError: On a mesh: the step failed in another group, and gradients of this rank are lost. Call it again.
-        """
-        error = self.data.exception()
-        failed = error is not None
-        if error is not None and self.holds and self.replicate is not None:
-            # Passes in no_sync() communicate in the shard group only, so this rank does not know of it.
-            self.abort(f"{type(error).__name__}: {error}")
-            raise error
-        if failed:
-            for comm in self._in_use():
-                comm.close()
-            self._connect()
-        return failed
+    def replace(self) -> None:
+        """Make new communicators instead of those in use, which have failed. Collective."""
+        for comm in self._in_use():
+            comm.close()
+        self._connect()
 
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
         """Continue with the ranks of another communicator. Collective over it."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from unisono.core.staging import OneStream
+from unisono.core.staging import ACCELERATORS
 from unisono.core.tensor_shard import TensorShard
 from unisono.core.tensors import HALVES, divide
 from unisono.core.types import Work
@@ -24,11 +25,10 @@ __all__ = [
     "FlatGradient",
     "FlatParameters",
     "FreedParameter",
+    "OneStream",
     "ParameterBucket",
     "ParameterPiece",
     "ShardedGradient",
-    "free",
-    "refill",
 ]
 
 
@@ -141,7 +141,7 @@ class FlatParameters:
             piece.tensor.detach().copy_(piece.cut(p.detach()))
         self.gradient: FlatGradient | None = None
         if first.requires_grad:
-            self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._dtype)
+            self.gradient = FlatGradient(self.layout, comms, reduce_dtype or self._dtype, self.part.device)
         for name, parameter in named:
             parameter.__dict__["_sharded_name"] = name
         self._make_whole()
@@ -171,7 +171,7 @@ class FlatParameters:
         if self.gradient is not None:
             self.gradient.move_to(self.layout)
         self.changed()
-        refill(self.parameters, self._classes, self._version)
+        self._show(gathered=True)
         self._make_whole()
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -191,25 +191,26 @@ class FlatParameters:
         storage = self._whole.untyped_storage()
         storage.resize_(self._whole.nbytes)
         part = self.part.to(self._whole.dtype)
-        with self._comms.first_cause():
-            if async_op:
-                self._work = self._comms.shard.all_gather_single(self._whole, part, async_op=True)
-                return
-            self._comms.shard.all_gather_single(self._whole, part)
-        self._show_filled()
+        self._work = self._comms.run(self._comms.shard.all_gather_single, self._whole, part, async_op=async_op)
+        if not async_op:
+            self._show(gathered=True)
 
     def finish_gather(self) -> None:
         """Wait until the parameters can be used."""
         if self._work is not None:
             work = self._work
             self._work = None
-            with self._comms.first_cause():
-                work.wait()
-            self._show_filled()
+            self._comms.run(work.wait)
+            self._show(gathered=True)
 
-    def _show_filled(self) -> None:
-        self.gathered = True
-        refill(self.parameters, self._classes, self._version)
+    def _show(self, *, gathered: bool) -> None:
+        """Let parameters be used, or refuse to be, and autograd use what it has saved of them, or refuse that."""
+        self.gathered = gathered
+        classes: Iterable[type] = self._classes if gathered else repeat(FreedParameter)
+        for parameter, cls in zip(self.parameters, classes, strict=False):
+            parameter.__class__ = cls
+        version = self._version if gathered else self._version + 1
+        torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), (version,) * len(self.parameters))
 
     def free(self) -> None:
         """Release the memory of the parameters."""
@@ -219,18 +220,20 @@ class FlatParameters:
             with suppress(CommError):
                 work.wait()
         if self.gathered:
-            self.gathered = False
-            free(self.parameters, self._version + 1)
+            self._show(gathered=False)
         self._whole.untyped_storage().resize_(0)
 
     def changed(self) -> None:
         """Let autograd refuse what it has saved of the parameters, because the elements are others."""
-        self._version = 1 + max(parameter._version for parameter in self.parameters)
+        self._version = 1 + max([parameter._version for parameter in self.parameters])
 
     def written(self) -> str | None:
         """Return the name of a gathered parameter that was changed in place."""
-        pairs = zip(self.names, self.parameters, strict=True) if self.gathered else ()
-        return next((name for name, parameter in pairs if parameter._version != self._version), None)
+        if self.gathered:
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                if parameter._version != self._version:
+                    return name
+        return None
 
     def is_seen_by(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has the parameters' memory."""
@@ -242,10 +245,9 @@ class FlatParameters:
     def show_whole(self) -> torch.Tensor:
         """Let the parameters be views of a new tensor with all elements, and return that. Collective."""
         flat = self.part.new_empty(self.layout.total)
-        with self._comms.first_cause():
-            self._comms.shard.all_gather_single(flat, self.part)
+        self._comms.run(self._comms.shard.all_gather_single, flat, self.part)
         self.changed()
-        self._show_filled()
+        self._show(gathered=True)
         self._point_to(self._views(flat))
         return flat
 
@@ -264,23 +266,31 @@ class FlatParameters:
             parameter.data = parameter.new_empty_strided(parameter.shape, strides).copy_(parameter.data)
             del parameter.__dict__["_sharded_name"]
 
-    # -- gradients ------------------------------------------------------------------------------
-    def take(self, index: int) -> None:
-        """Move a parameter's p.grad into `gradient`."""
-        parameter = self.parameters[index]
-        grad = parameter.grad
-        parameter.grad = None
-        assert grad is not None
-        assert self.gradient is not None
-        if grad.layout != torch.strided:
-            raise RuntimeError(f"{self.names[index]!r} has a sparse gradient, which has no parts. Use sparse=False")
-        with torch.no_grad():
-            self.gradient.take(index, grad)
 
-    def forget(self, index: int) -> None:
-        """Drop a parameter's gradient that is not reduced."""
-        if self.gradient is not None:
-            self.gradient.taken.discard(index)
+class OneStream:
+    """Check that all work of a step on some devices is queued on one stream of each.
+
+    Memory that is freed belongs to the stream on which it was allocated: another stream may still use it then.
+
+    Args:
+        devices: The devices.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [device for device in dict.fromkeys(devices) if device.type in ACCELERATORS]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step on this thread's current streams."""
+        self._streams = list(map(torch.accelerator.current_stream, self._devices))
+
+    def check(self) -> None:
+        """Raise `RuntimeError` unless the current streams are those of the step."""
+        if list(map(torch.accelerator.current_stream, self._devices)) != self._streams:
+            raise RuntimeError(
+                "a sharded model or optimizer was used on several streams in one step. Run the whole forward on one "
+                "stream, or average with GradientAverager, which follows all streams"
+            )
 
 
 class FlatGradient:
@@ -294,6 +304,7 @@ class FlatGradient:
         layout: Places of the parameters, and of padding after them.
         comms: The ranks that share them.
         dtype: Dtype of the message.
+        device: Device of the parameters.
 
     Attributes:
         arrived: Indices of the parameters whose gradient was taken in the running pass and is not reduced yet.
@@ -301,10 +312,11 @@ class FlatGradient:
         reduced: Indices of those whose gradient is reduced, or is being reduced, and not committed.
     """
 
-    def __init__(self, layout: FlatLayout, comms: ShardComms, dtype: torch.dtype) -> None:
+    def __init__(self, layout: FlatLayout, comms: ShardComms, dtype: torch.dtype, device: torch.device) -> None:
         self._layout = layout
         self._comms = comms
         self._dtype = dtype
+        self._stream = OneStream([device])
         self._work: Work | None = None
         self.drop()
 
@@ -314,7 +326,6 @@ class FlatGradient:
             with suppress(CommError):
                 self._work.wait()
         self._work = None
-        self._comms.holds = False
         # Whether `_new` is still to be summed over replicas.
         self._local = False
         self._whole: torch.Tensor | None = None
@@ -332,10 +343,9 @@ class FlatGradient:
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Add a parameter's gradient of this rank. `RuntimeError` if they arrive on several streams."""
         if self._whole is None:
-            self._stream = OneStream([grad.device])
+            self._stream.begin()
             self._whole = grad.new_empty(self._layout.total, dtype=self._dtype)
         self._stream.check()
-        self._comms.holds = True
         start = self._layout.offsets[index]
         place = self._whole[start : start + grad.numel()].view(grad.shape)
         self.arrived.add(index)
@@ -347,7 +357,8 @@ class FlatGradient:
 
     def start_reduce(self, *, async_op: bool) -> None:
         """Begin to average what was taken over all ranks. Collective."""
-        self._finish_average()
+        if self._new is not None:
+            self._finish_average()
         whole = self._whole
         self._whole = None
         assert whole is not None
@@ -369,45 +380,34 @@ class FlatGradient:
             return
         self._new = whole.new_empty(self._layout.part)
         op = "sum" if self._local else "avg"
-        with self._comms.first_cause():
-            if async_op:
-                self._work = self._comms.shard.reduce_scatter_single(self._new, whole, op, async_op=True)
-            else:
-                self._comms.shard.reduce_scatter_single(self._new, whole, op)
+        reduce = self._comms.shard.reduce_scatter_single
+        self._work = self._comms.run(reduce, self._new, whole, op, async_op=async_op)
 
     def finish_reduce(self) -> None:
         """Wait for the last reduction in the shard group, and begin the one between replicas."""
         replicate = self._comms.replicate
-        if replicate is None:
+        if replicate is None or self._local:
             self._wait()
-        if replicate is None or not self._local:
-            return
-        self._wait()
-        self._local = False
-        assert self._new is not None
-        with self._comms.first_cause():
-            if self._async:
-                self._work = replicate.all_reduce(self._new, "sum", async_op=True)
-            else:
-                replicate.all_reduce(self._new, "sum")
+        if replicate is not None and self._local:
+            self._local = False
+            self._work = self._comms.run(replicate.all_reduce, self._new, "sum", async_op=self._async)
 
     def _wait(self) -> None:
         work = self._work
         self._work = None
         if work is not None:
-            with self._comms.first_cause():
-                work.wait()
+            self._comms.run(work.wait)
 
     def _finish_average(self) -> None:
         """Wait until all that was reduced is averaged over all ranks."""
         self.finish_reduce()
         self._wait()
-        if self._new is not None:
-            new = self._new
-            self._new = None
-            if self._comms.replicate is not None and self._dtype not in HALVES:
-                divide(new, self._comms.data.size)
-            self._sum = new if self._sum is None else self._sum.add_(new)
+        new = self._new
+        self._new = None
+        assert new is not None
+        if self._comms.replicate is not None and self._dtype not in HALVES:
+            divide(new, self._comms.data.size)
+        self._sum = new if self._sum is None else self._sum.add_(new)
 
     def commit(self, pieces: Sequence[ParameterPiece]) -> None:
         """Add what was reduced to the gradients of this rank's part: the pass has succeeded on all ranks.
@@ -415,7 +415,8 @@ class FlatGradient:
         Args:
             pieces: This rank's slice of each parameter.
         """
-        self._finish_average()
+        if self._new is not None:
+            self._finish_average()
         begin = self._comms.rank * self._layout.part
         for index in sorted(self.reduced):
             assert self._sum is not None
@@ -425,7 +426,6 @@ class FlatGradient:
             tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
         self._sum = None
         self.reduced = set()
-        self._comms.holds = False
 
 
 class ParameterBucket:
@@ -458,7 +458,7 @@ class ParameterBucket:
         self._cut()
         comms.steps.broadcast(self._flat, 0)
         self._master.copy_(self._part)
-        self.gradient = FlatGradient(self._layout, comms, self._flat.dtype)
+        self.gradient = FlatGradient(self._layout, comms, self._flat.dtype, self._flat.device)
 
     def _cut(self) -> None:
         """Let the parameters be views of a flat tensor, and the pieces slices of this rank's part."""
@@ -623,27 +623,3 @@ class ShardedGradient(_MetadataOnly):
 
 def _name(parameter: torch.Tensor) -> str:
     return str(parameter.__dict__["_sharded_name"])
-
-
-def free(parameters: Sequence[torch.nn.Parameter], version: int) -> None:
-    """Let parameters refuse to be used, and autograd refuse what it has saved of them at another version."""
-    for parameter in parameters:
-        parameter.__class__ = FreedParameter
-    _set_version(parameters, version)
-
-
-def refill(parameters: Sequence[torch.nn.Parameter], classes: Iterable[type], version: int) -> None:
-    """Let parameters be used again.
-
-    Args:
-        parameters: Some of a sharded model.
-        classes: The class that each had before `free`.
-        version: Number of these elements. Autograd uses what it has saved of the parameters at this version.
-    """
-    for parameter, original in zip(parameters, classes, strict=True):
-        parameter.__class__ = original
-    _set_version(parameters, version)
-
-
-def _set_version(parameters: Sequence[torch.nn.Parameter], version: int) -> None:
-    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), (version,) * len(parameters))

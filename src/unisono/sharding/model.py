@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
 from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
-from unisono.sharding.flat_parameters import FlatParameters, ParameterPiece
-from unisono.sharding.runtime import Runtime
-from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step, load_entries, shard_optimizer
-from unisono.sharding.unit import UnitPolicy, make_units, partition, shardable
+from unisono.sharding.flat_parameters import ParameterPiece
+from unisono.sharding.partition import UnitPolicy, partition, shardable
+from unisono.sharding.runtime import Place, Runtime, make_units
+from unisono.sharding.shard_optimizer import ShardOptimizer, load_entries, shard_optimizer
 from unisono.utils.gradient_norms import clip_grad_norm_
 from unisono.utils.parameters import agree_on_parameters, claim, release, share
 
-__all__ = ["Place", "ShardedModel"]
+__all__ = ["ShardedModel"]
 
 
 class ShardedModel:
@@ -107,7 +107,6 @@ class ShardedModel:
         plans = partition(model, units)
         self._model = model
         self._parameters = [p for _, p in named]
-        self._stepping = False
         self._comms = ShardComms(comm, mesh)
         names = [unit.name for unit in plans]
         self._settings = {"units": names, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
@@ -166,53 +165,18 @@ class ShardedModel:
         cut = [{**group, "params": own} for group, own in zip(groups, pieces, strict=True)]
         optimizer = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
         own = [place for group in places for place in group]
-        optimizer.on_zero_grad = [partial(flat.forget, index) for flat, index in own]
+        optimizer.on_zero_grad = partial(self._runtime.forget, own)
         # GradScaler then sets `found_inf`, and always steps.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
-        optimizer.register_step_pre_hook(lambda *_: self._check_step(optimizer, own))
-        optimizer.register_step_post_hook(lambda *_: self._end_step())
-        optimizer.on_error = self._fail_step
+        optimizer.register_step_pre_hook(partial(self._runtime.check_step, own))
+        optimizer.register_step_post_hook(self._runtime.end_step)
+        optimizer.on_error = self._runtime.fail_step
         return optimizer
-
-    def _end_step(self) -> None:
-        self._stepping = False
-        self._runtime.changed()
-
-    def _fail_step(self, error: BaseException) -> None:
-        if self._stepping:
-            self._comms.fail_step(error)
-        self._stepping = False
 
     def _place(self, parameter: torch.Tensor) -> Place:
         if id(parameter) not in self._places:
             raise ValueError("params has a tensor that is no parameter of the sharded model")
         return self._places[id(parameter)]
-
-    def _check_step(self, optimizer: ShardOptimizer, places: Sequence[Place]) -> None:
-        problem: Exception | None = None
-        try:
-            self._check_reduced("optimizer.step()", places)
-        except RuntimeError as error:
-            problem = error
-        scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]
-        if any(scaled):
-            problem = RuntimeError(
-                "GradScaler finds no infinity in other ranks' gradients. Use bfloat16 without a GradScaler"
-            )
-        known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
-        check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.data, problem)
-        # A rank that fails in its next pass then cuts off no other rank's check, so all or none make the step.
-        self._comms.steps.barrier()
-        self._stepping = True
-
-    def _check_reduced(self, action: str, places: Iterable[Place]) -> None:
-        self._runtime.check_idle(action)
-        for flat, index in places:
-            if flat.gradient is not None and index in flat.gradient.taken:
-                raise RuntimeError(
-                    f"{action} follows a backward() inside no_sync(), so the gradient of {flat.names[index]!r} is not "
-                    "averaged. Run the last backward() of a step outside no_sync()"
-                )
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -238,12 +202,12 @@ class ShardedModel:
             >>> un.launch(program, nprocs=2, backend="thread")
             [5.0, 5.0]
         """
-        self._check_reduced("clip_grad_norm_()", self._places.values())
+        self._runtime.check_reduced("clip_grad_norm_()", self._places.values())
         pieces = [flat.pieces[index].tensor for flat, index in self._places.values()]
-        with self._comms.first_cause():
-            return clip_grad_norm_(
-                pieces, max_norm, self._comms.shard, norm_type, error_if_nonfinite=error_if_nonfinite
-            )
+        norm: torch.Tensor = self._comms.run(
+            clip_grad_norm_, pieces, max_norm, self._comms.shard, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+        return norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -436,6 +400,3 @@ class ShardedModel:
         """
         piece = self._pieces[path[0]]
         return piece.start, piece.stop
-
-
-Place = tuple[FlatParameters, int]

@@ -245,9 +245,8 @@ class ShardedOptimizer(Optimizer):
         if not buckets or self._comms.replicate is not None:
             # No rank begins its next pass, which may fail, while another one is not sure of this step.
             self._comms.steps.barrier()
-        with self._comms.first_cause():
-            for work in [bucket.start_gather() for bucket in buckets]:
-                work.wait()
+        for work in [self._comms.run(bucket.start_gather) for bucket in buckets]:
+            self._comms.run(work.wait)
         # Autograd then detects a backward through the old values.
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.parameters])
         self._free_gradients()
@@ -299,8 +298,9 @@ class ShardedOptimizer(Optimizer):
             return torch.nn.utils.clip_grad_norm_([p for _, p in self._named], max_norm, norm_type)
         self._sharder.check_reduced()
         self._sharder.follow_zero_grad()
-        with self._comms.first_cause():
-            return clip_grad_norm_([piece.tensor for piece in self._pieces], max_norm, self._comms.shard, norm_type)
+        pieces = [piece.tensor for piece in self._pieces]
+        norm: torch.Tensor = self._comms.run(clip_grad_norm_, pieces, max_norm, self._comms.shard, norm_type)
+        return norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -518,7 +518,7 @@ class GradientSharder:
     def _begin(self) -> None:
         error = self._comms.data.exception()
         if error is not None:
-            if self.drop():
+            if self.drop() and not self._comms.reported:
                 raise error
             try:
                 self._comms.replace()
@@ -575,7 +575,7 @@ class GradientSharder:
         if self._next > 1:
             # At most one whole bucket is on its way.
             self._buckets[self._next - 2].gradient.finish_reduce()
-        gradient.start_reduce(async_op=self._comms.data.overlaps)
+        gradient.start_reduce(async_op=self._comms.overlaps)
 
     @torch.no_grad()
     def _end(self) -> None:

@@ -1,25 +1,147 @@
-"""Hooks of a sharded model: gather a unit before its modules run, reduce its gradients, free it."""
+"""Units of a sharded model, and its hooks: gather a unit before its modules run, reduce its gradients, free it."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from unisono.core.staging import OneStream
 from unisono.errors import MismatchError
 from unisono.sharding.comms import NO_COPY, ShardComms
-from unisono.sharding.flat_parameters import FlatParameters
-from unisono.sharding.unit import ForwardCall, Unit, recut_units
+from unisono.sharding.flat_parameters import FlatParameters, OneStream
+from unisono.sharding.partition import UnitPlan
+from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step
 from unisono.utils.backward_pass import BackwardTracker, current_pass, watch_outputs
 
-__all__ = ["Runtime"]
+__all__ = ["ForwardCall", "Place", "Runtime", "Unit", "make_units"]
+
+
+class ForwardCall:
+    """One forward of a unit, as its backward sees it."""
+
+    inputs = 0
+    """Number of inputs that get a gradient."""
+    left = 0
+    """Number of those that have none yet."""
+
+
+class Unit:
+    """Parameters that are gathered together, and the modules that are running and need them.
+
+    Args:
+        plan: Its name, modules and parameters.
+        flats: Its parameters, by dtype, device and `requires_grad`.
+
+    Attributes:
+        name, modules, flats: As passed.
+        trained: Those that are trained, with their gradients.
+        gathered: Whether its parameters can be used.
+        running: The modules whose forward is running, the innermost one last.
+        call: The newest forward call.
+        held: Whether its parameters are not to be freed.
+        open: The forward calls that the running backward pass has reached and not left.
+        frees_after_gradients: Whether backward needs no parameter once all have their gradients: none is frozen.
+    """
+
+    def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
+        self.name = plan.name
+        self.modules = plan.modules
+        self.flats = flats
+        self.trained = [(flat, flat.gradient) for flat in flats if flat.gradient is not None]
+        self.gathered = False
+        self.running: list[nn.Module] = []
+        self.held = False
+        self.call = ForwardCall()
+        self.open: set[ForwardCall] = set()
+        self.frees_after_gradients = len(self.trained) == len(flats)
+
+    def free(self) -> None:
+        """Release the memory of its parameters, unless one of its modules is running."""
+        self.open.clear()
+        if not self.running and not self.held:
+            self.gathered = False
+            for flat in self.flats:
+                flat.free()
+
+    def check(self) -> None:
+        """`RuntimeError` if a parameter was unfrozen since the model was sharded."""
+        for flat in self.flats:
+            if flat.gradient is None and any(p.requires_grad for p in flat.parameters):
+                name = next(n for n, p in zip(flat.names, flat.parameters, strict=True) if p.requires_grad)
+                raise RuntimeError(
+                    f"{name!r} was frozen when its model was sharded. Call remove(), and shard the model again"
+                )
+
+    def written(self) -> RuntimeError | None:
+        """Return an error if a gathered parameter was changed in place."""
+        for flat in self.flats:
+            name = flat.written()
+            if name is not None:
+                return RuntimeError(
+                    f"{name!r} was changed in place while its sharded model ran, where each rank has a copy of it that "
+                    "is not kept. Change it inside `with sharded.full_parameters():`"
+                )
+        return None
+
+    def is_seen_by(self, returned: Any) -> bool:
+        """Return whether a tensor of what a module returned is a view of its parameters."""
+        found = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        return any(flat.is_seen_by(leaf) for leaf in found for flat in self.flats)
+
+    def is_complete(self) -> bool:
+        """Return whether each trained parameter has a gradient of the running pass that is not reduced."""
+        for flat, gradient in self.trained:
+            for index, parameter in enumerate(flat.parameters):
+                if parameter.requires_grad and index not in gradient.arrived:
+                    return False
+        return True
+
+
+def make_units(
+    plans: Sequence[UnitPlan],
+    comms: ShardComms,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> list[Unit]:
+    """Shard the parameters of each unit.
+
+    No two messages have one length: the communicator's check then finds ranks that are at different units.
+    """
+    paddings = _Paddings(comms.size)
+    units = []
+    for plan in plans:
+        kinds: dict[object, list[tuple[str, torch.Tensor]]] = {}
+        for name, p in plan.parameters:
+            kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append((name, p))
+        flats = []
+        for named in kinds.values():
+            padding = paddings.of([p for _, p in named])
+            flats.append(FlatParameters(named, comms, padding, param_dtype=param_dtype, reduce_dtype=reduce_dtype))
+        units.append(Unit(plan, flats))
+    return units
+
+
+class _Paddings:
+    """Numbers of elements after the parameters of a flat tensor, with which no two messages have one length."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lengths: set[int] = set()
+
+    def of(self, parameters: Sequence[torch.Tensor]) -> int:
+        used = sum(p.numel() for p in parameters)
+        length = max(1, -(-used // self._size))
+        while length in self._lengths:
+            length += 1
+        self._lengths.add(length)
+        return length * self._size - used
 
 
 class Runtime:
@@ -38,16 +160,20 @@ class Runtime:
 
     def __init__(self, units: Sequence[Unit], comms: ShardComms) -> None:
         self._units = units
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self._trained = [pair for unit in units for pair in unit.trained]
         self._comms = comms
         self.sync = True
-        self._stream = OneStream({p.device for unit in units for flat in unit.flats for p in flat.parameters})
-        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=self._stream.on_cpu)
+        self._stream = OneStream(flat.part.device for flat in self._flats)
+        self._pass = BackwardTracker(
+            self._begin, self._end, self._fail, one_thread=all(flat.part.is_cpu for flat in self._flats)
+        )
         self._handles: list[Any] = []
         self._version = 0  # of changes of the parameters
         # Number of running modules, and the exception that was handled when the outermost one began.
         self._depth = 0
         self._outer: BaseException | None = None
-        self._begun = self._syncing = self._whole = False
+        self._begun = self._syncing = self._whole = self._stepping = False
         # The unit that was gathered after each one, in forward and in backward.
         self._next: dict[tuple[bool, Unit], Unit] = {}
         self._previous: Unit | None = None
@@ -66,7 +192,7 @@ class Runtime:
                     module.register_forward_hook(partial(self._leave, unit), always_call=True),
                 ]
             for flat in unit.flats:
-                for index, parameter in enumerate(flat.parameters if flat.gradient else ()):
+                for index, parameter in enumerate(flat.parameters if flat.gradient is not None else ()):
                     hook = partial(self._arrive, unit, flat, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -77,13 +203,14 @@ class Runtime:
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             raise RuntimeError("torch.compile cannot trace a ShardedModel's hooks. Compile functions inside modules")
-        if self._depth == 0 and not self._in_backward():
+        backward = self._in_backward()
+        if self._depth == 0 and not backward:
             self._begin_forward()
         outermost = not unit.running
         unit.running.append(module)
         self._depth += 1
         unit.check()
-        self._need(unit)
+        self._need(unit, backward=backward)
         if outermost:
             unit.call = ForwardCall()
             if torch.is_grad_enabled() and not unit.frees_after_gradients:
@@ -121,7 +248,7 @@ class Runtime:
         if call not in unit.open:
             unit.open.add(call)
             call.left = call.inputs
-        self._need(unit)
+        self._need(unit, backward=True)
 
     def _leave_backward(self, unit: Unit, call: ForwardCall, _gradient: torch.Tensor) -> None:
         """Free a unit with frozen parameters, because all inputs of its calls have their gradients."""
@@ -134,7 +261,14 @@ class Runtime:
     def _arrive(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
         """Take the gradient that was added to p.grad."""
         self._pass.enter(current_pass())
-        flat.take(index)
+        grad = parameter.grad
+        parameter.grad = None
+        assert grad is not None
+        assert flat.gradient is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"{flat.names[index]!r} has a sparse gradient, which has no parts. Use sparse=False")
+        with torch.no_grad():
+            flat.gradient.take(index, grad)
         if self._syncing and unit.is_complete():
             if unit.frees_after_gradients:
                 unit.free()
@@ -155,39 +289,53 @@ class Runtime:
         self._previous = None
 
     def _recover(self) -> None:
-        """Make a new communicator where a pass has failed, and drop the step. Collective then."""
-        if not self._comms.replace():
+        """Make new communicators where a pass has failed, and drop the step. Collective then.
+
+        Raises:
+            CommError: Another rank's pass has failed, and this rank has lost gradients by it. Call it again.
+        """
+        error = self._comms.data.exception()
+        if error is None:
             return
         # Ranks were at different units, and some may lack gradients of a pass that had ended elsewhere.
         self._next.clear()
         self._latest = None
-        for unit in self._units:
-            unit.drop()
-            for piece in (piece for flat in unit.flats for piece in flat.pieces):
-                piece.tensor.grad = None
+        lost = self._drop()
+        for piece in (piece for flat in self._flats for piece in flat.pieces):
+            piece.tensor.grad = None
+        if lost and self._comms.replicate is not None and not self._comms.reported:
+            # On a mesh, a rank of a group in which no other rank has failed may wait for this one.
+            self._comms.abort(f"{type(error).__name__}: {error}")
+            raise error
+        self._comms.replace()
 
-    def _need(self, unit: Unit) -> None:
+    def _need(self, unit: Unit, *, backward: bool) -> None:
+        """Gather a unit, and where that overlaps begin to gather the one that followed in the step before."""
         self._stream.check()
         if unit.gathered:
             return
-        backward = self._in_backward()
-        overlaps = self._comms.data.overlaps
         if self._previous is not None:
             self._next[backward, self._previous] = unit
         self._previous = unit
         if not backward:
             self._latest = unit
+        overlaps = self._comms.overlaps
+        following = self._next.get((backward, unit)) if overlaps else None
         with torch.no_grad():
-            unit.start_gather(async_op=overlaps)
-            if overlaps and (following := self._next.get((backward, unit))) is not None:
-                following.start_gather(async_op=True)
-            unit.finish_gather()
+            for flat in (*unit.flats, *(following.flats if following is not None else ())):
+                flat.start_gather(async_op=overlaps)
+            for flat in unit.flats:
+                flat.finish_gather()
+        unit.gathered = True
 
     def _reduce(self, unit: Unit) -> None:
+        """Begin to average the gradients of a unit that were taken, after the reduction before."""
         with torch.no_grad():
-            if self._reducing is not None:
-                self._reducing.finish_reduce()
-            unit.start_reduce(async_op=self._comms.data.overlaps)
+            for _, gradient in self._reducing.trained if self._reducing is not None else ():
+                gradient.finish_reduce()
+            for _, gradient in unit.trained:
+                if gradient.taken:
+                    gradient.start_reduce(async_op=self._comms.overlaps)
             self._reducing = unit
 
     # -- backward pass --------------------------------------------------------------------------
@@ -195,20 +343,20 @@ class Runtime:
         self._begun = True
         self._syncing = self.sync
         self._previous = None
-        for unit in self._units:
-            unit.begin_backward()
+        for _, gradient in self._trained:
+            gradient.arrived.clear()
 
     def _end(self) -> None:
         if self._syncing:
             for unit in self._units:
                 if (error := unit.written()) is not None:
                     raise error
-            self._agree()
+            if self._trained:
+                self._agree()
             for unit in self._units:
-                if unit.has_taken():
-                    self._reduce(unit)
-            for unit in self._units:
-                unit.commit()
+                self._reduce(unit)
+            for flat, gradient in self._trained:
+                gradient.commit(flat.pieces)
         self._begun = False
         self._reducing = None
         self.free()
@@ -219,17 +367,25 @@ class Runtime:
         self._begun = False
         self._reducing = None
         self._comms.abort("a backward of the sharded model has failed there")
-        if sum(unit.drop() for unit in self._units) and not self._syncing:
+        if self._drop() and not self._syncing:
             warnings.warn("backward() has raised inside no_sync(): gradients of earlier passes are lost", stacklevel=2)
         self.free()
 
+    def _drop(self) -> bool:
+        """Drop gradients that are not committed. Return whether there were any that are not reduced."""
+        had = any(gradient.taken for _, gradient in self._trained)
+        for _, gradient in self._trained:
+            gradient.drop()
+        return had
+
     def _agree(self) -> None:
         """`MismatchError` on every rank if ranks have gradients of different parameters. Collective."""
-        known = [(name, here) for unit in self._units for name, here in unit.presence()]
-        if not known:
-            return
-        device = next(flat.part.device for unit in self._units for flat in unit.flats)
-        here = torch.tensor([there for _, there in known], dtype=torch.uint8, device=device)
+        known = [
+            (name, index in gradient.taken or index in gradient.reduced)
+            for flat, gradient in self._trained
+            for index, name in enumerate(flat.names)
+        ]
+        here = torch.tensor([there for _, there in known], dtype=torch.uint8, device=self._flats[0].part.device)
         both = torch.cat([here, 1 - here])
         self._comms.data.all_reduce(both, "max")
         differs = (both[: len(known)] & both[len(known) :]).tolist()
@@ -242,6 +398,53 @@ class Runtime:
             )
 
     # -- from step to step ----------------------------------------------------------------------
+    def check_reduced(self, action: str, places: Iterable[Place]) -> None:
+        """`RuntimeError` inside a forward or backward, or if gradients of some parameters are not averaged."""
+        self.check_idle(action)
+        for flat, index in places:
+            if flat.gradient is not None and index in flat.gradient.taken:
+                raise RuntimeError(
+                    f"{action} follows a backward() inside no_sync(), so the gradient of {flat.names[index]!r} is not "
+                    "averaged. Run the last backward() of a step outside no_sync()"
+                )
+
+    def forget(self, places: Iterable[Place]) -> None:
+        """Drop the gradients of some parameters that are not averaged."""
+        for flat, index in places:
+            if flat.gradient is not None:
+                flat.gradient.taken.discard(index)
+
+    def check_step(self, places: Sequence[Place], optimizer: ShardOptimizer, *_: object) -> None:
+        """Hook before an optimizer's step: raise on all ranks unless all make the same one. Collective."""
+        problem: Exception | None = None
+        try:
+            self.check_reduced("optimizer.step()", places)
+        except RuntimeError as error:
+            problem = error
+        scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]
+        if any(scaled):
+            problem = RuntimeError(
+                "GradScaler finds no infinity in other ranks' gradients. Use bfloat16 without a GradScaler"
+            )
+        known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
+        check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.data, problem)
+        # A rank that fails in its next pass then cuts off no other rank's check, so all or none make the step.
+        self._comms.steps.barrier()
+        self._stepping = True
+
+    def end_step(self, *_: object) -> None:
+        """Hook after an optimizer's step."""
+        self._stepping = False
+        self.changed()
+
+    def fail_step(self, error: BaseException) -> None:
+        """Tell the other ranks that an optimizer has raised this error, unless all have raised it before the step."""
+        if self._stepping:
+            self._comms.fail_step(error)
+        elif self._comms.data.exception() is not None:
+            self._comms.reported = True
+        self._stepping = False
+
     def free(self) -> None:
         """Release all units that no running module needs."""
         for unit in self._units:
@@ -251,9 +454,8 @@ class Runtime:
         """Release all units, because this rank's parts have changed."""
         self._version += 1
         self.free()
-        for unit in self._units:
-            for flat in unit.flats:
-                flat.changed()
+        for flat in self._flats:
+            flat.changed()
 
     @contextmanager
     def whole(self, *, writeback: bool) -> Iterator[None]:
@@ -261,18 +463,17 @@ class Runtime:
         self.check_idle("full_parameters()")
         self._recover()
         self.free()
-        flats = [flat for unit in self._units for flat in unit.flats]
-        wholes = [flat.show_whole() for flat in flats]
+        wholes = [flat.show_whole() for flat in self._flats]
         self._whole = True
         for unit in self._units:
-            unit.held = True
+            unit.held = unit.gathered = True
         try:
             yield
         finally:
             self._whole = False
             for unit in self._units:
                 unit.held = False
-            for flat, whole in zip(flats, wholes, strict=True):
+            for flat, whole in zip(self._flats, wholes, strict=True):
                 flat.hide_whole(whole, writeback=writeback)
             self.changed()
 
@@ -284,19 +485,18 @@ class Runtime:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for unit in self._units:
-            for flat in unit.flats:
-                flat.restore()
+        for flat in self._flats:
+            flat.restore()
 
     def recut(self) -> None:
-        """Divide all units among the ranks that the communicator now has, with undefined elements."""
+        """Divide all units among the ranks that the communicator now has. Elements are undefined, gradients dropped."""
         self.free()
-        for unit in self._units:
-            unit.drop()
         # Ranks may have been at different units.
         self._next.clear()
         self._latest = self._previous = self._reducing = None
-        recut_units(self._units, self._comms)
+        paddings = _Paddings(self._comms.size)
+        for flat in self._flats:
+            flat.recut(paddings.of(flat.parameters))
         self.changed()
 
     def check_idle(self, action: str) -> None:
@@ -305,3 +505,7 @@ class Runtime:
             raise RuntimeError(
                 f"{action} was called inside a forward, a backward or full_parameters() of the same sharded model"
             )
+
+
+Place = tuple[FlatParameters, int]
+"""Flat parameters, and the index of one of them."""

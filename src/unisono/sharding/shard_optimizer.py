@@ -54,9 +54,8 @@ class ShardOptimizer(Optimizer):
     """Start and length of each piece that the state is of."""
     shared: frozenset[str]
     """Names of the states that are no elements of a parameter, but equal on all ranks."""
-    on_zero_grad: Sequence[Callable[[], None]] = ()
-    """Called by `zero_grad`: they drop gradients that are not those of the pieces yet."""
-
+    on_zero_grad: Callable[[], None] = staticmethod(lambda: None)
+    """Called by `zero_grad`: drops gradients that are not those of the pieces yet."""
     on_error: Callable[[BaseException], None] = staticmethod(lambda error: None)
     """Called with the error of a step that has raised."""
 
@@ -80,8 +79,7 @@ class ShardOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free all gradients, those of passes that are not averaged too."""
         super().zero_grad(set_to_none)
-        for drop in self.on_zero_grad:
-            drop()
+        self.on_zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as the unsharded optimizer has it, each tensor of a parameter's shape as a `TensorShard`."""

@@ -101,6 +101,68 @@ def test_a_failed_forward_drops_the_earlier_passes_of_its_step() -> None:
     assert un.launch(program, 2, "thread", timeout=20) == [True, True]
 
 
+def goes_wrong_in_a_later_forward(comm: un.Communicator, model: nn.Module) -> None:
+    """Let rank 1's next forward fail before any unit is gathered, and the other ranks begin theirs afterwards."""
+    if comm.rank == 1:
+        handle = model.register_forward_pre_hook(lambda *_: fail_on(1, comm))
+        with pytest.raises(KeyError):
+            model(batch(1, 1))
+        handle.remove()
+    comm.barrier()
+
+
+def test_a_rank_that_begins_its_pass_after_another_has_failed_hears_that_its_gradients_are_lost() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model = layers()
+        sharded = ShardedModel(model, comm)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        goes_wrong_in_a_later_forward(comm, model)
+        if comm.rank != 1:
+            with pytest.raises(AbortedError, match="KeyError"):
+                loss_of(model, batch(comm.rank, 1)).backward()
+        # All ranks begin the step again.
+        loss_of(model, batch(comm.rank, 2)).backward()
+        fresh = layers()
+        other = ShardedModel(fresh, comm)
+        loss_of(fresh, batch(comm.rank, 2)).backward()
+        return torch.equal(sharded.clip_grad_norm_(1e9), other.clip_grad_norm_(1e9))
+
+    assert un.launch(program, 3, "thread", timeout=20) == [True, True, True]
+
+
+@pytest.mark.parametrize("way", ["step", "clip_grad_norm_"])
+def test_a_rank_hears_once_that_its_gradients_are_lost(way: str) -> None:
+    def program(comm: un.Communicator) -> float:
+        model = layers()
+        sharded = ShardedModel(model, comm)
+        optimizer = sharded.optimizer(SGD, lr=0.1)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        goes_wrong_in_a_later_forward(comm, model)
+        if comm.rank != 1:
+            with pytest.raises(AbortedError, match="KeyError"):
+                optimizer.step() if way == "step" else sharded.clip_grad_norm_(1.0)
+        loss_of(model, batch(comm.rank, 2)).backward()
+        optimizer.step()
+        return sharded.clip_grad_norm_(1e9).item()
+
+    assert len(set(un.launch(program, 3, "thread", timeout=20))) == 1
+
+
+def test_a_rank_that_has_no_gradients_does_not_hear_of_a_failed_forward() -> None:
+    def program(comm: un.Communicator) -> float:
+        model = layers()
+        sharded = ShardedModel(model, comm)
+        optimizer = sharded.optimizer(SGD, lr=0.1)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        goes_wrong_in_a_later_forward(comm, model)
+        loss_of(model, batch(comm.rank, 2)).backward()
+        return sharded.clip_grad_norm_(1e9).item()
+
+    assert len(set(un.launch(program, 3, "thread", timeout=20))) == 1
+
+
 def skips(comm: un.Communicator, model: nn.Module, optimizer: Any) -> None:
     """Train with two batches of each rank; rank 1 skips batch 1, whose loss raises, and has another one."""
     for number in (0, 1) if comm.rank == 0 else (0, 1, 2):

@@ -58,7 +58,8 @@ class ShardedModel:
         MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient of
             a parameter. From a forward or `backward()`: ranks run different units, or one has skipped a backward.
         AbortedError: Another rank's forward or backward has raised. All ranks drop the gradients of the step, those of
-            its earlier passes too; the next step is correct.
+            its earlier passes too; the next step is correct. A rank that had finished its pass when the other one
+            failed raises it from its next forward, `clip_grad_norm_()` or `step()`, once.
         RuntimeError: From a forward: a parameter was unfrozen, or changed in place. From `backward()`: parameters were
             changed since the forward, or a gradient is sparse.
 

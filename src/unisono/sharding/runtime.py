@@ -174,6 +174,8 @@ class Runtime:
         self._depth = 0
         self._outer: BaseException | None = None
         self._begun = self._syncing = self._whole = self._stepping = False
+        # Whether a backward pass has begun after the last step.
+        self._unstepped = False
         # The unit that was gathered after each one, in forward and in backward.
         self._next: dict[tuple[bool, Unit], Unit] = {}
         self._previous: Unit | None = None
@@ -302,8 +304,9 @@ class Runtime:
         self._latest = None
         lost = self._drop()
         for piece in (piece for flat in self._flats for piece in flat.pieces):
+            lost = lost or piece.tensor.grad is not None
             piece.tensor.grad = None
-        if lost and self._comms.replicate is not None and not self._comms.reported:
+        if lost and self._unstepped and not self._comms.reported:
             # On a mesh, a rank of a group in which no other rank has failed may wait for this one.
             self._comms.abort(f"{type(error).__name__}: {error}")
             raise error
@@ -340,7 +343,7 @@ class Runtime:
 
     # -- backward pass --------------------------------------------------------------------------
     def _begin(self) -> None:
-        self._begun = True
+        self._begun = self._unstepped = True
         self._syncing = self.sync
         self._previous = None
         for _, gradient in self._trained:
@@ -434,7 +437,7 @@ class Runtime:
 
     def end_step(self, *_: object) -> None:
         """Hook after an optimizer's step."""
-        self._stepping = False
+        self._stepping = self._unstepped = False
         self.changed()
 
     def fail_step(self, error: BaseException) -> None:

@@ -1122,7 +1122,7 @@ class Communicator:
         self._engine.enter("broadcast_object")
         self._check_rank(src, "src")
         data = encode(obj, self.rank, trusted) if self.rank == src else b""
-        length = self._numbers([len(data)])
+        length = torch.tensor([len(data)], device=self.device)
         self.broadcast(length, src, timeout=timeout)
         buffer = self._bytes(data) if self.rank == src else self._blank(int(length.item()))
         self.broadcast(buffer, src, timeout=timeout)
@@ -1175,7 +1175,7 @@ class Communicator:
         buffer = self._bytes(data)
         here = dst == self.rank
         lengths = [self._blank(8).view(torch.int64) for _ in range(self.size)] if here else None
-        self.gather(self._numbers([buffer.numel()]), lengths, dst, timeout=timeout)
+        self.gather(torch.tensor([buffer.numel()], device=self.device), lengths, dst, timeout=timeout)
         counts = [int(n.item()) for n in lengths] if lengths is not None else [0] * self.size
         collected = self._blank(sum(counts))
         sent = [buffer.numel() if r == dst else 0 for r in range(self.size)]
@@ -1184,12 +1184,7 @@ class Communicator:
         return [decode(part, trusted) for part in collected.split(counts)] if here else None
 
     def scatter_object(
-        self,
-        objs: Sequence[Any] | None = None,
-        src: int = 0,
-        *,
-        trusted: bool = False,
-        timeout: Timeout | None = None,
+        self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False, timeout: Timeout | None = None
     ) -> Any:
         """Return entry r of rank `src`'s list on rank r; the other ranks pass no list. Collective.
 
@@ -1211,21 +1206,16 @@ class Communicator:
         self._engine.enter("scatter_object")
         self._check_rank(src, "src")
         parts = encode_each(objs, self.rank, self.size, trusted) if self.rank == src else []
-        length = self._numbers([0])
-        self.scatter(length, [self._numbers([len(p)]) for p in parts] or None, src, timeout=timeout)
+        length = torch.tensor([0], device=self.device)
+        self.scatter(length, [length.new_tensor([len(p)]) for p in parts] or None, src, timeout=timeout)
         received = self._blank(int(length.item()))
         given = [len(p) for p in parts] or [0] * self.size
         taken = [received.numel() if r == src else 0 for r in range(self.size)]
         self.all_to_all_single(received, self._bytes(b"".join(parts)), taken, given, timeout=timeout)
         return decode(received, trusted)
 
-    def _numbers(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
-
     def _bytes(self, data: bytes) -> torch.Tensor:
-        if not data:
-            return self._blank(0)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device) if data else self._blank(0)
 
     def _blank(self, length: int) -> torch.Tensor:
         return torch.empty(length, dtype=torch.uint8, device=self.device)

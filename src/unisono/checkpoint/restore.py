@@ -235,9 +235,9 @@ class Restorer:
             return self._match_dict(target, items, path, mode, like if fresh else None)
         if isinstance(target, (list, tuple)) and elements is not None and len(elements) == len(target):
             return self._match_list(target, node, elements, path, mode, fresh)
-        if firm and isinstance(target, (list, tuple)) and elements is not None and has_objects(target):
+        if firm and isinstance(target, (list, tuple)) and elements is not None and _has_objects(target):
             self._problems.append(f"{path!r} has {len(elements)} entries in it, {len(target)} here")
-        elif firm and has_tensors(target) and (isinstance(target, (dict, torch.Tensor)) or has_objects(target)):
+        elif firm and _has_tensors(target) and (isinstance(target, (dict, torch.Tensor)) or _has_objects(target)):
             self._problems.append(f"{path!r} is a {type(target).__name__} here, but not in it")
         build = self._create(node)
         if not isinstance(target, list) or fresh or elements is None:
@@ -309,7 +309,7 @@ class Restorer:
         ties = _ties(target) if assign else []
 
         def load(state: Any) -> None:
-            made = state if versions is None else with_versions(state, versions(), target)
+            made = state if versions is None else _with_versions(state, versions(), target)
             target.load_state_dict(made, strict=self._strict, assign=assign)
             for owner, leaf, tied in ties:
                 setattr(owner, leaf, target.get_parameter(tied))
@@ -372,7 +372,7 @@ class Restorer:
         entry = self.entries[name]
         if is_lazy(target):
             return lambda: self.values[name]
-        why = misfit(target, entry)
+        why = _misfit(target, entry)
         if why and mode != "loose":
             self._problems.append(f"{path!r} {why}")
         if why or target.is_meta:
@@ -392,7 +392,7 @@ class Restorer:
 
     def _match_shard(self, shard: TensorShard, node: Node, path: str) -> _Build:
         name = str(node["$tensor"]) if tag_of(node) == "$tensor" else None
-        why = misfit(shard, self.entries[name]) if name else "is a TensorShard here, but no tensor in it"
+        why = _misfit(shard, self.entries[name]) if name else "is a TensorShard here, but no tensor in it"
         if why:
             self._problems.append(f"{path!r} {why}")
         self.late.shards.append((name or "", shard))
@@ -403,7 +403,7 @@ class Restorer:
     ) -> _Build:
         """`made`: what to fill in place of the target, if anything."""
         fresh = made is not None
-        if mode == "strict" and not fresh and not has_tensors(target):
+        if mode == "strict" and not fresh and not _has_tensors(target):
             mode = "loose"
         if mode in ("top", "strict") and self._strict:
             self._missing += [join(path, key) for key in target if key not in items]
@@ -545,12 +545,12 @@ def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> C
     return source
 
 
-def has_tensors(value: Any) -> bool:
+def _has_tensors(value: Any) -> bool:
     """Return whether a value contains tensors or objects, and so has a shape that a checkpoint must fit."""
     return _any(value, lambda one: isinstance(one, torch.Tensor) or _is_object(one))
 
 
-def has_objects(value: Any) -> bool:
+def _has_objects(value: Any) -> bool:
     """Return whether a value contains objects, which cannot be replaced by created values."""
     return _any(value, _is_object)
 
@@ -565,7 +565,7 @@ def _any(value: Any, holds: Callable[[Any], bool]) -> bool:
     return holds(value)
 
 
-def misfit(target: torch.Tensor | TensorShard, entry: TensorEntry) -> str | None:
+def _misfit(target: torch.Tensor | TensorShard, entry: TensorEntry) -> str | None:
     """Return the reason that a tensor cannot hold the saved values; None if it can."""
     if tuple(target.shape) != entry.shape:
         return f"has shape {entry.shape} in it, {tuple(target.shape)} here"
@@ -593,7 +593,7 @@ def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
     return large.min <= small.min and small.max <= large.max
 
 
-def with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+def _with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     """A module's state with the saved versions of its modules as metadata; version 1 where none was saved."""
     made = OrderedDict(state)
     versions = {name: saved.get(name, {"version": 1}) for name, _ in module.named_modules(remove_duplicate=False)}

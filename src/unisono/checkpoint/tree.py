@@ -60,7 +60,7 @@ __all__ = [
 Node = Any
 """A value as JSON has it: None, bool, int, float, str, list, dict."""
 
-MAX_DEPTH = 100
+_MAX_DEPTH = 100
 _LONG = 64
 _INT64 = 1 << 63
 DICTS: dict[str, Callable[[], dict[Any, Any]]] = {
@@ -261,8 +261,8 @@ class Packer:
 
     def pack(self, value: Any, path: str = "", depth: int = 0) -> Node:
         """The tree of a value. `TypeError` names the part that cannot be saved, and its place."""
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{path!r} nests deeper than {MAX_DEPTH}, or contains itself")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"{path!r} nests deeper than {_MAX_DEPTH}, or contains itself")
         if value is None or type(value) in (bool, str):
             return value
         if type(value) is int:
@@ -433,7 +433,7 @@ def tag_of(node: Node) -> str | None:
 def tagged(tree: Node) -> Iterator[tuple[str, Any]]:
     """Every value with a tag: its tag and its content. Level by level, because a hostile tree may be deep."""
     level = [tree]
-    for _ in range(4 * MAX_DEPTH):
+    for _ in range(4 * _MAX_DEPTH):
         inner: list[Node] = []
         for node in level:
             if isinstance(node, dict):
@@ -446,7 +446,7 @@ def tagged(tree: Node) -> Iterator[tuple[str, Any]]:
         if not inner:
             return
         level = inner
-    raise FormatError(f"its state nests deeper than {4 * MAX_DEPTH}")
+    raise FormatError(f"its state nests deeper than {4 * _MAX_DEPTH}")
 
 
 def names_in(node: Node) -> Iterator[str]:

@@ -15,15 +15,14 @@ import torch
 from loading import load
 
 from unisono.checkpoint import (
-    background,
     collective,
     manifest,
     reader,
     restore,
     saver,
+    storage,
 )
 from unisono.checkpoint import loader as loading
-from unisono.checkpoint.storage import local
 from unisono.errors import CommError
 
 UNIT = Path(__file__).parents[1] / "unit"
@@ -68,48 +67,48 @@ def differences(folder: Path) -> None:
 
 
 def files_are_not_synced(patch: Patch) -> None:
-    patch.setattr(local.LocalSink, "settle", lambda self: os.close(self._fd))
+    patch.setattr(storage.LocalSink, "settle", lambda self: os.close(self._fd))
 
 
 def directories_are_not_synced(patch: Patch) -> None:
-    patch.setattr(local, "_sync_directory", lambda path: None)
+    patch.setattr(storage, "_sync_directory", lambda path: None)
 
 
 def the_manifest_is_overwritten(patch: Patch) -> None:
-    def publish(self: local.LocalStorage, name: str, data: bytes) -> None:
+    def publish(self: storage.LocalStorage, name: str, data: bytes) -> None:
         fd = os.open(self._root / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.write(fd, data)
         os.fsync(fd)
         os.close(fd)
 
-    patch.setattr(local.LocalStorage, "publish", publish)
+    patch.setattr(storage.LocalStorage, "publish", publish)
 
 
 def old_files_go_before_the_new_manifest(patch: Patch) -> None:
     real = saver._publish
 
-    def publish(snapshot: Any, parts: Any, storage: Any, save_id: str, *more: Any) -> None:
-        saver._tidy(storage, save_id)
-        real(snapshot, parts, storage, save_id, *more)
+    def publish(snapshot: Any, parts: Any, where: Any, save_id: str, *more: Any) -> None:
+        saver._remove_files(where, more[-1].replaced)
+        real(snapshot, parts, where, save_id, *more)
 
     patch.setattr(saver, "_publish", publish)
 
 
 def the_manifest_comes_before_the_files_are_durable(patch: Patch) -> None:
-    real = local.LocalSink.settle
+    real = storage.LocalSink.settle
 
-    def settle(self: local.LocalSink) -> None:
+    def settle(self: storage.LocalSink) -> None:
         if self._path.suffix == ".safetensors":
             os.close(self._fd)
         else:
             real(self)
 
-    patch.setattr(local.LocalSink, "settle", settle)
+    patch.setattr(storage.LocalSink, "settle", settle)
 
 
 def what_failed_stays(patch: Patch) -> None:
-    patch.setattr(local.LocalSink, "abandon", lambda self: os.close(self._fd))
-    patch.setattr(local.LocalStorage, "remove", lambda self, *names: None)
+    patch.setattr(storage.LocalSink, "abandon", lambda self: os.close(self._fd))
+    patch.setattr(storage.LocalStorage, "remove", lambda self, *names: None)
 
 
 def ranks_are_not_compared(patch: Patch) -> None:
@@ -126,8 +125,7 @@ def the_copy_is_a_view(patch: Patch) -> None:
 
 
 def saves_overtake_each_other(patch: Patch) -> None:
-    patch.setattr(background, "finish_earlier", lambda path, comm: None)
-    patch.setattr("unisono.checkpoint.api.finish_earlier", lambda path, comm: None)
+    patch.setattr(saver, "finish_earlier", lambda path, comm: None)
 
 
 # -- loading -----------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def values_may_take_any_memory(patch: Patch) -> None:
 
 
 def a_save_is_left_behind(patch: Patch) -> None:
-    patch.setattr(background._SaveQueue, "_finish", lambda self: None)
+    patch.setattr(collective._SaveQueue, "_finish", lambda self: None)
 
 
 def strided_memory_is_forgotten(patch: Patch) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import unisono as un
 from unisono.checkpoint import CheckpointError, PerRank
-from unisono.checkpoint.storage.local import LocalSink
+from unisono.checkpoint.storage import LocalSink
 from unisono.testing import run_ranks
 
 

@@ -15,7 +15,7 @@ from checkpoint_samples import equal, flat_of
 
 import unisono as un
 from unisono.checkpoint import CorruptError, StorageError, reader
-from unisono.checkpoint.storage.local import LocalSource, LocalStorage
+from unisono.checkpoint.storage import LocalSource, LocalStorage
 from unisono.testing import run_ranks
 
 

@@ -163,7 +163,7 @@ def test_ranks_with_the_whole_tensor_and_with_parts(
     whole = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     tied = {"a": whole, "b": whole}
     un.checkpoint.save(tmp_path, tied)
-    monkeypatch.setattr("unisono.checkpoint.storage.local.LocalStorage.kept", kept)
+    monkeypatch.setattr("unisono.checkpoint.storage.LocalStorage.kept", kept)
 
     def program(comm: un.Communicator) -> None:
         states: list[dict[str, Any]] = [

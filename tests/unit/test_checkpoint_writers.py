@@ -18,8 +18,7 @@ import torch
 
 import unisono as un
 from unisono.checkpoint import Checkpointer, CheckpointError
-from unisono.checkpoint.storage import storage_at
-from unisono.checkpoint.storage.local import LocalStorage
+from unisono.checkpoint.storage import LocalStorage, storage_at
 from unisono.testing import pool
 
 LOCK = "manifest.json.lock"

@@ -6,12 +6,11 @@ state = un.checkpoint.load("runs/7/last", {"model": model, "optimizer": optimize
 
 from __future__ import annotations
 
-from unisono.checkpoint.api import async_save, load, save
 from unisono.checkpoint.archive import Archive, open_archive
-from unisono.checkpoint.background import SaveHandle
 from unisono.checkpoint.checkpointer import Checkpointer
+from unisono.checkpoint.collective import SaveHandle
 from unisono.checkpoint.conversion import convert
-from unisono.checkpoint.divergence import assert_in_sync
+from unisono.checkpoint.divergence import assert_in_sync, sync
 from unisono.checkpoint.errors import (
     CheckpointError,
     CorruptError,
@@ -20,10 +19,12 @@ from unisono.checkpoint.errors import (
     StateError,
     StorageError,
 )
+from unisono.checkpoint.loader import load
 from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.saver import async_save, save
 from unisono.checkpoint.storage import Storage
 from unisono.checkpoint.tree import RNG, PerRank
-from unisono.checkpoint.verification import latest, sync, verify
+from unisono.checkpoint.verification import latest, verify
 from unisono.core.tensor_shard import TensorShard
 
 __all__ = [

@@ -9,13 +9,12 @@ from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from unisono.checkpoint.api import Path, load, start, write
-from unisono.checkpoint.background import SaveHandle
-from unisono.checkpoint.collective import CollectiveScope
+from unisono.checkpoint.collective import CollectiveScope, SaveHandle
 from unisono.checkpoint.errors import CheckpointError, CorruptError, NoCheckpointError
-from unisono.checkpoint.loader import MapLocation
+from unisono.checkpoint.loader import MapLocation, load
 from unisono.checkpoint.manifest import FILE, MANIFEST
 from unisono.checkpoint.save_lock import is_locked
+from unisono.checkpoint.saver import Path, start, write
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.verification import complete
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -11,26 +12,121 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from unisono.checkpoint.collective import CollectiveScope
+from unisono.checkpoint.collective import CollectiveScope, finish_earlier
 from unisono.checkpoint.errors import CheckpointError, CorruptError, StateError
 from unisono.checkpoint.manifest import BLOCK, HELD, Manifest, TensorEntry
-from unisono.checkpoint.reader import Block, ByteRanges, Files, ReadWindow, assign, read_manifest, windows_of
+from unisono.checkpoint.reader import (
+    Block,
+    ByteCallback,
+    ByteRanges,
+    Files,
+    ReadWindow,
+    assign,
+    read_manifest,
+    windows_of,
+)
 from unisono.checkpoint.restore import Restorer, Wanted, remapped_rank
 from unisono.checkpoint.saver import Progress
-from unisono.checkpoint.storage import Storage
+from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.tree import as_bytes, memory_of
-from unisono.checkpoint.writer import ByteCallback
+from unisono.checkpoint.verification import last_good
 from unisono.core.tensor_shard import TensorShard
+from unisono.core.types import Timeout
 
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["Destination", "LoadOptions", "MapLocation", "TensorLoader", "check_location", "device_for", "load_state"]
+__all__ = [
+    "Destination",
+    "LoadOptions",
+    "MapLocation",
+    "TensorLoader",
+    "check_location",
+    "device_for",
+    "load",
+    "load_state",
+]
+
+MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
 
 _ATTEMPTS = 20
 """Of a load whose files another process replaces meanwhile: a writer may save every millisecond."""
 _SMALL = HELD
 """Bytes a rank up to which everything is checked before anything is changed."""
+
+
+def load(
+    path: str | os.PathLike[str] | Storage,
+    state: Any = None,
+    comm: Communicator | None = None,
+    map_location: MapLocation = None,
+    *,
+    strict: bool = True,
+    check: bool | Literal["first"] = True,
+    timeout: Timeout | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Load a checkpoint into a state, in place, and return the state.
+
+    Collective. More or fewer ranks may load than saved. Nothing is changed before the state is known to fit, all files
+    to exist, and objects of up to 64 MiB to accept their states. States of optimizers go to the parameters of the same
+    names; modules that adapt what they load do so as under torch.
+
+    On each host every byte is read from the disk once: each rank reads a share, and copies the other shares from the
+    page cache; for storage without one, such as `s3://...`, the ranks broadcast their shares.
+
+    Args:
+        path: As passed to `save`.
+        state: Of the same shape as was saved; entries that a dict leaves out are not read. Tensors, modules
+            and objects are updated in place; numbers and strings are replaced in their dict or list. None creates
+            everything: tensors, and dicts instead of objects. Of a `TensorShard` only its elements are read, in blocks
+            of 4 MiB.
+        comm: The ranks that load together; None is this process alone.
+        map_location: Device of tensors that are created: a device, a dict from saved devices to others, or a
+            function, as for `torch.load`; but the CPU if None. Existing tensors stay on their device.
+        strict: Names that only one of module and checkpoint has are an error.
+        check: Compare all bytes with their digests as they are read. "first" does so before anything is changed, in a
+            separate pass; so does True if a rank has at most 4 MiB to read. If a larger checkpoint is damaged, some
+            tensors of the state are already overwritten when the error is raised, and the message says so.
+        timeout: As for `save`.
+        progress: Called with the bytes that are in place, and with the total.
+
+    Returns:
+        `state` itself if it is a dict, list, tensor or object; else a new value.
+
+    Raises:
+        NoCheckpointError: There is none, or only an unfinished one.
+        CorruptError: It is damaged; tensors are named, and the last good checkpoint beside it.
+        FormatError: It was written by a newer version.
+        StateError: It is of another model: missing and unexpected names, shapes, and dtypes that would change values;
+            or an object refuses its state. The message says what was changed, if anything.
+        StorageError: It cannot be read.
+        TypeError, ValueError: `map_location` is not as described.
+
+    Per-rank values of rank r are loaded by rank r if the number of ranks is unchanged. Otherwise rank r loads those of
+    rank r mod p, but random generators from rank p on stay unchanged (see `PerRank`).
+
+    Cost: each byte is read from the disk once a host, as long as its memory holds 32 MiB for each rank; on each rank it
+    is copied once, straight into its tensor, and hashed there.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp()
+        >>> un.checkpoint.save(path, {"w": torch.ones(2), "epoch": 3})
+        >>> un.checkpoint.load(path, {"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
+    """
+    storage = storage_at(path)
+    finish_earlier(storage.where, comm, raises=False)
+    team = CollectiveScope(comm, "load", storage.where, timeout)
+    try:
+        return load_state(storage, state, team, LoadOptions(map_location, strict, check, progress))
+    except StateError:
+        raise
+    except CheckpointError as error:
+        good = team.first(lambda: last_good(storage))
+        error.message += f"; the last good checkpoint beside it is {good}" if good else "; there is no other beside it"
+        raise
 
 
 def load_state(storage: Storage, state: Any, team: CollectiveScope, options: LoadOptions) -> Any:
@@ -380,9 +476,6 @@ class TensorLoader:
         if spare is None or spare.numel() < length:
             spare = self._spare[use] = torch.empty(max(length, BLOCK), dtype=torch.uint8)
         return spare[:length]
-
-
-MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
 
 
 def device_for(saved: str, map_location: MapLocation) -> torch.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -368,27 +368,18 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:200]
 
 
-def hasher() -> Any:
-    """Something with `update` and `hexdigest`."""
-    return xxhash.xxh3_128()
+hasher = xxhash.xxh3_128
+"""Maker of something with `update` and `hexdigest`."""
+
+digest = xxhash.xxh3_128_hexdigest
+"""Digest of all bytes of a buffer: 32 hexadecimal digits."""
 
 
-def digest(data: Any) -> str:
-    """Digest of all bytes of a buffer: 32 hexadecimal digits.
-
-    Example:
-        >>> digest(b"unisono")
-        'd3d84b12d90a590aa13098ab94976dfb'
-    """
-    return str(xxhash.xxh3_128_hexdigest(data))
-
-
-def blocks(start: int, stop: int, most: int = BLOCK) -> Iterator[tuple[int, int]]:
+def blocks(start: int, stop: int, most: int = BLOCK) -> list[tuple[int, int]]:
     """Cut a range into pieces of at most so many bytes.
 
     Example:
-        >>> list(blocks(10, 15, 2))
+        >>> blocks(10, 15, 2)
         [(10, 12), (12, 14), (14, 15)]
     """
-    for low in range(start, stop, most):
-        yield low, min(low + most, stop)
+    return [(low, min(low + most, stop)) for low in range(start, stop, most)]

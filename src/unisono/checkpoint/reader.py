@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from unisono.checkpoint.errors import CorruptError, NoCheckpointError, listed
 from unisono.checkpoint.manifest import BLOCK, CHUNK, FILE, GRANTED, MANIFEST, Manifest, blocks, cost_of, hasher
-from unisono.checkpoint.storage import Source, Storage
-from unisono.checkpoint.writer import ByteCallback
+from unisono.checkpoint.storage import Source, Storage, contents
 
-__all__ = ["Block", "ByteRanges", "Files", "ReadWindow", "assign", "names_in_headers", "read_manifest", "windows_of"]
+__all__ = [
+    "Block",
+    "ByteCallback",
+    "ByteRanges",
+    "Files",
+    "ReadWindow",
+    "assign",
+    "names_in_headers",
+    "read_manifest",
+    "windows_of",
+]
 
 _MOST_MANIFEST = 1 << 30
 _AHEAD = 16
@@ -21,6 +30,10 @@ _AHEAD = 16
 _MOST_HEADER = 4 << 20
 _MOST_OPEN = 256
 """Open files at a time: the usual limit of a process is 1024, and as many ranks may have saved."""
+
+
+ByteCallback = Callable[[int], None]
+"""Called with how many more bytes are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,15 +241,10 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
             f"{MANIFEST} has {sizes[MANIFEST]} bytes, more than any manifest", tensors=names_in_headers(storage)
         )
     try:
-        source = storage.open(MANIFEST)
+        data = contents(storage, MANIFEST)
     except FileNotFoundError:
         # Another process has removed the checkpoint meanwhile.
         raise NoCheckpointError("there is none") from None
-    try:
-        data = bytearray(source.size)
-        source.read(0, memoryview(data))
-    finally:
-        source.close()
     try:
         manifest = Manifest.from_bytes(data, sum(size for name, size in sizes.items() if FILE.fullmatch(name)))
     except CorruptError as error:

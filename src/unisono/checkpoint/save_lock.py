@@ -11,7 +11,7 @@ from typing import Any
 
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import FILE, MANIFEST
-from unisono.checkpoint.storage import Storage
+from unisono.checkpoint.storage import Storage, contents
 from unisono.host.processes import process_space, started
 
 __all__ = ["SaveLock", "is_locked"]
@@ -78,7 +78,9 @@ class SaveLock:
     def _take(self) -> None:
         other: dict[str, Any] = {}
         for tries in range(2 * _WAITS):
-            if self._is_taken():
+            self._note_published()
+            self._card["replaced"] = sorted(self.replaced)
+            if self._storage.lock(_NAME, json.dumps(self._card).encode()):
                 return
             other = _card_at(self._storage)
             if _is_alive(other):
@@ -93,13 +95,8 @@ class SaveLock:
                 time.sleep(_WAIT_S)
         raise CheckpointError(_told(other))
 
-    def _is_taken(self) -> bool:
-        self._note_published()
-        self._card["replaced"] = sorted(self.replaced)
-        return self._storage.lock(_NAME, json.dumps(self._card).encode())
-
     def _note_published(self) -> None:
-        self.replaced.update(FILE.findall(_contents(self._storage, MANIFEST)))
+        self.replaced.update(FILE.findall(_text_of(self._storage, MANIFEST)))
 
     def check(self) -> None:
         """Raise `CheckpointError` if another save has taken the lock over meanwhile."""
@@ -139,25 +136,19 @@ def is_locked(storage: Storage) -> bool:
 def _card_at(storage: Storage) -> dict[str, Any]:
     """Return what the lock of a path says; nothing if there is none, or it says nothing."""
     try:
-        found = json.loads(_contents(storage, _NAME))
+        found = json.loads(_text_of(storage, _NAME))
     except ValueError:
         return {}
     if not isinstance(found, dict) or {key: type(found.get(key)) for key in _FORM} != _FORM:
         return {}
-    return found if all(isinstance(name, str) for name in found["replaced"]) else {}
+    return found if {*map(type, found["replaced"])} <= {str} else {}
 
 
-def _contents(storage: Storage, name: str) -> str:
+def _text_of(storage: Storage, name: str) -> str:
     try:
-        source = storage.open(name)
+        return contents(storage, name).decode(errors="replace")
     except FileNotFoundError:
         return ""
-    try:
-        data = bytearray(source.size)
-        source.read(0, memoryview(data))
-        return data.decode(errors="replace")
-    finally:
-        source.close()
 
 
 def _is_alive(card: dict[str, Any]) -> bool:

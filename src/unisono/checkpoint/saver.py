@@ -9,16 +9,18 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.checkpoint.collective import CollectiveScope
+from unisono.checkpoint.collective import CollectiveScope, SaveHandle, begin, finish_earlier
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import (
+    BLOCK,
     CHUNK,
     FILE,
     MANIFEST,
@@ -26,29 +28,45 @@ from unisono.checkpoint.manifest import (
     FilePiece,
     Manifest,
     TensorEntry,
-    blocks,
     digest,
     hasher,
 )
 from unisono.checkpoint.save_lock import SaveLock
-from unisono.checkpoint.storage import Storage
-from unisono.checkpoint.tree import DTYPE_NAMES, Captured, Node, as_bytes, capture, dtype_of, leaves, memory_of
-from unisono.checkpoint.writer import Shard, write_file
+from unisono.checkpoint.storage import Sink, Storage, contents, storage_at
+from unisono.checkpoint.tree import (
+    DTYPE_NAMES,
+    Captured,
+    as_bytes,
+    capture,
+    dtype_of,
+    leaves,
+    memory_of,
+    safetensors_form,
+)
 from unisono.core.tensor_shard import TensorShard
+from unisono.core.types import Timeout
 from unisono.errors import MismatchError
+
+if TYPE_CHECKING:
+    from unisono.communicator import Communicator
 
 __all__ = [
     "ByteShare",
+    "Path",
+    "Portion",
     "PreparedState",
     "Progress",
-    "TensorShard",
+    "async_save",
     "check_ranges",
     "commit",
-    "outline",
     "prepare",
+    "save",
     "shares",
+    "start",
+    "write",
 ]
 
+Path = str | os.PathLike[str] | Storage
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has processed, and with its total."""
 
@@ -56,6 +74,154 @@ _log = logging.getLogger("unisono.checkpoint")
 
 _UNSPLIT_BYTES = 4096
 """Tensors up to this long are written by one rank."""
+_ALIGNED = 64
+
+
+def save(
+    path: Path,
+    state: Any,
+    comm: Communicator | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    timeout: Timeout | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Save a state. On return, the checkpoint is complete and would survive a loss of power.
+
+    Collective: every rank calls it with the same path and, except for `PerRank` values, the same state. Each writes an
+    equal share. An earlier checkpoint of the same name stays until the end, and is what a crash leaves.
+
+    Args:
+        path: A directory to create, on a file system that all ranks share; or a URL that fsspec supports.
+        state: Modules, optimizers, schedulers, samplers and all else with `state_dict` and `load_state_dict`; tensors,
+            numbers, strings, bytes; and dicts, lists, tuples and sets of them. Samplers, data loaders, `RNG`,
+            `torch.Generator`, `GradientAverager` and codecs are per rank; so are values wrapped in `PerRank`. Of a
+            tensor in `TensorShard`s each rank writes its own elements.
+        comm: The ranks that save together; None is this process alone.
+        extra: Plain values to store in the manifest, for readers of the checkpoint.
+        timeout: Limit of the wait for the slowest rank in each phase: seconds or a `timedelta`; the communicator's if
+            None.
+        progress: Called with the bytes that this rank has written, and with the total that it has to write.
+
+    Raises:
+        MismatchError: Ranks have different states; tensors and ranks are named. Nothing was written.
+        TypeError: A value in the state cannot be saved, which is named; or `path` is no path.
+        ValueError: The state nests too deep, or contains itself.
+        FormatError: Numbers and strings would take too much memory to load; keep long lists as tensors.
+        StorageError: The storage is full, read-only, or gone. Earlier contents stay.
+        CheckpointError: Another save to the path is running; names its process.
+        UnavailableError: `path` is a URL, and fsspec is not installed.
+
+    Cost: each of several ranks reads the state once for the comparison, and writes 1/p of it.
+
+    Example:
+        >>> import tempfile
+        >>> model = torch.nn.Linear(2, 1)
+        >>> path = tempfile.mkdtemp() + "/first"
+        >>> un.checkpoint.save(path, {"model": model, "step": 7})
+        >>> un.checkpoint.load(path, {"model": model, "step": 0})["step"]
+        7
+    """
+    write(path, state, comm, extra=extra, timeout=timeout, progress=progress)
+
+
+def write(
+    path: Path,
+    state: Any,
+    comm: Communicator | None,
+    *,
+    extra: Mapping[str, Any] | None,
+    timeout: Timeout | None = None,
+    progress: Progress | None = None,
+    newest: Callable[[], int] = int,
+) -> None:
+    """Save as `save` does, with a time after the one that `newest` returns on rank 0 (ns), whatever the clock."""
+    storage = storage_at(path)
+    finish_earlier(storage.where, comm)
+    team = CollectiveScope(comm, "save", storage.where, timeout)
+    make = partial(prepare, state, team.rank, team.size, copy=False)
+    commit(make, storage, team, dict(extra or {}), progress, newest)
+
+
+def async_save(
+    path: Path,
+    state: Any,
+    comm: Communicator | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    timeout: Timeout | None = None,
+    progress: Progress | None = None,
+) -> SaveHandle:
+    """Save as `save` does, but return when this rank's share is copied: training continues during the write.
+
+    Collective: waits until every rank has called it. A later save of the same communicator waits for this save, and so
+    does its `close`. Until `wait()` on the returned handle the caller does not know that the checkpoint is published. A
+    failure is logged; it is raised by `wait`, by the next save, or by `close`, and printed at exit. Under `launch` and
+    `unisono run` it is the rank's error.
+
+    Args:
+        path, state, comm, extra, timeout, progress: As for `save`. `progress` is called from another thread.
+
+    Returns:
+        A handle of the save, whose `wait` raises the errors of `save`.
+
+    Cost: stalls the caller for a copy of 1/p of the state, and for a pass over all of it if there are several
+    ranks. The copy is kept in memory until it is written. The first call creates a second communicator.
+
+    Example:
+        >>> import tempfile
+        >>> weights = torch.zeros(3)
+        >>> path = tempfile.mkdtemp()
+        >>> saving = un.checkpoint.async_save(path, {"w": weights})
+        >>> weights += 1
+        >>> saving.wait()
+        >>> un.checkpoint.load(path)
+        {'w': tensor([0., 0., 0.])}
+    """
+    return start(path, state, comm, extra=extra, timeout=timeout, progress=progress)
+
+
+def start(
+    path: Path,
+    state: Any,
+    comm: Communicator | None,
+    *,
+    extra: Mapping[str, Any] | None,
+    timeout: Timeout | None = None,
+    progress: Progress | None = None,
+    newest: Callable[[], int] = int,
+    after: Callable[[], None] | None = None,
+) -> SaveHandle:
+    """Save as `async_save`, with `newest` of `write`; every rank calls `after` in the background once published."""
+    storage = storage_at(path)
+    finish_earlier(storage.where, comm)
+    rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
+    if comm is not None:
+        # Where another rank makes another call, it says so at once.
+        comm.barrier(timeout=timeout)
+    make = _held(lambda: prepare(state, rank, size, copy=True))
+
+    def work(twin: Communicator | None) -> None:
+        team = CollectiveScope(twin, "save", storage.where, timeout)
+        commit(make, storage, team, dict(extra or {}), progress, newest)
+        if after is not None:
+            after()
+
+    return begin(storage.where, comm, work)
+
+
+def _held(make: Callable[[], PreparedState]) -> Callable[[], PreparedState]:
+    """Call `make` now, but raise its error later, when it can be reported to the other ranks."""
+    try:
+        snapshot = make()
+    except Exception as error:
+        failed = error
+
+        def fail() -> PreparedState:
+            raise failed
+
+        return fail
+    return lambda: snapshot
 
 
 def commit(
@@ -122,34 +288,93 @@ def _open(storage: Storage, lock: SaveLock) -> None:
 
 
 def _write(snapshot: PreparedState, storage: Storage, name: str, save_id: str, progress: Progress | None) -> Any:
-    """Write this rank's share, and return its entries for the manifest."""
-    total = sum(len(p.data) for p in snapshot.portions)
-    done = 0
+    """Write this rank's share, and return its entries for the manifest.
 
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
+    Raises:
+        CheckpointError: A tensor was changed meanwhile.
+        OSError: The storage refused.
+    """
     file: FileEntry | None = None
-    pieces: list[FilePiece] = []
+    pieces: list[tuple[Any, ...]] = []
     if snapshot.portions:
         sink = storage.create(name)
         try:
-            file, pieces = write_file(sink, name, save_id, snapshot.portions, on_bytes)
+            file, pieces = _write_file(sink, name, save_id, snapshot.portions, progress)
         except BaseException:
             sink.abandon()
             raise
-    own = {name: [DTYPE_NAMES[e.dtype], list(e.shape), e.device] for name, e in snapshot.own_entries.items()}
-    return {
-        "file": file and [file.name, file.size, file.header, file.header_digest, file.digest],
-        "pieces": [
-            (p.name, p.start, q.start, q.stop, list(q.digests)) for p, q in zip(snapshot.portions, pieces, strict=True)
-        ],
-        "trees": snapshot.own_trees,
-        "own": own,
-    }
+    own = {name: (DTYPE_NAMES[e.dtype], e.shape, e.device) for name, e in snapshot.own_entries.items()}
+    return {"file": file, "pieces": pieces, "trees": snapshot.own_trees, "own": own}
+
+
+def _write_file(
+    sink: Sink, name: str, save_id: str, portions: Sequence[Portion], progress: Progress | None
+) -> tuple[FileEntry, list[tuple[Any, ...]]]:
+    """Write the portions in order, and finish the file. Digests are computed from the very bytes that are written.
+
+    Returns:
+        The file's entry, and of each portion the tensor's name, its first byte in the tensor, its first and last byte
+        in the file, and the digests of its blocks.
+    """
+    header = _header(save_id, portions)
+    file_hash = hasher()
+    file_hash.update(header)
+    sink.write(memoryview(header))
+    position = len(header)
+    total = sum([len(portion.data) for portion in portions])
+    done = 0
+    pieces: list[tuple[Any, ...]] = []
+    for portion in portions:
+        memory = memory_of(portion.data)
+        found = []
+        for low in range(0, len(memory), BLOCK):
+            block = memory[low : low + BLOCK]
+            block_hash = hasher()
+            for start in range(0, len(block), CHUNK):
+                chunk = block[start : start + CHUNK]
+                block_hash.update(chunk)
+                file_hash.update(chunk)
+            sink.write(block)
+            found.append(block_hash.hexdigest())
+            done += len(block)
+            if progress is not None:
+                progress(done, total)
+        if portion.digests is not None and found != portion.digests:
+            raise CheckpointError(
+                "it was changed while it was being saved; wait for the save, or use async_save, which copies first: "
+                f"{portion.name!r}",
+                tensors=[portion.name],
+            )
+        pieces.append((portion.name, portion.start, position, position + len(memory), found))
+        position += len(memory)
+    sink.finish()
+    return FileEntry(name, position, len(header), digest(header), file_hash.hexdigest()), pieces
+
+
+def _header(save_id: str, portions: Sequence[Portion]) -> bytes:
+    """Header of a safetensors file: the length of a JSON object, and the object, padded with spaces.
+
+    A slice of a tensor is flat, and named by its range of elements.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "unisono.checkpoint": save_id}}
+    offset = 0
+    for portion in portions:
+        label = portion.name
+        shape = portion.entry.shape
+        length = len(portion.data)
+        if length != portion.entry.nbytes:
+            item = portion.entry.dtype.itemsize
+            first = portion.start // item
+            shape = (length // item,)
+            label = f"{label}[{first}:{first + shape[0]}]"
+        while label in entries:
+            label += "~"
+        kind, stored = safetensors_form(portion.entry.dtype, shape)
+        entries[label] = {"dtype": kind, "shape": stored, "data_offsets": [offset, offset + length]}
+        offset += length
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padding = -(8 + len(text)) % _ALIGNED
+    return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
 
 
 def _publish(
@@ -163,26 +388,28 @@ def _publish(
 ) -> None:
     """Put the manifest together from what all ranks have written, and in its place."""
     files: list[FileEntry] = []
-    found: dict[str, dict[int, FilePiece]] = {n: {} for part in parts for n in (*snapshot.entries, *part["own"])}
+    tensors = dict(snapshot.entries)
+    # Of each tensor the pieces by their first bytes in it.
+    found: dict[str, dict[int, FilePiece]] = {name: {} for name in tensors}
     for part in parts:
+        for name, (dtype, shape, device) in part["own"].items():
+            tensors[name] = TensorEntry(dtype_of(dtype), tuple(shape), device)
+            found[name] = {}
         for name, offset, start, stop, digests in part["pieces"]:
             found[name][offset] = FilePiece(len(files), start, stop, tuple(digests))
         if part["file"]:
             files.append(FileEntry(*part["file"]))
-    tensors = dict(snapshot.entries)
-    for part in parts:
-        tensors.update({name: _read_entry(*e) for name, e in part["own"].items()})
     manifest = Manifest(
         id=save_id,
         ranks=len(parts),
         created_ns=max(time.time_ns(), newest() + 1),
         files=tuple(files),
         tensors={
-            n: TensorEntry(e.dtype, e.shape, e.device, tuple(piece for _, piece in sorted(found[n].items())))
+            n: TensorEntry(e.dtype, e.shape, e.device, tuple(map(found[n].__getitem__, sorted(found[n]))))
             for n, e in tensors.items()
         },
         state=snapshot.tree,
-        per_rank=tuple(tuple(part["trees"]) for part in parts),
+        per_rank=tuple([tuple(part["trees"]) for part in parts]),
         extra={"unisono": _version(), "torch": str(torch.__version__), **extra},
     )
     names = [file.name for file in files]
@@ -211,20 +438,10 @@ def _version() -> str:
         return "not installed"
 
 
-def _read_entry(dtype: str, shape: list[int], device: str) -> TensorEntry:
-    return TensorEntry(dtype_of(dtype), tuple(shape), device)
-
-
 def _is_published(storage: Storage, save_id: str) -> bool:
     """Return whether the published manifest is this save's; True if in doubt."""
     try:
-        source = storage.open(MANIFEST)
-        try:
-            data = bytearray(source.size)
-            source.read(0, memoryview(data))
-            return save_id.encode() in data
-        finally:
-            source.close()
+        return save_id.encode() in contents(storage, MANIFEST)
     except FileNotFoundError:
         return False
     except OSError:
@@ -234,64 +451,83 @@ def _is_published(storage: Storage, save_id: str) -> bool:
 def _remove_files(storage: Storage, saves: Set[str]) -> None:
     """Remove the files of some saves."""
     try:
-        storage.remove(*(n for n in storage.sizes() if (found := FILE.fullmatch(n)) and found[1] in saves))
+        storage.remove(*[n for n in storage.sizes() if (found := FILE.fullmatch(n)) and found[1] in saves])
     except OSError as error:
         _log.warning("files of an earlier save remain in %s: %s", os.fspath(storage.where), error)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Portion:
+    """A tensor, or a slice of a tensor, that a rank writes.
+
+    Attributes:
+        name: The tensor's.
+        entry: The tensor's dtype and shape.
+        start: Place of the first byte in the tensor.
+        data: The bytes, as uint8 values on the CPU.
+        digests: Digests of its blocks, if known; writing must reproduce them.
+    """
+
+    name: str
+    entry: TensorEntry
+    start: int
+    data: torch.Tensor
+    digests: list[str] | None = None
+
+
 class PreparedState:
     """A state as this rank is going to write it.
 
+    Args:
+        captured: The state, taken apart.
+
     Attributes:
         tree, entries: The part common to all ranks: its structure, and dtype, shape and device of its tensors.
-        digests: Digests of each tensor's blocks, slice by slice; empty for a single rank.
         own_trees, own_entries: The part that is this rank's.
         shards: Tensors that are `TensorShard`s.
+        ranges: The elements that this rank saves of each sharded tensor, if any.
+        digests: Digests of each tensor's blocks, slice by slice; empty for a single rank.
         portions: The slices that this rank writes.
     """
 
-    tree: Node
-    entries: dict[str, TensorEntry]
-    own_trees: list[Node]
-    own_entries: dict[str, TensorEntry]
-    shards: Mapping[str, TensorShard] = field(default_factory=dict)
-    digests: dict[str, list[str]] = field(default_factory=dict)
-    portions: list[Shard] = field(default_factory=list)
-
-    @property
-    def ranges(self) -> dict[str, tuple[int, int]]:
-        """The elements that this rank saves of each sharded tensor, if any."""
-        return {name: (s.start, s.stop) for name, s in self.shards.items() if s.start < s.stop and s.replica == 0}
+    def __init__(self, captured: Captured) -> None:
+        self.tree = captured.tree
+        self.own_trees = captured.own_trees
+        self.shards = captured.shards
+        self.entries = {
+            name: TensorEntry(tensor.dtype, tuple(captured.shards.get(name, tensor).shape), str(tensor.device))
+            for name, tensor in captured.tensors.items()
+        }
+        self.own_entries = {
+            name: TensorEntry(tensor.dtype, tuple(tensor.shape), str(tensor.device))
+            for name, tensor in captured.own_tensors.items()
+        }
+        self.ranges = {
+            name: (shard.start, shard.stop)
+            for name, shard in captured.shards.items()
+            if shard.start < shard.stop and shard.replica == 0
+        }
+        self.digests: dict[str, list[str]] = {}
+        self.portions: list[Portion] = []
 
     def fingerprint(self) -> bytes:
         """Fingerprint that is equal on two ranks if their states are."""
-        return json.dumps([self._tensors(), self.tree], sort_keys=True).encode()
+        tensors = {
+            name: (DTYPE_NAMES[entry.dtype], entry.shape, name in self.shards, self.digests.get(name))
+            for name, entry in self.entries.items()
+        }
+        return json.dumps((tensors, self.tree), sort_keys=True).encode()
 
     def describe(self) -> dict[str, str]:
         """Text for every tensor and value, by name; values that share a path are listed together under it."""
-        described = self._tensors()
-        for name, value in leaves(self.tree).items():
-            described[name] = f"{described[name]}, {value}" if name in described else value
-        return described
-
-    def _tensors(self) -> dict[str, str]:
-        return {
+        described = {
             name: f"{DTYPE_NAMES[e.dtype]} {list(e.shape)} "
             + ("in shards" if name in self.shards else digest(".".join(self.digests.get(name, ())).encode()))
             for name, e in self.entries.items()
         }
-
-
-def outline(captured: Captured) -> PreparedState:
-    """Return a snapshot with the structure of a state, without digests of its tensors."""
-    return PreparedState(
-        captured.tree,
-        {name: _entry(tensor, captured.shards.get(name)) for name, tensor in captured.tensors.items()},
-        list(captured.own_trees),
-        {name: _entry(tensor) for name, tensor in captured.own_tensors.items()},
-        captured.shards,
-    )
+        for name, value in leaves(self.tree).items():
+            described[name] = f"{described[name]}, {value}" if name in described else value
+        return described
 
 
 def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
@@ -305,56 +541,35 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
     Cost: reads all of the state if there are several ranks; with `copy`, copies 1/size of it.
     """
     captured = capture(state, rank)
-    snapshot = outline(captured)
-    slices: dict[str, list[tuple[int, ByteShare]]] = {
-        name: [] for name in captured.tensors if name not in captured.shards
-    }
+    snapshot = PreparedState(captured)
+    whole = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.shards}
+    slices: dict[str, list[tuple[int, ByteShare]]] = {name: [] for name in whole}
     # By name: a dict may have been filled in another order on another rank.
-    whole = {name: snapshot.entries[name] for name in slices}
-    plan = shares(sorted((name, e.nbytes, e.dtype.itemsize) for name, e in whole.items()), size)
+    plan = shares(sorted([(name, tensor.nbytes, tensor.itemsize) for name, tensor in whole.items()]), size)
     for owner, given in enumerate(plan):
         for part in given:
             slices[part.name].append((owner, part))
-    for name, parts in slices.items():
-        flat, mine = _flat(captured.tensors[name])
-        for owner, part in parts:
-            keep = owner == rank
-            data, found = _take(flat[part.start : part.stop], keep and copy and not mine, size > 1)
+    for name, tensor in whole.items():
+        flat = as_bytes(tensor.cpu())
+        is_view = flat.data_ptr() == tensor.data_ptr()
+        for owner, part in slices[name]:
+            mine = owner == rank
+            data, found = _take(flat[part.start : part.stop], copy and mine and is_view, size > 1)
             snapshot.digests.setdefault(name, []).extend(found)
-            if keep:
-                snapshot.portions.append(_portion(snapshot.entries, part, data, found if size > 1 else None))
-    for name, tensor in captured.own_tensors.items():
-        snapshot.portions.append(_unshared(snapshot.own_entries, name, tensor, 0, copy))
+            if mine:
+                known = found if size > 1 else None
+                snapshot.portions.append(Portion(name, snapshot.entries[name], part.start, data, known))
+    # Elements that only this rank has. A tensor without any is written by the first rank, like one that is not sharded.
+    alone = [(name, snapshot.own_entries[name], tensor, 0) for name, tensor in captured.own_tensors.items()]
     for name, shard in captured.shards.items():
-        # A tensor without elements is written by the first rank, like one that is not sharded.
         if name in snapshot.ranges or (rank == 0 and not shard.shape.numel()):
-            snapshot.portions.append(_unshared(snapshot.entries, name, shard.local, shard.start, copy))
-    snapshot.portions.sort(key=lambda portion: -portion.dtype.itemsize)
+            alone.append((name, snapshot.entries[name], shard.local, shard.start))
+    for name, entry, tensor, start in alone:
+        flat = as_bytes(tensor.cpu())
+        data, _ = _take(flat, copy and flat.data_ptr() == tensor.data_ptr(), False)
+        snapshot.portions.append(Portion(name, entry, start * tensor.itemsize, data))
+    snapshot.portions.sort(key=attrgetter("entry.dtype.itemsize"), reverse=True)
     return snapshot
-
-
-def _entry(tensor: torch.Tensor, shard: TensorShard | None = None) -> TensorEntry:
-    return TensorEntry(tensor.dtype, tuple((shard or tensor).shape), str(tensor.device))
-
-
-def _unshared(entries: Mapping[str, TensorEntry], name: str, tensor: torch.Tensor, start: int, copy: bool) -> Shard:
-    """A portion with elements that only this rank has, from element `start` of the tensor on."""
-    flat, mine = _flat(tensor)
-    data, _ = _take(flat, copy and not mine, False)
-    first = start * tensor.itemsize
-    return _portion(entries, ByteShare(name, first, first + len(flat)), data, None)
-
-
-def _portion(entries: Mapping[str, TensorEntry], part: ByteShare, data: torch.Tensor, found: list[str] | None) -> Shard:
-    entry = entries[part.name]
-    known = None if found is None else tuple(found)
-    return Shard(part.name, entry.dtype, entry.shape, part.start, part.stop, data, known)
-
-
-def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A tensor's bytes on the CPU, and whether they are a copy already."""
-    flat = as_bytes(tensor.cpu())
-    return flat, flat.data_ptr() != tensor.data_ptr()
 
 
 def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, list[str]]:
@@ -364,14 +579,14 @@ def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, l
         return (data.copy_(flat) if copy else data), []
     memory = memory_of(data)
     digests = []
-    for low, high in blocks(0, len(flat)):
+    for low in range(0, len(flat), BLOCK):
         state = hasher()
-        for start in range(low, high, CHUNK):
-            stop = min(start + CHUNK, high)
+        for start in range(low, min(low + BLOCK, len(flat)), CHUNK):
+            stop = min(start + CHUNK, low + BLOCK)
             if copy:
                 data[start:stop].copy_(flat[start:stop])
             state.update(memory[start:stop])
-        digests.append(str(state.hexdigest()))
+        digests.append(state.hexdigest())
     return data, digests
 
 
@@ -399,8 +614,8 @@ def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Byt
         >>> first
         [ByteShare(name='b', start=0, stop=16), ByteShare(name='a', start=0, stop=3992)]
     """
-    ordered = sorted(tensors, key=lambda tensor: -tensor[2])
-    total = sum(nbytes for _, nbytes, _ in ordered)
+    ordered = sorted(tensors, key=itemgetter(2), reverse=True)
+    total = sum([nbytes for _, nbytes, _ in ordered])
     given: list[list[ByteShare]] = [[] for _ in range(ranks)]
     rank = position = 0
     for name, nbytes, item in ordered:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, CorruptError
-from unisono.checkpoint.loader import Destination
-from unisono.checkpoint.manifest import BLOCK, CHUNK, Manifest, TensorEntry, blocks, hasher
+from unisono.checkpoint.manifest import CHUNK, Manifest, blocks, hasher
 from unisono.checkpoint.reader import Files, read_manifest, windows_of
-from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.saver import Progress
 from unisono.checkpoint.storage import Storage, storage_at
-from unisono.checkpoint.tree import DTYPE_NAMES, as_bytes, capture, dtype_of, names_in, tagged
 
 if TYPE_CHECKING:
-    from unisono.communicator import Communicator
+    pass
 
-__all__ = ["complete", "last_good", "latest", "sync", "verify"]
+__all__ = ["complete", "last_good", "latest", "verify"]
 
 _OFFERED = 3
 _AHEAD = 64 << 20
@@ -149,127 +142,3 @@ def last_good(storage: Storage) -> str | None:
             _verify(other, None)
             return other.where
     return None
-
-
-def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
-    """Make every rank's state that of rank `src`, in place, and return it. Collective.
-
-    Intended for ranks that have joined later, or have diverged. Samplers take over `src`'s state; random
-    generators and `PerRank` values stay unchanged on each rank.
-
-    Args:
-        state: As for `save`, of the same shape on every rank; an optimizer may not have stepped yet.
-        comm: The ranks to make equal.
-        src: The rank to copy from.
-
-    Returns:
-        `state` itself if it is a dict, list, tensor or object; else, on the other ranks, a new value.
-
-    Raises:
-        StateError: On every rank, if some rank's state is of another model, or an object refuses it; as `load`.
-        TypeError: As `save`; or the state has a `TensorShard`.
-        ValueError: `src` is no rank of `comm`.
-
-    Cost: one broadcast of the state's bytes in messages of up to 4 MiB.
-
-    Example:
-        >>> def program(comm):
-        ...     state = {"w": torch.full((2,), float(comm.rank)), "step": comm.rank}
-        ...     return un.checkpoint.sync(state, comm, src=1)
-        >>> un.launch(program, 2, "thread")[0]
-        {'w': tensor([1., 1.]), 'step': 1}
-    """
-    team = CollectiveScope(comm, "sync")
-    source = comm.rank == src
-    made: list[Any] = []
-    team.all_or_none(lambda: made.append(_described(state, src) if source else None))
-    if not source:
-        made[0] = None, ""
-    tensors, text = made[0]
-    tree, trees, listed = json.loads(comm.broadcast_object(text if source else None, src))
-    entries = {name: TensorEntry(dtype_of(dtype), tuple(shape)) for name, dtype, shape in listed}
-    restoration = Restorer(entries, lambda index, policy: trees[index])
-    builds: list[Any] = []
-
-    def match() -> list[list[str]]:
-        builds.append(restoration.match(state, tree))
-        _refuse_shards(name for name, _ in restoration.late.shards)
-        return [list(restoration.early.needed), list(restoration.late.needed)]
-
-    found = team.all_or_none(lambda: match() if not source else [[], []])
-
-    def receive(wanted: Wanted, number: int) -> None:
-        names = {name for needed in found for name in needed[number]}
-        destinations = {name: Destination(entries[name], wanted.targets.get(name), None) for name in wanted.needed}
-        for run in _runs({name: entry for name, entry in entries.items() if name in names}):
-            _send(comm, src, run, tensors, destinations)
-        restoration.values.update({name: destination.tensor() for name, destination in destinations.items()})
-
-    with torch.no_grad():
-        receive(restoration.early, 0)
-        restoration.load_early(team)
-        receive(restoration.late, 1)
-        team.all_or_none(lambda: builds.append(builds[0]()) if not source else None)
-    return state if source else builds[1]
-
-
-def _described(state: Any, rank: int) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors to send, and the rest of the state as text."""
-    captured = capture(state, rank)
-    _refuse_shards(captured.shards)
-    policies = dict(body for tag, body in tagged(captured.tree) if tag == "$rank")
-    trees = [
-        tree if policies.get(index) in ("shared", "all") else None for index, tree in enumerate(captured.own_trees)
-    ]
-    tensors = dict(captured.tensors)
-    tensors.update({name: captured.own_tensors[name] for tree in trees for name in names_in(tree)})
-    listed = [(name, DTYPE_NAMES[t.dtype], list(t.shape)) for name, t in tensors.items()]
-    return tensors, json.dumps([captured.tree, trees, listed])
-
-
-def _refuse_shards(names: Iterable[str]) -> None:
-    for name in names:
-        raise TypeError(f"{name!r} is a TensorShard, of which no rank has all elements; save the state and load it")
-
-
-_Run = list[tuple[str, int, int]]
-
-
-def _runs(entries: dict[str, TensorEntry]) -> Iterator[_Run]:
-    """Bytes of tensors that travel in one message: small ones together, large ones in parts."""
-    run: _Run = []
-    filled = 0
-    for name, entry in entries.items():
-        start = 0
-        while start < entry.nbytes:
-            stop = min(entry.nbytes, start + BLOCK - filled)
-            run.append((name, start, stop))
-            filled += stop - start
-            start = stop
-            if filled == BLOCK:
-                yield run
-                run = []
-                filled = 0
-    if run:
-        yield run
-
-
-def _send(
-    comm: Communicator,
-    src: int,
-    run: _Run,
-    tensors: dict[str, torch.Tensor] | None,
-    destinations: dict[str, Destination],
-) -> None:
-    if tensors is not None:
-        parts = [as_bytes(tensors[name])[start:stop].to(comm.device) for name, start, stop in run]
-        data = parts[0] if len(parts) == 1 else torch.cat(parts)
-    else:
-        length = sum(stop - start for _, start, stop in run)
-        data = torch.empty(length, dtype=torch.uint8, device=comm.device)
-    comm.broadcast(data, src)
-    position = 0
-    for name, start, stop in run:
-        if name in destinations:
-            destinations[name].put(start, data[position : position + stop - start])
-        position += stop - start

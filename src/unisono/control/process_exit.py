@@ -79,8 +79,8 @@ def exit_with_children() -> NoReturn:
 
 def raise_failed_saves() -> None:
     """Raise the error of a checkpoint's save in the background that this rank's program has not seen."""
-    if (background := sys.modules.get("unisono.checkpoint.background")) is not None:
-        background.raise_failed()
+    if (collective := sys.modules.get("unisono.checkpoint.collective")) is not None:
+        collective.raise_failed()
 
 
 def close_all() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.api import save
 from unisono.checkpoint.archive import open_archive
 from unisono.checkpoint.manifest import MANIFEST
+from unisono.checkpoint.saver import save
 
 __all__ = ["read", "recognises", "suits", "write"]
 

@@ -1,4 +1,8 @@
-"""A directory of a file system: what is acknowledged survives a crash and a loss of power."""
+"""Places for checkpoints: a directory of this host, or what fsspec reaches (`s3://...`, `memory://...`).
+
+Of a directory, what is acknowledged survives a crash and a loss of power. Each further kind of storage is one more file
+beside this one.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,233 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import stat
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["LocalSink", "LocalSource", "LocalStorage"]
+__all__ = ["LocalSink", "LocalSource", "LocalStorage", "Sink", "Source", "Storage", "contents", "storage_at"]
 
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _POPULATE_READ = 22
 """Linux 5.14: read pages now, and report what cannot be read, where a plain access would end the process."""
 _WRITEBACK = 16 << 20
 _NEW = ".new"
+
+
+class Sink(Protocol):
+    """A new file being written."""
+
+    def write(self, data: memoryview) -> None:
+        """Append all of it."""
+        ...
+
+    def finish(self) -> None:
+        """Return when the file and its name would survive a loss of power."""
+        ...
+
+    def abandon(self) -> None:
+        """Close the file after a failure; it may stay, or not. Raises nothing."""
+        ...
+
+
+class Source(Protocol):
+    """A file being read.
+
+    Attributes:
+        size: In bytes.
+
+    If the storage sets `kept`, it may have an `identity` too: integers that are equal in two processes of a host if
+    both read the same file from the same memory. One of them then suffices to check what both read.
+    """
+
+    size: int
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill this memory with the bytes from `start` on.
+
+        Raises:
+            OSError: They cannot be read, or the file has become shorter.
+        """
+        ...
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """View of these bytes, without a copy where possible; writes to it do not reach the file.
+
+        Raises:
+            OSError: As `read`.
+        """
+        ...
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Start reading these bytes ahead; does not wait for them."""
+        ...
+
+    def close(self) -> None:
+        """Close the file. Views stay valid."""
+        ...
+
+
+class Storage(Protocol):
+    """One directory. Names in it are plain: no separators. Errors are `OSError`.
+
+    Attributes:
+        where: The directory, as in messages and as `storage_at` accepts it.
+        name: Its last part.
+
+    A storage may set `kept = True`: this host's memory caches bytes that one process has read for a while, for all
+    its processes, as it does for file systems. Ranks then each read all bytes that they need, one after another,
+    instead of sending them to each other.
+
+    Example:
+        >>> import tempfile
+        >>> from unisono.checkpoint.storage import storage_at
+        >>> storage: Storage = storage_at(tempfile.mkdtemp()).child("run-7")
+        >>> storage.make()
+        >>> file = storage.create("first")
+        >>> file.write(memoryview(b"abc"))
+        >>> file.finish()
+        >>> storage.publish("second", b"defgh")
+        >>> storage.open("first").size, sorted(storage.sizes().items())
+        (3, [('first', 3), ('second', 5)])
+        >>> storage.lock("third", b"mine"), storage.lock("third", b"yours")
+        (True, False)
+        >>> storage.parent().children()
+        ['run-7']
+        >>> storage.remove("first", "second", "third")
+        >>> storage.discard()
+        >>> storage.parent().children()
+        []
+    """
+
+    where: str
+    name: str
+
+    def make(self) -> None:
+        """Create the directory and its parents durably, unless they exist."""
+        ...
+
+    def create(self, name: str) -> Sink:
+        """Create a file that does not exist yet.
+
+        Args:
+            name: Name in this directory.
+
+        Returns:
+            The open file, to be written, and then finished or abandoned.
+        """
+        ...
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Replace a file atomically: at any instant either the old one or the new one exists.
+
+        Returns when the new file, and every file finished before, would survive a loss of power.
+
+        Args:
+            name: Name in this directory.
+            data: The whole contents.
+        """
+        ...
+
+    def lock(self, name: str, data: bytes) -> bool:
+        """Create a small file, unless there is one of this name. Need not survive a loss of power.
+
+        A storage without this method notices no two writers of one path.
+
+        Args:
+            name: Name in this directory.
+            data: The whole contents.
+
+        Returns:
+            Whether it was created.
+        """
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size in bytes of every regular file, without links; empty if there is no such directory."""
+        ...
+
+    def open(self, name: str) -> Source:
+        """Open a regular file for reading.
+
+        Args:
+            name: Name in this directory.
+
+        Returns:
+            The open file, to be closed.
+
+        Raises:
+            FileNotFoundError: There is no file of this name.
+        """
+        ...
+
+    def remove(self, *names: str) -> None:
+        """Remove those of the files that exist.
+
+        Args:
+            names: Names in this directory.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Remove the directory, which must be empty if it exists."""
+        ...
+
+    def child(self, name: str) -> Storage:
+        """Return the storage of a directory in this one, whether it exists or not.
+
+        Args:
+            name: Name of the directory.
+        """
+        ...
+
+    def parent(self) -> Storage:
+        """Return the storage of the directory that this one is in."""
+        ...
+
+    def children(self) -> list[str]:
+        """Return the names of the directories in this one; empty if there is no such directory."""
+        ...
+
+
+def storage_at(path: str | os.PathLike[str] | Storage) -> Storage:
+    """The storage for a path, a URL, or a storage of your own, which is returned unchanged.
+
+    Example:
+        >>> storage_at("/tmp/run-7").name
+        'run-7'
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        if not hasattr(path, "publish"):
+            raise TypeError(f"a path must be a str, a pathlib.Path or a storage, not a {type(path).__name__}")
+        return path
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text:
+        raise TypeError(f"a path must be a non-empty str or a pathlib.Path, not {text!r}")
+    scheme = _URL.match(text)
+    if scheme and scheme[1] != "file":
+        from unisono.checkpoint.fsspec_storage import FsspecStorage
+
+        return FsspecStorage(text)
+    return LocalStorage(text.removeprefix("file://"))
+
+
+def contents(storage: Storage, name: str) -> bytearray:
+    """Return the bytes of a small file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: It cannot be read.
+    """
+    source = storage.open(name)
+    try:
+        data = bytearray(source.size)
+        source.read(0, memoryview(data))
+    finally:
+        source.close()
+    return data
 
 
 class LocalStorage:
@@ -205,9 +424,8 @@ class LocalSource:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:
-        # A caller that opens an archive for one tensor may not close it.
-        self.close()
+    # A caller that opens an archive for one tensor may not close it.
+    __del__ = close
 
 
 def _sync_directory(path: Path) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import unisono as un
-from unisono.comm.engine import Engine
+from unisono.communicator import engine_of
 
-
-def engine_of(comm: un.Communicator) -> Engine:
-    """Its engine, which makes the calls and owns the threads."""
-    return comm._engine
+__all__ = ["control_of", "engine_of", "transport_of"]
 
 
 def transport_of(comm: un.Communicator) -> Any:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["BY_HANDLE", "Check", "Communicator"]
+__all__ = ["BY_HANDLE", "Check", "Communicator", "engine_of"]
 
 BY_HANDLE: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 """The communicators of this process by the names that compiled graphs hold instead of objects."""
@@ -109,6 +109,7 @@ class Communicator:
         rank, size: This process's rank, and the number of ranks.
         backend: Name of the transport, such as "gloo".
         device: Default device of tensors.
+        handle: A name of it in this process, by which compiled graphs find it in `BY_HANDLE`.
 
     Example:
         >>> with un.init() as comm:
@@ -147,8 +148,8 @@ class Communicator:
         self._messages = Messages(self._engine)
         control.watch(self._engine.activity)
         relay.connect(self._engine)
-        self._handle = f"communicator {next(_numbers)}"
-        BY_HANDLE[self._handle] = self
+        self.handle = f"communicator {next(_numbers)}"
+        BY_HANDLE[self.handle] = self
 
     def _handshake(self, transport: Transport, group: Group) -> Sequence[str]:
         """Agree with the other ranks on common capabilities. Return the name of each rank's host."""
@@ -1922,3 +1923,14 @@ class Communicator:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Communicator belongs to one process; create a Communicator in each rank with init or launch")
+
+
+def engine_of(comm: Communicator) -> Engine:
+    """Return what makes a communicator's calls, for modules that make calls of their own or need its group.
+
+    Example:
+        >>> comm = un.init()
+        >>> engine_of(comm).group.members
+        (0,)
+    """
+    return comm._engine

@@ -32,7 +32,6 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_NormBase": (nn.modules.batchnorm, "BatchNorm is loaded aside, not in place: slower", "drop it from `_adapts`"),
     "_autograd": (torch._C, "freed parameters keep their version", "see _unsafe_set_version_counter"),
     "_backward_hooks": (PARAMETER, "hooks of two averagers on one model are not told apart", "keep a registry of ours"),
-    "_cdata": (torch.ones(1).untyped_storage(), "shared memory of parameters is not seen", "compare data_ptr"),
     "_current_autograd_node": (torch._C, "errors in backward name no layer", "leave the name out"),
     "_current_graph_task_id": (torch._C, "passes of two threads are mixed up", "one lock for each backward()"),
     "_disable_current_modes": (torch.utils._python_dispatch, "reductions under FakeTensorMode", "refuse modes"),
@@ -48,21 +47,17 @@ NAMES: dict[str, tuple[Any, str, str]] = {
         "torch.autograd.graph.register_multi_grad_hook on all parameters",
     ),
     "_foreach_copy_": (torch, "copies into buckets take one call each", "copy_ in a loop"),
-    "_forward_pre_hooks": (MODULE, "two averagers on one model are not told apart", "keep a registry of ours"),
     "_functorch": (torch._C, "wrapped tensors of vmap and grad are taken for plain ones", "torch.func's public test"),
-    "_get_privateuse1_backend_name": (torch._C, "third-party accelerators are unknown", "torch.accelerator"),
     "_is_profiler_enabled": (torch.autograd.profiler, "calls are not shown in profiles", "record_function always"),
     "_load_from_state_dict": (MODULE, "modules that adapt what they load are not noticed", "load all aside"),
     "_load_state_dict_post_hooks": (MODULE, "as the row above", "load all aside"),
     "_load_state_dict_pre_hooks": (MODULE, "as the row above", "load all aside"),
-    "_ops": (torch, "views of sharded parameters in optimizers; traffic in `bench`", "torch.ops"),
     "_plugins": (dist.Backend, "backends of other packages", "Backend.register_backend's own table, by name"),
     "_post_accumulate_grad_hooks": (
         PARAMETER,
         "hooks of two averagers on one model are not told apart",
         "keep a registry of ours",
     ),
-    "_profiler_enabled": (torch.autograd, "calls of backend unisono are not in profiles", "record_function always"),
     "_record_function_with_args_enter": (torch.autograd, "as the row above", "torch.profiler.record_function"),
     "_record_function_with_args_exit": (torch.autograd, "as the row above", "torch.profiler.record_function"),
     "_register_backend": (dist.ProcessGroup, "other devices beside unisono", "torch's own group, by its name"),
@@ -85,8 +80,8 @@ PRIVATE_MODULES = {
 NOT_TORCHS = {
     # Python's own, and those of the packages that a file is about.
     "_PyRLock", "_PySimpleQueue", "_StorageInfo", "_args_from_interpreter_flags", "_asdict", "_boundary_",
-    "_current_frames", "_exit", "_fixtureinfo", "_flag_mask_", "_getframe", "_hypothesis_internal_use_settings",
-    "_member_map_", "_member_names_", "_member_type_", "_showtraceback", "_value2member_map_", "_value_",
+    "_current_frames", "_exit", "_flag_mask_", "_getframe", "_hypothesis_internal_use_settings",
+    "_member_type_", "_showtraceback", "_value2member_map_", "_value_",
     "_write_to_self",
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from unisono.autograd.operator import LINEAR, REDUCTIONS, apply
 from unisono.collectives.arguments import check_rank, check_scale
 from unisono.comm.shape_exchange import ShapeExchange
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, engine_of
 from unisono.core.collective import COLLECTIVES
 from unisono.core.tensors import parse_op
 from unisono.core.types import ReduceOp
@@ -534,7 +534,7 @@ def _exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Commu
         comm: The communicator.
         name: all_gather_v or all_to_all_v.
     """
-    engine = comm._engine
+    engine = engine_of(comm)
     engine.enter(name)
     exchange = ShapeExchange(COLLECTIVES[name], None, comm.rank, comm.size, engine.transport.devices)
     with torch.no_grad():

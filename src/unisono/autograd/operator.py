@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from unisono.communicator import BY_HANDLE, Communicator
+from unisono.communicator import BY_HANDLE, Communicator, engine_of
 from unisono.core.collective import COLLECTIVES
 from unisono.core.flight_recorder import call_site
 from unisono.errors import ClosedError, MismatchError
@@ -71,7 +71,7 @@ def _call(
         y, number = _message(comm, x, origin, name, root, tag, receives)
     else:
         y = _collective(comm, x, origin, name, op, root, sends, receives)
-        number = comm._engine.activity.calls
+        number = engine_of(comm).activity.calls
     line = call_site() or "an unknown line"
     if line not in _LINES:
         _LINES.append(line)
@@ -89,7 +89,7 @@ def _collective(
     receives: list[int],
 ) -> torch.Tensor:
     what = COLLECTIVES[name]
-    engine = comm._engine
+    engine = engine_of(comm)
     rank = comm.rank
     y = x.clone(memory_format=torch.contiguous_format) if what.in_place else x.new_zeros(sum(receives))
     sides = _sides(what, x, y, sends, receives, rank, root)
@@ -131,7 +131,7 @@ def _message(
                 f"rank {peer} sent the gradient of its differentiable message {number.item()}, but this rank expects "
                 f"that of message {origin[0]}, at {origin[1]}. All ranks must go through their graphs in the same order"
             )
-            raise comm._engine.report_failure(error, name)
+            raise engine_of(comm).report_failure(error, name)
     move(x if name == "send" else y, peer, tag)
     counted = _MESSAGES.setdefault(comm, Counter())
     counted[name, peer, tag] += 1
@@ -197,7 +197,7 @@ def apply(
         x, name, sends, receives, op, root, tag: As for `_call`.
         comm: The communicator.
     """
-    return _apply(x, None, name, comm._handle, (comm.rank, comm.size), op, root, tag, sends, receives)
+    return _apply(x, None, name, comm.handle, (comm.rank, comm.size), op, root, tag, sends, receives)
 
 
 def _apply(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-ACCELERATORS = frozenset({"cuda", "xpu", torch._C._get_privateuse1_backend_name()}) - {"privateuseone"}
+ACCELERATORS = frozenset({"cuda", "xpu", torch.device("privateuseone").type}) - {"privateuseone"}
 """Device types with streams and pinned memory: torch's own, and the one that a plug-in of torch has named."""
 
 _NO_STREAMS = nullcontext()

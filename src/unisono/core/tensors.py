@@ -33,6 +33,7 @@ __all__ = [
     "copy_back",
     "divide",
     "is_non_overlapping",
+    "is_transformed",
     "numels",
     "parse_op",
     "view_of",
@@ -119,6 +120,11 @@ def _has_history(tensor: torch.Tensor) -> bool:
     """
     base = tensor._base
     return (base is not None and base.requires_grad) or not tensor.is_leaf
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one that `vmap` or another transform of `torch.func` has wrapped."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
@@ -456,7 +462,7 @@ def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
         )
     try:
         # A mode set by the user must not decide for the whole process; nor must a failure, for any reason.
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with _disable_current_modes(), torch.DisableTorchFunction():
             one = torch.ones(1, dtype=dtype, device="cpu")
             combine(op, one, one.clone(), one)
             if op is ReduceOp.AVG:

@@ -176,7 +176,8 @@ class ParameterRegistry:
             if module is not model and any(id(p) in self.ids for p in module.parameters()):
                 handle = module.register_forward_pre_hook(hook)
                 self._handles.append(handle)
-                self._paused.append((module._forward_pre_hooks, handle.id, hook))
+                table: Any = handle.hooks_dict_ref()
+                self._paused.append((table, handle.id, hook))
 
     def _watch_writes(self, model: torch.nn.Module) -> None:
         """Warn of parameters that a forward writes, until one has ended in training."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, engine_of
 from unisono.core.tensors import HALVES
 from unisono.core.tracing import SINK, TraceEvent, observed_now, span
 from unisono.core.types import Work
@@ -318,7 +318,7 @@ class Reducer:
     @contextmanager
     def _observed(self, bucket: GradientBucket) -> Iterator[None]:
         """Record the block as the start of a bucket's reduction, or its wait; report the bucket once it is reduced."""
-        group = self._comm._engine.group
+        group = engine_of(self._comm).group
         nbytes = bucket.memory.nbytes
         if bucket.observed_s is None:
             bucket.observed_s = time.perf_counter()

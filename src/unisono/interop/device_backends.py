@@ -11,7 +11,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from unisono.core.tracing import profiled_now
 from unisono.errors import UnavailableError
+from unisono.transports.torch.process_groups import backend_plugin
 
 __all__ = ["DeviceBackends", "by_device"]
 
@@ -104,7 +106,7 @@ class DeviceBackends:
                 options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             return dist.ProcessGroupNCCL(store, rank, size, options)
-        plugin = dist.Backend._plugins.get(name.upper())
+        plugin = backend_plugin(name)
         if plugin is None:
             raise UnavailableError(f"backend {name!r} cannot be combined with 'unisono'; nccl, gloo and plug-ins can")
         if not plugin.extended_api:
@@ -153,7 +155,7 @@ def by_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         device = _device(args)
         if device is None or device.type == "cpu":
-            if torch.autograd._profiler_enabled():
+            if profiled_now():
                 entered = torch.autograd._record_function_with_args_enter(event, *_given(args))
                 try:
                     return method(self, *args, **kwargs)

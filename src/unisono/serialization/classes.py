@@ -259,7 +259,7 @@ def _flag(cls: Any, number: int) -> enum.Flag:
     if number < 0 or (unknown and cls._boundary_ is not enum.KEEP) or kind not in (int, object):
         raise ValueError(f"{cls.__qualname__} has no value {number}")
     member: Any = int.__new__(cls, number) if kind is int else object.__new__(cls)
-    names = [name for name in cls._member_names_ if cls._member_map_[name]._value_ & number]
+    names = [known.name for known in cls if known.value & number]
     object.__setattr__(member, "_value_", number)
     object.__setattr__(member, "_name_", "|".join([*names, *([str(unknown)] if unknown else [])]) or None)
     return cast("enum.Flag", member)

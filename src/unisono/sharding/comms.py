@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, engine_of
 from unisono.errors import AbortedError, CommError, MismatchError, PeerLostError
 
 __all__ = ["NO_COPY", "Mesh", "ShardComms"]
@@ -167,7 +167,7 @@ def _card(mesh: object) -> tuple[_Place, _Place] | str | None:
     if mesh is None:
         return None
     if isinstance(mesh, tuple | list) and len(mesh) == 2 and all(isinstance(comm, Communicator) for comm in mesh):
-        replicate, shard = ((c._engine.group.name, c.rank, c.size) for c in mesh)
+        replicate, shard = ((engine_of(c).group.name, c.rank, c.size) for c in mesh)
         return replicate, shard
     parts = ", ".join(type(part).__name__ for part in mesh) if isinstance(mesh, tuple | list) else type(mesh).__name__
     return f"({parts})"

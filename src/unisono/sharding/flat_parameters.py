@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.core.staging import ACCELERATORS
 from unisono.core.tensor_shard import TensorShard
-from unisono.core.tensors import HALVES, divide
+from unisono.core.tensors import HALVES, divide, is_transformed
 from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.sharding.comms import ShardComms
@@ -237,9 +237,9 @@ class FlatParameters:
 
     def is_seen_by(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has the parameters' memory."""
-        if tensor.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.layout != torch.strided or is_transformed(tensor):
             return False
-        return bool(tensor.untyped_storage()._cdata == self._whole.untyped_storage()._cdata)
+        return tensor.untyped_storage() is self._whole.untyped_storage()
 
     # -- outside of training --------------------------------------------------------------------
     def show_whole(self) -> torch.Tensor:
@@ -564,7 +564,7 @@ class _MetadataOnly(torch.Tensor):
         """Call a function of metadata; refuse any other."""
         if func not in _METADATA:
             cls._refuse(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod

@@ -260,8 +260,8 @@ class _NoRandomNumbers(TorchFunctionMode):
 
 @cache
 def _draws(func: Callable[..., Any]) -> bool:
-    op = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
-    overloads = op.overloads() if isinstance(op, torch._ops.OpOverloadPacket) else []
+    op: Any = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    overloads = op.overloads() if hasattr(op, "overloads") else []
     return any(torch.Tag.nondeterministic_seeded in getattr(op, overload).tags for overload in overloads)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -145,7 +146,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a marked test on its ranks. Other fixtures are created once and shared by all of them."""
     if pyfuncitem.get_closest_marker("ranks") is None:
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    taken = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: value for name, value in pyfuncitem.funcargs.items() if name in taken}
     if "comm" not in arguments:
         pytest.fail("a test that is marked with `ranks` must take `comm`, the communicator of its rank", pytrace=False)
     test = pyfuncitem.obj

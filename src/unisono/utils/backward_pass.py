@@ -15,6 +15,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
+from unisono.core.tensors import is_transformed
+
 __all__ = ["BackwardTracker", "SavedGradients", "adds_to_leaves", "current_pass", "watch_outputs", "will_run"]
 
 _APPLY = BackwardCFunction.apply.__code__
@@ -23,6 +25,9 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the graph task (one call of autograd's engine) that runs in this thread; -1 if none does."""
+
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node of the graph that runs in this thread."""
 
 
 class BackwardTracker:
@@ -85,7 +90,7 @@ class BackwardTracker:
                 return
             compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
             # Compiled autograd has no node here, and is refused.
-            if number >= 0 and not compiled and not will_run(torch._C._current_autograd_node()):
+            if number >= 0 and not compiled and not will_run(_current_node()):
                 self._reading = number
                 return
             self.enter(number)
@@ -269,7 +274,7 @@ def watch_outputs(returned: Any, arrived: Callable[[torch.Tensor], None]) -> int
     parts: Iterable[Any] = ()
     if isinstance(returned, torch.Tensor):
         # A leaf has a hook of its own, and stays for many steps; what torch.func wraps is no part of a training step.
-        if returned.grad_fn is not None and not torch._C._functorch.is_functorch_wrapped_tensor(returned):
+        if returned.grad_fn is not None and not is_transformed(returned):
             returned.register_hook(arrived)
             return 1
     elif isinstance(returned, (list, tuple, dict)):
@@ -287,7 +292,7 @@ def adds_to_leaves(parameters: frozenset[int]) -> bool:
     Args:
         parameters: The `id` of each parameter; the other leaves count if none of these depends on the tensor.
     """
-    leaf = _leaf(torch._C._current_autograd_node(), parameters)
+    leaf = _leaf(_current_node(), parameters)
     return leaf is None or will_run(leaf)
 
 

@@ -19,10 +19,24 @@ from unisono.core.transport import Options
 from unisono.errors import UnavailableError
 from unisono.transports.torch.gloo_sockets import Sockets
 
-__all__ = ["backend_of"]
+__all__ = ["backend_of", "backend_plugin", "gloo_options"]
 
 _LOOK_EVERY_S = 0.02
 _threads = DaemonThreadPool("unisono torch rendezvous")
+
+
+def gloo_options(timeout: timedelta, device: Any) -> Any:
+    """Return options of a gloo group with two threads, on what `ProcessGroupGloo.create_device` has made."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's annotations
+    options._timeout = timeout
+    options._devices = [device]
+    options._threads = 2
+    return options
+
+
+def backend_plugin(name: str) -> Any:
+    """Return how torch creates the backend of this name that another package has registered; None if none has."""
+    return dist.Backend._plugins.get(name.upper())
 
 
 def backend_of(
@@ -45,10 +59,7 @@ def backend_of(
     if options.backend == "gloo":
         if not dist.is_gloo_available():
             raise UnavailableError("this build of torch has no gloo; use backend='thread', or another build of torch")
-        settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's annotations
-        settings._timeout = timeout
-        settings._devices = [sockets.listening(lambda: _gloo_device(options.address, lazy))]
-        settings._threads = 2
+        settings = gloo_options(timeout, sockets.listening(lambda: _gloo_device(options.address, lazy)))
         return _met(group, control, lambda: dist.ProcessGroupGloo(store, group.rank, group.size, settings))
     if options.backend == "nccl":
         if not dist.is_nccl_available() or not torch.cuda.is_available():
@@ -57,7 +68,7 @@ def backend_of(
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(store, group.rank, group.size, nccl)
-    creator = dist.Backend._plugins.get(options.backend.upper())
+    creator = backend_plugin(options.backend)
     if creator is None:
         raise UnavailableError(f"this build of torch has no backend {options.backend!r}; use 'gloo' or 'thread'")
     return creator.creator_fn(store, group.rank, group.size, timeout)

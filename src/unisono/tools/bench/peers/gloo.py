@@ -16,6 +16,7 @@ from unisono.core.types import ReduceOp
 from unisono.errors import UnavailableError
 from unisono.tools.bench.peers import Peer
 from unisono.tools.bench.workload import Slot, Workload
+from unisono.transports.torch.process_groups import gloo_options
 
 __all__ = ["PEER", "Gloo"]
 
@@ -42,10 +43,7 @@ class Gloo(Peer):
         return None
 
     def __init__(self, comm: Communicator, folder: Path) -> None:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = _TIMEOUT
-        options._devices = [dist.ProcessGroupGloo.create_device(**self.device)]
-        options._threads = 2
+        options = gloo_options(_TIMEOUT, dist.ProcessGroupGloo.create_device(**self.device))
         # Keep the store alive: the group uses it until it is destroyed.
         self._store = dist.FileStore(str(folder / "gloo"), comm.size)
         self.group: Any = dist.ProcessGroupGloo(self._store, comm.rank, comm.size, options)

@@ -9,7 +9,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -298,7 +298,6 @@ _INLINE_BYTES = 8192
 _MOST_BODIES = 200
 
 _ASIDE, _ORDERED, _REFERENCE, _FUNCTION, _PICKLED, _RECORDED, _SPARSE = (ord(kind) for kind in "aorqkgz")
-_put_inline = cast(Encoder, tensors.find(torch.Tensor))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
@@ -314,7 +313,7 @@ def _find(cls: type[Any]) -> Encoder | None:
 
 def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
     if not isinstance(parts, MessageWriter):
-        return _put_inline(parts, tensor, depth)
+        return tensors.put_tensor(parts, tensor, depth)
     if parts.context != NO_CONTEXT and tensor.requires_grad and torch.is_grad_enabled():
         tensor = tensor.cpu()
         parts.append(b"g")
@@ -324,33 +323,27 @@ def _put_tensor(parts: Parts, tensor: torch.Tensor, depth: int) -> None:
         parts.append(b"z" + head("t", 4)[1:])
         content = [tensor.is_coalesced(), list(tensor.shape), tensor._indices(), tensor._values()]
         return put_items(parts, content, depth)
-    plain = _is_plain(tensor)
-    order = _order(tensor) if plain else None
+    problem = tensors.why_not_dense(tensor)
+    if problem is not None:
+        raise UnsendableError(problem)
+    order = None if tensor.is_contiguous() else _order(tensor)
     if order is not None:
         parts.append(b"o" + head("t", len(order))[1:])
         put_items(parts, order, depth)
         tensor = tensor.detach().permute(order)
-    if not plain or tensor.nbytes <= _INLINE_BYTES or len(parts.bodies) >= _MOST_BODIES:
-        return _put_inline(parts, tensor, depth)
+    if tensor.nbytes <= _INLINE_BYTES or len(parts.bodies) >= _MOST_BODIES:
+        return tensors.put_dense(parts, tensor)
     dense = tensor.detach()
     if not (dense.is_contiguous() and dense.is_cpu) or dense.is_conj() or dense.is_neg():
         dense = dense.resolve_conj().resolve_neg().cpu().contiguous()
     parts.append(b"a")
     put_text(parts, str(dense.dtype).removeprefix("torch."))
-    parts.append(head("t", dense.dim())[1:])
-    put_items(parts, dense.shape, depth)
+    tensors.put_shape(parts, dense.shape)
     parts.bodies.append(dense.reshape(-1).view(torch.uint8))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    dense = tensor.layout == torch.strided and not tensor.is_quantized
-    return dense and not tensors.has_no_storage(tensor) and tensor.device.type != "meta"
-
-
 def _order(tensor: torch.Tensor) -> list[int] | None:
-    """Return the dimensions by falling strides, if storage in that order is dense and not the default order."""
-    if tensor.is_contiguous():
-        return None
+    """Return the dimensions by falling strides, if storage in that order is dense."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return order if tensor.detach().permute(order).is_contiguous() else None
 
@@ -370,10 +363,10 @@ def _take_sparse(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=True), at
 
 
-def _take_aside(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
+def _take_aside(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
     name, at = take_text(view, at + 1)
     dtype = vars(torch).get(name)
-    shape, at = take_items(view, at, depth)
+    shape, at = tensors.take_shape(view, at)
     if not isinstance(dtype, torch.dtype) or not isinstance(view, MessageReader):
         raise ValueError(f"a tensor of {name!r} was sent")
     body = view.bodies[view.tensors]
@@ -448,7 +441,9 @@ class _CallPickler(FunctionPickler):
         self.values: list[object] = []
 
     def persistent_id(self, value: object) -> int | None:
-        apart = type(value) is torch.Tensor and (_is_plain(value) or value.layout == torch.sparse_coo)
+        apart = type(value) is torch.Tensor and (
+            value.layout == torch.sparse_coo or tensors.why_not_dense(value) is None
+        )
         if apart or hasattr(type(value), "__unisono_reference__"):
             self.values.append(value)
             return len(self.values) - 1

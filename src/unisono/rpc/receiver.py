@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from unisono.core.threads import AutoResetEvent
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import AbortedError, CommError, CommTimeoutError
 from unisono.rpc.context import context, request
@@ -109,11 +108,6 @@ class Receiver:
     def dispatching(self) -> bool:
         """Return whether this thread is in the middle of a dispatch, during which it must not send."""
         return self._dispatcher == threading.get_ident()
-
-    @property
-    def busy(self) -> bool:
-        """Return whether the receiving thread runs a function."""
-        return self._running > 0
 
     # -- the receiving thread ------------------------------------------------------------------
     def _receive(self) -> None:
@@ -320,11 +314,6 @@ class Workers:
                 # May exceed the limit by one for a while: a started task is not stopped.
                 self._running += 1
 
-    def busy(self) -> bool:
-        """Return whether any task is running or queued."""
-        with self._lock:
-            return bool(self._tasks) or self._running > 0
-
     def close(self) -> None:
         """Start no more tasks."""
         with self._lock:
@@ -427,18 +416,20 @@ class PendingCall:
         self.error: BaseException | None = None
         self.done = False
         self.nbytes = 0
-        self._ended = AutoResetEvent()
+        # Held until it has ended: nothing else in Python wakes another thread as fast as a bare lock.
+        self._ended = threading.Lock()
+        self._ended.acquire()
 
     def end(self) -> None:
-        """Mark the call as ended and wake its waiter."""
+        """Mark the call as ended and wake its waiter. Called once."""
         self.done = True
-        self._ended.set()
+        self._ended.release()
 
     def sleep(self, seconds: float) -> None:
         """Wait until it has ended, or the time is up."""
-        if self._ended.wait(seconds):
+        if self._ended.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
             # Another thread may wait for the same future.
-            self._ended.set()
+            self._ended.release()
 
     def late(self) -> CommTimeoutError:
         """Return the error of a call that has timed out."""

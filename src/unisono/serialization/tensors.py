@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from unisono.serialization.builtins import put_items, take_items
 from unisono.serialization.format import (
     Encoder,
     Parts,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["find", "has_no_storage", "install"]
+__all__ = ["find", "has_no_storage", "install", "put_dense", "put_shape", "put_tensor", "take_shape", "why_not_dense"]
 
 
 def find(cls: type[Any]) -> Encoder | None:
@@ -33,7 +33,7 @@ def find(cls: type[Any]) -> Encoder | None:
     torch = sys.modules.get("torch")
     if torch is not None:
         if issubclass(cls, torch.Tensor):
-            return _put_tensor
+            return put_tensor
         for known, encoder in ((torch.dtype, _put_dtype), (torch.device, _put_device), (torch.Size, _put_size)):
             if cls is known:
                 return encoder
@@ -43,16 +43,18 @@ def find(cls: type[Any]) -> Encoder | None:
     return None
 
 
-def _put_shape(parts: Parts, shape: Sequence[int]) -> None:
-    parts.append(head("t", len(shape))[1:])
-    put_items(parts, shape, 1)
+def put_shape(parts: Parts, shape: Sequence[int]) -> None:
+    """Append the number of dimensions, and their sizes."""
+    parts.append(struct.pack(f"<B{len(shape)}Q", len(shape), *shape))
 
 
-def _take_shape(view: View, at: int) -> tuple[list[int], int]:
-    shape, at = take_items(view, at, 1)
-    if not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+def take_shape(view: View, at: int) -> tuple[tuple[int, ...], int]:
+    """Return the sizes that `put_shape` wrote, and the offset of what follows."""
+    count = view[at]
+    shape = struct.unpack_from(f"<{count}Q", view, at + 1)
+    if max(shape, default=0) >= 2**63:
         raise ValueError("a shape has a negative or a huge size")
-    return shape, at
+    return shape, at + 1 + 8 * count
 
 
 # -- torch -----------------------------------------------------------------------------------------
@@ -63,18 +65,32 @@ def has_no_storage(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested
 
 
-def _put_tensor(parts: Parts, tensor: torch.Tensor, _depth: int) -> None:
+def why_not_dense(tensor: torch.Tensor) -> str | None:
+    """Return what a tensor is that has no plain bytes; None if it has."""
     import torch
 
     if has_no_storage(tensor):
-        raise UnsendableError(f"a {type(tensor).__name__}, whose elements are not in its own memory")
+        return f"a {type(tensor).__name__}, whose elements are not in its own memory"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         kind = "meta" if tensor.device.type == "meta" else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise UnsendableError(f"a {kind} tensor, which has no plain bytes (make it dense first)")
+        return f"a {kind} tensor, which has no plain bytes (make it dense first)"
+    return None
+
+
+def put_tensor(parts: Parts, tensor: torch.Tensor, _depth: int) -> None:
+    """Append a tensor; it arrives contiguous, on the CPU."""
+    problem = why_not_dense(tensor)
+    if problem is not None:
+        raise UnsendableError(problem)
+    put_dense(parts, tensor)
+
+
+def put_dense(parts: Parts, tensor: torch.Tensor) -> None:
+    """Append a tensor that has plain bytes."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     parts.append(b"A")
     put_text(parts, str(dense.dtype).removeprefix("torch."))
-    _put_shape(parts, dense.shape)
+    put_shape(parts, dense.shape)
     parts.append(head("b", dense.nbytes)[1:])
     if dense.nbytes:
         # One copy, without numpy.
@@ -86,7 +102,7 @@ def _take_tensor(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
 
     name, at = take_text(view, at + 1)
     dtype = _dtype(name)
-    shape, at = _take_shape(view, at)
+    shape, at = take_shape(view, at)
     content, at = take_bytes(view, at)
     if math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"a tensor of shape {shape} and {name} does not have {len(content)} bytes")
@@ -130,13 +146,13 @@ def _take_device(view: View, at: int, _depth: int) -> tuple[torch.device, int]:
 
 def _put_size(parts: Parts, size: torch.Size, _depth: int) -> None:
     parts.append(b"X")
-    _put_shape(parts, size)
+    put_shape(parts, size)
 
 
 def _take_size(view: View, at: int, _depth: int) -> tuple[torch.Size, int]:
     import torch
 
-    shape, at = _take_shape(view, at)
+    shape, at = take_shape(view, at)
     return torch.Size(shape), at
 
 
@@ -149,7 +165,7 @@ def _put_numpy(parts: Parts, array: np.ndarray[Any, Any] | np.generic, _depth: i
         raise UnsendableError(f"a numpy array of {array.dtype}, which has no plain bytes")
     parts.append(b"M" if isinstance(array, numpy.ndarray) else b"m")
     put_text(parts, array.dtype.str)
-    _put_shape(parts, array.shape)
+    put_shape(parts, array.shape)
     content = array.tobytes()
     parts.append(head("b", len(content))[1:])
     parts.append(content)
@@ -163,7 +179,7 @@ def _take_array(view: View, at: int, _depth: int) -> tuple[Any, int]:
     dtype = numpy.dtype(name)
     if dtype.hasobject or dtype.names is not None or dtype.str != name:
         raise ValueError(f"there are no numpy arrays of {name!r}")
-    shape, at = _take_shape(view, at)
+    shape, at = take_shape(view, at)
     content, at = take_bytes(view, at)
     if math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"an array of shape {shape} and {name} does not have {len(content)} bytes")

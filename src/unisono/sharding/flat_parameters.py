@@ -156,7 +156,7 @@ class FlatParameters:
         """Let the parameters be views of a flat tensor, and free it."""
         self._whole = torch.empty(self.layout.total, dtype=self._dtype, device=self.part.device)
         # Torch makes no views of a freed tensor.
-        self._places = self._views(self._whole)
+        self._places = self.layout.views(self._whole, self.parameters)
         self._point_to(self._places)
         self.changed()
         self.gathered = True
@@ -173,11 +173,6 @@ class FlatParameters:
         self.changed()
         self._show(gathered=True)
         self._make_whole()
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters' places in a flat tensor, in their shapes."""
-        places = zip(self.layout.offsets, self.parameters, strict=False)
-        return [flat[start : start + p.numel()].view(p.shape) for start, p in places]
 
     def _point_to(self, views: list[torch.Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
@@ -248,13 +243,13 @@ class FlatParameters:
         self._comms.run(self._comms.shard.all_gather_single, flat, self.part)
         self.changed()
         self._show(gathered=True)
-        self._point_to(self._views(flat))
+        self._point_to(self.layout.views(flat, self.parameters))
         return flat
 
     def hide_whole(self, flat: torch.Tensor, *, writeback: bool) -> None:
         """Undo `show_whole`. With `writeback`, keep this rank's part of what the tensor holds now."""
         if writeback:
-            self.part.copy_(flat[self._comms.rank * self.layout.part :][: self.layout.part])
+            self.part.copy_(self.layout.part_of(flat, self._comms.rank))
         self._point_to(self._places)
         self.changed()
         self.free()
@@ -464,14 +459,11 @@ class ParameterBucket:
         """Let the parameters be views of a flat tensor, and the pieces slices of this rank's part."""
         self._layout = layout = FlatLayout([p.numel() for p in self.parameters], self._comms.size)
         self._flat = self.parameters[0].new_zeros(layout.total)
-        self._views = [
-            self._flat[start : start + p.numel()].view(p.shape)
-            for start, p in zip(layout.offsets, self.parameters, strict=True)
-        ]
+        self._views = layout.views(self._flat, self.parameters)
         for view, parameter in zip(self._views, self.parameters, strict=True):
             view.copy_(parameter)
             parameter.data = view
-        self._part = self._flat[self._comms.rank * layout.part :][: layout.part]
+        self._part = layout.part_of(self._flat, self._comms.rank)
         self._master = self._part.to(self._dtype)
         _move_pieces(self.pieces, layout, self._comms, self._master)
 

@@ -219,6 +219,15 @@ class FlatLayout:
         self.total = self.part * ranks
         self._numels = numels
 
+    def views(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the places of the parameters in a flat tensor, in their shapes."""
+        places = zip(self.offsets, like, strict=False)
+        return [flat[start : start + parameter.numel()].view(parameter.shape) for start, parameter in places]
+
+    def part_of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the part of a rank in a flat tensor."""
+        return flat[rank * self.part :][: self.part]
+
     def slices(self, rank: int) -> list[ParameterSlice]:
         """Return the slices in the part of a rank, in order."""
         low = rank * self.part

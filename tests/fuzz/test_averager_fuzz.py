@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 # An averager over gloo takes a tenth of a second to make.
-SHORT = [("thread", 2, 20), ("thread", 3, 10), ("shm", 2, 50), ("shm", 3, 20), ("gloo", 2, 8), ("gloo", 3, 4)]
+SHORT = [("thread", 2, 10), ("thread", 3, 6), ("shm", 2, 20), ("shm", 3, 10), ("gloo", 2, 4), ("gloo", 3, 2)]
 LONG = [("thread", 200), ("shm", 200), ("gloo", 100)]
 SIZES = pytest.mark.parametrize("size", [2, 3])
 MOST = 2  # Failures, each of which may take as long as a timeout.

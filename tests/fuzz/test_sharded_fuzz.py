@@ -22,13 +22,13 @@ from unisono.sharding.shard_optimizer import ShardOptimizer
 pytestmark = pytest.mark.filterwarnings("ignore:backward.. has raised inside no_sync:UserWarning")
 
 SHORT = [
-    ("thread", 2, 12),
-    ("thread", 3, 6),
-    ("thread", 4, 6),
-    ("shm", 2, 60),
-    ("shm", 3, 20),
-    ("gloo", 2, 6),
-    ("gloo", 3, 3),
+    ("thread", 2, 8),
+    ("thread", 3, 4),
+    ("thread", 4, 3),
+    ("shm", 2, 20),
+    ("shm", 3, 10),
+    ("gloo", 2, 3),
+    ("gloo", 3, 2),
 ]
 LONG = [("thread", 250), ("shm", 210), ("gloo", 100)]
 MOST = 2

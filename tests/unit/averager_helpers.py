@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
 
+import pytest
 import torch
 from averaged_models import gradients
 from torch import nn
@@ -31,7 +32,12 @@ __all__ = [
 ]
 
 BACKENDS = ["thread", "shm", "gloo"]
-RANKS = [(backend, size) for backend in BACKENDS for size in (2, 3)]
+RANKS = [
+    ("thread", 3),
+    ("shm", 2),
+    ("gloo", 3),
+    *(pytest.param(*case, marks=pytest.mark.soak) for case in (("thread", 2), ("shm", 3), ("gloo", 2))),
+]
 """Backends and numbers of ranks."""
 SMALL: dict[str, Any] = {"bucket_cap_mb": 128 / 2**20}
 """One 4x4 float64 weight in each bucket."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from averaged_models import gradients, same
 from averager_helpers import BACKENDS, SMALL, Found, OddError, combined, quickly, sample, stack, weight
+from pairwise import pairwise
 
 import unisono as un
 from unisono.testing import pool
@@ -106,10 +107,7 @@ def added(kept: Found, more: Found, times: int = 1) -> Found:
     return [a if b is None else times * b if a is None else a + times * b for a, b in zip(kept, more, strict=True)]
 
 
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("width", [4, 150])
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairwise(backend=BACKENDS, where=WHERE, width=[4, 150], kept=KEPT)
 def test_failed_pass_restores_gradients(backend: str, where: str, width: int, kept: str) -> None:
     def program(comm: un.Communicator) -> tuple[bool, Found, Found, Any]:
         trap = Trap(comm, where, width, **WHOLE)
@@ -129,9 +127,7 @@ def test_failed_pass_restores_gradients(backend: str, where: str, width: int, ke
         assert steps == (2 if kept == "left" else 1)
 
 
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairwise(backend=BACKENDS, where=WHERE, kept=KEPT)
 def test_failed_pass_in_no_sync_restores_gradients(backend: str, where: str, kept: str) -> None:
     def program(comm: un.Communicator) -> tuple[bool, Found, Found]:
         trap = Trap(comm, where, **WHOLE)
@@ -167,10 +163,7 @@ def test_weight_survives_a_failed_pass(backend: str, where: str) -> None:
         assert same(found, means)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("width", [4, 150])
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairwise(backend=BACKENDS, where=WHERE, width=[4, 150], weighted=[False, True])
 def test_rank_failing_before_any_bucket_retries_alone(backend: str, where: str, width: int, weighted: bool) -> None:
     def program(comm: un.Communicator) -> Found:
         trap = Trap(comm, where, width, **WHOLE)
@@ -208,9 +201,7 @@ def test_pass_failing_on_all_ranks_after_a_bucket_is_dropped(where: str, kept: s
         assert same(found, means)
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["goes on", "waits for the other rank"])
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("where", LATE)
+@pairwise(where=LATE, kept=KEPT, waits=[False, True])
 def test_rank_failing_after_a_bucket_ends_the_pass_on_all(where: str, kept: str, waits: bool) -> None:
     def program(comm: un.Communicator) -> tuple[str, bool, Found, Found]:
         trap = Trap(comm, where, **SMALL)

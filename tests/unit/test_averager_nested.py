@@ -10,6 +10,7 @@ import pytest
 import torch
 from averaged_models import gradients, same
 from averager_helpers import BACKENDS, SMALL, Found, combined, sample, stack, weight
+from pairwise import pairwise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -145,36 +146,23 @@ def assert_averages(backend: str, nest: str, option: str, inner: str, sizes: dic
         assert steps == ROUNDS
 
 
-where = pytest.mark.parametrize(
-    ("backend", "sizes"),
-    [("shm", {}), ("gloo", SMALL)],
-    ids=["shm", "gloo"],
-)
+SIZES: dict[str, dict[str, Any]] = {"shm": {}, "gloo": SMALL}
 
 
-@where
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("nest", NESTS)
-def test_nested_passes_are_averaged_with_the_outer_one(
-    backend: str, nest: str, option: str, sizes: dict[str, Any]
-) -> None:
-    assert_averages(backend, nest, option, "all", sizes)
+@pairwise(backend=SIZES, nest=NESTS, option=OPTIONS)
+def test_nested_passes_are_averaged_with_the_outer_one(backend: str, nest: str, option: str) -> None:
+    assert_averages(backend, nest, option, "all", SIZES[backend])
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("nest", NESTS)
-@pytest.mark.parametrize("backend", ["thread"])
-def test_nested_pass_in_no_sync_belongs_to_the_outer_one(backend: str, nest: str, option: str) -> None:
-    assert_averages(backend, nest, option, "quiet", SMALL)
+def test_nested_pass_in_no_sync_belongs_to_the_outer_one(nest: str, option: str) -> None:
+    assert_averages("thread", nest, option, "quiet", SMALL)
 
 
-@where
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "unused"])
-@pytest.mark.parametrize("nest", WITH_OUTER)
-def test_nested_pass_on_one_rank_is_averaged_with_the_outer_one(
-    backend: str, nest: str, option: str, sizes: dict[str, Any]
-) -> None:
-    assert_averages(backend, nest, option, "one", sizes)
+@pairwise(backend=SIZES, nest=WITH_OUTER, option=[option for option in OPTIONS if option != "unused"])
+def test_nested_pass_on_one_rank_is_averaged_with_the_outer_one(backend: str, nest: str, option: str) -> None:
+    assert_averages(backend, nest, option, "one", SIZES[backend])
 
 
 def watched(model: nn.Sequential) -> list[torch.Tensor]:
@@ -195,10 +183,7 @@ def used_twice(model: nn.Sequential, rank: int, width: int) -> None:
     model[2](hidden).square().mean().backward()
 
 
-@pytest.mark.parametrize("kept", ["nothing", "accumulated", "left"])
-@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
-@pytest.mark.parametrize("width", [4, 256])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pairwise(backend=BACKENDS, width=[4, 256], small=[True, False], kept=["nothing", "accumulated", "left"])
 def test_earlier_hooks_see_the_same_as_without_the_averager(backend: str, width: int, small: bool, kept: str) -> None:
     cap = width * width * 8 / 2**20 if small else 25.0
 

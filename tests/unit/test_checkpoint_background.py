@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import pairwise
 
 import unisono as un
 from unisono.checkpoint import CheckpointError, PerRank
@@ -171,9 +172,7 @@ def call_alone(comm: un.Communicator, path: str, how: str) -> None:
     comm.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-@pytest.mark.parametrize("how", ["first save", "second save", "Checkpointer"])
+@pairwise(how=["first save", "second save", "Checkpointer"], backend=["thread", "shm", "gloo"], ranks=[2, 3])
 def test_one_rank_alone_is_told_at_once(tmp_path: Path, how: str, backend: str, ranks: int) -> None:
     for said in un.launch(alone, ranks, backend, (str(tmp_path / "c"), how), timeout=30):
         assert "all_reduce(sum, float32, 1 elements, shape (1,)) at " in said
@@ -250,7 +249,12 @@ def fail_alone(comm: un.Communicator, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "end"), [([], ""), ([], "comm.close()"), (["-m", "unisono", "run", "-n", "2"], "sys.exit()")]
+    ("launcher", "end"),
+    [
+        ([], ""),
+        pytest.param([], "comm.close()", marks=pytest.mark.soak),
+        (["-m", "unisono", "run", "-n", "2"], "sys.exit()"),
+    ],
 )
 def test_failed_save_is_printed_at_exit(folder: str, launcher: list[str], end: str) -> None:
     script = Path(folder) / "train.py"

@@ -139,6 +139,8 @@ MUST_BE_REFUSED: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (torch.optim.LBFGS, {}),
     (torch.optim.Adafactor, {}),
 ]
+EVERYWHERE = {Momentum, CounterOfGroup, torch.optim.AdamW, OverNormOfAll, Noise}
+"""One optimizer for each reason to shard or refuse it, tried at all stages; the others at ZeRO-1 but for the soak."""
 EITHER: list[tuple[type[Optimizer], dict[str, Any]]] = [(StateOfNoParameter, {})]
 ALL = [*MUST_SHARD, *MUST_BE_REFUSED, *EITHER]
 
@@ -213,8 +215,14 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
     return {k: v for k, v in optimizer.param_groups[0].items() if isinstance(v, int | float)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer_class", [c for c, _ in ALL], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    ("optimizer_class", "kind"),
+    [
+        pytest.param(c, kind, marks=[] if kind == "ZeRO-1" or c in EVERYWHERE else [pytest.mark.soak])
+        for c, _ in ALL
+        for kind in KINDS
+    ],
+)
 def test_each_kind_is_right_or_refused(kind: str, optimizer_class: type[Optimizer]) -> None:
     options = dict(ALL)[optimizer_class]
     results = un.launch(outcome, 3, "thread", args=(kind, optimizer_class, options))

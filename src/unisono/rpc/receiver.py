@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from unisono.core.threads import AutoResetEvent
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import AbortedError, CommError, CommTimeoutError
 from unisono.rpc.context import context, request
@@ -416,20 +417,18 @@ class PendingCall:
         self.error: BaseException | None = None
         self.done = False
         self.nbytes = 0
-        # Held until it has ended: nothing else in Python wakes another thread as fast as a bare lock.
-        self._ended = threading.Lock()
-        self._ended.acquire()
+        self._ended = AutoResetEvent()
 
     def end(self) -> None:
-        """Mark the call as ended and wake its waiter. Called once."""
+        """Mark the call as ended and wake its waiter."""
         self.done = True
-        self._ended.release()
+        self._ended.set()
 
     def sleep(self, seconds: float) -> None:
         """Wait until it has ended, or the time is up."""
-        if self._ended.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
+        if self._ended.wait(seconds):
             # Another thread may wait for the same future.
-            self._ended.release()
+            self._ended.set()
 
     def late(self) -> CommTimeoutError:
         """Return the error of a call that has timed out."""

@@ -20,6 +20,7 @@ from unisono.core.types import Message, Recv, Send, Work
 from unisono.core.work import CountdownWork, elements, size_error
 from unisono.errors import PeerLostError
 from unisono.testing import TransportConformance, run_ranks
+from unisono.testing.conformance import CHECKS, Check, World
 from unisono.transports import TRANSPORTS
 
 Key = tuple[str, int, int, int]
@@ -96,6 +97,26 @@ def registered() -> Iterator[None]:
     TRANSPORTS.unregister("postal")
 
 
+# What such a transport may have otherwise: when sends end, what is compared, and what ends a wait.
+SAMPLE = (
+    "abort_ends_every_wait",
+    "all_reduce_equals_reference",
+    "batch_does_not_deadlock",
+    "different_calls_are_rejected_on_every_rank",
+    "failed_rank_is_reported_to_the_others",
+    "future_completes_without_polling",
+    "peers_are_separate",
+    "receive_of_wrong_size_is_rejected",
+    "subgroups_run_concurrently",
+)
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if check.__name__ in SAMPLE])
+def test_registered_transport_meets_checks(check: Check) -> None:
+    check(World("postal"))
+
+
+@pytest.mark.soak
 class TestPostal(TransportConformance):
     backend = "postal"
 

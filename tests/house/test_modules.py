@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+from functools import cache
 
 from import_graph import SOURCE, modules
 from lines import of_native, of_python
@@ -12,7 +13,13 @@ from lines import of_native, of_python
 MAX_FILE = 1000
 MAX_FUNCTION = 80
 
-TREES = {str(path.relative_to(SOURCE)): ast.parse(path.read_text(), path) for path in sorted(SOURCE.rglob("*.py"))}
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """All modules, by path."""
+    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text(), path) for path in sorted(SOURCE.rglob("*.py"))}
+
+
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -49,14 +56,14 @@ def too_long(name: str, tree: ast.Module) -> list[str]:
 
 
 def test_modules_have_docstrings() -> None:
-    summaries = {name: (ast.get_docstring(tree) or "").split("\n\n")[0] for name, tree in TREES.items()}
+    summaries = {name: (ast.get_docstring(tree) or "").split("\n\n")[0] for name, tree in trees().items()}
     faults = [f"{name} begins with {text!r}" for name, text in summaries.items() if not text.endswith((".", ":"))]
     assert not faults, "no docstring that begins with a sentence:\n" + "\n".join(faults)
 
 
 def test_modules_have_all() -> None:
     faults = []
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if name.endswith("__main__.py"):
             continue
         module = importlib.import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
@@ -71,7 +78,7 @@ def test_modules_have_all() -> None:
 
 
 def test_files_and_functions_are_short() -> None:
-    found = [fault for name, tree in TREES.items() for fault in too_long(name, tree)]
+    found = [fault for name, tree in trees().items() for fault in too_long(name, tree)]
     native = {path.name: len(path.read_text().splitlines()) for path in (SOURCE / "native").rglob("*.?pp")}
     found += [f"{name} has {lines} lines" for name, lines in native.items() if lines > MAX_FILE]
     assert not found, f"over {MAX_FILE} lines a file or {MAX_FUNCTION} a function:\n" + "\n".join(found)
@@ -81,7 +88,7 @@ def test_no_package_hides_its_modules() -> None:
     files = modules()
     for package, path in files.items():
         if path.stem == "__init__":
-            for node in ast.walk(TREES[str(path.relative_to(SOURCE))]):
+            for node in ast.walk(trees()[str(path.relative_to(SOURCE))]):
                 if isinstance(node, ast.ImportFrom):
                     names = {f"{package}.{alias.asname or alias.name}" for alias in node.names}
                     hidden = {name for name in names if name in files and node.module != package}
@@ -89,8 +96,8 @@ def test_no_package_hides_its_modules() -> None:
 
 
 def test_measures_count_correctly() -> None:
-    assert defined(TREES["unisono/core/types.py"]) >= {"Send", "COLLECTIVE_TAG", "Message"}
-    assert "T" not in defined(TREES["unisono/core/registry.py"])
+    assert defined(trees()["unisono/core/types.py"]) >= {"Send", "COLLECTIVE_TAG", "Message"}
+    assert "T" not in defined(trees()["unisono/core/registry.py"])
     document = '    """Two\n    lines."""\n'
     longest = "def f():\n" + document + "    x = 1\n" * (MAX_FUNCTION - 1)
     assert too_long("a.py", ast.parse(longest)) == []

@@ -12,6 +12,7 @@ import socket
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 import pytest
 import torch
@@ -23,7 +24,13 @@ from torch.nn import parallel
 from torch.optim import swa_utils
 from torch.utils import data
 
-TREES = {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """All modules, by path."""
+    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
 # What docstrings name without the module.
 LIBRARIES = (builtins, enum, socket, torch, torch.nn, dist, fsdp, join, parallel, parallel.DistributedDataParallel)
 LIBRARIES += (swa_utils, data)
@@ -138,7 +145,7 @@ def gone(trees: Mapping[str, ast.Module]) -> list[str]:
 
 
 def test_docstrings_name_what_is_there() -> None:
-    found = gone(TREES)
+    found = gone(trees())
     assert not found, "docstrings name what is gone:\n" + "\n".join(found)
 
 

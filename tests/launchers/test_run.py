@@ -22,14 +22,17 @@ import sys
 import time
 
 what = sys.argv[1]
-if what == "early" and os.environ["UNISONO_RESTARTS"] == "0":
+if what in ("early", "two") and os.environ["UNISONO_RESTARTS"] == "0":
     from unisono.bootstrap import find
     from unisono.core.group import Group
 
     place = find(timeout_s=30)
-    place.control.exchange(Group.world(place.rank, 2, place.name), "early", None, 30.0)
+    group = Group.world(place.rank, 2, place.name)
+    place.control.exchange(group, "early", None, 30.0)
     if place.rank == 1:
         raise KeyError("first time")
+    if what == "two":
+        place.control.exchange(group, "late", None, 30.0)
     time.sleep(1000)
 
 import torch
@@ -80,15 +83,19 @@ def test_each_line_begins_with_its_rank(script: tuple[str, ...]) -> None:
     assert sorted(printed(ended.stdout)) == [f"[{rank}] sum 6 backend gloo" for rank in range(3)]
 
 
-def test_the_first_error_is_shown_once_and_the_others_are_counted() -> None:
-    ended = run("-n", "2", "train.py", "raise")
+@pytest.mark.parametrize(
+    ("what", "error"), [("two", "first time"), pytest.param("raise", "lr", marks=pytest.mark.soak)]
+)
+def test_the_first_error_is_shown_once_and_the_others_are_counted(what: str, error: str) -> None:
+    line = SCRIPT[: SCRIPT.index(f'raise KeyError("{error}")')].count("\n") + 1
+    ended = run("-n", "2", "train.py", what)
     assert ended.returncode == 1
     lines = ended.stderr.splitlines()
     assert lines[0].startswith("[rank 1 of 2] Traceback (most recent call last")
     assert lines[1:] == [
-        '  File "train.py", line 26, in <module>',
-        '    raise KeyError("lr")',
-        "KeyError: 'lr'",
+        f'  File "train.py", line {line}, in <module>',
+        f'    raise KeyError("{error}")',
+        f"KeyError: '{error}'",
         "(1 other rank failed too)",
     ]
 
@@ -123,7 +130,7 @@ def test_exit_statuses_as_json() -> None:
     assert "[0] sum 3" in ended.stderr
 
 
-# Early: the first ranks meet and fail without torch, whose import takes most of the time.
+# "early" and "two": the first ranks meet and fail without torch, whose import takes most of the time.
 @pytest.mark.parametrize("when", ["early", pytest.param("once", marks=pytest.mark.soak)])
 def test_all_ranks_start_again_after_a_failure(when: str) -> None:
     ended = run("-n", "2", "--restarts", "1", "--no-prefix", "train.py", when)

@@ -27,7 +27,7 @@ class MpiPool(RankPool):
             return super().run(*args, **options)
 
 
-@pytest.fixture(scope="session", params=["", "1"], ids=["compiled", "plain"])
+@pytest.fixture(scope="session", params=["", pytest.param("1", marks=pytest.mark.soak)], ids=["compiled", "plain"])
 def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[int], RankPool]]:
     """Jobs by their number of ranks."""
     with ExitStack() as opened:

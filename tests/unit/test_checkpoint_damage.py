@@ -215,6 +215,15 @@ def test_links_and_pipes_are_rejected(folder: Path) -> None:
         un.checkpoint.load(path)
 
 
+def test_file_that_goes_after_the_manifest_was_read_is_missing(folder: Path) -> None:
+    path = saved(folder / "gone", 1)
+    with un.checkpoint.open_archive(path) as archive:
+        file = next(path.glob("*.safetensors"))
+        file.unlink()
+        with pytest.raises(CorruptError, match=f"{file.name} is missing"):
+            archive[next(iter(archive))]
+
+
 def test_wrong_model_is_rejected(folder: Path) -> None:
     path = saved(folder / "model", 1)
     target = state_of(0)

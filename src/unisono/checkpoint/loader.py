@@ -17,7 +17,6 @@ from unisono.checkpoint.errors import CheckpointError, CorruptError, StateError
 from unisono.checkpoint.manifest import BLOCK, HELD, Manifest, TensorEntry
 from unisono.checkpoint.reader import (
     Block,
-    ByteCallback,
     ByteRanges,
     Files,
     ReadWindow,
@@ -175,7 +174,7 @@ class _Pass:
 
     @property
     def nbytes(self) -> int:
-        return sum(window.stop - window.start for windows in (*self.shares, self.alone) for window in windows)
+        return sum([window.stop - window.start for windows in (*self.shares, self.alone) for window in windows])
 
 
 def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScope, options: LoadOptions) -> Any:
@@ -197,7 +196,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
     try:
         rank, size = (host.rank, host.size) if host is not None else (0, 1)
         early, late = (
-            _pass(manifest, restoration, wanted, {*chain(*(names[number] for names in found))}, size)
+            _pass(manifest, restoration, wanted, {*chain(*[names[number] for names in found])}, size)
             for number, wanted in enumerate((restoration.early, restoration.late))
         )
         on_bytes = _progress(options, early.nbytes + late.nbytes)
@@ -292,9 +291,9 @@ def _check_files(
     read = chain(*shares, own) if files.cached else mine
     for index in {window.file for window in read}:
         files.open(index)
-    total = sum(window.stop - window.start for window in mine)
+    total = sum([window.stop - window.start for window in mine])
     if options.check == "first" or (options.check and total <= _SMALL):
-        files.check(mine, lambda count: None, hold=total <= _SMALL)
+        files.check(mine, hold=total <= _SMALL)
     if not files.cached:
         return None
     indices = sorted({window.file for window in chain(*shares)})
@@ -340,7 +339,7 @@ class TensorLoader:
         wanted: Wanted,
         host: Communicator | None,
         options: LoadOptions,
-        on_bytes: ByteCallback,
+        on_bytes: Callable[[int], None],
     ) -> None:
         self._files = files
         self._restoration = restoration
@@ -435,7 +434,8 @@ class TensorLoader:
     def _put(self, block: Block, destinations: Sequence[Destination], check: bool) -> None:
         length = block.stop - block.start
         memory = destinations[0].memory(block.offset, length) if len(destinations) == 1 else None
-        self._fetch(block, memory if memory is not None else memory_of(self._scratch(length)), check)
+        if not self._files.read(block, memory_of(self._scratch(length)) if memory is None else memory, check=check):
+            self._bad.append(block)
         if memory is None:
             for destination in destinations:
                 destination.put(block.offset, self._scratch(length))
@@ -458,7 +458,9 @@ class TensorLoader:
         self._files.prefetch(windows, number)
         window = windows[number]
         for block in window.blocks:
-            self._fetch(block, memory[block.start - window.start : block.stop - window.start], self._check)
+            part = memory[block.start - window.start : block.stop - window.start]
+            if not self._files.read(block, part, check=self._check):
+                self._bad.append(block)
 
     def _spread(self, window: ReadWindow, data: torch.Tensor) -> None:
         for block in window.blocks:
@@ -467,10 +469,6 @@ class TensorLoader:
         self._on_bytes(window.stop - window.start)
 
     # -- both ----------------------------------------------------------------------------------
-    def _fetch(self, block: Block, memory: memoryview, check: bool) -> None:
-        if not self._files.read(block, memory, check=check):
-            self._bad.append(block)
-
     def _scratch(self, length: int, use: str = "") -> torch.Tensor:
         spare = self._spare.get(use)
         if spare is None or spare.numel() < length:

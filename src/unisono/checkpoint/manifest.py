@@ -36,6 +36,7 @@ __all__ = [
     "cost_of",
     "digest",
     "hasher",
+    "size_error",
 ]
 
 MANIFEST = "manifest.json"
@@ -56,7 +57,9 @@ _MIDDLE = b'","manifest":'
 _TAIL = b"}\n"
 _BEGIN = len(_HEAD) + 32 + len(_MIDDLE)
 _HEX = re.compile(r"[0-9a-f]{32}")
+_ID = re.compile(r"[0-9a-f]{16}")
 _VERSION_FIELD = re.compile(rb'"format":"unisono.checkpoint","version":(\d{1,9})[,}]')
+_DEVICE = re.compile(r"[a-z]+(:\d{1,3})?")
 _DIMENSIONS = 64
 
 GRANTED = 16 << 20
@@ -143,7 +146,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of all files but the manifest."""
-        return sum(file.size for file in self.files)
+        return sum([file.size for file in self.files])
 
     def names_in_file(self, index: int) -> list[str]:
         """Return the tensors that have bytes in a file; all tensors if none has.
@@ -205,14 +208,16 @@ class Manifest:
         text = cost_of(data)
         content = _opened(data, text, nbytes)
         try:
+            _check_texts(_ID, content["id"])
+            _check_counts(content["ranks"], content["created_ns"])
             manifest = cls(
-                id=_text(content["id"], r"[0-9a-f]{16}"),
-                ranks=_count(content["ranks"]),
-                created_ns=_count(content["created_ns"]),
-                files=tuple(_file(entry) for entry in content["files"]),
+                id=content["id"],
+                ranks=content["ranks"],
+                created_ns=content["created_ns"],
+                files=tuple(map(_file, content["files"])),
                 tensors={name: _tensor(entry, content["block"]) for name, entry in content["tensors"].items()},
                 state=content["state"],
-                per_rank=tuple(tuple(trees) for trees in content["per_rank"]),
+                per_rank=tuple(map(tuple, content["per_rank"])),
                 extra=dict(content["extra"]),
             )
             _check_tiling(manifest)
@@ -256,11 +261,22 @@ class Manifest:
             CorruptError: A file is missing or has another size; the message names its tensors.
         """
         for index, file in enumerate(self.files):
-            found = sizes.get(file.name)
-            if found != file.size:
-                names = self.names_in_file(index)
-                problem = "is missing" if found is None else f"has {found} bytes instead of {file.size}"
-                raise CorruptError(f"{file.name} {problem}; it is the file of {listed(names)}", tensors=names)
+            if sizes.get(file.name) != file.size:
+                raise size_error(self, index, sizes.get(file.name))
+
+
+def size_error(manifest: Manifest, index: int, found: int | None) -> CorruptError:
+    """Return the error of a file of another size, which names its tensors.
+
+    Args:
+        manifest: The manifest that lists the file.
+        index: Position of the file in `files`.
+        found: Its size in bytes; None if it is missing.
+    """
+    file = manifest.files[index]
+    names = manifest.names_in_file(index)
+    problem = "is missing" if found is None else f"has {found} bytes instead of {file.size}"
+    return CorruptError(f"{file.name} {problem}; it is the file of {listed(names)}", tensors=names)
 
 
 def _opened(data: bytes | bytearray, cost: int, nbytes: int) -> dict[str, Any]:
@@ -290,38 +306,43 @@ def _opened(data: bytes | bytearray, cost: int, nbytes: int) -> dict[str, Any]:
     return dict(content)
 
 
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r:.40} is not a count")
-    return value
+def _check_counts(*values: object) -> None:
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ValueError(f"{value!r:.40} is not a count")
 
 
-def _text(value: object, pattern: str | re.Pattern[str]) -> str:
-    if not isinstance(value, str) or not re.fullmatch(pattern, value):
-        raise ValueError(f"{value!r:.40} is not allowed there")
-    return value
+def _check_texts(pattern: re.Pattern[str], *values: object) -> None:
+    for value in values:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise ValueError(f"{value!r:.40} is not allowed there")
 
 
 def _file(entry: Any) -> FileEntry:
     name, size, header, header_digest, file_digest = entry
-    return FileEntry(
-        _text(name, FILE), _count(size), _count(header), _text(header_digest, _HEX), _text(file_digest, _HEX)
-    )
+    _check_texts(FILE, name)
+    _check_counts(size, header)
+    _check_texts(_HEX, header_digest, file_digest)
+    return FileEntry(name, size, header, header_digest, file_digest)
 
 
 def _tensor(entry: Any, block: object) -> TensorEntry:
     if block != BLOCK:
         raise ValueError(f"blocks of {block!r:.40} bytes")
-    shape = tuple(_count(length) for length in entry["shape"])
+    shape = tuple(entry["shape"])
+    _check_counts(*shape)
+    _check_texts(_DEVICE, entry["device"])
     if len(shape) > _DIMENSIONS:
         raise ValueError(f"{len(shape)} dimensions")
     pieces = []
     for file, start, stop, digests in entry["pieces"]:
-        piece = FilePiece(_count(file), _count(start), _count(stop), tuple(_text(d, _HEX) for d in digests))
+        piece = FilePiece(file, start, stop, tuple(digests))
+        _check_counts(file, start, stop)
+        _check_texts(_HEX, *digests)
         if piece.stop < piece.start or len(piece.digests) != -((piece.start - piece.stop) // BLOCK):
             raise ValueError("other digests than blocks")
         pieces.append(piece)
-    return TensorEntry(dtype_of(entry["dtype"]), shape, _text(entry["device"], r"[a-z]+(:\d{1,3})?"), tuple(pieces))
+    return TensorEntry(dtype_of(entry["dtype"]), shape, entry["device"], tuple(pieces))
 
 
 def _check_tiling(manifest: Manifest) -> None:
@@ -332,7 +353,7 @@ def _check_tiling(manifest: Manifest) -> None:
         raise ValueError("the number of ranks differs from the number of rank states")
     spans: list[list[tuple[int, int]]] = [[(0, file.header)] for file in manifest.files]
     for name, entry in manifest.tensors.items():
-        if sum(piece.stop - piece.start for piece in entry.pieces) != entry.nbytes:
+        if sum([piece.stop - piece.start for piece in entry.pieces]) != entry.nbytes:
             raise ValueError(f"{name!r:.80} has other bytes than its shape")
         for piece in entry.pieces:
             spans[piece.file].append((piece.start, piece.stop))

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import TracebackType
 from typing import Self
 
 from unisono.checkpoint.errors import CorruptError, NoCheckpointError, listed
-from unisono.checkpoint.manifest import BLOCK, CHUNK, FILE, GRANTED, MANIFEST, Manifest, blocks, cost_of, hasher
+from unisono.checkpoint.manifest import (
+    BLOCK,
+    CHUNK,
+    FILE,
+    GRANTED,
+    MANIFEST,
+    Manifest,
+    blocks,
+    cost_of,
+    hasher,
+    size_error,
+)
 from unisono.checkpoint.storage import Source, Storage, contents
 
 __all__ = [
     "Block",
-    "ByteCallback",
     "ByteRanges",
     "Files",
     "ReadWindow",
@@ -32,10 +43,6 @@ _MOST_OPEN = 256
 """Open files at a time: the usual limit of a process is 1024, and as many ranks may have saved."""
 
 
-ByteCallback = Callable[[int], None]
-"""Called with how many more bytes are done."""
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
     """Bytes of a file that share a digest: part of a tensor from its byte `offset`, or a header (no name)."""
@@ -50,21 +57,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ReadWindow:
-    """Neighbouring blocks of one file that are read together."""
+    """Neighbouring blocks of one file that are read together, and the range of their bytes in it."""
 
+    file: int
+    start: int
+    stop: int
     blocks: tuple[Block, ...]
-
-    @property
-    def file(self) -> int:
-        return self.blocks[0].file
-
-    @property
-    def start(self) -> int:
-        return self.blocks[0].start
-
-    @property
-    def stop(self) -> int:
-        return self.blocks[-1].stop
 
 
 ByteRanges = Mapping[str, Sequence[tuple[int, int]]]
@@ -90,25 +88,20 @@ def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | No
     for index in {block.file for block in needed}:
         file = manifest.files[index]
         needed.append(Block(index, 0, file.header, file.header_digest, None, 0))
-    needed.sort(key=lambda block: (block.file, block.start))
-    return [ReadWindow(tuple(group)) for group in _grouped(needed)]
-
-
-def _grouped(needed: Sequence[Block]) -> Iterator[list[Block]]:
-    group: list[Block] = []
+    needed.sort(key=attrgetter("file", "start"))
+    groups: list[list[Block]] = []
     for block in needed:
-        apart = group and (block.file, block.start) != (group[-1].file, group[-1].stop)
-        if group and (apart or block.stop - group[0].start > BLOCK):
-            yield group
-            group = []
-        group.append(block)
-    if group:
-        yield group
+        last = groups[-1] if groups else [block]
+        if (block.file, block.start) == (last[-1].file, last[-1].stop) and block.stop - last[0].start <= BLOCK:
+            last.append(block)
+        else:
+            groups.append([block])
+    return [ReadWindow(group[0].file, group[0].start, group[-1].stop, tuple(group)) for group in groups]
 
 
 def assign(windows: Sequence[ReadWindow], ranks: int) -> list[list[ReadWindow]]:
     """Neighbouring windows for each rank, about equal in bytes."""
-    total = sum(window.stop - window.start for window in windows)
+    total = sum([window.stop - window.start for window in windows])
     given: list[list[ReadWindow]] = [[] for _ in range(ranks)]
     position = 0
     for window in windows:
@@ -144,13 +137,13 @@ class Files:
             try:
                 source = self._storage.open(entry.name)
             except FileNotFoundError:
-                self._manifest.check_sizes({**{f.name: f.size for f in self._manifest.files}, entry.name: -1})
-                raise
+                raise size_error(self._manifest, index, None) from None
             if len(self._open) == _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             self._open[index] = source
             self.identities[index] = getattr(source, "identity", None)
-            self._manifest.check_sizes({**{f.name: f.size for f in self._manifest.files}, entry.name: source.size})
+            if source.size != entry.size:
+                raise size_error(self._manifest, index, source.size)
         return self._open[index]
 
     def read(self, block: Block, into: memoryview, *, check: bool = True) -> bool:
@@ -174,15 +167,14 @@ class Files:
         for window in windows[:_AHEAD] if not number else windows[number + _AHEAD - 1 : number + _AHEAD]:
             self.open(window.file).prefetch(window.start, window.stop)
 
-    def check(self, windows: Sequence[ReadWindow], on_bytes: ByteCallback, *, hold: bool = False) -> None:
+    def check(self, windows: Sequence[ReadWindow], *, hold: bool = False) -> None:
         """Read all of these windows, and raise as `corrupt_error` if some are damaged.
 
         Args:
             windows: Windows to check.
-            on_bytes: Called with the number of bytes of each.
             hold: Keep their bytes in memory, so that they are not read again.
         """
-        longest = max((block.stop - block.start for window in windows for block in window.blocks), default=0)
+        longest = max([block.stop - block.start for window in windows for block in window.blocks], default=0)
         bad = []
         spare = memoryview(bytearray(0 if hold else longest))
         for number, window in enumerate(windows):
@@ -194,7 +186,6 @@ class Files:
                     bad.append(block)
                 elif hold:
                     self._held[block] = into
-            on_bytes(window.stop - window.start)
         self.corrupt_error(bad)
 
     def corrupt_error(self, bad: Sequence[Block]) -> None:
@@ -246,7 +237,7 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
         # Another process has removed the checkpoint meanwhile.
         raise NoCheckpointError("there is none") from None
     try:
-        manifest = Manifest.from_bytes(data, sum(size for name, size in sizes.items() if FILE.fullmatch(name)))
+        manifest = Manifest.from_bytes(data, sum([size for name, size in sizes.items() if FILE.fullmatch(name)]))
     except CorruptError as error:
         error.tensors = tuple(names_in_headers(storage))
         error.message += f"; its tensors are {listed(error.tensors)}" if error.tensors else ""

@@ -34,6 +34,7 @@ from unisono.checkpoint.tree import (
     is_stateful,
     join,
     memory_of_tensor,
+    names_in,
     per_rank_of,
     sequence_of,
     tag_of,
@@ -340,7 +341,9 @@ class Restorer:
     def _match_part(self, target: Any, current: Any, inner: Node, path: str, mode: _Mode) -> _Build:
         """An object that is not a module. It is loaded early if its state is small, and not that of torch's classes."""
         plain = getattr(type(target), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
-        early = not plain and self._nbytes(inner) <= _ASIDE and not _any_shard(current)
+        early = (
+            not plain and self._nbytes(inner) <= _ASIDE and not _any(current, lambda one: isinstance(one, TensorShard))
+        )
         before = self._wanted
         self._wanted = self.early if early else before
         build = self._match(current, inner, path, mode, fresh=True)
@@ -471,13 +474,9 @@ class Restorer:
         return put
 
     def _names(self, node: Node) -> list[str]:
-        found = []
+        found = list(names_in(node))
         for tag, body in tagged(node):
-            if tag in ("$tensor", "$numbers", "$generator"):
-                found.append(str(body))
-            elif tag in ("$array", "$scalar"):
-                found.append(str(body[2]))
-            elif tag == "$rank":
+            if tag == "$rank":
                 mine = self._source(*body)
                 found += self._names(mine) if mine is not None else []
         return found
@@ -514,12 +513,6 @@ def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
             owner, _, leaf = name.rpartition(".")
             found.append((module.get_submodule(owner), leaf, first))
     return found
-
-
-def _any_shard(value: Any) -> bool:
-    if isinstance(value, (dict, list, tuple)):
-        return any(map(_any_shard, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, TensorShard)
 
 
 def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:

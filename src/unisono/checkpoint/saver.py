@@ -230,7 +230,7 @@ def commit(
     team: CollectiveScope,
     extra: dict[str, Any],
     progress: Progress | None,
-    newest: Callable[[], int] = int,
+    newest: Callable[[], int],
 ) -> None:
     """Compare, write, and publish. Collective. An earlier checkpoint stays until the new one is published.
 

@@ -450,9 +450,9 @@ def tagged(tree: Node) -> Iterator[tuple[str, Any]]:
 
 
 def names_in(node: Node) -> Iterator[str]:
-    """Every tensor that a tree refers to, except states of generators."""
+    """Every tensor that a tree refers to."""
     for tag, body in tagged(node):
-        if tag in ("$tensor", "$numbers"):
+        if tag in ("$tensor", "$numbers", "$generator"):
             yield str(body)
         elif tag in ("$array", "$scalar"):
             yield str(body[2])

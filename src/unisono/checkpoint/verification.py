@@ -75,7 +75,7 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
                 suspects.append(index)
         if suspects:
             names = [name for index in suspects for name in manifest.names_in_file(index)]
-            files.check([w for w in windows_of(manifest, names) if w.file in suspects], lambda count: None)
+            files.check([w for w in windows_of(manifest, names) if w.file in suspects])
             file = manifest.files[suspects[0]]
             raise CorruptError(f"damaged: the digest of {file.name} does not match", tensors=names)
     return manifest

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from unisono.communicator import Communicator, engine_of
 from unisono.errors import AbortedError, CommError, MismatchError, PeerLostError
+from unisono.utils.replaceable_comms import ReplaceableComms
 
 __all__ = ["NO_COPY", "Mesh", "ShardComms"]
 
@@ -51,14 +51,16 @@ class ShardComms:
         self._attach(comm, mesh)
 
     def _attach(self, comm: Communicator, mesh: Mesh | None) -> None:
-        self.steps = _dup(comm)
+        self._pairs = [ReplaceableComms(comm)]
+        self.steps = self._pairs[0].base
         try:
             _check_mesh(self.steps, mesh)
         except BaseException:
-            self.steps.close()
+            self.close()
             raise
-        self._replicate_steps = None if mesh is None else _dup(mesh[0])
-        self.shard_steps = self.steps if mesh is None else _dup(mesh[1])
+        # Replicas, then shards.
+        self._pairs += map(ReplaceableComms, mesh or ())
+        self.shard_steps = self._pairs[-1].base
         self.replica = 0 if mesh is None else mesh[0].rank
         self.rank = self.shard_steps.rank
         self.size = self.shard_steps.size
@@ -66,25 +68,21 @@ class ShardComms:
 
     def _connect(self) -> None:
         self.reported = False
-        self.data = _dup(self.steps)
+        self.data = self._pairs[0].data
+        self.replicate = self._pairs[1].data if len(self._pairs) > 1 else None
+        self.shard = self._pairs[-1].data
         self.overlaps = self.data.overlaps
-        self.replicate = None if self._replicate_steps is None else _dup(self._replicate_steps)
-        self.shard = self.data if self.replicate is None else _dup(self.shard_steps)
-
-    def _in_use(self) -> list[Communicator]:
-        return [self.data] if self.replicate is None else [self.data, self.shard, self.replicate]
-
-    def _lasting(self) -> list[Communicator]:
-        return [self.steps] if self._replicate_steps is None else [self.steps, self.shard_steps, self._replicate_steps]
 
     def abort(self, reason: str) -> None:
         """End the running step on all ranks, because of an error that is raised on this one."""
         self.reported = True
-        self._abort(reason, *self._in_use())
+        for pair in self._pairs:
+            pair.abort(reason)
 
     def abort_all(self, reason: str) -> None:
         """End the running step and all later ones on all ranks."""
-        self._abort(reason, *self._lasting(), *self._in_use())
+        for pair in self._pairs:
+            pair.abort_all(reason)
 
     def fail_step(self, error: BaseException) -> None:
         """End all on all ranks: an optimizer has raised this error here, when others may have updated their parts."""
@@ -92,12 +90,6 @@ class ShardComms:
             f"optimizer.step() failed there: {type(error).__name__}: {error}. Ranks may have made different steps: "
             "load a checkpoint into new objects"
         )
-
-    def _abort(self, reason: str, *comms: Communicator) -> None:
-        # If the control plane is gone, it has notified the other ranks already.
-        with suppress(CommError):
-            for comm in comms:
-                comm.abort(reason)
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what a function returns that communicates over those in use.
@@ -118,8 +110,8 @@ class ShardComms:
 
     def replace(self) -> None:
         """Make new communicators instead of those in use, which have failed. Collective."""
-        for comm in self._in_use():
-            comm.close()
+        for pair in self._pairs:
+            pair.replace()
         self._connect()
 
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
@@ -129,15 +121,8 @@ class ShardComms:
 
     def close(self) -> None:
         """Release all. Idempotent."""
-        for comm in self._lasting():
-            comm.close()
-
-
-def _dup(comm: Communicator) -> Communicator:
-    twin = comm.dup()
-    # Where there is a GPU, hooks run in threads of autograd.
-    twin.allow_any_thread()
-    return twin
+        for pair in self._pairs:
+            pair.close()
 
 
 _Place = tuple[str, int, int]

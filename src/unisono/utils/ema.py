@@ -226,8 +226,8 @@ class _FlatAverage:
     @torch.no_grad()
     def swap(self, whole: torch.Tensor) -> None:
         """Exchange the elements of the tensors with those of a flat tensor."""
-        for (_, tensor), offset in zip(self._members, self._layout.offsets, strict=True):
-            place = whole[offset : offset + tensor.numel()].view(tensor.shape)
+        tensors = [tensor for _, tensor in self._members]
+        for tensor, place in zip(tensors, self._layout.views(whole, tensors), strict=True):
             before = tensor.detach().clone()
             tensor.copy_(place)
             place.copy_(before)

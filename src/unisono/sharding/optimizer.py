@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from unisono.communicator import Communicator
 from unisono.errors import ClosedError, PeerLostError
 from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
-from unisono.sharding.flat_parameters import ParameterBucket, ShardedGradient
+from unisono.sharding.flat_parameters import FlatGradient, ParameterBucket, ParameterPiece, ShardedGradient
 from unisono.sharding.shard_optimizer import (
     check_same_step,
     check_shardable,
@@ -507,9 +507,12 @@ class GradientSharder:
         self._syncing = True
         self._problem: str | None = None
         self._handles: list[Any] = []
-        self._placeholders = [[ShardedGradient.of(parameter) for parameter in bucket.parameters] for bucket in buckets]
+        # Of each parameter: its gradient in a bucket, its slot there, its piece, and its placeholder.
+        self._places: list[tuple[FlatGradient, int, torch.Tensor, ParameterPiece, ShardedGradient]] = []
         for number, bucket in enumerate(buckets):
             for slot, parameter in enumerate(bucket.parameters):
+                placeholder = ShardedGradient.of(parameter)
+                self._places.append((bucket.gradient, slot, parameter, bucket.pieces[slot], placeholder))
                 self._handles += [
                     parameter.register_hook(partial(self._pass.arrive, slot)),
                     parameter.register_post_accumulate_grad_hook(partial(self._take, number, slot)),
@@ -531,11 +534,11 @@ class GradientSharder:
         self.follow_zero_grad()
         self._next = 0
         self._syncing = self.sync
-        for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
+        for bucket in self._buckets:
             bucket.gradient.arrived.clear()
-            for parameter, placeholder in zip(bucket.parameters, placeholders, strict=True):
-                if parameter.grad is placeholder:
-                    parameter.grad = None
+        for _, _, parameter, _, placeholder in self._places:
+            if parameter.grad is placeholder:
+                parameter.grad = None
 
     @torch.no_grad()
     def _take(self, number: int, slot: int, parameter: torch.Tensor) -> None:
@@ -584,10 +587,9 @@ class GradientSharder:
                 self._reduce()
             for bucket in self._buckets:
                 bucket.gradient.commit(bucket.pieces)
-        for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
-            for slot, (parameter, placeholder) in enumerate(zip(bucket.parameters, placeholders, strict=True)):
-                if slot in bucket.gradient.taken or bucket.pieces[slot].tensor.grad is not None:
-                    parameter.grad = placeholder
+        for gradient, slot, parameter, piece, placeholder in self._places:
+            if slot in gradient.taken or piece.tensor.grad is not None:
+                parameter.grad = placeholder
 
     def _fail(self) -> None:
         """Drop the gradients of this step: another rank may have a part of the pass that raised."""
@@ -599,21 +601,19 @@ class GradientSharder:
     # -- from step to step ----------------------------------------------------------------------
     def follow_zero_grad(self) -> None:
         """Drop gradients whose placeholder was removed, as by `model.zero_grad()`."""
-        for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
-            for slot, (parameter, placeholder) in enumerate(zip(bucket.parameters, placeholders, strict=True)):
-                if parameter.grad is not placeholder:
-                    bucket.pieces[slot].tensor.grad = None
-                    bucket.gradient.taken.discard(slot)
+        for gradient, slot, parameter, piece, placeholder in self._places:
+            if parameter.grad is not placeholder:
+                piece.tensor.grad = None
+                gradient.taken.discard(slot)
 
     def _check_placeholders(self) -> None:
         """`RuntimeError` if p.grad is not of a pass."""
-        for bucket, placeholders in zip(self._buckets, self._placeholders, strict=True):
-            for parameter, placeholder, piece in zip(bucket.parameters, placeholders, bucket.pieces, strict=True):
-                if parameter.grad is not None and parameter.grad is not placeholder:
-                    raise RuntimeError(
-                        f"p.grad of {piece.name!r} was set, but sharded gradients come from backward() only. Set it to "
-                        "None, or create the optimizer with shard_gradients=False"
-                    )
+        for _, _, parameter, piece, placeholder in self._places:
+            if parameter.grad is not None and parameter.grad is not placeholder:
+                raise RuntimeError(
+                    f"p.grad of {piece.name!r} was set, but sharded gradients come from backward() only. Set it to "
+                    "None, or create the optimizer with shard_gradients=False"
+                )
 
     def check_reduced(self) -> None:
         """`RuntimeError` if gradients wait for a pass outside of `no_sync`, or are not of a pass."""
@@ -628,12 +628,11 @@ class GradientSharder:
         """Drop all gradients. Return whether there were any."""
         held = False
         for bucket in self._buckets:
-            gradient = bucket.gradient
-            held = held or bool(gradient.taken or gradient.reduced)
-            gradient.drop()
-            for parameter, piece in zip(bucket.parameters, bucket.pieces, strict=True):
-                held = held or piece.tensor.grad is not None
-                parameter.grad = piece.tensor.grad = None
+            held = held or bool(bucket.gradient.taken or bucket.gradient.reduced)
+            bucket.gradient.drop()
+        for _, _, parameter, piece, _ in self._places:
+            held = held or piece.tensor.grad is not None
+            parameter.grad = piece.tensor.grad = None
         return held
 
     def remove(self) -> None:

@@ -70,20 +70,37 @@ def test_metrics_are_prometheus_text() -> None:
 
 
 def test_metrics_are_scalars() -> None:
-    found: list[tuple[str, float, int | None]] = []
+    def program(comm: un.Communicator) -> dict[str, float]:
+        metrics = un.Metrics()
+        with metrics.recording():
+            comm.barrier()
+            comm.all_reduce(torch.ones(2))
+            comm.all_reduce(torch.ones(2), async_op=True).wait()
+            other = torch.ones(3, dtype=torch.float64)
+            (comm.isend(other, 1) if comm.rank == 0 else comm.irecv(other, 0)).wait()
+        return metrics.scalars()
 
-    class Writer:
-        def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
-            found.append((tag, scalar_value, global_step))
+    called = [f"unisono/{name}/{what}" for name in ("all_reduce", "barrier") for what in ("calls", "bytes", "seconds")]
+    waited = ["unisono/all_reduce/wait_seconds", "unisono/barrier/wait_seconds"]
+    for rank, found in enumerate(run_ranks(program, 2, backend="shm")):
+        message = ("send", "recv")[rank]
+        sent = [f"unisono/{message}/{what}" for what in ("calls", "bytes", "seconds")]
+        assert found.keys() == {*called, *waited, *sent, f"unisono/i{message}/wait_seconds"}
+        assert {type(value) for value in found.values()} == {float}
+        assert (found["unisono/all_reduce/calls"], found["unisono/all_reduce/bytes"]) == (2, 16)
+        assert (found[f"unisono/{message}/calls"], found[f"unisono/{message}/bytes"]) == (1, 24)
+        assert all(value > 0 for name, value in found.items() if name.endswith("seconds"))
 
+
+def test_scalars_of_ranks_that_share_metrics_are_summed() -> None:
     metrics = un.Metrics()
-    with un.init() as comm, metrics.recording():
-        comm.barrier()
-        comm.broadcast(torch.ones(2), 0)
-    metrics.write_scalars(Writer(), 7)
-    assert ("unisono/broadcast/bytes", 8, 7) in found
-    assert ("unisono/barrier/calls", 1, 7) in found
-    assert {tag.rpartition("/")[2] for tag, *_ in found} == {"calls", "bytes", "seconds", "wait_seconds"}
+
+    def program(comm: un.Communicator) -> None:
+        with metrics.recording():
+            comm.broadcast(torch.ones(2), 0)
+
+    run_ranks(program, 3)
+    assert (metrics.scalars()["unisono/broadcast/calls"], metrics.scalars()["unisono/broadcast/bytes"]) == (3, 24)
 
 
 def test_trace_and_metrics_record_together() -> None:

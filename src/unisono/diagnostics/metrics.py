@@ -1,4 +1,4 @@
-"""Counters and histograms of calls, bytes and waits, as Prometheus' text and as scalars for TensorBoard."""
+"""Counters and histograms of calls, bytes and waits, as Prometheus' text and as scalars for dashboards."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Any, Protocol
 
 from unisono.core.tracing import TraceEvent, recording
 
-__all__ = ["Metrics", "ScalarWriter"]
+__all__ = ["Metrics"]
 
 _BOUNDS_S = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 _HELP = {
@@ -21,14 +20,6 @@ _HELP = {
     "unisono_call_seconds": ("histogram", "Time from the call to its end."),
     "unisono_wait_seconds": ("histogram", "Time that the program spent in the call or its wait."),
 }
-
-
-class ScalarWriter(Protocol):
-    """The part of torch.utils.tensorboard.SummaryWriter that scalars need."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
-        """Write one value."""
-        ...
 
 
 class _Totals:
@@ -75,7 +66,7 @@ class Metrics:
 
     def _add(self, event: TraceEvent) -> None:
         place = {"collective": self._calls, "wait": self._waits}.get(event.kind)
-        key = event.name
+        key = event.name.removeprefix("wait for ")
         if event.kind in ("send", "recv"):
             place = self._calls
             key = event.kind
@@ -101,36 +92,31 @@ class Metrics:
                     lines += [f"{name}_sum{{{labels}}} {totals.seconds!r}", f"{name}_count{{{labels}}} {count}"]
         return "\n".join(lines) + "\n"
 
-    def write_scalars(self, writer: ScalarWriter, step: int) -> None:
-        """Write the totals as scalars: `unisono/all_reduce/calls`, `.../bytes`, `.../seconds` and `.../wait_seconds`.
+    def scalars(self) -> dict[str, float]:
+        """Return the totals by name, for a dashboard: `unisono/all_reduce/calls`, `.../bytes` and `.../seconds`.
 
-        Args:
-            writer: A SummaryWriter of TensorBoard, or any object with its `add_scalar`.
-            step: The training step.
+        `unisono/all_reduce/wait_seconds` is the time that the program spent in the call or its wait. The middle of a
+        name is the method's. Messages count as `send` and `recv`, also those that a collective is made of; the waits
+        for them go by the method, such as `isend`. What was not called has no name here, and there are no other names.
+        Where ranks share the object, their values are summed.
 
         Example:
-            >>> class Printer:
-            ...     def add_scalar(self, tag, value, step):
-            ...         if tag.endswith("calls"):
-            ...             print(tag, value, step)
             >>> metrics = un.Metrics()
             >>> with un.init() as comm, metrics.recording():
-            ...     comm.barrier()
-            >>> metrics.write_scalars(Printer(), step=5)
-            unisono/barrier/calls 1 5
+            ...     comm.broadcast(torch.ones(4), 0)
+            >>> for name, value in metrics.scalars().items():
+            ...     print(name, value if name.endswith(("calls", "bytes")) else "s")
+            unisono/broadcast/calls 1.0
+            unisono/broadcast/bytes 16.0
+            unisono/broadcast/seconds s
+            unisono/broadcast/wait_seconds s
         """
+        found = defaultdict[str, float](float)
         with self._lock:
-            found = {
-                f"unisono/{operation}/{what}": value
-                for (operation, _), totals in sorted(self._calls.items())
-                for what, value in (
-                    ("calls", sum(totals.counts)),
-                    ("bytes", totals.nbytes),
-                    ("seconds", totals.seconds),
-                )
-            }
-            waits = {
-                f"unisono/{name}/wait_seconds": totals.seconds for (name, _), totals in sorted(self._waits.items())
-            }
-        for tag, value in {**found, **waits}.items():
-            writer.add_scalar(tag, value, step)
+            for (operation, _), totals in sorted(self._calls.items()):
+                found[f"unisono/{operation}/calls"] += sum(totals.counts)
+                found[f"unisono/{operation}/bytes"] += totals.nbytes
+                found[f"unisono/{operation}/seconds"] += totals.seconds
+            for (operation, _), totals in sorted(self._waits.items()):
+                found[f"unisono/{operation}/wait_seconds"] += totals.seconds
+        return dict(found)

@@ -128,13 +128,15 @@ def rank_logger(
 ) -> logging.LoggerAdapter[logging.Logger]:
     """Return an adapter of a logger that is silent on other ranks, or puts the rank in front of messages.
 
-    The logger itself stays as it is, so that ranks that are threads can share it. Records have the attributes
-    `rank` and `size`, for formatters such as `"%(rank)s %(message)s"`.
+    The logger itself stays as it is, so that ranks that are threads can share it. Records have the attributes `rank`,
+    `size` and `step`, for formatters such as `"%(rank)s %(step)s %(message)s"`. The step is what a call passes in
+    `extra={"step": step}`, None if it passes none.
 
     Args:
         logger: A logger, or the name of one.
         comm: The ranks.
-        ranks: The ranks that log; None for all. If it is a single one, messages stay as they are.
+        ranks: The ranks that log; None for all. If it is a single one, messages stay as they are; so they do on all
+            ranks by `[comm.rank]`.
 
     Raises:
         ValueError: One of `ranks` is not a rank of `comm`.
@@ -167,4 +169,7 @@ class _RankAdapter(_Adapter):
         return self._logs and super().isEnabledFor(level)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return f"{self._prefix}{msg}", {**kwargs, "extra": {**(kwargs.get("extra") or {}), **(self.extra or {})}}
+        return f"{self._prefix}{msg}", {
+            **kwargs,
+            "extra": {"step": None, **(kwargs.get("extra") or {}), **(self.extra or {})},
+        }

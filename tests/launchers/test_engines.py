@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -12,12 +11,13 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_helpers import die, new_pool, train
 
 import unisono as un
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
@@ -28,33 +28,11 @@ KNOWN_WITHIN_S = 10.0
 """On a busy machine; 0.2 s on an idle one."""
 
 
-def new_pool(workers: int) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["unisono.launcher.preload"])
-    return ProcessPoolExecutor(workers, mp_context=context)
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Executor]:
     """Four workers, for all tests that leave them as they were."""
     with new_pool(4) as made:
         yield made
-
-
-def train(comm: un.Communicator, steps: int) -> tuple[str, list[list[float]]]:
-    """Return the backend, and the weights after some steps."""
-    torch.manual_seed(3)
-    model = torch.nn.Linear(5, 3)
-    averager = un.GradientAverager(model, comm)
-    for step in range(steps):
-        data = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + comm.rank))
-        model.zero_grad()
-        model(data).square().mean().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-    averager.remove()
-    return comm.backend, [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -120,17 +98,6 @@ def test_failure_before_all_have_met_ends_all(pool: Executor) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         un.launch(fail_before_the_others_are_there, 4, args=(Unreadable(),), on=pool)
     assert time.monotonic() - begin < KNOWN_WITHIN_S
-
-
-def die(comm: un.Communicator) -> float:
-    """Kill rank 1, and return how long it took on the others until they knew."""
-    comm.barrier()
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    with pytest.raises(PeerLostError, match="rank 1"):
-        comm.barrier()
-    return time.monotonic() - begin
 
 
 def test_killed_worker_is_named() -> None:
@@ -238,7 +205,9 @@ def test_start_after_the_end_is_refused_at_once(pool: Executor) -> None:
 @pytest.mark.parametrize(
     ("given", "kind", "text"),
     [
-        ({"on": "dask"}, TypeError, r"on= must be an executor of concurrent.futures, such as Proc.*, not 'dask'"),
+        ({"on": 4}, TypeError, r"on= must be the name of an engine such as 'ray', .* ProcessPoolExecutor\(4\), not 4"),
+        ({"on": "rya"}, ValueError, "unknown engine 'rya'; known: dask, local, mpi, ray, submitit; did you mean 'ray'"),
+        ({"on": un.engines.Ray}, TypeError, "an engine such as un.engines.Ray"),
         ({"backend": "thread"}, ValueError, "'thread' cannot run on an executor"),
         ({"backend": "mpi"}, ValueError, "'mpi' cannot run on an executor"),
         ({"backend": "tpc"}, ValueError, "tpc"),

@@ -30,6 +30,7 @@ def rows(title: str) -> dict[str, str]:
         "checkpoint",
         "compression",
         "data",
+        "engines",
         "errors",
         "gradients",
         "algorithms",

@@ -35,6 +35,8 @@ from unisono.transports.hierarchical.host_links import check_reachability
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from unisono.engines import Engine
+
 __all__ = [
     "CHUNK_BYTES",
     "TIMEOUT_S",
@@ -207,7 +209,7 @@ def launch(
     wrap: Wrap | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
     seed: int | None = None,
-    on: Executor | None = None,
+    on: Executor | Engine | str | None = None,
 ) -> list[T]:
     """Run `fn(comm, *args, **kwargs)` on `nprocs` ranks of this host, and return each rank's result.
 
@@ -232,11 +234,12 @@ def launch(
         hosts: Groups of ranks to treat as one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
             to test programs for several hosts.
         seed: With backend "sim": seed of the scheduling order. UNISONO_SEED, or 0, if None.
-        on: An executor of `concurrent.futures` or of its kind, whose workers are processes: a `ProcessPoolExecutor`,
-            `dask.distributed.Client.get_executor()`, an `MPIPoolExecutor` of mpi4py. It needs `nprocs` free workers
-            within `timeout`, of one thread each. Backend "auto" is then chosen as by `init`, by the hosts of the
-            workers, which are left as they were found. A rank that does not end after another one's failure cannot
-            be ended: it runs until its next call of the communicator, which fails.
+        on: An engine: "ray", "dask", "submitit" or "mpi"; one with options, such as `un.engines.Ray(num_cpus=2)`; or an
+            executor of `concurrent.futures` or of its kind, whose workers are processes, such as a
+            `ProcessPoolExecutor`. It needs `nprocs` free workers within `timeout`, of one thread each. Backend "auto"
+            is then chosen as by `init`, by the hosts of the workers, which are left as they were found. On Dask, MPI
+            and executors, a rank that does not end after another one's failure cannot be ended: it runs until its
+            next call of the communicator, which fails. None, or "local", is processes of this host.
 
     Returns: What `fn` returned on each rank, in the order of ranks.
 
@@ -244,7 +247,8 @@ def launch(
         Exception: What the first failing rank raised.
         PeerLostError: A rank's process ended without a report (names the signal or code), or by `sys.exit`.
         CommTimeoutError: The executor has not started all ranks within `timeout`; the error says how many it has.
-        TypeError: `on` is no executor of processes.
+        TypeError: `on` is no executor of processes, and no engine.
+        UnavailableError: The engine is not installed; the error says how to install it.
 
     Example:
         >>> un.launch(lambda comm, x: comm.rank * x, nprocs=3, backend="thread", args=(10,))
@@ -256,7 +260,8 @@ def launch(
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads must be a positive int, not {threads!r}")
     given = validate_hosts(hosts, nprocs)
-    if on is not None:
+    engine = _engine(on)
+    if engine is not None:
         from unisono.launcher.engine_rank import Program
         from unisono.launcher.engines import run_on
 
@@ -274,7 +279,7 @@ def launch(
             hosts=given,
         )
         program = Program(fn, tuple(args), dict(kwargs or {}), connect, backend or "auto", timeout_s, threads)
-        return conclude(run_on(on, program, nprocs, on_failure), nprocs, on_failure)
+        return conclude(run_on(engine, program, nprocs, on_failure), nprocs, on_failure)
     sharing = given or (tuple(range(nprocs)),)
     if why_no_shm() is not None:
         sharing = tuple((rank,) for rank in range(nprocs))
@@ -285,6 +290,14 @@ def launch(
     options = replace(options, hosts=given, deterministic=deterministic)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
     return _run(job, nprocs, on_failure, threads, seed)
+
+
+def _engine(on: Executor | Engine | str | None) -> Executor | Engine | None:
+    if on is None:
+        return None
+    from unisono.launcher.engines import resolve
+
+    return resolve(on)
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -19,7 +20,7 @@ import torch
 from unisono.bootstrap.rendezvous import RankClaim, Rendezvous, confirm
 from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
-from unisono.control.process_exit import raise_failed_saves
+from unisono.control.process_exit import exit_with_children, raise_failed_saves
 from unisono.errors import AbortedError, CommError, PeerLostError
 from unisono.launcher.job import run_reported
 from unisono.launcher.processes import flush_streams, share_of_cores
@@ -71,6 +72,10 @@ def run_rank(rank: int, size: int, payload: bytes, address: tuple[str, int], sec
     outcome = run_reported(rank, lambda: _run_rank(rank, size, payload, address, secret, timeout_s))
     # Hooks on a model refer to it in circles, and hold descriptors of its communicator.
     gc.collect()
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        # A process pool's workers would wait forever for the next task of a caller that was killed.
+        exit_with_children()
     return outcome
 
 

@@ -7,14 +7,16 @@ import secrets
 import threading
 import time
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 from unisono.control.client import SocketControl
 from unisono.control.server import ControlServer
 from unisono.core.failure import Cause
 from unisono.core.group import Group
+from unisono.core.registry import unknown_name
 from unisono.core.work import seconds_left
+from unisono.engines import ENGINES, Engine
 from unisono.errors import AbortedError, CommError, CommTimeoutError, PeerLostError
 from unisono.host.network import address_of, address_outward, requested_interface
 from unisono.launcher.engine_rank import JOB, OVER, Program, ended, run_rank, started
@@ -22,38 +24,71 @@ from unisono.launcher.job import Outcome, collect, reported
 from unisono.launcher.processes import by_value
 from unisono.transports.hierarchical import transport_named
 
-__all__ = ["run_on"]
+__all__ = ["resolve", "run_on"]
 
+_LOCAL = "local"
 _END_S = 1.0
 _REPORT_WITHIN_S = 2.0
 """Seconds in which a rank that the others have lost may still report an error of its own."""
 _FOREVER_S = 1e9
 
 
-def run_on(executor: Executor, program: Program, size: int, on_failure: str) -> list[Outcome]:
+def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
+    """Return what `on=` of `launch` and `Pool` names; None for processes of this host, which is also "local".
+
+    Args:
+        on: An executor, an engine, or the name of one, which is then made without arguments.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: There is no engine of this name.
+
+    Example:
+        >>> resolve("local") is None, type(resolve("ray")).__name__
+        (True, 'Ray')
+    """
+    if on is None or on == _LOCAL:
+        return None
+    if isinstance(on, str):
+        if on not in ENGINES:
+            raise ValueError(unknown_name("engine", on, sorted([*ENGINES.names(), _LOCAL])))
+        return ENGINES[on]()
+    if isinstance(on, type) or not any(callable(getattr(on, name, None)) for name in ("submit", "workers")):
+        raise TypeError(
+            "on= must be the name of an engine such as 'ray', an engine such as un.engines.Ray(num_cpus=2), or an "
+            f"executor of concurrent.futures such as ProcessPoolExecutor(4), not {on!r}"
+        )
+    return on
+
+
+def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) -> list[Outcome]:
     """Run a program on `size` workers of an executor; outcomes with that of the rank that failed first in front.
+
+    Args:
+        on: The executor, or an engine that has one.
+        program: Of each rank.
+        size: Number of ranks.
+        on_failure: As for `launch`.
 
     Raises:
         CommTimeoutError: Not all ranks have arrived in time.
         TypeError, ValueError: The executor or the backend cannot be used.
     """
-    if not callable(getattr(executor, "submit", None)):
-        raise TypeError(
-            "on= must be an executor of concurrent.futures, such as ProcessPoolExecutor(4), "
-            f"dask.distributed.Client(...).get_executor(), or mpi4py.futures.MPIPoolExecutor(), not {executor!r}"
-        )
     if program.backend != "auto":
         transport = transport_named(program.backend)
         if transport.launcher == "mpirun" or (transport.in_process and size > 1):
             raise ValueError(f"ranks of backend {program.backend!r} cannot run on an executor; leave out backend=")
-    gang = _Gang(executor, program, size)
+    start_by = time.monotonic() + program.timeout_s
     found: list[Outcome] = []
-    try:
-        gang.start()
-        collect(size, on_failure, gang.outcomes, found)
-        culprit = gang.culprit() if any(not outcome.reported for outcome in found) else None
-    finally:
-        gang.close()
+    lent = on.workers(size, program.timeout_s) if isinstance(on, Engine) else nullcontext(on)
+    with lent as executor:
+        gang = _Gang(executor, program, size, start_by)
+        try:
+            gang.start()
+            collect(size, on_failure, gang.outcomes, found)
+            culprit = gang.culprit() if any(not outcome.reported for outcome in found) else None
+        finally:
+            gang.close()
     return sorted(found, key=lambda outcome: outcome.rank != culprit)
 
 
@@ -64,11 +99,11 @@ class _Gang:
     the executor does about that.
     """
 
-    def __init__(self, executor: Executor, program: Program, size: int) -> None:
+    def __init__(self, executor: Executor, program: Program, size: int, start_by: float) -> None:
         self._executor = executor
         self._payload = by_value(program)
         self._timeout_s = program.timeout_s
-        self._start_by: float | None = time.monotonic() + program.timeout_s
+        self._start_by: float | None = start_by
         self._world = Group.world(0, size, f"{JOB}1")
         self._events: queue.SimpleQueue[tuple[int, Future[bytes]] | CommError] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
@@ -191,7 +226,8 @@ def _outcome(rank: int, size: int, future: Future[bytes]) -> Outcome:
     except CancelledError:
         return Outcome(rank, error=AbortedError(f"rank {rank} of {size} was cancelled before it started", peer=rank))
     except BaseException as error:
-        return _lost(rank, size, f"{type(error).__name__}: {error}")
+        # Ray's have a paragraph more.
+        return _lost(rank, size, f"{type(error).__name__}: {error}".partition("\n")[0])
     if isinstance(outcome.error, PeerLostError) and outcome.error.peer == rank:
         outcome.reported = False
     return outcome

@@ -1,0 +1,16 @@
+"""Engines that lend processes to ranks: a file here, an entry point of group unisono.launchers, or registered."""
+
+from __future__ import annotations
+
+from unisono.core.registry import Registry
+from unisono.engines.dask import Dask
+from unisono.engines.engine import Engine
+from unisono.engines.mpi import Mpi
+from unisono.engines.ray import Ray
+from unisono.engines.submitit import Submitit
+
+__all__ = ["ENGINES", "Dask", "Engine", "Mpi", "Ray", "Submitit"]
+
+ENGINES: Registry[type[Engine]] = Registry(
+    "engine", "unisono.engines", "ENGINE", group="unisono.launchers", helpers=("engine",)
+)

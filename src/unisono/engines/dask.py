@@ -1,0 +1,117 @@
+"""Ranks as tasks of Dask, each on a worker of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from unisono.core.work import seconds_left
+from unisono.engines.engine import Engine, required
+from unisono.errors import CommTimeoutError
+
+__all__ = ["ENGINE", "Dask", "DaskWorkers"]
+
+_LOOK_EVERY_S = 0.1
+
+
+class Dask(Engine):
+    """Dask as an engine: each rank is a task on a worker of its own, the least busy ones first.
+
+    Tasks are bound to their workers and not retried. A worker is lent, not started: what a rank leaves in its process
+    stays there, and a rank that makes no calls of the communicator runs until its next one.
+
+    Args:
+        client: A `dask.distributed.Client`, or a scheduler's address. If None, this process's client; if there is none,
+            the scheduler that Dask's configuration names, or else a cluster on this host that ends with the launch.
+        resources: Of each rank, as Dask's client takes them: abstract ones that workers have declared.
+
+    Example:
+        >>> engine = un.engines.Dask("tcp://10.1.1.20:8786", resources={"GPU": 1})
+    """
+
+    def __init__(self, client: Any = None, *, resources: Mapping[str, float] | None = None) -> None:
+        self._client = client
+        self._resources = dict(resources or {})
+
+    @contextmanager
+    def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
+        distributed = required("distributed", "dask")
+        deadline = time.monotonic() + timeout_s
+        with self._connected(distributed, size) as client:
+            found = self._suitable(client)
+            while len(found) < size:
+                if not seconds_left(deadline):
+                    raise CommTimeoutError(self._shortage(client, len(found), size, timeout_s), waited_s=timeout_s)
+                time.sleep(_LOOK_EVERY_S)
+                found = self._suitable(client)
+            yield DaskWorkers(client, found[:size], self._resources)
+
+    def _connected(self, distributed: Any, size: int) -> AbstractContextManager[Any]:
+        if isinstance(self._client, str):
+            client: AbstractContextManager[Any] = distributed.Client(self._client, set_as_default=False)
+            return client
+        if self._client is not None:
+            return nullcontext(self._client)
+        try:
+            return nullcontext(distributed.get_client())
+        except ValueError:
+            return _new_client(size)
+
+    def _suitable(self, client: Any) -> list[str]:
+        """Return the addresses of workers that have the resources, the least busy ones first."""
+        known = client.scheduler_info(n_workers=-1)["workers"]
+        has = {address: facts.get("resources", {}) for address, facts in known.items()}
+        busy = {address: len(tasks) for address, tasks in client.processing().items()}
+        suitable = [
+            address
+            for address, stock in has.items()
+            if all(stock.get(name, 0) >= amount for name, amount in self._resources.items())
+        ]
+        return sorted(suitable, key=lambda address: busy.get(address, 0))
+
+    def _shortage(self, client: Any, found: int, size: int, timeout_s: float) -> str:
+        of_all = f" of {len(client.nthreads())}" if self._resources else ""
+        having = f" with {self._resources}" if self._resources else ""
+        return (
+            f"Dask has {found}{of_all} workers{having} for {size} ranks after {timeout_s:g} s; start more workers, "
+            "each a process (--nthreads 1), or pass a smaller nprocs, or a longer timeout="
+        )
+
+
+@contextmanager
+def _new_client(size: int) -> Iterator[Any]:
+    """Connect to the scheduler of Dask's configuration, or to a cluster of this host that ends with the context."""
+    configured = required("dask.config", "dask").get("scheduler-address", None)
+    distributed = required("distributed", "dask")
+    if configured:
+        with distributed.Client(configured, set_as_default=False) as client:
+            yield client
+        return
+    options = {"n_workers": size, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+        yield client
+
+
+class DaskWorkers(Executor):
+    """Executor that runs each task on the next worker of a list.
+
+    Args:
+        client: The client.
+        workers: Addresses of workers.
+        resources: Of each task.
+    """
+
+    def __init__(self, client: Any, workers: list[str], resources: Mapping[str, float]) -> None:
+        bound = {"retries": 0, "pure": False, "allow_other_workers": False, "resources": resources or None}
+        self._next = iter([client.get_executor(workers=[address], **bound) for address in workers])
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run a task on the next worker."""
+        future: Future[Any] = next(self._next).submit(fn, *args, **kwargs)
+        return future
+
+
+ENGINE = Dask

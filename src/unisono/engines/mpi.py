@@ -1,0 +1,49 @@
+"""Ranks as tasks of mpi4py's futures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from typing import Any
+
+from unisono.engines.engine import Engine, required
+from unisono.errors import CommError
+
+__all__ = ["ENGINE", "Mpi"]
+
+
+class Mpi(Engine):
+    """MPI as an engine, by `mpi4py.futures`: the script runs under `mpirun -n RANKS+1 python -m mpi4py.futures`.
+
+    Without that, MPI starts the workers itself, where it can (MPI_Comm_spawn). Most MPIs end the whole job, with the
+    caller, when a process is killed.
+
+    Args:
+        options: Of `mpi4py.futures.MPIPoolExecutor`, such as `env` or `path`, for workers that MPI starts itself.
+
+    Example:
+        >>> engine = un.engines.Mpi(env={"OMP_NUM_THREADS": "1"})
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    @contextmanager
+    def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
+        futures = required("mpi4py.futures", "mpi")
+        # MPI has its processes already, or starts them when they are given tasks.
+        have = required("mpi4py.MPI", "mpi").COMM_WORLD.Get_size() - 1
+        if 0 < have < size:
+            raise CommError(
+                f"this MPI job has {have} workers for {size} ranks; start it by "
+                f"mpirun -n {size + 1} python -m mpi4py.futures, or pass a smaller nprocs"
+            )
+        executor = futures.MPIPoolExecutor(size, **self._options)
+        try:
+            yield executor
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+ENGINE = Mpi

@@ -1,0 +1,126 @@
+"""Ranks as actors of Ray, one in each bundle of a placement group, which Ray reserves whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from typing import Any
+
+from unisono.engines.engine import Engine, required
+from unisono.errors import CommTimeoutError
+
+__all__ = ["ENGINE", "Ray", "RayActors"]
+
+
+class Ray(Engine):
+    """Ray as an engine: each rank is an actor of its own, which ends with the launch.
+
+    A placement group reserves the resources of all ranks. If Ray is not initialized, `ray.init()` connects to the
+    cluster that RAY_ADDRESS names, or starts one on this host, until the launch has ended. Workers must be able to
+    import unisono; Ray's runtime environments can provide it.
+
+    Args:
+        num_cpus, num_gpus, resources: Of each rank, as in `ray.remote`.
+        strategy: Of the placement group: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        options: Further options of an actor, such as runtime_env=. Ray neither restarts ranks nor repeats their tasks.
+
+    Raises:
+        ValueError: A rank needs no resources at all, so that there is nothing to reserve.
+
+    Example:
+        >>> un.engines.Ray(num_cpus=2, resources={"fast_disk": 1}).bundle
+        {'CPU': 2, 'fast_disk': 1}
+    """
+
+    def __init__(
+        self,
+        *,
+        num_cpus: float = 1,
+        num_gpus: float = 0,
+        resources: Mapping[str, float] | None = None,
+        strategy: str = "PACK",
+        **options: Any,
+    ) -> None:
+        wanted = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
+        self.bundle = {name: amount for name, amount in wanted.items() if amount}
+        if not self.bundle:
+            raise ValueError("a rank on Ray needs some resource to be reserved: pass num_cpus, such as 0.5")
+        self._options = {
+            **options,
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "resources": dict(resources or {}),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        self._strategy = strategy
+
+    @contextmanager
+    def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
+        ray = required("ray", "ray")
+        util = required("ray.util", "ray")
+        was_there = ray.is_initialized()
+        if not was_there:
+            ray.init()
+        try:
+            group = util.placement_group([self.bundle] * size, strategy=self._strategy)
+            try:
+                if not group.wait(timeout_s):
+                    raise CommTimeoutError(self._shortage(ray, size, timeout_s), waited_s=timeout_s)
+                yield RayActors(ray, group, self._options)
+            finally:
+                # Ends the actors in it, also those that heed nothing.
+                util.remove_placement_group(group)
+        finally:
+            if not was_there:
+                ray.shutdown()
+
+    def _shortage(self, ray: Any, size: int, timeout_s: float) -> str:
+        has = ray.cluster_resources()
+        free = ray.available_resources()
+        room = max(0, min(int(has.get(name, 0) / amount) for name, amount in self.bundle.items()))
+        amounts = ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
+        stock = ", ".join(f"{has.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in self.bundle)
+        return (
+            f"Ray has not reserved {amounts} for each of {size} ranks within {timeout_s:g} s: the cluster has {stock}, "
+            f"room for {min(room, size)} of {size} ranks at most when idle; pass a smaller nprocs, ask less for each "
+            "rank, or pass a longer timeout="
+        )
+
+
+class RayActors(Executor):
+    """Executor that runs each task on a new actor, in the next bundle of a placement group.
+
+    Args:
+        ray: The module.
+        group: The placement group.
+        options: Of an actor.
+    """
+
+    def __init__(self, ray: Any, group: Any, options: Mapping[str, Any]) -> None:
+        self._ray = ray
+        self._group = group
+        self._options = options
+        self._actors: list[Any] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start an actor for a task, and return the future of its result."""
+        strategies = required("ray.util.scheduling_strategies", "ray")
+        place = strategies.PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=len(self._actors)
+        )
+        actor = self._ray.remote(_Actor).options(**self._options, scheduling_strategy=place).remote()
+        self._actors.append(actor)
+        future: Future[Any] = actor.run.remote(fn, *args, **kwargs).future()
+        return future
+
+
+class _Actor:
+    """Actor of one rank."""
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+
+ENGINE = Ray

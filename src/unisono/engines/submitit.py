@@ -1,0 +1,149 @@
+"""Ranks as the tasks of one job of submitit, on Slurm or on this host."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unisono.core.work import seconds_left
+from unisono.engines.engine import Engine, required
+
+__all__ = ["ENGINE", "Submitit", "SubmititJob"]
+
+_LOOK_EVERY_S = 0.1
+_LAST_STEPS_S = 2.0
+_END_S = 10.0
+
+
+class Submitit(Engine):
+    """Submitit as an engine: all ranks are tasks of one job, which Slurm starts together.
+
+    The job is cancelled when the launch ends. Its script, pickles and logs are in a new folder, which only this user
+    can read.
+
+    Args:
+        folder: Where to make that folder: on a file system that all nodes share. It is created.
+        cluster: "slurm", "local" (processes of this host), or, if None, Slurm where there is one.
+        parameters: Of submitit's AutoExecutor: nodes= (1 if left out), timeout_min= (submitit's own limit is a few
+            minutes), cpus_per_task=, gpus_per_node=, slurm_partition= and so on.
+
+    Example:
+        >>> engine = un.engines.Submitit("jobs", nodes=2, timeout_min=60, cpus_per_task=4, slurm_partition="gpu")
+    """
+
+    def __init__(self, folder: str | Path = "submitit", *, cluster: str | None = None, **parameters: Any) -> None:
+        if "tasks_per_node" in parameters:
+            raise ValueError("leave out tasks_per_node: it is the number of ranks, divided by nodes=")
+        self._folder = Path(folder)
+        self._cluster = cluster
+        self._parameters = parameters
+
+    @contextmanager
+    def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
+        submitit = required("submitit", "submitit")
+        nodes = self._parameters.get("nodes", 1)
+        if size % nodes:
+            raise ValueError(f"{size} ranks cannot be divided equally between nodes={nodes}")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # The ranks' pickles hold the secret by which they authenticate each other.
+        folder = Path(tempfile.mkdtemp(prefix="launch-", dir=self._folder.absolute()))
+        executor = submitit.AutoExecutor(folder=folder, cluster=self._cluster)
+        executor.update_parameters(**{"nodes": 1, **self._parameters, "tasks_per_node": size // nodes})
+        job = SubmititJob(executor, size, folder)
+        try:
+            yield job
+        finally:
+            job.end()
+
+
+class SubmititJob(Executor):
+    """Executor of as many tasks as a job has.
+
+    Args:
+        executor: Submitit's.
+        size: Number of tasks.
+        folder: For the results of tasks.
+    """
+
+    def __init__(self, executor: Any, size: int, folder: Path) -> None:
+        self._executor = executor
+        self._size = size
+        self._folder = folder
+        self._calls: list[Callable[[], Any]] = []
+        self._futures: list[Future[Any]] = []
+        self._job: Any = None
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="unisono submitit", daemon=True)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Give the next task its call; with the last one, submit the job."""
+        self._calls.append(partial(fn, *args, **kwargs))
+        future: Future[Any] = Future()
+        self._futures.append(future)
+        if len(self._calls) == self._size:
+            self._job = self._executor.submit(_run_task, self._calls, self._folder)
+            self._watcher.start()
+        return future
+
+    def _watch(self) -> None:
+        """Pass on the results of tasks as their files appear, and the end of the job."""
+        left = dict(enumerate(self._futures))
+        while left and not self._over.wait(_LOOK_EVERY_S):
+            over = self._job.done()
+            for task in list(left):
+                result = _result_file(self._folder, task)
+                if over or result.exists():
+                    self._settle(left.pop(task), task, result)
+
+    def _settle(self, future: Future[Any], task: int, result: Path) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(pickle.loads(result.read_bytes()))
+        except FileNotFoundError:
+            job = self._job.task(task) if self._size > 1 else self._job
+            words = (job.stderr() or "").strip().splitlines()
+            future.set_exception(
+                RuntimeError(f"job {self._job.job_id} has ended: {words[-1] if words else 'no output'}")
+            )
+
+    def end(self) -> None:
+        """Cancel the job, if it does not end by itself, and wait a while for that."""
+        self._over.set()
+        if self._job is None:
+            return
+        self._watcher.join()
+        finished = all(_result_file(self._folder, task).exists() for task in range(self._size))
+        if not self._ends_within(_END_S if finished else _LAST_STEPS_S):
+            self._job.cancel(check=False)
+            self._ends_within(_END_S)
+
+    def _ends_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._job.done() and seconds_left(deadline):
+            time.sleep(_LOOK_EVERY_S)
+        return bool(self._job.done())
+
+
+def _result_file(folder: Path, task: int) -> Path:
+    return folder / f"result-{task}"
+
+
+def _run_task(calls: list[Callable[[], Any]], folder: Path) -> None:
+    """Make the call of this task, in the job, and write its result: submitit reads its own when all have ended."""
+    task = required("submitit", "submitit").JobEnvironment().global_rank
+    result = _result_file(folder, task)
+    unfinished = result.with_suffix(".part")
+    unfinished.write_bytes(pickle.dumps(calls[task]()))
+    unfinished.replace(result)
+
+
+ENGINE = Submitit

@@ -1,0 +1,256 @@
+"""`launch(..., on="ray")` and its like: what they ask of each engine; with the engines themselves in the soak."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_helpers import ON, die, new_pool, train
+from launcher_helpers import is_running
+from waiting import wait_until
+
+import unisono as un
+from unisono.engines import ENGINES, Dask, Ray, Submitit
+from unisono.errors import CommTimeoutError, PeerLostError, UnavailableError
+from unisono.host.mpi_library import find_mpirun, mpirun_environment
+from unisono.launcher.engines import resolve
+
+KILLED_IS_KNOWN_WITHIN_S = 30.0
+"""On a busy machine; 1 to 3 s on an idle one."""
+ENDED_WITHIN_S = 60.0
+
+
+class Lender:
+    """An engine of another package."""
+
+    lent = 0
+
+    @contextmanager
+    def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
+        assert timeout_s == 33
+        with new_pool(size) as pool:
+            Lender.lent += 1
+            yield pool
+            Lender.lent -= 1
+
+
+def test_engine_of_another_package_is_used_by_name() -> None:
+    ENGINES.register("lender", Lender)
+    try:
+        assert un.launch(lambda comm: comm.size, 2, on="lender", timeout=33) == [2, 2]
+        assert un.launch(lambda comm: comm.size, 2, on=Lender(), timeout=33) == [2, 2]
+    finally:
+        ENGINES.unregister("lender")
+    assert Lender.lent == 0
+
+
+def test_local_is_the_processes_of_this_host() -> None:
+    assert resolve("local") is None
+    assert un.launch(lambda comm: comm.backend, 2, "thread", on="local") == ["thread"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "module"),
+    [("ray", "ray", "ray"), ("dask", "distributed", "distributed"), ("submitit", "submitit", "submitit")],
+)
+def test_engine_that_is_not_installed_says_how_to_install_it(
+    name: str, package: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        UnavailableError, match=rf"engine '{name}' needs the package '{package}', .*: pip install .*{name}"
+    ):
+        un.launch(lambda comm: comm.rank, 2, on=name)
+
+
+def test_resources_of_a_rank_are_a_bundle() -> None:
+    assert Ray().bundle == {"CPU": 1}
+    assert Ray(num_cpus=0, num_gpus=0.5, resources={"disk": 2}).bundle == {"GPU": 0.5, "disk": 2}
+    with pytest.raises(ValueError, match="some resource to be reserved: pass num_cpus"):
+        Ray(num_cpus=0)
+
+
+class Workers:
+    """As much of a client of Dask as waiting for workers needs."""
+
+    def __init__(self, **resources: dict[str, float]) -> None:
+        self.resources = resources
+        self.tasks = {"a": ["busy", "busy"], "b": ["busy"], "c": []}
+        self.bound: list[Any] = []
+
+    def scheduler_info(self, n_workers: int) -> dict[str, Any]:
+        return {"workers": {address: {"resources": stock} for address, stock in self.resources.items()}}
+
+    def processing(self) -> dict[str, list[str]]:
+        return self.tasks
+
+    def nthreads(self) -> dict[str, int]:
+        return dict.fromkeys(self.resources, 1)
+
+    def get_executor(self, **options: Any) -> Any:
+        self.bound.append((options["workers"], options["retries"], options["resources"]))
+        return SimpleNamespace(submit=lambda fn, *args: fn(*args))
+
+
+def test_dask_lends_the_least_busy_workers_that_have_the_resources() -> None:
+    pytest.importorskip("distributed", reason="asks Dask for its client")
+    client = Workers(a={"GPU": 1}, b={"GPU": 1}, c={})
+    with Dask(client, resources={"GPU": 1}).workers(2, 1) as executor:
+        assert [executor.submit(lambda: 7), executor.submit(lambda: 8)] == [7, 8]
+    assert client.bound == [(["b"], 0, {"GPU": 1}), (["a"], 0, {"GPU": 1})]
+    with (
+        pytest.raises(CommTimeoutError, match=r"2 of 3 workers with {'GPU': 1} for 3 ranks after 0.2 s; start"),
+        Dask(client, resources={"GPU": 1}).workers(3, 0.2),
+    ):
+        pass
+
+
+def test_ranks_of_submitit_are_divided_between_nodes() -> None:
+    with pytest.raises(ValueError, match="leave out tasks_per_node"):
+        Submitit(tasks_per_node=2)
+    pytest.importorskip("submitit", reason="asks submitit for an executor")
+    with (
+        pytest.raises(ValueError, match="3 ranks cannot be divided equally between nodes=2"),
+        Submitit(nodes=2).workers(3, 1),
+    ):
+        pass
+
+
+# -- with the engines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ON)
+def test_training_and_a_death(name: str, tmp_path: Path) -> None:
+    with ON[name](4, tmp_path) as on:
+        for ranks in (2, 4):
+            found = un.launch(train, ranks, args=(3,), on=on, deterministic=True)
+            assert found == un.launch(train, ranks, args=(3,), deterministic=True)
+        begin = time.monotonic()
+        results = un.launch(die, 4, on=on, on_failure="continue")
+        assert time.monotonic() - begin < KILLED_IS_KNOWN_WITHIN_S
+        assert isinstance(results[1], PeerLostError)
+        assert "rank 1 of 4 was lost" in str(results[1])
+        assert max(results[0], results[2], results[3]) < 1
+        assert un.launch(lambda comm: comm.rank, 2, on=on) == [0, 1]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ray", r"not reserved 1 CPU for each of 3 ranks .* 2 CPU \(. free\), room for 2 of 3 ranks"),
+        ("dask", r"Dask has 2 workers for 3 ranks after 5 s"),
+    ],
+)
+def test_gang_that_cannot_be_had_is_refused_whole(name: str, words: str, tmp_path: Path) -> None:
+    with ON[name](2, tmp_path) as on, pytest.raises(CommTimeoutError, match=words):
+        un.launch(lambda comm: comm.rank, 3, on=on, timeout=5)
+
+
+CALLER = """
+import os, pathlib, sys, time
+import torch
+import unisono as un
+from engine_helpers import ON
+
+def work(comm, folder):
+    pathlib.Path(folder, f"{comm.rank}.pid").write_text(str(os.getpid()))
+    while True:
+        comm.all_reduce(torch.ones(1000))
+
+if __name__ == "__main__":
+    folder = pathlib.Path(sys.argv[2])
+    with ON[sys.argv[1]](2, folder) as on:
+        un.launch(work, 2, on=on, args=(str(folder),))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ON)
+def test_no_rank_outlives_a_caller_that_is_killed(name: str, start: Any, tmp_path: Path) -> None:
+    pytest.importorskip({"dask": "distributed"}.get(name, name), reason="runs ranks on it")
+    (tmp_path / "caller.py").write_text(CALLER)
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    caller = start([sys.executable, tmp_path / "caller.py", name, tmp_path], {**os.environ, "PYTHONPATH": path})
+    files = [tmp_path / f"{rank}.pid" for rank in range(2)]
+    assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), ENDED_WITHIN_S)
+    ranks = [int(file.read_text()) for file in files]
+    os.kill(caller.pid, signal.SIGKILL)
+    assert wait_until(lambda: not any(map(is_running, ranks)), ENDED_WITHIN_S)
+
+
+RECIPES = Path(__file__).parents[2] / "docs/recipes"
+
+
+def programs(recipe: str) -> list[str]:
+    return re.findall(r"^```py\n(.*?)^```$", (RECIPES / recipe).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("recipe", "number", "package"),
+    [
+        ("ray.md", 0, "ray"),
+        ("ray.md", 1, "ray.train.torch"),
+        ("dask.md", 0, "distributed"),
+        ("submitit.md", 0, "submitit"),
+    ],
+)
+def test_recipe_runs_as_it_stands(recipe: str, number: int, package: str, start: Any, tmp_path: Path) -> None:
+    pytest.importorskip(package, reason="the page is about it")
+    (tmp_path / "script.py").write_text(programs(recipe)[number])
+    program = start([sys.executable, "script.py"], dict(os.environ), cwd=tmp_path)
+    _, err = program.communicate(timeout=200)
+    assert program.returncode == 0, err
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(find_mpirun() is None, reason="needs mpirun")
+def test_recipe_of_mpi_runs_as_it_stands(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(programs("mpi-futures.md")[0])
+    command = [find_mpirun(), "-n", "3", sys.executable, "-m", "mpi4py.futures", tmp_path / "script.py"]
+    program = start(command, mpirun_environment(os.environ, crowded=True))
+    _, err = program.communicate(timeout=100)
+    assert program.returncode == 0, err
+
+
+MPI_PROGRAM = """
+import unisono as un
+
+def program(comm):
+    return comm.rank, comm.size, comm.backend
+
+if __name__ == "__main__":
+    print(un.launch(program, 2, on="mpi"))
+    try:
+        un.launch(program, 3, on="mpi")
+    except un.CommError as error:
+        print(error)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(find_mpirun() is None, reason="needs mpirun")
+def test_futures_of_mpi_by_name(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(MPI_PROGRAM)
+    command = [find_mpirun(), "-n", "3", sys.executable, "-m", "mpi4py.futures", tmp_path / "program.py"]
+    out, err = start(command, mpirun_environment(os.environ, crowded=True)).communicate(timeout=60)
+    assert "[(0, 2, 'shm'), (1, 2, 'shm')]" in out, err
+    assert "this MPI job has 2 workers for 3 ranks; start it by mpirun -n 4 python -m mpi4py.futures" in out

@@ -42,10 +42,12 @@ def train(comm: un.Communicator, steps: int) -> tuple[str, list[list[float]]]:
     return comm.backend, [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
-def die(comm: un.Communicator) -> float:
-    """Kill rank 1, and return how long it took on the others until they knew."""
+def die(comm: un.Communicator, note: Path | None = None) -> float:
+    """Kill rank 1, note the time, and return how long it took on the others until they knew."""
     comm.barrier()
     if comm.rank == 1:
+        if note is not None:
+            note.write_text(repr(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1"):

@@ -144,7 +144,8 @@ def test_interrupt_of_a_starting_rank_prints_no_traceback(folder: Path) -> None:
     (folder / "sitecustomize.py").write_text(
         "import os, signal\nif 'LOCAL_RANK' in os.environ: os.kill(os.getpid(), signal.SIGINT)"
     )
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "unisono", "run", "-n", "2", "train.py"]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "unisono", "run", "-n", "2"]
+    command += ["--start", "plain", "train.py"]
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     ended = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
     assert ended.returncode == 128 + signal.SIGINT

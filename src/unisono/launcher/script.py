@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import re
@@ -17,12 +18,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any, TextIO
+from typing import IO, Any, Literal, TextIO
 
 from unisono.core.failure import ended_by
 from unisono.core.work import seconds_left
 from unisono.host import processors
 from unisono.host.processors import cores
+from unisono.launcher.forked_ranks import ForkedRank, fork_ranks, why_plain
 
 __all__ = ["ScriptJob", "ScriptResult", "run_script"]
 
@@ -35,6 +37,9 @@ _PIECES = re.compile(rb"\r\n|\r?[^\r\n]*\n|\r?[^\r\n]+|\r")
 """Parts of an output that begin a line, or begin it again."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _CONSEQUENCES = ("PeerLostError", "AbortedError")
+_log = logging.getLogger("unisono")
+
+_Rank = subprocess.Popen[bytes] | ForkedRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class ScriptJob:
         to_stderr: Whether the ranks' standard output goes to standard error too.
         grace_s: Seconds in which ranks that were asked to end may save and leave.
         stdin: The rank on this host that reads standard input.
+        start: "fork" forks the ranks from one process that has imported torch, "plain" starts a Python for each;
+            "auto" forks where there are more ranks than cores, and the script shows no objection.
     """
 
     command: Sequence[str]
@@ -68,6 +75,13 @@ class ScriptJob:
     to_stderr: bool = False
     grace_s: float = 30.0
     stdin: int | None = None
+    start: Literal["auto", "fork", "plain"] = "auto"
+
+    def why_plain(self) -> str | None:
+        """Return why each rank gets a Python of its own, in words; None if ranks are forked from one process."""
+        if self.start == "plain":
+            return "that was asked for"
+        return why_plain(self.command, self.ranks, binding=self.binding, stdin=self.stdin, asked=self.start == "fork")
 
     def environment(self, local_rank: int, ports: tuple[int, int], attempt: int) -> dict[str, str]:
         """Return the variables of one rank: torchrun's, and the port of this library beside torch's.
@@ -171,11 +185,18 @@ class _Attempt:
         # A rank notices by the end of this pipe that its launcher is gone.
         alive, held = os.pipe()
         ports = (self._job.port, self._job.port + 1) if self._job.port else _free_ports()
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[_Rank] = []
+        reason = self._job.why_plain()
         try:
             with _passing_on_signals(self._events):
                 with _interrupts_blocked():
-                    ranks.extend(self._start(rank, ports, alive) for rank in range(self._job.ranks))
+                    if reason is None:
+                        ranks.extend(self._fork(ports, alive))
+                    else:
+                        _log.info(
+                            "unisono run: ranks are started one by one, each with a Python of its own: %s", reason
+                        )
+                        ranks.extend(self._start(rank, ports, alive) for rank in range(self._job.ranks))
                 self._wait(ranks)
                 if self.signal is None and any(process.poll() is None for process in ranks):
                     self._ending = True
@@ -203,19 +224,38 @@ class _Attempt:
             # An interrupt at the terminal is for the launcher, which passes it on; and what the rank starts is with it.
             start_new_session=True,
         )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        number = self._job.host * self._job.ranks + rank
-        output = sys.stderr if self._job.to_stderr else sys.stdout
-        for source, target in ((process.stdout, output), (process.stderr, sys.stderr)):
-            reader = threading.Thread(target=self._pass_on, args=(number, source, target), daemon=True)
-            reader.start()
-            self._readers.append(reader)
+        self._follow(rank, process)
         threading.Thread(target=lambda: self._events.put((rank, process.wait())), daemon=True).start()
         return process
 
+    def _fork(self, ports: tuple[int, int], alive: int) -> list[ForkedRank]:
+        ranks, messages = fork_ranks(
+            self._job.command,
+            [self._job.environment(rank, ports, self._number) for rank in range(self._job.ranks)],
+            alive,
+            [report.fileno() for report in self._reports],
+            lambda rank, status: self._events.put((rank, status)),
+        )
+        for rank, process in enumerate(ranks):
+            self._follow(rank, process)
+        self._read(None, messages, sys.stderr)
+        return ranks
+
+    def _follow(self, rank: int, process: _Rank) -> None:
+        """Pass on what a rank prints."""
+        number = self._job.host * self._job.ranks + rank
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._read(number, process.stdout, sys.stderr if self._job.to_stderr else sys.stdout)
+        self._read(number, process.stderr, sys.stderr)
+
+    def _read(self, rank: int | None, source: IO[bytes], target: TextIO | None) -> None:
+        reader = threading.Thread(target=self._pass_on, args=(rank, source, target), daemon=True)
+        reader.start()
+        self._readers.append(reader)
+
     # -- output --------------------------------------------------------------------------------
-    def _pass_on(self, rank: int, source: IO[bytes], target: TextIO | None) -> None:
+    def _pass_on(self, rank: int | None, source: IO[bytes], target: TextIO | None) -> None:
         """Copy a stream as it comes; the beginning of a line waits a moment for the rest."""
         left = b""
         with source:
@@ -238,10 +278,10 @@ class _Attempt:
                 if ended:
                     return
 
-    def _write(self, rank: int, stream: int, data: bytes, target: TextIO | None) -> None:
+    def _write(self, rank: int | None, stream: int, data: bytes, target: TextIO | None) -> None:
         """Write to this process's output, each line after its rank; end another stream's unfinished line first."""
-        front = f"[{rank}] " if self._job.prefix else ""
-        if front and target is not None and target.isatty() and not os.environ.get("NO_COLOR"):
+        front = f"[{rank}] " if self._job.prefix and rank is not None else ""
+        if rank is not None and front and target is not None and target.isatty() and not os.environ.get("NO_COLOR"):
             front = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{front}\x1b[0m"
         with self._writing:
             if front and data:
@@ -259,7 +299,7 @@ class _Attempt:
             _write_bytes(data, target)
 
     # -- the end -------------------------------------------------------------------------------
-    def _wait(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+    def _wait(self, ranks: Sequence[_Rank]) -> None:
         """Wait until all ranks have ended, or until the deadline that a failure or a signal has set."""
         while any(process.returncode is None for process in ranks) or not self._events.empty():
             try:
@@ -276,18 +316,18 @@ class _Attempt:
                 else:
                     self._deadline = self._deadline or time.monotonic() + _GRACE_S
 
-    def _on_signal(self, ranks: list[subprocess.Popen[bytes]], number: int) -> None:
+    def _on_signal(self, ranks: Sequence[_Rank], number: int) -> None:
         """Pass a signal on. One that ends the job sets the deadline: to now, if it is the second."""
         self._signal(ranks, signal.SIGTERM if number == signal.SIGPIPE else number)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._deadline = time.monotonic() + (self._job.grace_s if self.signal is None else 0.0)
             self.signal = self.signal or number
 
-    def _signal(self, ranks: list[subprocess.Popen[bytes]], number: int) -> None:
+    def _signal(self, ranks: Sequence[_Rank], number: int) -> None:
         for process in ranks:
             process.send_signal(number)
 
-    def _kill(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+    def _kill(self, ranks: Sequence[_Rank]) -> None:
         """End the ranks that still run, and all that any of them has started."""
         for number, patience in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _END_S)):
             for process in ranks:

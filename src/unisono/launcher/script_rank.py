@@ -16,7 +16,7 @@ from unisono.control.process_exit import exit_with_children, raise_failed_saves
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.host import processors
 
-__all__ = ["main"]
+__all__ = ["arrange", "main"]
 
 
 def main(alive: int, report: int, command: list[str]) -> None:
@@ -41,27 +41,42 @@ def main(alive: int, report: int, command: list[str]) -> None:
     raise_failed_saves()
 
 
-def _run(command: list[str]) -> None:
-    """Run a module, a file, or a folder or archive with `__main__.py`, in the surroundings that Python gives it."""
+def arrange(command: list[str]) -> None:
+    """Set `sys.argv` and `sys.path` as Python would for a script: before anything is imported for it."""
     if command[0] == "-m":
         sys.argv = command[1:]
         _search_first(str(Path.cwd()))
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = command
-    # As Python makes it: neither links nor dots are resolved.
-    path = command[0] if Path(command[0]).is_absolute() else f"{Path.cwd()}/{command[0]}"
-    if Path(path).is_dir() or zipfile.is_zipfile(path) or path.endswith(".pyc"):
-        _search_first(path)
+    path = _absolute(command[0])
+    _search_first(path if _is_package(path) else os.path.dirname(os.path.realpath(path)))
+
+
+def _run(command: list[str]) -> None:
+    """Run a module, a file, or a folder or archive with `__main__.py`, in the surroundings that Python gives it."""
+    arrange(command)
+    if command[0] == "-m":
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    path = _absolute(command[0])
+    if _is_package(path):
         runpy.run_path(command[0], run_name="__main__")
         return
-    _search_first(os.path.dirname(os.path.realpath(path)))
     module = types.ModuleType("__main__")
     module.__file__ = path
     sys.modules["__main__"] = module
     with io.open_code(path) as file:
         code = compile(file.read(), command[0], "exec", dont_inherit=True)
     exec(code, vars(module))
+
+
+def _absolute(path: str) -> str:
+    # As Python makes it: neither links nor dots are resolved.
+    return path if Path(path).is_absolute() else f"{Path.cwd()}/{path}"
+
+
+def _is_package(path: str) -> bool:
+    return Path(path).is_dir() or zipfile.is_zipfile(path) or path.endswith(".pyc")
 
 
 def _search_first(folder: str) -> None:

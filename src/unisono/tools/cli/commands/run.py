@@ -60,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--grace", type=float, default=30.0, metavar="S", help="seconds to save and leave after a signal (default 30)")
     add("--stdin", type=int, metavar="R", help="rank of this host that reads standard input (0 with -n 1, else none)")
+    add(
+        "--start",
+        choices=("auto", "fork", "plain"),
+        default="auto",
+        help="fork ranks from one process that has imported torch (auto: if there are more ranks than cores), or start "
+        "a Python for each",
+    )
     add("--no-prefix", action="store_true", help="pass output on without the rank")
     add(
         "--json",
@@ -102,7 +109,10 @@ def run(given: argparse.Namespace) -> int:
         to_stderr=given.json,
         grace_s=given.grace,
         stdin=0 if given.stdin is None and given.ranks == 1 and len(hosts) <= 1 else given.stdin,
+        start=given.start,
     )
+    if given.start == "fork" and (reason := job.why_plain()):
+        raise UsageError(f"--start fork cannot fork these ranks: {reason}")
     result = run_script(job, given.restarts, given.on_failure)
     if given.json:
         print(json.dumps(asdict(result), indent=2))

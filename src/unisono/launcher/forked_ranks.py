@@ -1,0 +1,209 @@
+"""Ranks of a script that are forked from one process, which has imported torch for all of them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from unisono.host.processors import cores
+
+__all__ = ["ForkedRank", "fork_ranks", "sets_environment", "why_plain"]
+
+_log = logging.getLogger("unisono")
+
+_WATCHES = ("PYTHONPROFILEIMPORTTIME", "PYTHONPERFSUPPORT", "PYTHON_PERF_JIT_SUPPORT", "PYTHONDUMPREFS")
+"""Variables that tell Python to watch a whole process, which `sys.flags` does not show."""
+_CHANGES = ("setdefault", "update", "pop", "clear")
+_SETTERS = ("putenv", "unsetenv", "load_dotenv")
+
+
+class ForkedRank:
+    """A rank that the template has forked, or will: until then, signals to it go to the template.
+
+    Attributes:
+        pid: The process, which leads a session.
+        returncode: The exit status; negative if a signal ended it, None while it runs.
+        stdout, stderr: What it prints.
+    """
+
+    def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdout = stdout
+        self.stderr = stderr
+        self._ended = threading.Event()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self) -> int:
+        self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def end(self, status: int) -> None:
+        """Record the exit status."""
+        self.returncode = status
+        self._ended.set()
+
+
+def why_plain(command: Sequence[str], ranks: int, *, binding: str, stdin: int | None, asked: bool) -> str | None:
+    """Return why the ranks of a script are not forked, in words; None if they are.
+
+    Args:
+        command: The file, or "-m" and the module, and the script's arguments.
+        ranks: Number of ranks on this host.
+        binding: As of `ScriptJob`.
+        stdin: The rank that reads standard input.
+        asked: Whether to fork also where that gains little, or where the script looks as if it minded.
+    """
+    flags = sys.flags
+    options = any((sys.warnoptions, sys._xoptions, flags.verbose, flags.inspect, flags.dev_mode))
+    reasons = {
+        "forking a process that has torch in memory is safe on Linux only": sys.platform != "linux",
+        "Python has -W, -X, -v or -i, or a variable for it, whose effect begins before the fork": (
+            options or any(map(os.environ.get, _WATCHES))
+        ),
+        "each rank is bound to processors before it imports torch": binding != "none",
+        "a rank reads standard input": stdin is not None,
+        "each rank has a core to import torch on": not asked and ranks <= cores(),
+        "the script sets variables of the environment, which torch may read when it is imported": (
+            not asked and sets_environment(command)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def sets_environment(command: Sequence[str]) -> bool:
+    """Return whether the text of a script sets a variable of the environment; True if there is none that is Python."""
+    try:
+        with warnings.catch_warnings():
+            # Those of the text are for the ranks to print.
+            warnings.simplefilter("ignore")
+            nodes = [*ast.walk(ast.parse(_text(command)))]
+    except (SyntaxError, ValueError):
+        return True
+    called = [node.func for node in nodes if isinstance(node, ast.Call)]
+    changed: list[ast.expr] = [
+        node.value for node in nodes if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+    ]
+    changed += [func.value for func in called if isinstance(func, ast.Attribute) and func.attr in _CHANGES]
+    return "environ" in map(_name, changed) or any(_name(func) in _SETTERS for func in called)
+
+
+def _name(node: ast.AST) -> str:
+    return str(getattr(node, "attr", "") or getattr(node, "id", ""))
+
+
+def _text(command: Sequence[str]) -> bytes:
+    """Return the text of the module or file of a command. Raises `ValueError` if there is none."""
+    if command[0] == "-m":
+        places = [Path(folder, command[1].replace(".", "/")) for folder in (str(Path.cwd()), *sys.path[1:])]
+        files = [file for place in places for file in (place.with_suffix(".py"), place / "__main__.py")]
+    else:
+        files = [Path(command[0], "__main__.py"), Path(command[0])]
+    found = next((file for file in files if file.is_file() and file.suffix != ".pyc"), None)
+    if found is None:
+        raise ValueError(f"{' '.join(command[:2])} has no text that can be read")
+    return found.read_bytes()
+
+
+def fork_ranks(
+    command: Sequence[str],
+    environments: Sequence[dict[str, str]],
+    alive: int,
+    reports: Sequence[int],
+    on_end: Callable[[int, int], object],
+) -> tuple[list[ForkedRank], IO[bytes]]:
+    """Start the process that forks the ranks of a script, and return the ranks, and what that process itself prints.
+
+    Returns immediately: ranks are forked when torch has been imported, or started plainly if that cannot be.
+
+    Args:
+        command: A file or "-m" and a module, then the script's arguments.
+        environments: Variables of each rank.
+        alive: File descriptor of a pipe that ends with this process.
+        reports: For each rank the descriptor of the file for its uncaught error.
+        on_end: Called in a thread with the index and the exit status of each rank that ends.
+    """
+    first = environments[0]
+    shared = {name: value for name, value in first.items() if all(each.get(name) == value for each in environments)}
+    own, link = socket.socketpair()
+    outputs = [(os.pipe(), os.pipe()) for _ in environments]
+    orders = [
+        {
+            "variables": {name: value for name, value in each.items() if name not in shared},
+            "stdout": out,
+            "stderr": err,
+            "report": report,
+        }
+        for each, ((_, out), (_, err)), report in zip(environments, outputs, reports, strict=True)
+    ]
+    written = [writer for pair in outputs for _, writer in pair]
+    # As multiprocessing passes them on; there is no public name.
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    template = subprocess.Popen(
+        # With the script's words, by which `ps` shows the ranks.
+        [sys.executable, *flags, "-m", "unisono.launcher.template", str(link.fileno()), str(alive), *command],
+        env=shared,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(link.fileno(), alive, *reports, *written),
+        start_new_session=True,
+    )
+    link.close()
+    for writer in written:
+        os.close(writer)
+    ranks = [ForkedRank(template.pid, *(os.fdopen(reader, "rb") for reader, _ in pair)) for pair in outputs]
+
+    def follow() -> None:
+        # Whatever ends the template, a torn line included, ends its ranks below.
+        with own, suppress(OSError, ValueError):
+            own.sendall("".join(f"{json.dumps(order)}\n" for order in orders).encode())
+            own.shutdown(socket.SHUT_WR)
+            for line in own.makefile("rb"):
+                _on_message(ranks, json.loads(line), on_end)
+        _end_left(ranks, template.wait(), on_end)
+
+    threading.Thread(target=follow, daemon=True).start()
+    assert template.stdout is not None
+    return ranks, template.stdout
+
+
+def _on_message(ranks: list[ForkedRank], message: list[Any], on_end: Callable[[int, int], object]) -> None:
+    match message:
+        case ["plain", why]:
+            _log.warning("unisono run: each rank starts a Python of its own: %s", why)
+        case ["started", rank, process]:
+            ranks[rank].pid = process
+        case ["ended", rank, status]:
+            ranks[rank].end(status)
+            on_end(rank, status)
+
+
+def _end_left(ranks: list[ForkedRank], status: int, on_end: Callable[[int, int], object]) -> None:
+    """End ranks whose template has ended before them: nothing else would tell of their end."""
+    for number, rank in enumerate(ranks):
+        if rank.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.end(status or 1)
+            on_end(number, status or 1)

@@ -1,0 +1,145 @@
+"""The process that the ranks of a script are forked from: it has torch in memory, and otherwise does nothing.
+
+It runs no thread, draws no random number, and makes no call of CUDA, all of which its children would share.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+from unisono.launcher.script_rank import arrange, main
+
+__all__ = ["fork_ranks"]
+
+
+def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | None:
+    """Fork the ranks of a script, and report their ends. Returns in each rank as well.
+
+    Args:
+        link: Connection to the launcher. It gives one JSON object for each rank: `variables` of its environment, and
+            the descriptors `stdout`, `stderr` and `report`. It gets lines, each a JSON list: "plain" and why no rank is
+            forked; "started", a rank and its process; "ended", a rank and its exit status.
+        alive: File descriptor of a pipe that ends with the launcher.
+        command: A file or "-m" and a module, then the script's arguments.
+
+    Returns: In a rank, the descriptor for its uncaught error; None in this process when all ranks have ended.
+    """
+    with link.makefile("rb") as orders:
+        ranks = [json.loads(line) for line in orders]
+    arrange(command)
+    obstacle = _load()
+    if obstacle is not None:
+        _send(link, "plain", obstacle)
+    started = {}
+    for rank, order in enumerate(ranks):
+        if select.select([alive], [], [], 0)[0]:
+            # The launcher has gone.
+            return None
+        if obstacle is not None:
+            process = _start_plainly(order, ranks, alive, command)
+        elif not (process := os.fork()):
+            link.close()
+            _become_rank(order, ranks)
+            return int(order["report"])
+        started[process] = rank
+        _send(link, "started", rank, process)
+    for descriptor in (order[name] for order in ranks for name in ("stdout", "stderr", "report")):
+        os.close(descriptor)
+    while started:
+        process, status = os.wait()
+        if process in started:
+            _send(link, "ended", started.pop(process), os.waitstatus_to_exitcode(status))
+    return None
+
+
+def _load() -> str | None:
+    """Import torch and this library, and return why no rank can be forked from this process; None if it can."""
+    # Without a traceback, as long as there is nothing else to end.
+    interrupts = signal.getsignal(signal.SIGINT)
+    if interrupts is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        importlib.import_module("unisono.launcher.preload")
+    except Exception as error:
+        return f"the import of torch failed ({type(error).__name__}: {error})"
+    finally:
+        # A rank unblocks them when it is ready for them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, interrupts)
+    threads = len([*Path("/proc/self/task").iterdir()]) - 1
+    if threads:
+        return f"the import of torch started {threads} {'thread' if threads == 1 else 'threads'}"
+    if sys.modules["torch"].cuda.is_initialized():
+        return "the import of torch initialized CUDA"
+    if _is_observed():
+        return "a tracer or profiler of Python is active"
+    return None
+
+
+def _is_observed() -> bool:
+    """Return whether a debugger, profiler or coverage watches this process, which would not see its children's end."""
+    monitoring = getattr(sys, "monitoring", None)
+    tools = () if monitoring is None else (monitoring.get_tool(number) for number in range(6))
+    return tracemalloc.is_tracing() or any((sys.gettrace(), sys.getprofile(), *tools))
+
+
+def _start_plainly(order: dict[str, Any], ranks: list[dict[str, Any]], alive: int, command: list[str]) -> int:
+    """Start a rank as a Python of its own, and return its process."""
+    # As multiprocessing passes them on; there is no public name.
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    words = [sys.executable, *flags, "-m", "unisono.launcher.script_rank", str(alive), str(order["report"]), *command]
+    outputs = [(os.POSIX_SPAWN_DUP2, order[name], number) for number, name in ((1, "stdout"), (2, "stderr"))]
+    closed = [(os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in _not_kept(order, ranks)]
+    return os.posix_spawn(
+        words[0], words, {**os.environ, **order["variables"]}, file_actions=[*outputs, *closed], setsid=True
+    )
+
+
+def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """Turn this forked process into what a Python of its own would be."""
+    # What the rank starts is with it; and an interrupt at the terminal is for the launcher.
+    os.setsid()
+    os.dup2(order["stdout"], 1)
+    os.dup2(order["stderr"], 2)
+    for descriptor in _not_kept(order, ranks):
+        os.close(descriptor)
+    os.environ.update(order["variables"])
+    # As they are in a Python of its own: from the system. Python reseeds `random` itself.
+    sys.modules["torch"].default_generator.seed()
+    if (random := sys.modules.get("numpy.random")) is not None:
+        random.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+
+
+def _not_kept(order: dict[str, Any], ranks: list[dict[str, Any]]) -> list[int]:
+    """Return the descriptors that a rank must close: the launcher reads another rank's output to its end."""
+    names = ("stdout", "stderr", "report")
+    return [other[name] for other in ranks for name in names if name != "report" or other is not order]
+
+
+def _send(link: socket.socket, *message: Any) -> None:
+    link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _main(link: int, alive: int, command: list[str]) -> None:
+    os.set_inheritable(link, False)
+    with socket.socket(fileno=link) as connection:
+        report = fork_ranks(connection, alive, command)
+    if report is not None:
+        main(alive, report, command)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

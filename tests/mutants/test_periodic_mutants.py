@@ -14,6 +14,7 @@ from assertions import assertion_of
 from loading import load
 
 from unisono.checkpoint import divergence
+from unisono.communicator import Communicator
 from unisono.errors import CommError
 from unisono.gradients import gossip, local_sgd, periodic, sync_batch_norm, topology
 
@@ -58,7 +59,7 @@ def a_step_too_soon(patch: Patch) -> None:
 
 
 def uses_the_callers_line(patch: Patch) -> None:
-    patch.setattr(periodic, "dedicated_comm", lambda comm, who, facts: comm)
+    patch.setattr(Communicator, "dup", lambda comm: comm)
     unit("local_sgd").test_messages_are_separate_from_the_callers()
 
 

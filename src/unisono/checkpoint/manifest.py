@@ -33,10 +33,10 @@ __all__ = [
     "Manifest",
     "TensorEntry",
     "blocks",
+    "check_size",
     "cost_of",
     "digest",
     "hasher",
-    "size_error",
 ]
 
 MANIFEST = "manifest.json"
@@ -261,12 +261,11 @@ class Manifest:
             CorruptError: A file is missing or has another size; the message names its tensors.
         """
         for index, file in enumerate(self.files):
-            if sizes.get(file.name) != file.size:
-                raise size_error(self, index, sizes.get(file.name))
+            check_size(self, index, sizes.get(file.name))
 
 
-def size_error(manifest: Manifest, index: int, found: int | None) -> CorruptError:
-    """Return the error of a file of another size, which names its tensors.
+def check_size(manifest: Manifest, index: int, found: int | None) -> None:
+    """Raise `CorruptError`, which names the tensors of a file, unless it is there in full length.
 
     Args:
         manifest: The manifest that lists the file.
@@ -274,9 +273,10 @@ def size_error(manifest: Manifest, index: int, found: int | None) -> CorruptErro
         found: Its size in bytes; None if it is missing.
     """
     file = manifest.files[index]
-    names = manifest.names_in_file(index)
-    problem = "is missing" if found is None else f"has {found} bytes instead of {file.size}"
-    return CorruptError(f"{file.name} {problem}; it is the file of {listed(names)}", tensors=names)
+    if found != file.size:
+        names = manifest.names_in_file(index)
+        problem = "is missing" if found is None else f"has {found} bytes instead of {file.size}"
+        raise CorruptError(f"{file.name} {problem}; it is the file of {listed(names)}", tensors=names)
 
 
 def _opened(data: bytes | bytearray, cost: int, nbytes: int) -> dict[str, Any]:

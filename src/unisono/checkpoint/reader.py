@@ -18,9 +18,9 @@ from unisono.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     blocks,
+    check_size,
     cost_of,
     hasher,
-    size_error,
 )
 from unisono.checkpoint.storage import Source, Storage, contents
 
@@ -137,13 +137,13 @@ class Files:
             try:
                 source = self._storage.open(entry.name)
             except FileNotFoundError:
-                raise size_error(self._manifest, index, None) from None
+                check_size(self._manifest, index, None)
+                raise
             if len(self._open) == _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             self._open[index] = source
             self.identities[index] = getattr(source, "identity", None)
-            if source.size != entry.size:
-                raise size_error(self._manifest, index, source.size)
+            check_size(self._manifest, index, source.size)
         return self._open[index]
 
     def read(self, block: Block, into: memoryview, *, check: bool = True) -> bool:

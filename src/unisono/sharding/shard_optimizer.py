@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 from unisono.communicator import Communicator
 from unisono.core.tensor_shard import TensorShard
 from unisono.core.tensors import check_apart, check_tensor
-from unisono.errors import AbortedError, CommError, MismatchError
+from unisono.errors import AbortedError, CommError
 from unisono.sharding.comms import NO_COPY
 from unisono.sharding.flat_parameters import ParameterPiece
 from unisono.utils.parameters import Named, check_parameters, named_tensors
@@ -586,7 +586,7 @@ def _elements(name: str, mine: Any, given: Any) -> Any:
 
 
 _ADVICE = (
-    "Average them before step(), by un.GradientAverager(model, comm), un.average_gradients(model, comm) or "
+    "average them before step(), by un.GradientAverager(model, comm), un.average_gradients(model, comm) or "
     "shard_gradients=True"
 )
 
@@ -642,14 +642,11 @@ def _compare_step(names: Sequence[str], card: _Card, comm: Communicator) -> None
                 size=comm.size,
                 peer=rank,
             )
-    for rank, theirs in enumerate(cards):
-        if theirs != cards[0]:
-            raise MismatchError(
-                f"ranks 0 and {rank} are about to make different steps: {_difference(names, cards[0], theirs, rank)}",
-                rank=comm.rank,
-                size=comm.size,
-                peer=rank,
-            )
+    _, present, options, samples = card
+    comm.agree(dict(zip(names, present, strict=True)), "which parameters have a gradient")
+    comm.agree(list(map(dict, options)), "options of the groups")
+    comm.agree(samples, f"gradients ({_ADVICE})")
+    comm.flush_agreements()
 
 
 def _numbers(group: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -670,14 +667,3 @@ def _samples(gradients: Sequence[torch.Tensor], step: int) -> list[str]:
             element = grad[tuple(step * 7919 // (i + 1) % n for i, n in enumerate(grad.shape))]
             by_dtype.setdefault((grad.dtype, grad.device), []).append(element)
     return [repr(value) for elements in by_dtype.values() for value in torch.stack(elements).tolist()]
-
-
-def _difference(names: Sequence[str], first: _Card, other: _Card, rank: int) -> str:
-    for name, here, there in zip(names, first[1], other[1], strict=True):
-        if here != there:
-            return f"only rank {0 if here else rank} has a gradient of {name!r}"
-    for number, (one, two) in enumerate(zip(first[2], other[2], strict=True)):
-        if one != two:
-            pairs = [(a, b) for a, b in zip(one, two, strict=False) if a != b]
-            return f"the options of group {number} are {dict(a for a, _ in pairs)} and {dict(b for _, b in pairs)}"
-    return f"their gradients differ. {_ADVICE}"

@@ -1125,7 +1125,8 @@ class Communicator:
         data = encode(obj, self.rank, trusted) if self.rank == src else b""
         length = torch.tensor([len(data)], device=self.device)
         self.broadcast(length, src, timeout=timeout)
-        buffer = self._bytes(data) if self.rank == src else self._blank(int(length.item()))
+        blank = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
+        buffer = self._bytes(data) if self.rank == src else blank
         self.broadcast(buffer, src, timeout=timeout)
         check_sent(data)
         return obj if self.rank == src else decode(buffer, trusted)
@@ -1145,13 +1146,8 @@ class Communicator:
             ['', 'x', 'xx']
         """
         self._engine.enter("all_gather_object")
-        buffer = self._bytes(encode(obj, self.rank, trusted))
-        lengths = buffer.new_empty(self.size, dtype=torch.int64)
-        self.all_gather_single(lengths, lengths.new_tensor([buffer.numel()]), timeout=timeout)
-        counts = lengths.tolist()
-        buffers = buffer.new_empty(sum(counts)).split(counts)
-        self.all_gather(buffers, buffer, timeout=timeout)
-        return [decode(b, trusted) for b in buffers]
+        gathered = self.all_gather_v(self._bytes(encode(obj, self.rank, trusted)), timeout=timeout)
+        return [decode(part, trusted) for part in gathered]
 
     def gather_object(
         self, obj: Any, dst: int = 0, *, trusted: bool = False, timeout: Timeout | None = None
@@ -1173,16 +1169,9 @@ class Communicator:
         self._engine.enter("gather_object")
         self._check_rank(dst, "dst")
         data = encode(obj, self.rank, trusted)
-        buffer = self._bytes(data)
-        here = dst == self.rank
-        lengths = [self._blank(8).view(torch.int64) for _ in range(self.size)] if here else None
-        self.gather(torch.tensor([buffer.numel()], device=self.device), lengths, dst, timeout=timeout)
-        counts = [int(n.item()) for n in lengths] if lengths is not None else [0] * self.size
-        collected = self._blank(sum(counts))
-        sent = [buffer.numel() if r == dst else 0 for r in range(self.size)]
-        self.all_to_all_single(collected, buffer, counts, sent, timeout=timeout)
+        gathered = self.gather_v(self._bytes(data), dst, timeout=timeout)
         check_sent(data)
-        return [decode(part, trusted) for part in collected.split(counts)] if here else None
+        return None if gathered is None else [decode(part, trusted) for part in gathered]
 
     def scatter_object(
         self, objs: Sequence[Any] | None = None, src: int = 0, *, trusted: bool = False, timeout: Timeout | None = None
@@ -1207,19 +1196,11 @@ class Communicator:
         self._engine.enter("scatter_object")
         self._check_rank(src, "src")
         parts = encode_each(objs, self.rank, self.size, trusted) if self.rank == src else []
-        length = torch.tensor([0], device=self.device)
-        self.scatter(length, [length.new_tensor([len(p)]) for p in parts] or None, src, timeout=timeout)
-        received = self._blank(int(length.item()))
-        given = [len(p) for p in parts] or [0] * self.size
-        taken = [received.numel() if r == src else 0 for r in range(self.size)]
-        self.all_to_all_single(received, self._bytes(b"".join(parts)), taken, given, timeout=timeout)
-        return decode(received, trusted)
+        sent = [self._bytes(part) for part in parts] or None
+        return decode(self.scatter_v(sent, src, timeout=timeout), trusted)
 
     def _bytes(self, data: bytes) -> torch.Tensor:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device) if data else self._blank(0)
-
-    def _blank(self, length: int) -> torch.Tensor:
-        return torch.empty(length, dtype=torch.uint8, device=self.device)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
 
     # -- messages --------------------------------------------------------------------------------
     def send(self, tensor: Buffer, dst: int, tag: int = 0, *, timeout: Timeout | None = None) -> None:

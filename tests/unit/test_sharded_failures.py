@@ -163,6 +163,18 @@ def test_a_rank_that_has_no_gradients_does_not_hear_of_a_failed_forward() -> Non
     assert len(set(un.launch(program, 3, "thread", timeout=20))) == 1
 
 
+def test_a_model_is_removed_after_a_failed_forward() -> None:
+    def program(comm: un.Communicator) -> bool:
+        model = layers()
+        sharded = ShardedModel(model, comm)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        goes_wrong_in_a_later_forward(comm, model)
+        sharded.remove()
+        return all(torch.equal(*pair) for pair in zip(model.parameters(), layers().parameters(), strict=True))
+
+    assert un.launch(program, 3, "thread", timeout=20) == [True, True, True]
+
+
 def skips(comm: un.Communicator, model: nn.Module, optimizer: Any) -> None:
     """Train with two batches of each rank; rank 1 skips batch 1, whose loss raises, and has another one."""
     for number in (0, 1) if comm.rank == 0 else (0, 1, 2):

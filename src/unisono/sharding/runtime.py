@@ -483,6 +483,8 @@ class Runtime:
     def remove(self) -> None:
         """Remove all hooks, and let the parameters be whole and plain. Collective."""
         self.check_idle("remove()")
+        # Its caller wants no gradients any more.
+        self._unstepped = False
         self._recover()
         self.free()
         for handle in self._handles:

@@ -240,8 +240,9 @@ def rollback(undo: Sequence[Callable[[], None]]) -> None:
 def _put(parts: MessageWriter, value: object, depth: int) -> None:
     """Append a value, by pickle if that is needed."""
     marks = len(parts), len(parts.bodies), len(parts.recorded), len(parts.undo)
+    put = encoders.get(type(value)) or write
     try:
-        write(parts, value, depth)
+        put(parts, value, depth)
     except UnsendableError:
         # Part of it needs pickle: then all of it is pickled.
         for items, mark in zip((parts, parts.bodies, parts.recorded), marks, strict=False):

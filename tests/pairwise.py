@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
-__all__ = ["pairwise"]
+__all__ = ["pairwise", "short"]
 
 
 def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
@@ -34,6 +34,15 @@ def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
         for place in places
     ]
     return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def short(names: str, cases: Iterable[Any], chosen: Collection[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test over cases; those that are not chosen are for the soak."""
+    listed = list(cases)
+    assert set(chosen) <= set(listed)
+    return pytest.mark.parametrize(
+        names, [pytest.param(*case, marks=() if case in chosen else pytest.mark.soak) for case in listed]
+    )
 
 
 def _name(value: Any, index: int) -> str:

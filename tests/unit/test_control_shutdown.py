@@ -7,13 +7,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 
 import pytest
-from printed import printed
-from waiting import is_refused, wait_until
+import torch
+import torch.distributed as dist
+from waiting import is_refused, run_concurrently, wait_until
 
 from unisono.control.client import SocketControl
 from unisono.control.server import ControlServer
+from unisono.control.torch_store import ControlStore
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.errors import ClosedError, PeerLostError
@@ -177,25 +181,15 @@ def test_forked_client_is_closed(server: ControlServer, client: SocketControl, s
         client.exchange(Group.world(0, 2), "x", 1, SOON)
 
 
-def test_store_drives_gloo(server: ControlServer, start: Start) -> None:
-    code = """
-        import sys
-        from datetime import timedelta
-        import torch
-        import torch.distributed as dist
-        from unisono.control.client import SocketControl
-        from unisono.control.torch_store import ControlStore
+def test_store_drives_gloo(server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
-        rank = int(sys.argv[2])
-        control = SocketControl(("127.0.0.1", int(sys.argv[1])), b"of the tests", 30.0)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=20)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = dist.ProcessGroupGloo(ControlStore(control, "gloo", 20.0), rank, 2, options)
+    def summed(rank: int) -> list[float]:
+        control = SocketControl(server.address, SECRET, SOON)
+        group = dist.ProcessGroupGloo(ControlStore(control, "gloo", 20.0), rank, 2, timedelta(seconds=20))
         tensor = torch.arange(4.0) * (rank + 1)
         group.allreduce([tensor]).wait()
-        print(tensor.tolist())
         control.close()
-        """
-    ranks = [start(code, server.address[1], rank) for rank in range(2)]
-    assert [printed(rank.communicate(timeout=60)[0]) for rank in ranks] == [["[0.0, 3.0, 6.0, 9.0]"]] * 2
+        return tensor.tolist()
+
+    assert run_concurrently(partial(summed, 0), partial(summed, 1)) == [[0.0, 3.0, 6.0, 9.0]] * 2

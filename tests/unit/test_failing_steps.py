@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from pairwise import short
 from torch import nn
 
 import unisono as un
@@ -61,8 +63,9 @@ def raising(*_: object) -> None:
     raise OverflowError("no such step")
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-@pytest.mark.parametrize("kind", KINDS)
+@short(
+    "kind, backend", product(KINDS, ["thread", "shm", "gloo"]), [*zip(KINDS, ["thread", "shm", "gloo"], strict=True)]
+)
 def test_error_that_is_caught_ends_the_other_ranks(backend: str, kind: str) -> None:
     *others, failing = pool(backend, 3, timeout=LONG_S).run(train, kind, True)
     assert failing[0] == "OverflowError: no such step"
@@ -136,8 +139,11 @@ def leave(comm: un.Communicator, kind: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-@pytest.mark.parametrize("kind", ["averager", "ZeRO-2", "ZeRO-3"])
+@short(
+    "kind, backend",
+    product(["averager", "ZeRO-2", "ZeRO-3"], ["thread", "shm", "gloo"]),
+    [("averager", "gloo"), ("ZeRO-2", "thread"), ("ZeRO-3", "shm")],
+)
 def test_abort_ends_all_ranks(backend: str, kind: str) -> None:
     for text in pool(backend, 3, timeout=LONG_S).run(leave, kind):
         assert "rank 0 aborted" in text

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairwise import pairwise
 from torch.utils.data import DistributedSampler
 
 import unisono as un
@@ -74,10 +75,7 @@ def epochs(comm: un.Communicator, kind: type[Order], whole: bool) -> list[list[A
     return found
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("kind", [Order, Counting])
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("size", [2, 3])
+@pairwise(size=[2, 3], backend=["shm", "gloo"], kind=[Order, Counting], whole=[False, True])
 def test_ranks_that_draw_the_same_share_it(kind: type[Order], whole: bool, backend: str, size: int) -> None:
     ranks = run_ranks(epochs, size, backend, kind, whole)
     for epoch in range(3):
@@ -85,9 +83,7 @@ def test_ranks_that_draw_the_same_share_it(kind: type[Order], whole: bool, backe
         assert sorted(np.concatenate(taken) if whole else taken) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("kind", [OwnGenerator, FreshGenerator, ByProcess])
-@pytest.mark.parametrize("size", [2, 3])
+@pairwise(size=[2, 3], kind=[OwnGenerator, FreshGenerator, ByProcess], whole=[False, True])
 def test_ranks_that_draw_other_samples_fail(kind: type[Order], whole: bool, size: int) -> None:
     errors = run_ranks(epochs, size, "shm", kind, whole, on_failure="continue")
     assert all("ranks have drawn different samples for epoch 0" in str(error) for error in errors)

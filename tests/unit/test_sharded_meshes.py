@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pairwise import short
 from sharded_models import batch, loss_of, made, trained
 from torch import nn
 from torch.optim import AdamW
@@ -72,8 +74,7 @@ def equal(one: State, two: State) -> bool:
     return all(torch.equal(one[name], two[name]) for name in one)
 
 
-@STAGES
-@pytest.mark.parametrize("backend", ["thread", "shm"])
+@short("backend, stage", product(["thread", "shm"], [1, 2, 3]), [("thread", 1), ("shm", 2), ("thread", 3)])
 def test_two_times_two_ranks_have_the_bits_of_four(backend: str, stage: int) -> None:
     def program(comm: un.Communicator) -> bool:
         exact = comm.dup(deterministic=True)
@@ -82,8 +83,11 @@ def test_two_times_two_ranks_have_the_bits_of_four(backend: str, stage: int) -> 
     assert un.launch(program, 4, backend, timeout=60) == [True] * 4
 
 
-@STAGES
-@pytest.mark.parametrize(("ranks", "shards"), [(4, 2), (6, 3)])
+@short(
+    "stage, ranks, shards",
+    [(stage, *mesh) for stage in (1, 2, 3) for mesh in ((4, 2), (6, 3))],
+    [(1, 4, 2), (2, 6, 3), (3, 4, 2)],
+)
 def test_a_mesh_trains_as_full_sharding_does(stage: int, ranks: int, shards: int) -> None:
     def program(comm: un.Communicator) -> None:
         on_mesh, whole = train(comm, stage, shards), train(comm, stage, None)
@@ -94,8 +98,11 @@ def test_a_mesh_trains_as_full_sharding_does(stage: int, ranks: int, shards: int
     run_ranks(program, ranks, "thread")
 
 
-@STAGES
-@pytest.mark.parametrize(("ranks", "shards"), [(4, 2), (4, 1), (4, 4), (6, 3)])
+@short(
+    "stage, ranks, shards",
+    [(stage, *mesh) for stage in (1, 2, 3) for mesh in ((4, 2), (4, 1), (4, 4), (6, 3))],
+    [(1, 6, 3), (2, 4, 1), (2, 4, 4), (3, 4, 2)],
+)
 def test_a_mesh_trains_as_one_process_does(stage: int, ranks: int, shards: int) -> None:
     def program(comm: un.Communicator) -> State:
         return train(comm, stage, shards, clip=True, name="transformer")
@@ -309,8 +316,7 @@ def test_a_mesh_on_some_ranks_only_is_refused() -> None:
 
 
 # -- failures -------------------------------------------------------------------------------------------
-@STAGES
-@pytest.mark.parametrize("backend", ["thread", "sim"])
+@short("backend, stage", product(["thread", "sim"], [1, 2, 3]), [("thread", 1), ("sim", 2), ("thread", 3)])
 def test_a_lost_rank_is_named_by_its_number_on_all_ranks(backend: str, stage: int) -> None:
     def program(comm: un.Communicator) -> str:
         model = copy_of("transformer")
@@ -333,8 +339,7 @@ def test_a_lost_rank_is_named_by_its_number_on_all_ranks(backend: str, stage: in
         assert "rank 3" in str(text), text
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("seed", range(3))
+@short("seed, stage", product(range(3), [2, 3]), [(0, 2), (1, 3)])
 def test_a_step_after_a_failed_one_is_right(stage: int, seed: int) -> None:
     def program(comm: un.Communicator) -> State:
         model = copy_of("transformer")
@@ -370,7 +375,7 @@ def test_a_step_after_a_failed_one_is_right(stage: int, seed: int) -> None:
     assert all(equal(one, two) for one, two in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@short("seed", [(0,), (1,), (2,)], [(0,)])
 def test_a_pass_without_averaging_that_fails_elsewhere_is_an_error_in_other_groups(seed: int) -> None:
     def program(comm: un.Communicator) -> torch.Tensor:
         model = copy_of("transformer")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import short
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from unisono.data import ShardPartition, StreamPartition, read_lines
@@ -87,8 +88,7 @@ class Divided(IterableDataset[int]):
         return range(COUNT) if worker is None else range(worker.id, COUNT, worker.num_workers)
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@short("workers, early", product([0, 1, 2], [True, False]), [(0, True), (0, False), (1, True), (2, False)])
 def test_dataset_that_divides_itself_is_divided_once(early: bool, workers: int) -> None:
     """A second division would leave samples out."""
     ranks = [StreamPartition(Divided(early), num_replicas=2, rank=rank, batch_size=4) for rank in range(2)]

@@ -11,10 +11,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha1
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from pairwise import short
 
 import unisono as un
 from unisono.algorithms import serving
@@ -72,8 +74,11 @@ def outcomes(comm: un.Communicator, name: str, cases: list[tuple[str, int, torch
     return [outcome(comm, name, *case) for case in cases]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", [*REDUCING, *MOVING])
+@short(
+    "name, size",
+    product([*REDUCING, *MOVING], [2, 3, 4]),
+    [("all_reduce", 2), ("all_reduce", 4), *product([*REDUCING, *MOVING], [3])],
+)
 def test_both_executors_have_the_same_bits(name: str, size: int) -> None:
     assert_same_bits(name, size, DTYPES if name in REDUCING else DTYPES[:1], LENGTHS)
 
@@ -127,8 +132,7 @@ def differs(comm: un.Communicator, what: str, numel: int) -> tuple[str, bool, fl
     return "", False, 0.0
 
 
-@pytest.mark.parametrize("numel", [2, 100_000])
-@pytest.mark.parametrize("what", WRONG)
+@short("what, numel", product(WRONG, [2, 100_000]), [*product(WRONG, [100_000]), *product([*WRONG][:2], [2])])
 def test_nothing_is_written_before_all_agree(what: str, numel: int) -> None:
     with RankPool(4, "tcp") as ranks:
         found = ranks.run(differs, what, numel)

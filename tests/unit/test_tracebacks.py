@@ -91,6 +91,7 @@ def test_the_loss_of_a_peer_is_one_line_and_its_own_error_is_whole(tmp_path: Pat
     assert len(survivor.splitlines()) == 1
 
 
+@pytest.mark.soak
 def test_torchruns_report_has_the_same_text_and_the_cause_first(tmp_path: Path) -> None:
     texts = run_ranks(tmp_path, OWN_ERROR)
     reports = [json.loads((tmp_path / str(rank)).read_text())["message"] for rank in range(2)]

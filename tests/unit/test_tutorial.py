@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -14,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import short
 
 import unisono as un
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "tutorial"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
-everywhere = pytest.mark.parametrize(("backend", "ranks"), [("thread", 2), ("thread", 4), ("gloo", 2), ("gloo", 4)])
+everywhere = short("backend, ranks", product(["thread", "gloo"], [2, 4]), [("thread", 4), ("gloo", 2)])
 
 
 def load(name: str) -> ModuleType:

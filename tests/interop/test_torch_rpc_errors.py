@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,24 @@ def fail() -> None:
     raise ValueError("expected error")
 
 
+RELEASED = threading.Event()
+
+
 def slow() -> int:
-    time.sleep(0.5)
+    assert RELEASED.wait(20)
     return 1
+
+
+def release() -> None:
+    RELEASED.set()
+
+
+def late() -> None:
+    """Call what does not answer before the time is up; then let it end."""
+    try:
+        rpc.rpc_sync("worker1", slow, timeout=0.05)
+    finally:
+        rpc.rpc_sync("worker1", release)
 
 
 def errors() -> dict[str, str]:
@@ -31,7 +46,7 @@ def errors() -> dict[str, str]:
         "sync": lambda: rpc.rpc_sync("worker1", fail),
         "async": lambda: rpc.rpc_async("worker1", fail).wait(),
         "remote": lambda: rpc.remote("worker1", fail).to_here(),
-        "late": lambda: rpc.rpc_sync("worker1", slow, timeout=0.05),
+        "late": late,
         "nobody": lambda: rpc.rpc_sync("worker7", echo, (1,)),
         # Wrong or narrower on purpose.
         "no method": lambda: rpc.remote("worker1", echo, (1,)).remote().missing(),

@@ -71,15 +71,21 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
-def port() -> int:
-    """One that was free a moment ago, and that the system gives to no socket that asks for any."""
-    while True:
-        number = random.randrange(10_000, 32_000)
-        try:
-            socket.create_server(("127.0.0.1", number)).close()
-        except OSError:
-            continue
-        return number
+def ports() -> Iterator[int]:
+    """Ports that were free a moment ago, each another one, that the system gives to no socket that asks for any."""
+
+    def free() -> Iterator[int]:
+        for number in random.sample(range(10_000, 32_000), 1000):
+            with suppress(OSError):
+                socket.create_server(("127.0.0.1", number)).close()
+                yield number
+
+    return free()
+
+
+@pytest.fixture
+def port(ports: Iterator[int]) -> int:
+    return next(ports)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -58,10 +58,13 @@ def printed(start: Start, program: str, given: str, size: int, port: int) -> lis
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_both_meet_at_one_port(start: Start, port: int, size: int) -> None:
+def test_both_meet_at_one_port(start: Start, ports: Iterator[int], size: int) -> None:
     sums = [[float(size)] * 2] * 3
     # Each order has a port of its own: torch's store of the first may still be at that one.
-    assert printed(start, BOTH, str(port + 1), size, port) == [f"torch first {sums}\ntorch second {sums}\n"] * size
+    assert (
+        printed(start, BOTH, str(next(ports)), size, next(ports))
+        == [f"torch first {sums}\ntorch second {sums}\n"] * size
+    )
 
 
 TWICE = """

@@ -250,6 +250,17 @@ def test_mutant_is_killed(mutant: Callable[[Patch], None], test: Callable[[Path]
         mutant(patch)
         with pytest.raises((AssertionError, CommError, LookupError, pytest.fail.Exception)):
             test(folder)
+    take_errors_of_saves()
+
+
+def take_errors_of_saves() -> None:
+    """See the errors of saves that a mutant has left behind, which would be printed at the end of the process."""
+    while True:
+        try:
+            background.raise_failed()
+        except CommError:
+            continue
+        return
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ class Worker:
         """Give buffers these values; they are other tensors then, as those of a graph may not be written."""
         for name, value in values.items():
             owner, _, last = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[last] = value.clone()
+            setattr(self.model.get_submodule(owner), last, value.clone())
 
     def _numbers(self, one: Pass) -> torch.Generator:
         return torch.Generator().manual_seed((self.case.seed * 1009 + one.seed) * 7 + self.rank)

@@ -212,10 +212,10 @@ class ReferenceAverager:
 
     def share_buffers(self, source: int) -> None:
         for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.clone()
-                    self.comm.broadcast(module._buffers[name], source)
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                other = buffer.clone()
+                setattr(module, name, other)
+                self.comm.broadcast(other, source)
 
     def restore(self, held: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
         for name, (grad, copy) in held.items():

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.data._utils.worker
-from torch import nn
+from torch import _C, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 SOURCE = Path(__file__).parents[2] / "src" / "unisono"
@@ -30,12 +30,12 @@ NAMES: dict[str, tuple[Any, str, str]] = {
         "pass the object that torch gave to `_create`",
     ),
     "_NormBase": (nn.modules.batchnorm, "BatchNorm is loaded aside, not in place: slower", "drop it from `_adapts`"),
-    "_autograd": (torch._C, "freed parameters keep their version", "see _unsafe_set_version_counter"),
+    "_autograd": (_C, "freed parameters keep their version", "see _unsafe_set_version_counter"),
     "_backward_hooks": (PARAMETER, "hooks of two averagers on one model are not told apart", "keep a registry of ours"),
-    "_current_autograd_node": (torch._C, "errors in backward name no layer", "leave the name out"),
-    "_current_graph_task_id": (torch._C, "passes of two threads are mixed up", "one lock for each backward()"),
+    "_current_autograd_node": (_C, "errors in backward name no layer", "leave the name out"),
+    "_current_graph_task_id": (_C, "passes of two threads are mixed up", "one lock for each backward()"),
     "_disable_current_modes": (torch.utils._python_dispatch, "reductions under FakeTensorMode", "refuse modes"),
-    "_dynamo": (torch._C, "sharded models inside torch.compile are not noticed", "torch.compiler.is_compiling"),
+    "_dynamo": (_C, "sharded models inside torch.compile are not noticed", "torch.compiler.is_compiling"),
     "_engine_run_backward": (
         torch.autograd.graph,
         "backward passes that end by an error are not cleaned up",
@@ -47,7 +47,7 @@ NAMES: dict[str, tuple[Any, str, str]] = {
         "torch.autograd.graph.register_multi_grad_hook on all parameters",
     ),
     "_foreach_copy_": (torch, "copies into buckets take one call each", "copy_ in a loop"),
-    "_functorch": (torch._C, "wrapped tensors of vmap and grad are taken for plain ones", "torch.func's public test"),
+    "_functorch": (_C, "wrapped tensors of vmap and grad are taken for plain ones", "torch.func's public test"),
     "_is_profiler_enabled": (torch.autograd.profiler, "calls are not shown in profiles", "record_function always"),
     "_load_from_state_dict": (MODULE, "modules that adapt what they load are not noticed", "load all aside"),
     "_load_state_dict_post_hooks": (MODULE, "as the row above", "load all aside"),
@@ -64,12 +64,12 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_schema": (torch.ops.aten.add_.Tensor, "`bench` measures no traffic", "count bytes by the tensors' sizes"),
     "_set_default_backend": (dist.ProcessGroup, "other devices beside unisono", "as for _register_backend"),
     "_unsafe_set_version_counter": (
-        torch._C._autograd,
+        _C._autograd,
         "a sharded parameter that is freed and gathered looks modified to autograd",
         "torch.autograd.graph.increment_version, and saved tensors as hooks",
     ),
     "_use_count": (torch.ones(1), "buffers that hooks still hold are overwritten", "sys.getrefcount, and a copy"),
-    "_will_engine_execute_node": (torch._C, "unused parameters are found at the end of the pass only", "wait for it"),
+    "_will_engine_execute_node": (_C, "unused parameters are found at the end of the pass only", "wait for it"),
     "_worker_info": (torch.utils.data._utils.worker, "streams are split twice in workers", "refuse num_workers > 0"),
 }
 PRIVATE_MODULES = {

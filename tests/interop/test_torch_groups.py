@@ -19,9 +19,9 @@ from unisono.interop.options import UnisonoWork
 
 
 def test_registration_is_idempotent() -> None:
-    before = dict(dist.Backend._plugins)
+    before = list(dist.Backend.backend_list), dict(dist.Backend.backend_capability)
     register()
-    assert dist.Backend._plugins == before
+    assert (dist.Backend.backend_list, dist.Backend.backend_capability) == before
     assert dist.is_backend_available("unisono")
     assert dist.Backend.backend_capability["unisono"] == ["cpu"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _coalescing_manager
 from torch_case import Group, collection, drawn, size
 
 __all__ = ["CASES"]
@@ -128,16 +129,16 @@ def reduce_scatter_tensor(group: Group) -> list[torch.Tensor]:
 @case
 def coalescing(group: Group) -> list[torch.Tensor]:
     summed = [drawn(3), drawn(4)]
-    with dist._coalescing_manager(group=group):
+    with _coalescing_manager(group=group):
         for t in summed:
             dist.all_reduce(t, group=group)
     gathered = [torch.empty(2 * size()), torch.empty(3 * size())]
-    with dist._coalescing_manager(group=group, async_ops=True) as manager:
+    with _coalescing_manager(group=group, async_ops=True) as manager:
         for t, n in zip(gathered, (2, 3), strict=True):
             dist.all_gather_into_tensor(t, drawn(n), group=group)
     manager.wait()
     scattered = [torch.empty(2), torch.empty(3)]
-    with dist._coalescing_manager(group=group):
+    with _coalescing_manager(group=group):
         for t in scattered:
             dist.reduce_scatter_tensor(t, drawn(t.numel() * size()), group=group)
     return [*summed, *gathered, *scattered]

@@ -34,8 +34,17 @@ def arrivals(draw: st.DrawFn) -> tuple[list[torch.nn.Parameter], list[int]]:
     return parameters, draw(st.lists(st.sampled_from(slots), max_size=12)) + draw(st.permutations(slots))[1:]
 
 
+COPY = buckets._copy
+
+
 class Derived(torch.Tensor):
     """A tensor whose memory was replaced."""
+
+
+def negated(values: torch.Tensor) -> torch.Tensor:
+    """A view whose elements are the negative ones of its memory."""
+    view: torch.Tensor = torch._neg_view(values)
+    return view
 
 
 def formed(values: torch.Tensor, form: str) -> torch.Tensor:
@@ -44,8 +53,7 @@ def formed(values: torch.Tensor, form: str) -> torch.Tensor:
         case "turned" if values.dim() == 2:
             return values.t().contiguous().t()
         case "negative":
-            negative: torch.Tensor = torch._neg_view(-values)
-            return negative
+            return negated(-values)
         case "spread":
             return values.flatten().repeat_interleave(2)[::2].view(values.shape) if values.numel() else values
         case "sparse":
@@ -166,18 +174,18 @@ def test_gradients_unsupported_by_the_core_are_copied_by_torch() -> None:
     for gradient, wanted in [
         (torch.ones(6, dtype=torch.float64), [1.0] * 6),
         (torch.ones(1).expand(6), [1.0] * 6),
-        (torch._neg_view(torch.ones(6)), [-1.0] * 6),
+        (negated(torch.ones(6)), [-1.0] * 6),
         (torch.arange(12.0)[::2], [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]),
         (torch.ones(6).as_subclass(Derived), [1.0] * 6),
     ]:
-        buckets._copy([place], [gradient])
+        COPY([place], [gradient])
         assert place.tolist() == wanted
-    buckets._copy([matrix], [torch.arange(6.0).view(2, 3).t()])
+    COPY([matrix], [torch.arange(6.0).view(2, 3).t()])
     assert matrix.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
-    buckets._copy([place, matrix], [torch.ones(6), torch.ones(3, 2).bfloat16()])
+    COPY([place, matrix], [torch.ones(6), torch.ones(3, 2).bfloat16()])
     assert (place.sum(), matrix.sum()) == (6.0, 6.0)
     with pytest.raises(RuntimeError, match="size"):
-        buckets._copy([place], [torch.ones(5)])
+        COPY([place], [torch.ones(5)])
 
 
 def test_gradient_already_in_the_bucket_is_not_copied() -> None:

@@ -31,8 +31,9 @@ class LiveStorages(TorchDispatchMode):
     def _see(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
-                self._known[storage._cdata] = StorageWeakRef(storage), tensor.is_floating_point()
+            key = storage._cdata
+            if key not in self._known:
+                self._known[key] = StorageWeakRef(storage), tensor.is_floating_point()
 
     def now(self) -> int:
         self._known = {key: known for key, known in self._known.items() if not known[0].expired()}

@@ -135,13 +135,16 @@ TABLE = {
 Linear = Callable[..., torch.Tensor]
 
 
+OF_LINEAR: Linear = operator._of_linear
+"""The derivative of linear collectives, which the wrong ones below call."""
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_a_wrong_entry_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Linear = operator._of_linear
     other, root, example = TABLE[name]
 
     def mutant(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any]) -> torch.Tensor:
-        return whole(grad, receipt, [*call[:4], root, *call[5:]] if call[0] == name else call)
+        return OF_LINEAR(grad, receipt, [*call[:4], root, *call[5:]] if call[0] == name else call)
 
     monkeypatch.setitem(operator.ADJOINTS, name, other)
     monkeypatch.setattr(operator, "_of_linear", mutant)
@@ -168,10 +171,8 @@ def test_a_wrong_gradient_is_found(
 
 
 def test_sizes_that_are_not_transposed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Linear = operator._of_linear
-
     def mutant(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any]) -> torch.Tensor:
-        return whole(grad, receipt, [*call[:6], *call[:5:-1]])
+        return OF_LINEAR(grad, receipt, [*call[:6], *call[:5:-1]])
 
     monkeypatch.setattr(operator, "_of_linear", mutant)
     with pytest.raises((un.CommError, RuntimeError)):
@@ -179,8 +180,7 @@ def test_sizes_that_are_not_transposed_are_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_mean_that_is_not_divided_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Linear = operator._of_linear
-    monkeypatch.setattr(operator, "_of_linear", lambda g, r, call: whole(g, r, [*call[:3], "sum", *call[4:]]))
+    monkeypatch.setattr(operator, "_of_linear", lambda g, r, call: OF_LINEAR(g, r, [*call[:3], "sum", *call[4:]]))
     for name, example in [("all_reduce", "avg"), ("reduce", (1, "avg")), ("reduce_scatter", "avg")]:
         with pytest.raises(AssertionError, match="not close"):
             check(name, example)

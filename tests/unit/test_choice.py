@@ -277,10 +277,12 @@ def test_overrides_that_cannot_serve_a_call_are_refused(monkeypatch: pytest.Monk
 
 
 def test_plan_is_shown_as_a_table() -> None:
+    from IPython.core.formatters import HTMLFormatter
+
     plan = compare("all_reduce", serving("all_reduce", 8), 8, 1 << 20, Machine(TABLE, 8))
     assert repr(plan).startswith(f"all_reduce: {plan.algorithm}, the fastest of")
     assert all(name in repr(plan) for name in plan.others)
-    assert plan._repr_html_().startswith("<table>")
+    assert HTMLFormatter()(plan).startswith("<table>")
     with pytest.raises(ValueError, match="unknown collective"):
         un.launch(lambda comm: comm.plan("allreduce", 8), 1, "thread")
 

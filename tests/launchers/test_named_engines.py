@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -58,6 +60,50 @@ def test_engine_of_another_package_is_used_by_name() -> None:
     finally:
         ENGINES.unregister("lender")
     assert Lender.lent == 0
+
+
+def square_here(x: int) -> tuple[int, int]:
+    return x * x, os.getpid()
+
+
+def end_worker_once(marker: Path, x: int) -> int:
+    """Kill the worker at the first call of all."""
+    if x == 3:
+        try:
+            marker.touch(exist_ok=False)
+        except FileExistsError:
+            return x
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def test_pool_on_an_executor() -> None:
+    before = set(threading.enumerate())
+    with new_pool(2) as workers:
+        with un.Pool(2, on=workers) as pool:
+            found = list(pool.map(square_here, range(20), chunksize=1))
+        assert [square for square, _ in found] == [x * x for x in range(20)]
+        assert {process for _, process in found} <= set(workers._processes)
+        # The workers are free again.
+        assert un.launch(lambda comm: comm.size, 2, on=workers) == [2, 2]
+        assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("unisono")]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"on": "rya"}, "unknown engine 'rya'"),
+        ({"on": "ray", "backend": "thread"}, "'thread' are threads of this process: leave out on="),
+    ],
+)
+def test_pool_refuses_what_cannot_be(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        un.Pool(2, **given)
+
+
+def test_pool_of_a_communicator_takes_no_engine() -> None:
+    with un.init() as comm, pytest.raises(ValueError, match="pass on= with a number of workers"):
+        un.Pool(comm, on="ray")
 
 
 def test_local_is_the_processes_of_this_host() -> None:
@@ -151,6 +197,17 @@ def test_training_and_a_death(name: str, tmp_path: Path) -> None:
         assert "rank 1 of 4 was lost" in str(results[1])
         assert max(results[0], results[2], results[3]) < 1
         assert un.launch(lambda comm: comm.rank, 2, on=on) == [0, 1]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ON)
+def test_pool_outlives_a_worker(name: str, tmp_path: Path) -> None:
+    with ON[name](3, tmp_path) as on, un.Pool(3, on=on) as pool:
+        tasks = functools.partial(end_worker_once, tmp_path / "ended")
+        assert list(pool.map(tasks, range(30), chunksize=1)) == list(range(30))
+        assert (tmp_path / "ended").exists()
 
 
 @pytest.mark.soak

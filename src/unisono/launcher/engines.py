@@ -24,7 +24,7 @@ from unisono.launcher.job import Outcome, collect, reported
 from unisono.launcher.processes import by_value
 from unisono.transports.hierarchical import transport_named
 
-__all__ = ["resolve", "run_on"]
+__all__ = ["address_for_workers", "resolve", "run_on"]
 
 _LOCAL = "local"
 _END_S = 1.0
@@ -111,7 +111,7 @@ class _Gang:
         self._lost: dict[int, float] = {}
         self._cause: CommError | None = None
         self._secret = secrets.token_bytes(32)
-        self._server = ControlServer(self._secret, _address(executor))
+        self._server = ControlServer(self._secret, address_for_workers(executor))
         self._control = SocketControl(self._server.address, self._secret)
         self._watcher = threading.Thread(target=self._watch, name="unisono launch", daemon=True)
         self._watcher.start()
@@ -212,9 +212,9 @@ class _Gang:
         self._server.close()
 
 
-def _address(executor: Executor) -> str:
-    """Return the address of this host for the workers."""
-    if isinstance(executor, ProcessPoolExecutor):
+def address_for_workers(on: Executor | Engine) -> str:
+    """Return the address of this host for the workers of an executor or an engine."""
+    if isinstance(on, ProcessPoolExecutor):
         return "127.0.0.1"
     requested = requested_interface()
     return address_of(*requested) if requested is not None else address_outward() or "127.0.0.1"

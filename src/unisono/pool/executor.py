@@ -6,23 +6,27 @@ import math
 import queue
 import secrets
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
+from unisono.bootstrap.rendezvous import RankClaim, confirm
 from unisono.communicator import Communicator
+from unisono.control.client import SocketControl
 from unisono.control.process_exit import close_at_exit
+from unisono.control.server import ControlServer
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
+from unisono.engines import Engine
 from unisono.errors import CommError, PeerLostError
+from unisono.host.native import core_build
 from unisono.host.network import why_no_shm
 from unisono.host.processors import cores
-from unisono.launcher.api import init, launch
+from unisono.launcher.api import CHUNK_BYTES, TIMEOUT_S, communicator_at, launch, network_of
+from unisono.launcher.engines import address_for_workers, resolve
 from unisono.pool.batch import LONGEST_S, Part, TaskBatch, results
 from unisono.pool.scheduler import CallScheduler
 from unisono.pool.worker import Chunk, Worker
@@ -31,13 +35,16 @@ from unisono.transports.hierarchical import transport_named
 __all__ = ["OwnRanks", "Pool"]
 
 T = TypeVar("T")
+Meeting = tuple[tuple[str, int], bytes, int, str]
+"""Address and secret of the control plane, number of ranks, and backend."""
+_Initialize = Callable[[], object] | None
 
 
 class Pool(Executor):
     """Executor of `concurrent.futures` whose workers are ranks: processes of its own, or those of a communicator.
 
-    `Pool(4)` starts 4 processes on this host, which end with the pool; pickles carry tasks and results, and
-    functions are sent as `launch` sends them.
+    `Pool(4)` starts 4 processes on this host, or on an engine, which end with the pool; pickles carry tasks and
+    results, and functions are sent as `launch` sends them.
 
     `Pool(comm)` is collective: rank 0 gets the pool, and the other ranks run its tasks; a single rank runs them
     itself, in a thread. In a `with` statement the other ranks get None, after the pool has been shut down on rank 0;
@@ -59,9 +66,12 @@ class Pool(Executor):
         trusted: Of a communicator: whether ranks exchange pickles, which run what their sender likes. If False,
             functions must be exposed (`unisono.rpc.expose`), and arguments and results be plain values, as for
             `unisono.rpc`. The same on all ranks.
+        on: Engine or executor whose workers run the tasks, as for `launch`; with a number of workers. "auto" is then
+            "tcp", or "gloo" without a native core.
 
     Raises:
         ValueError: A number of workers or retries that makes no sense, or a backend whose ranks a pool cannot start.
+        CommTimeoutError: The engine has not started all workers in 300 s.
         TypeError: `workers` is neither a number nor a communicator, or `initializer` is no function.
 
     Cost: about 1 s to start processes, 0.1 ms to exchange a chunk of tasks. Arguments and results are copied, also
@@ -83,6 +93,7 @@ class Pool(Executor):
         initargs: Sequence[Any] = (),
         retries: int = 1,
         trusted: bool = False,
+        on: Executor | Engine | str | None = None,
     ) -> None:
         workers = cores() if workers is None else workers
         if not isinstance(workers, Communicator | int) or isinstance(workers, bool):
@@ -96,8 +107,10 @@ class Pool(Executor):
         initialize = None if initializer is None else partial(initializer, *initargs)
         self._own: OwnRanks | None = None
         if isinstance(workers, int):
-            self._own = OwnRanks(workers, backend, initialize)
+            self._own = OwnRanks(workers, backend, initialize, None if on is None else resolve(on))
             self._rank = self._own.rank
+        elif on is not None:
+            raise ValueError("ranks of a communicator run already: pass on= with a number of workers")
         else:
             self._rank = Worker(workers, trusted, initialize)
         self._lock = threading.Lock()
@@ -307,29 +320,34 @@ class OwnRanks:
         rank: Part of rank 0.
     """
 
-    def __init__(self, size: int, backend: str, initialize: Callable[[], object] | None) -> None:
+    def __init__(self, size: int, backend: str, initialize: _Initialize, on: Executor | Engine | None) -> None:
         if backend == "auto":
-            backend = "shm" if why_no_shm() is None else "gloo"
+            backend = _backend(on)
         kind = transport_named(backend)
         if kind.simulated or kind.launcher == "mpirun":
             raise ValueError(
                 f"a pool cannot start ranks of backend {backend!r} itself: pass it the communicator of ranks that are "
                 "running, as in Pool(comm)"
             )
+        if kind.in_process and on is not None:
+            raise ValueError(f"workers of backend {backend!r} are threads of this process: leave out on=, or backend=")
+        self._server: ControlServer | None = None
         self._begun: queue.SimpleQueue[Worker | BaseException] = queue.SimpleQueue()
         self._over = threading.Event()
         if kind.in_process:
             lives: list[Callable[[], object]] = [lambda: launch(self._be, size + 1, backend, (initialize,))]
         else:
-            folder = tempfile.TemporaryDirectory(prefix="unisono-pool-")
-            address = f"file://{Path(folder.name) / 'meeting'}", size + 1, secrets.token_hex(32), backend
-            lives = [lambda: self._start(size, backend, (address, initialize)), lambda: self._lead(folder, address)]
+            secret = secrets.token_bytes(32)
+            self._server = ControlServer(secret, "127.0.0.1" if on is None else address_for_workers(on))
+            meeting = self._server.address, secret, size + 1, backend
+            lives = [lambda: self._start(size, meeting, initialize, on), lambda: self._lead(meeting)]
         self._threads = [threading.Thread(target=self._live, args=(life,), daemon=True) for life in lives]
         for thread in self._threads:
             thread.start()
         first = self._begun.get()
         if isinstance(first, BaseException):
             self._over.set()
+            self._end_server()
             raise first
         self.rank = first
 
@@ -338,6 +356,11 @@ class OwnRanks:
         self._over.set()
         for thread in self._threads:
             thread.join()
+        self._end_server()
+
+    def _end_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
     def _live(self, life: Callable[[], object]) -> None:
         try:
@@ -346,7 +369,7 @@ class OwnRanks:
             # Once the pool has begun, nothing reads it: whatever ends a worker is an error of its tasks.
             self._begun.put(error)
 
-    def _be(self, comm: Communicator, initialize: Callable[[], object] | None) -> None:
+    def _be(self, comm: Communicator, initialize: _Initialize) -> None:
         """Be any rank, in a thread."""
         rank = Worker(comm, True, initialize)
         if comm.rank:
@@ -354,23 +377,41 @@ class OwnRanks:
         self._begun.put(rank)
         self._over.wait()
 
-    def _start(self, size: int, backend: str, args: tuple[Any, ...]) -> None:
+    def _start(self, size: int, meeting: Meeting, initialize: _Initialize, on: Executor | Engine | None) -> None:
         """Start the processes, and outlive them."""
-        ended: list[object] = launch(_serve, size, backend, args, on_failure="continue")
+        ended: list[object] = launch(_serve, size, meeting[-1], (meeting, initialize), on_failure="continue", on=on)
         failures = [end for end in ended if isinstance(end, BaseException)]
         raise failures[0] if failures else PeerLostError("the workers of the pool ended before they began")
 
-    def _lead(self, folder: tempfile.TemporaryDirectory[str], address: tuple[str, int, str, str]) -> None:
+    def _lead(self, meeting: Meeting) -> None:
         """Be rank 0 of the processes."""
-        with folder, _join(0, *address) as comm:
+        with _join(0, *meeting) as comm:
             self._be(comm, None)
 
 
-def _join(rank: int, meeting: str, size: int, secret: str, backend: str) -> Communicator:
-    return init(backend, init_method=meeting, rank=rank, world_size=size, secret=secret, device="cpu")
+def _backend(on: Executor | Engine | None) -> str:
+    """Return the backend between the caller and its workers."""
+    if on is None and why_no_shm() is None:
+        return "shm"
+    return "gloo" if on is None else network_of([core_build()])
 
 
-def _serve(comm: Communicator, address: tuple[str, int, str, str], initialize: Callable[[], object] | None) -> None:
+def _join(rank: int, address: tuple[str, int], secret: bytes, size: int, backend: str) -> Communicator:
+    claim = RankClaim(rank, size, None, time.monotonic() + TIMEOUT_S, "a pool", "pool")
+    place = confirm(claim, SocketControl(address, secret, TIMEOUT_S, rank=rank))
+    return communicator_at(
+        place,
+        backend,
+        device="cpu",
+        timeout_s=TIMEOUT_S,
+        check="auto",
+        deterministic=False,
+        chunk_bytes=CHUNK_BYTES,
+        wrap=None,
+    )
+
+
+def _serve(comm: Communicator, meeting: Meeting, initialize: _Initialize) -> None:
     """Be a worker, in a process."""
-    with _join(comm.rank + 1, *address) as whole:
+    with _join(comm.rank + 1, *meeting) as whole:
         Worker(whole, True, initialize).serve()

@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from unisono.host.processors import cores
 from unisono.launcher.forked_ranks import sets_environment
-from unisono.launcher.script import ScriptJob
+from unisono.launcher.script_job import ScriptJob
 from unisono.tools.cli import main
 
 RUN = ["env", "--default-signal=INT,HUP", sys.executable, "-m", "unisono", "run"]

@@ -174,8 +174,15 @@ def test_ranks_end_with_their_launcher(folder: Path, how: signal.Signals) -> Non
         (["-n", "0", "train.py"], "-n must be at least 1, not 0"),
         (["-n", "2", "absent.py"], "there is no file 'absent.py'"),
         (["-n", "2", "--restarts", "-1", "train.py"], "--restarts must be at least 0"),
-        (["-n", "2", "--hosts", "203.0.113.9", "train.py"], "0 of --hosts are addresses of this host"),
+        (["train.py"], "pass -n, the number of ranks, or --hosts"),
+        (["-n", "2", "--hosts", "203.0.113.9", "--host", "own", "train.py"], "0 of --hosts are addresses of this host"),
         (["-n", "2", "--hosts", "127.0.0.1", "--host", "1", "train.py"], "--host 1 is not in 0 to 0"),
+        (["--hosts", "a,b:0", "train.py"], "--hosts takes names or addresses, such as a,b:4 or [fd77::1]:4, not 'b:0'"),
+        (["--hosts", "a,b:c", "train.py"], "--hosts takes names or addresses, such as a,b:4 or [fd77::1]:4, not 'b:c'"),
+        (["--hosts", ",", "train.py"], "--hosts ',' names no host"),
+        (["--hosts", "localhost,b", "train.py"], "must be an address that the others can reach, not localhost"),
+        (["--hosts", "::1,b", "train.py"], "must be an address that the others can reach, not ::1"),
+        (["--hosts", "a,b", "--stdin", "0", "train.py"], "--stdin needs ranks of this host"),
     ],
 )
 def test_impossible_requests(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unisono.host import processors
-from unisono.launcher.script import ScriptJob
+from unisono.launcher.script_job import ScriptJob
 from unisono.tools.doctor.checks.numa import check
 from unisono.tools.doctor.examination import Target
 

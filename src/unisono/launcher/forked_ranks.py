@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import os
 import signal
 import socket
@@ -20,8 +19,6 @@ from typing import IO, Any
 from unisono.host.processors import cores
 
 __all__ = ["ForkedRank", "fork_ranks", "sets_environment", "why_plain"]
-
-_log = logging.getLogger("unisono")
 
 _WATCHES = ("PYTHONPROFILEIMPORTTIME", "PYTHONPERFSUPPORT", "PYTHON_PERF_JIT_SUPPORT", "PYTHONDUMPREFS")
 """Variables that tell Python to watch a whole process, which `sys.flags` does not show."""
@@ -190,8 +187,6 @@ def fork_ranks(
 
 def _on_message(ranks: list[ForkedRank], message: list[Any], on_end: Callable[[int, int], object]) -> None:
     match message:
-        case ["plain", why]:
-            _log.warning("unisono run: each rank starts a Python of its own: %s", why)
         case ["started", rank, process]:
             ranks[rank].pid = process
         case ["ended", rank, status]:

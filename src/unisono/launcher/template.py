@@ -28,8 +28,8 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
 
     Args:
         link: Connection to the launcher. It gives one JSON object for each rank: `variables` of its environment, and
-            the descriptors `stdout`, `stderr` and `report`. It gets lines, each a JSON list: "plain" and why no rank is
-            forked; "started", a rank and its process; "ended", a rank and its exit status.
+            the descriptors `stdout`, `stderr` and `report`. It gets lines, each a JSON list: "started", a rank and
+            its process; or "ended", a rank and its exit status.
         alive: File descriptor of a pipe that ends with the launcher.
         command: A file or "-m" and a module, then the script's arguments.
 
@@ -40,7 +40,8 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
     arrange(command)
     obstacle = _load()
     if obstacle is not None:
-        _send(link, "plain", obstacle)
+        sys.stderr.write(f"unisono run: each rank starts a Python of its own: {obstacle}\n")
+        sys.stderr.flush()
     started = {}
     for rank, order in enumerate(ranks):
         if select.select([alive], [], [], 0)[0]:

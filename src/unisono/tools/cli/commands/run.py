@@ -7,7 +7,7 @@ MASTER_PORT. SIGTERM, SIGHUP, SIGINT, SIGUSR1 and SIGUSR2 reach the ranks' handl
 
   unisono run -n 4 train.py --epochs 3
   unisono run -n 4 -m package.train --epochs 3
-  unisono run -n 8 --hosts 10.1.1.20,10.1.1.21 train.py     (the same on each of the hosts)
+  unisono run --hosts 10.1.1.20,10.1.1.21:4 -n 8 train.py     (8 ranks on the first, 4 on the second, by ssh)
 """
 
 from __future__ import annotations
@@ -15,16 +15,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict
+import re
+import secrets
+import shlex
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from unisono.launcher.script import ScriptJob, run_script
+from unisono.host.network import is_loopback
+from unisono.launcher.remote_host import Shell
+from unisono.launcher.script import run_script
+from unisono.launcher.script_job import ScriptJob
 from unisono.tools.cli import UsageError
 from unisono.tools.doctor.network import addresses, is_own
 
 __all__ = ["add_arguments", "run"]
 
 _PORT = 29500
+_SSH = "ssh -x -T -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+_HOST = re.compile(r"(\[(?P<address>[^\]]+)\]|(?P<name>[^:\[\]]+|[^\[\]]*:[^\[\]]*:[^\[\]]*))(:(?P<ranks>[1-9]\d*))?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that failed first (128 + a signal's number)"
     )
     add = parser.add_argument
-    add("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks to start on this host")
+    add("-n", "--ranks", type=int, metavar="N", help="how many ranks to start on each host (default 1, with --hosts)")
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("--backend", help="the backend of unisono.init() where the script passes none")
     add("--restarts", type=int, default=0, metavar="R", help="start all ranks again after a failure, R times at most")
@@ -44,8 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="end",
         help="what the other ranks do after a failure (default end)",
     )
-    add("--hosts", default="", metavar="A,B", help="names or addresses; run the same command on each of them")
-    add("--host", type=int, metavar="I", help="index of this host in --hosts, from 0 (found by its addresses)")
+    add(
+        "--hosts",
+        default="",
+        metavar="A,B:N",
+        help="names or addresses, by which the hosts reach each other, and numbers of ranks; started by ssh",
+    )
+    add(
+        "--host",
+        metavar="I",
+        help="start only the ranks of one of --hosts, this one: its index from 0, or 'own' to find it by its addresses "
+        "(run the same command on each of them)",
+    )
+    add("--ssh", metavar="CMD", help=f"the command that runs another one on a host (default {_SSH!r})")
+    add("--python", default=sys.executable, metavar="P", help="Python on the other hosts (default: the path of this)")
     add(
         "--port",
         type=int,
@@ -79,7 +100,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the script, and return its exit status."""
-    if given.ranks < 1:
+    hosts = _hosts(given)
+    _check(given, hosts)
+    script = Path(given.script)
+    if not given.module and not (script / "__main__.py" if script.is_dir() else script).is_file():
+        raise UsageError(f"there is no file {given.script!r}; pass -m to run a module")
+    jobs = _jobs(given, hosts)
+    shells = {}
+    if _by_ssh(given):
+        words = shlex.split(given.ssh or _SSH)
+        shells = {
+            index: Shell(name, [*words, name], given.python)
+            for index, (name, _) in enumerate(hosts)
+            if not _is_here(_address(name))
+        }
+        secret = os.environ.get("UNISONO_SECRET") or secrets.token_hex(32)
+        jobs = [replace(job, secret=secret) for job in jobs]
+    elif given.hosts:
+        jobs = [jobs[_index(hosts, given.host)]]
+    if given.start == "fork" and (reason := jobs[0].why_plain()):
+        raise UsageError(f"--start fork cannot fork these ranks: {reason}")
+    result = run_script(jobs, given.restarts, given.on_failure, shells)
+    if given.json:
+        print(json.dumps(asdict(result), indent=2))
+    return result.status
+
+
+def _check(given: argparse.Namespace, hosts: list[tuple[str, int]]) -> None:
+    """Refuse what cannot be."""
+    if given.ranks is None and not given.hosts:
+        raise UsageError("pass -n, the number of ranks, or --hosts")
+    if given.ranks is not None and given.ranks < 1:
         raise UsageError(f"-n must be at least 1, not {given.ranks}")
     if given.restarts < 0:
         raise UsageError(f"--restarts must be at least 0, not {given.restarts}")
@@ -89,43 +140,77 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError(f"--bind-to {given.bind_to} needs Linux")
     if given.grace < 0:
         raise UsageError(f"--grace must be at least 0, not {given.grace:g}")
-    if given.stdin is not None and not 0 <= given.stdin < given.ranks:
-        raise UsageError(f"--stdin must be from 0 to {given.ranks - 1}, not {given.stdin}")
-    script = Path(given.script)
-    if not given.module and not (script / "__main__.py" if script.is_dir() else script).is_file():
-        raise UsageError(f"there is no file {given.script!r}; pass -m to run a module")
-    hosts = [host.strip() for host in given.hosts.split(",") if host.strip()]
-    command = [*(["-m"] if given.module else []), given.script, *given.arguments]
-    job = ScriptJob(
-        command,
-        given.ranks,
-        host=_index(hosts, given.host) if hosts else 0,
-        hosts=max(1, len(hosts)),
-        address=hosts[0] if hosts else "127.0.0.1",
-        port=given.port or (_PORT if hosts else None),
-        backend=given.backend,
-        binding=given.bind_to,
-        prefix=not given.no_prefix,
-        to_stderr=given.json,
-        grace_s=given.grace,
-        stdin=0 if given.stdin is None and given.ranks == 1 and len(hosts) <= 1 else given.stdin,
-        start=given.start,
-    )
-    if given.start == "fork" and (reason := job.why_plain()):
-        raise UsageError(f"--start fork cannot fork these ranks: {reason}")
-    result = run_script(job, given.restarts, given.on_failure)
-    if given.json:
-        print(json.dumps(asdict(result), indent=2))
-    return result.status
+    if given.stdin is not None:
+        if _by_ssh(given):
+            raise UsageError("--stdin needs ranks of this host, without --hosts or with --host")
+        if not 0 <= given.stdin < hosts[0][1]:
+            raise UsageError(f"--stdin must be from 0 to {hosts[0][1] - 1}, not {given.stdin}")
 
 
-def _index(hosts: list[str], given: int | None) -> int:
+def _by_ssh(given: argparse.Namespace) -> bool:
+    return bool(given.hosts) and given.host is None
+
+
+def _hosts(given: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return name and number of ranks of each host."""
+    count = given.ranks or 1
+    if not given.hosts:
+        return [("127.0.0.1", count)]
+    found = []
+    for text in filter(None, map(str.strip, given.hosts.split(","))):
+        # An address of IPv6 has colons of its own, unless it is in brackets.
+        match = _HOST.fullmatch(text)
+        if match is None:
+            raise UsageError(f"--hosts takes names or addresses, such as a,b:4 or [fd77::1]:4, not {text!r}")
+        found.append((match["name"] or match["address"], int(match["ranks"] or count)))
+    if not found:
+        raise UsageError(f"--hosts {given.hosts!r} names no host")
+    if len(found) > 1 and (_address(found[0][0]) == "localhost" or is_loopback(_address(found[0][0]))):
+        raise UsageError(f"the first of --hosts must be an address that the others can reach, not {found[0][0]}")
+    return found
+
+
+def _jobs(given: argparse.Namespace, hosts: list[tuple[str, int]]) -> list[ScriptJob]:
+    counts = [count for _, count in hosts]
+    alone = given.ranks == 1 and len(hosts) == 1 and not _by_ssh(given)
+    return [
+        ScriptJob(
+            [*(["-m"] if given.module else []), given.script, *given.arguments],
+            count,
+            host=index,
+            before=sum(counts[:index]),
+            size=sum(counts),
+            address=_address(hosts[0][0]),
+            port=given.port or (_PORT if given.hosts else None),
+            backend=given.backend,
+            binding=given.bind_to,
+            prefix=not given.no_prefix,
+            to_stderr=given.json,
+            grace_s=given.grace,
+            stdin=0 if given.stdin is None and alone else given.stdin,
+            start=given.start,
+        )
+        for index, count in enumerate(counts)
+    ]
+
+
+def _address(host: str) -> str:
+    """Return the address in USER@ADDRESS."""
+    return host.rpartition("@")[2]
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a name or address is this host's."""
+    return any(map(is_own, addresses(host)))
+
+
+def _index(hosts: list[tuple[str, int]], given: str) -> int:
     """Return which of the hosts this one is."""
-    if given is not None:
-        if not 0 <= given < len(hosts):
+    if given != "own":
+        if not given.isdecimal() or int(given) >= len(hosts):
             raise UsageError(f"--host {given} is not in 0 to {len(hosts) - 1}, the indices of --hosts")
-        return given
-    own = [index for index, host in enumerate(hosts) if any(map(is_own, addresses(host)))]
+        return int(given)
+    own = [index for index, (name, _) in enumerate(hosts) if _is_here(_address(name))]
     if len(own) != 1:
         raise UsageError(f"{len(own)} of --hosts are addresses of this host; pass --host I, the index of this host")
     return own[0]

@@ -1,0 +1,71 @@
+"""The process on another host that runs a script's ranks there for `unisono run --hosts`.
+
+It gets its orders by standard input, and ends, with all ranks, when that ends: so nothing outlives its launcher. It
+answers by frames on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from unisono.launcher.local_host import LocalHost
+from unisono.launcher.script_job import Report, ScriptJob
+
+__all__ = ["ENDED", "HEADER", "STARTED", "STATUSES"]
+
+HEADER = struct.Struct(">iBI")
+"""Of a frame: a rank, or -1; the kind; and the number of bytes that follow. The kinds 1 and 2 are streams' output."""
+
+STARTED, ENDED, STATUSES = 3, 4, 5
+
+
+class _Link:
+    """Frames to the launcher."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._writing = threading.Lock()
+
+    def send(self, rank: int, kind: int, data: bytes) -> None:
+        view = memoryview(HEADER.pack(rank, kind, len(data)) + data)
+        with self._writing:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+
+    def output(self, rank: int | None, stream: int, data: bytes) -> None:
+        if data:
+            self.send(-1 if rank is None else rank, stream, data)
+
+    def ended(self, rank: int, status: int, report: Report | None) -> None:
+        self.send(rank, ENDED, json.dumps([status, report]).encode())
+
+
+def _main() -> None:
+    # Whatever else prints here must not get between the frames.
+    link = _Link(os.dup(1))
+    os.dup2(2, 1)
+    order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    folder = Path(order["folder"])
+    if not folder.is_dir():
+        sys.exit(f"there is no folder {folder} on this host, where the ranks should run as on the launcher's")
+    os.chdir(folder)
+    os.environ.update(order["environment"])
+    host = LocalHost(ScriptJob(**order["job"]), tuple(order["ports"]), order["attempt"], link)
+    try:
+        host.start()
+        link.send(-1, STARTED, b"")
+        for line in sys.stdin.buffer:
+            host.signal(int(line))
+    finally:
+        statuses = host.end()
+    link.send(-1, STATUSES, json.dumps(statuses).encode())
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,173 @@
+"""Ranks of a script on this host: started, listened to, and ended with all that they have started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO
+
+from unisono.core.work import seconds_left
+from unisono.launcher.forked_ranks import ForkedRank, fork_ranks
+from unisono.launcher.script_job import Events, Report, ScriptJob
+
+__all__ = ["LocalHost"]
+
+_log = logging.getLogger("unisono")
+
+_END_S = 1.0
+_LINE_S = 0.05
+"""How long the rest of a line may take, so that lines of several ranks do not run into each other."""
+
+
+class LocalHost:
+    """Ranks of a script on this host.
+
+    Args:
+        job: The script, and its ranks on this host.
+        ports: Where ranks meet: of this library, and of torch.
+        attempt: How often all ranks were started before.
+        events: Called with what ranks print, and when they end.
+    """
+
+    def __init__(self, job: ScriptJob, ports: tuple[int, int], attempt: int, events: Events) -> None:
+        self._job = job
+        self._ports = ports
+        self._attempt = attempt
+        self._events = events
+        self._ranks: list[subprocess.Popen[bytes] | ForkedRank] = []
+        self._readers: list[threading.Thread] = []
+        self._files = ExitStack()
+        # Where ranks write their uncaught errors.
+        self._reports: list[IO[bytes]] = []
+        # A rank notices by the end of this pipe that its launcher is gone.
+        self._alive, self._held = os.pipe()
+
+    def start(self) -> None:
+        """Start the ranks."""
+        with ExitStack() as files:
+            self._reports += [files.enter_context(tempfile.TemporaryFile()) for _ in range(self._job.ranks)]
+            self._files = files.pop_all()
+        reason = self._job.why_plain()
+        with _interrupts_blocked():
+            if reason is None:
+                self._fork()
+                return
+            _log.info("unisono run: each rank starts a Python of its own: %s", reason)
+            for rank in range(self._job.ranks):
+                self._start(rank)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to each rank that runs."""
+        for process in self._ranks:
+            process.send_signal(number)
+
+    def end(self) -> dict[int, int]:
+        """End the ranks that still run, and all that any of them has started; return the exit status of each."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._ranks:
+                with suppress(ProcessLookupError, PermissionError):
+                    if number == signal.SIGKILL or process.poll() is not None:
+                        os.killpg(process.pid, number)
+            deadline = time.monotonic() + _END_S
+            for reader in self._readers:
+                reader.join(seconds_left(deadline))
+        os.close(self._alive)
+        os.close(self._held)
+        statuses = {self._job.before + rank: process.wait() for rank, process in enumerate(self._ranks)}
+        self._files.close()
+        return statuses
+
+    def _start(self, rank: int) -> None:
+        report = self._reports[rank].fileno()
+        alive = self._alive
+        # As multiprocessing passes them on; there is no public name.
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-m", "unisono.launcher.script_rank", str(alive), str(report), *self._job.command],
+            env=self._job.environment(rank, self._ports, self._attempt),
+            stdin=None if rank == self._job.stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(alive, report),
+            # An interrupt at the terminal is for the launcher, which passes it on; and what the rank starts is with it.
+            start_new_session=True,
+        )
+        self._follow(rank, process)
+        threading.Thread(target=lambda: self._on_end(rank, process.wait()), daemon=True).start()
+
+    def _fork(self) -> None:
+        ranks, messages = fork_ranks(
+            self._job.command,
+            [self._job.environment(rank, self._ports, self._attempt) for rank in range(self._job.ranks)],
+            self._alive,
+            [report.fileno() for report in self._reports],
+            self._on_end,
+        )
+        for rank, process in enumerate(ranks):
+            self._follow(rank, process)
+        self._read(None, 2, messages)
+
+    def _on_end(self, rank: int, status: int) -> None:
+        self._events.ended(self._job.before + rank, status, _report_in(self._reports[rank]))
+
+    def _follow(self, rank: int, process: subprocess.Popen[bytes] | ForkedRank) -> None:
+        """Pass on what a rank prints."""
+        self._ranks.append(process)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._read(self._job.before + rank, 1, process.stdout)
+        self._read(self._job.before + rank, 2, process.stderr)
+
+    def _read(self, rank: int | None, stream: int, source: IO[bytes]) -> None:
+        reader = threading.Thread(target=self._pass_on, args=(rank, stream, source), daemon=True)
+        reader.start()
+        self._readers.append(reader)
+
+    def _pass_on(self, rank: int | None, stream: int, source: IO[bytes]) -> None:
+        """Pass a stream on as it comes; the beginning of a line waits a moment for the rest."""
+        left = b""
+        # The reader of this output may leave, as that of a command before `| head`.
+        with source, suppress(BrokenPipeError):
+            while True:
+                chunk = b""
+                if not left or select.select([source], [], [], _LINE_S)[0]:
+                    chunk = os.read(source.fileno(), 1 << 16)
+                    left += chunk
+                    whole = max(left.rfind(b"\n") + 1, left.rfind(b"\r")) if chunk else len(left)
+                else:
+                    whole = len(left)
+                self._events.output(rank, stream, left[:whole])
+                ended = not chunk and not left
+                left = left[whole:]
+                if ended:
+                    return
+
+
+def _report_in(file: IO[bytes]) -> Report | None:
+    """Return what a rank wrote about its uncaught error, if it wrote it whole."""
+    try:
+        file.seek(0)
+        report = json.loads(file.read())
+    except ValueError:
+        return None
+    return report if isinstance(report, dict) else None
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Defer interrupts of this thread. Ranks inherit this, and unblock them when they can end without a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,185 @@
+"""Ranks of a script on another host, started by ssh."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import IO
+
+from unisono.core.failure import signal_name
+from unisono.launcher.host_agent import ENDED, HEADER, STARTED, STATUSES
+from unisono.launcher.script_job import Events, ScriptJob
+
+__all__ = ["RemoteHost", "Shell"]
+
+_END_S = 10.0
+"""How long the agent may take to end its ranks and itself."""
+
+_OF_A_HOST = {
+    *("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "HOST", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_"),
+    *("TMPDIR", "TMP", "TEMP", "TERM", "COLUMNS", "LINES", "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY"),
+}
+_OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "GPG_", "SUDO_", "SLURM", "PMI", "OMPI_", "TORCHELASTIC_")
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """How a command is run on another host.
+
+    Attributes:
+        name: The host's name.
+        words: The command before the one to run there, such as `ssh` and the host's name.
+        python: Python on that host.
+    """
+
+    name: str
+    words: Sequence[str]
+    python: str
+
+
+class RemoteHost:
+    """Ranks of a script on another host. They end when this process does, because the agent's input ends then.
+
+    Args:
+        job: The script, and its ranks on that host.
+        ports: Where ranks meet: of this library, and of torch.
+        attempt: How often all ranks were started before.
+        events: Called with what ranks print, and when they end.
+        shell: How the agent is started there.
+    """
+
+    def __init__(self, job: ScriptJob, ports: tuple[int, int], attempt: int, events: Events, shell: Shell) -> None:
+        self._job = job
+        self._events = events
+        self._shell = shell
+        self._order = {
+            "job": asdict(job),
+            "ports": ports,
+            "attempt": attempt,
+            "folder": os.getcwd(),  # noqa: PTH109
+            "environment": _environment(),
+        }
+        # For the agent; None ends its input.
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._last_words: deque[str] = deque(maxlen=6)
+        self._started = False
+        self._statuses: dict[int, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._follower = threading.Thread(target=self._follow, daemon=True)
+
+    def start(self) -> None:
+        """Start the agent, which starts the ranks."""
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        command = [self._shell.python, *flags, "-m", "unisono.launcher.host_agent"]
+        if paths:
+            # Under any shell, and before the agent has its orders.
+            command = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", *command]
+        self._process = subprocess.Popen(
+            [*self._shell.words, shlex.join(command)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # An interrupt at the terminal is for the launcher, which passes it on.
+            start_new_session=True,
+        )
+        self._lines.put(json.dumps(self._order))
+        self._follower.start()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to each rank that runs."""
+        self._lines.put(str(int(number)))
+
+    def end(self) -> dict[int, int]:
+        """End the ranks that still run, and all that any of them has started; return the exit status of each."""
+        if self._process is None:
+            return {}
+        self._lines.put(None)
+        self._follower.join(_END_S)
+        if self._follower.is_alive():
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._follower.join()
+        return {rank: self._statuses.get(rank, -signal.SIGKILL) for rank in self._ranks()}
+
+    def _ranks(self) -> range:
+        return range(self._job.before, self._job.before + self._job.ranks)
+
+    def _follow(self) -> None:
+        """Read what the agent sends, to its end."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        writer = threading.Thread(target=self._write, args=(self._process.stdin,), daemon=True)
+        listener = threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
+        writer.start()
+        listener.start()
+        with self._process.stdout as frames:
+            while len(header := frames.read(HEADER.size)) == HEADER.size:
+                rank, kind, length = HEADER.unpack(header)
+                data = frames.read(length)
+                if len(data) == length:
+                    self._on_frame(rank, kind, data)
+        self._lines.put(None)
+        status = self._process.wait()
+        # A process that the shell has left behind may hold this open.
+        listener.join(1.0)
+        for rank in self._ranks():
+            if rank not in self._statuses:
+                self._statuses[rank] = status or 1
+                text = self._loss(status)
+                report = {"kind": "HostLostError", "time": 0.0, "text": text, "brief": text}
+                self._events.ended(rank, self._statuses[rank], report)
+
+    def _on_frame(self, rank: int, kind: int, data: bytes) -> None:
+        if kind == STARTED:
+            self._started = True
+        elif kind == ENDED:
+            self._statuses[rank], report = json.loads(data)
+            self._events.ended(rank, self._statuses[rank], report)
+        elif kind == STATUSES:
+            self._statuses.update({int(name): status for name, status in json.loads(data).items()})
+        else:
+            with suppress(BrokenPipeError):
+                self._events.output(None if rank < 0 else rank, kind, data)
+
+    def _write(self, stdin: IO[bytes]) -> None:
+        with suppress(OSError), stdin:
+            while (line := self._lines.get()) is not None:
+                stdin.write(f"{line}\n".encode())
+                stdin.flush()
+
+    def _listen(self, stderr: IO[bytes]) -> None:
+        with stderr:
+            for line in stderr:
+                self._last_words.append(line.decode(errors="replace").rstrip())
+
+    def _loss(self, status: int) -> str:
+        """Return the sentence about a host that has ended before its ranks."""
+        ranks = self._ranks()
+        these = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        what = "was lost" if self._started else "has started none of them"
+        how = f"was ended by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+        words = "".join(f"  {line}\n" for line in self._last_words)
+        return (
+            f"host {self._shell.name}, with {these} of {self._job.size}, {what}: {self._shell.words[0]} {how}\n{words}"
+        )
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of this process that mean the same on another host."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_A_HOST and not name.startswith(_OF_A_SESSION)
+    }

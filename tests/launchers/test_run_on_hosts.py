@@ -1,0 +1,340 @@
+"""`unisono run --hosts`: ranks on other hosts, by a command that stands in for ssh, and by sshd between namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher_helpers import is_running
+from waiting import wait_until
+
+from unisono.testing.namespaced_ranks import Network, obstacle
+
+RUN = ["env", "--default-signal=INT,HUP", sys.executable, "-m", "unisono", "run"]
+
+# As sshd starts a command: with little of an environment, and somewhere else.
+STAND_IN = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+case $1 in refusing) echo 'Permission denied (publickey).' >&2; exit 255;; esac
+cd /
+exec env -i HOME=/home/$1 PATH=/usr/bin:/bin sh -c "exec $2"
+"""
+FACTS = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "HOME", "OF_THE_USER")
+secret = len(os.environ["UNISONO_SECRET"])
+print(json.dumps([os.getcwd(), secret, sys.argv, *(os.environ.get(name) for name in names)]))
+"""
+WAIT = """
+import os, signal, subprocess, sys, time
+rank = os.environ["RANK"]
+def save(number, frame):
+    open(f"saved-{rank}", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+child = subprocess.Popen(["sleep", "1000"])
+open(f"ready-{rank}", "w").write(f"{os.getpid()} {child.pid} {os.getppid()}")
+os.rename(f"ready-{rank}", f"pids-{rank}")
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ssh").write_text(STAND_IN)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "facts.py").write_text(FACTS)
+    (tmp_path / "wait.py").write_text(WAIT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def command(folder: Path, *words: str, hosts: str = "far,farther:3") -> list[str]:
+    return [*RUN, "--ssh", f"{folder}/ssh -x", "--hosts", hosts, *words]
+
+
+def run(folder: Path, *words: str, hosts: str = "far,farther:3", **options: Any) -> subprocess.CompletedProcess[str]:
+    line = command(folder, *words, hosts=hosts)
+    return subprocess.run(line, check=False, capture_output=True, text=True, timeout=100, **options)
+
+
+@pytest.mark.parametrize("start", ["plain", "fork"])
+def test_ranks_of_all_hosts_find_their_place_and_the_users_surroundings(folder: Path, start: str) -> None:
+    ended = run(folder, "--start", start, "facts.py", "-a", env={**os.environ, "OF_THE_USER": "x y'z"})
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
+    lines = dict(line.split("] ", 1) for line in ended.stdout.splitlines())
+    assert {rank: json.loads(line) for rank, line in lines.items()} == {
+        f"[{rank}": [
+            *(str(folder), 64, ["facts.py", "-a"]),
+            *(str(rank), "4", *(("0", "1", "0") if rank == 0 else (str(rank - 1), "3", "1"))),
+            *("far", "/home/far" if rank == 0 else "/home/farther", "x y'z"),
+        ]
+        for rank in range(4)
+    }
+
+
+def test_standard_input_of_a_rank_is_empty(folder: Path) -> None:
+    """That of the agent is the launcher's line to it."""
+    (folder / "read.py").write_text("import sys\nprint(repr(sys.stdin.read()))")
+    assert run(folder, "-n", "1", "read.py", hosts="far", input="words").stdout == "[0] ''\n"
+
+
+def test_output_passes_whole(folder: Path) -> None:
+    (folder / "print.py").write_text(
+        "import os, sys\nfor number in range(20000):\n    print(os.environ['RANK'], number)\n"
+        "os.write(2, b'\\xff bytes\\nno end')\n"
+    )
+    line = command(folder, "--no-prefix", "print.py", hosts="far:2")
+    ended = subprocess.run(line, check=True, capture_output=True, timeout=100)
+    expected = [f"{rank} {number}" for rank in range(2) for number in range(20000)]
+    assert sorted(ended.stdout.decode().splitlines()) == sorted(expected)
+    assert ended.stderr.count(b"\xff bytes\n") == 2
+    assert ended.stderr.count(b"no end") == 2
+
+
+def test_first_error_of_all_hosts_is_shown_once(folder: Path) -> None:
+    (folder / "raise.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '2':\n    raise KeyError('lr')\ntime.sleep(1000)\n"
+    )
+    ended = run(folder, "--grace", "1", "raise.py")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.splitlines()[0].startswith("[rank 2 of 4] Traceback (most recent call last")
+    assert ended.stderr.splitlines()[1:] == [
+        '  File "raise.py", line 3, in <module>',
+        "    raise KeyError('lr')",
+        "KeyError: 'lr'",
+    ]
+
+
+def test_exit_statuses(folder: Path) -> None:
+    (folder / "exit.py").write_text("import os, sys\nsys.exit({'3': 7}.get(os.environ['RANK'], 0))")
+    ended = run(folder, "--json", "exit.py")
+    result = json.loads(ended.stdout)
+    assert (ended.returncode, result["status"], result["first"]) == (7, 7, 3)
+    assert result["ranks"] == {"0": 0, "1": 0, "2": 0, "3": 7}
+
+
+def test_all_ranks_start_again_after_a_failure(folder: Path) -> None:
+    (folder / "once.py").write_text("import os, sys\nsys.exit(os.environ['UNISONO_RESTARTS'] == '0')")
+    ended = run(folder, "--restarts", "1", "once.py")
+    assert ended.returncode == 0
+    assert "start all ranks again (1 of 1 restarts)" in ended.stderr
+
+
+def started(
+    folder: Path, line: list[str], count: int
+) -> tuple[subprocess.Popen[str], dict[int, list[int]], dict[int, int]]:
+    """Start ranks that wait; return the job, the processes of each rank, and the parent of each rank."""
+    job = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert wait_until(lambda: len([*folder.glob("pids-*")]) == count, 60.0), job.communicate()
+    found = {int(path.name[5:]): [int(word) for word in path.read_text().split()] for path in folder.glob("pids-*")}
+    return job, {rank: pids[:2] for rank, pids in found.items()}, {rank: pids[2] for rank, pids in found.items()}
+
+
+def everything(pids: dict[int, list[int]], parents: dict[int, int]) -> set[int]:
+    return {pid for some in pids.values() for pid in some} | {*parents.values()}
+
+
+def test_nothing_is_left_of_a_launcher_that_was_killed(folder: Path) -> None:
+    job, pids, parents = started(folder, command(folder, "wait.py"), 4)
+    job.kill()
+    job.communicate(timeout=30)
+    assert wait_until(lambda: not any(map(is_running, everything(pids, parents))))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_ranks_on_all_hosts(folder: Path, number: signal.Signals) -> None:
+    job, pids, parents = started(folder, command(folder, "--grace", "5", "wait.py"), 4)
+    job.send_signal(number)
+    job.communicate(timeout=30)
+    assert job.returncode == 128 + number
+    if number == signal.SIGTERM:
+        assert len([*folder.glob("saved-*")]) == 4
+    assert wait_until(lambda: not any(map(is_running, everything(pids, parents))))
+
+
+def test_lost_host_is_named(folder: Path) -> None:
+    job, pids, parents = started(folder, command(folder, "--start", "plain", "--grace", "1", "wait.py"), 4)
+    # The parent of plain ranks is the agent, which the stand-in has become.
+    assert parents[0] != parents[1] == parents[2] == parents[3]
+    os.kill(parents[1], signal.SIGKILL)
+    said = job.communicate(timeout=30)[1].splitlines()
+    assert said[0] == f"host farther, with ranks 1 to 3 of 4, was lost: {folder}/ssh was ended by SIGKILL"
+    assert len(said) <= 12
+    assert job.returncode == 128 + signal.SIGKILL
+    assert wait_until(lambda: not any(map(is_running, everything(pids, parents))))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words", "sentences"),
+    [
+        (
+            "far,refusing:2",
+            ["wait.py"],
+            [
+                "host refusing, with ranks 1 to 2 of 3, has started none of them: {ssh} ended with exit status 255",
+                "  Permission denied (publickey).",
+            ],
+        ),
+        (
+            "far",
+            ["--python", "/absent/python", "wait.py"],
+            [
+                "host far, with rank 0 of 1, has started none of them: {ssh} ended with exit status 127",
+                "/absent/python",
+            ],
+        ),
+    ],
+)
+def test_host_that_starts_no_ranks_is_named(folder: Path, hosts: str, words: list[str], sentences: list[str]) -> None:
+    begun = time.monotonic()
+    ended = run(folder, "--grace", "1", *words, hosts=hosts)
+    assert time.monotonic() - begun < 30
+    assert ended.returncode == int(sentences[0].rpartition(" ")[2])
+    assert ended.stderr.startswith(sentences[0].format(ssh=f"{folder}/ssh"))
+    assert sentences[1] in ended.stderr
+    assert len(ended.stderr.splitlines()) <= 12
+
+
+def test_folder_that_is_not_there_is_named(folder: Path) -> None:
+    (folder / "ssh").write_text(STAND_IN.replace("cd /", f"mv {folder} {folder}-moved\ncd /"))
+    ended = run(folder, str(folder / "facts.py"), hosts="far")
+    assert f"there is no folder {folder} on this host, where the ranks should run" in ended.stderr
+    assert ended.returncode == 1
+
+
+# -- two hosts -------------------------------------------------------------------------------------
+TRAIN = """
+import os, sys, time
+import torch
+import unisono as un
+
+with un.init(timeout=60) as comm:
+    total = torch.full((1000,), float(comm.rank))
+    comm.all_reduce(total)
+    print(comm.backend, comm.hosts, total.unique().tolist(), os.environ.get("UNISONO_INTERFACE"), flush=True)
+    if sys.argv[1:] == ["wait"]:
+        open(f"ready-{comm.rank}", "w").write(f"{os.getpid()} {os.getpid()} {os.getppid()}")
+        os.rename(f"ready-{comm.rank}", f"pids-{comm.rank}")
+        while True:
+            comm.all_reduce(total)
+"""
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    reason = obstacle()
+    if reason is not None:
+        pytest.skip(reason)
+    with Network(2) as made:
+        yield made
+
+
+@pytest.fixture(params=["stand-in", "sshd"])
+def across(request: pytest.FixtureRequest, network: Network, folder: Path) -> Iterator[Callable[..., list[str]]]:
+    """The command that runs two ranks on each host, from the first one."""
+    (folder / "train.py").write_text(TRAIN)
+    if request.param == "stand-in":
+        (folder / "ssh").write_text(STAND_IN.replace("exec", f"exec ip netns exec {network.name(1)}"))
+        ssh, daemon = f"{folder}/ssh", None
+    else:
+        ssh, daemon = secure_shell(network, folder)
+    hosts = ",".join(f"{address}:2" for address in network.addresses)
+    yield lambda *words: network.command(0, *RUN, "--ssh", ssh, "--hosts", hosts, *words)
+    if daemon is not None:
+        daemon.kill()
+        daemon.communicate(timeout=30)
+
+
+def secure_shell(network: Network, folder: Path) -> tuple[str, subprocess.Popen[bytes]]:
+    """Start sshd on the second host; return the command that reaches it, and the daemon."""
+    sshd, ssh, keygen = map(shutil.which, ("sshd", "ssh", "ssh-keygen"))
+    if not (sshd and ssh and keygen):
+        pytest.skip("sshd, ssh and ssh-keygen of OpenSSH are needed")
+    for key in ("host", "user"):
+        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    (folder / "authorized").write_text((folder / "user.pub").read_text())
+    Path("/run/sshd").mkdir(exist_ok=True)
+    settings = {
+        "Port": "2222",
+        "HostKey": folder / "host",
+        "AuthorizedKeysFile": folder / "authorized",
+        "StrictModes": "no",
+        "UsePAM": "no",
+        "PidFile": "none",
+    }
+    (folder / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
+    line = network.command(1, sshd, "-D", "-e", "-f", str(folder / "sshd_config"))
+    daemon = subprocess.Popen(line, stderr=subprocess.PIPE)
+    assert daemon.stderr is not None
+    assert any(b"Server listening" in line for line in iter(daemon.stderr.readline, b""))
+    known = f"-o UserKnownHostsFile={folder}/known -o StrictHostKeyChecking=no"
+    return f"{ssh} -F none -p 2222 -i {folder}/user -o BatchMode=yes {known}", daemon
+
+
+@pytest.mark.parametrize("start", [pytest.param("plain", marks=pytest.mark.soak), "fork"])
+def test_sums_of_two_hosts(across: Callable[..., list[str]], start: str) -> None:
+    environment = {**os.environ, "UNISONO_INTERFACE": "eth0"}
+    line = across("--start", start, "train.py")
+    ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=100, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    expected = [f"[{rank}] shm+tcp ((0, 1), (2, 3)) [6.0] eth0" for rank in range(4)]
+    assert sorted(ended.stdout.splitlines()) == expected
+
+
+def test_no_host_keeps_ranks_of_a_launcher_that_was_killed(across: Callable[..., list[str]], folder: Path) -> None:
+    job, pids, parents = started(folder, across("--start", "plain", "wait.py"), 4)
+    job.kill()
+    job.communicate(timeout=30)
+    assert wait_until(lambda: not any(map(is_running, everything(pids, parents) - {job.pid})))
+
+
+@pytest.mark.parametrize("end", ["client", "server"])
+@pytest.mark.parametrize("across", ["sshd"], indirect=True)
+def test_ranks_end_with_the_connection(
+    across: Callable[..., list[str]], network: Network, folder: Path, end: str
+) -> None:
+    job, pids, parents = started(folder, across("--start", "plain", "--grace", "1", "wait.py"), 4)
+    if end == "client":
+        (process,) = [pid for pid, name, parent in processes() if (name, parent) == ("ssh", job.pid)]
+    else:
+        # The agent is a child of the shell that its session started, or of the session itself.
+        parent_of = {pid: parent for pid, _, parent in processes()}
+        names = {pid: name for pid, name, _ in processes()}
+        process = parent_of[parents[2]]
+        while names[process] != "sshd":
+            process = parent_of[process]
+    os.kill(process, signal.SIGKILL)
+    assert wait_until(lambda: not any(is_running(pid) for rank in (2, 3) for pid in pids[rank]))
+    said = job.communicate(timeout=30)[1].splitlines()
+    assert f"host {network.addresses[1]}, with ranks 2 to 3 of 4, was lost" in said[0]
+    assert wait_until(lambda: not any(map(is_running, everything(pids, parents) - {job.pid})))
+
+
+def processes() -> list[tuple[int, str, int]]:
+    """Return number, name and parent of each process."""
+    lines = subprocess.run(["ps", "-eo", "pid=,comm=,ppid="], capture_output=True, text=True, check=True).stdout
+    return [(int(words[0]), words[1], int(words[-1])) for words in map(str.split, lines.splitlines())]
+
+
+def test_death_of_a_host_is_named(across: Callable[..., list[str]], network: Network, folder: Path) -> None:
+    job, pids, parents = started(folder, across("--start", "plain", "train.py", "wait"), 4)
+    host = subprocess.run(["ip", "netns", "pids", network.name(1)], capture_output=True, text=True, check=True)
+    dead = [int(pid) for pid in host.stdout.split()]
+    assert {*pids[2], *pids[3]} <= {*dead}
+    for pid in dead:
+        os.kill(pid, signal.SIGKILL)
+    said = job.communicate(timeout=30)[1].splitlines()
+    assert f"host {network.addresses[1]}, with ranks 2 to 3 of 4, was lost" in said[0]
+    assert len(said) <= 12
+    assert wait_until(lambda: not any(map(is_running, everything(pids, parents) - {job.pid})))

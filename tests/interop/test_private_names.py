@@ -82,7 +82,7 @@ NOT_TORCHS = {
     "_PyRLock", "_PySimpleQueue", "_StorageInfo", "_args_from_interpreter_flags", "_asdict", "_boundary_",
     "_current_frames", "_exit", "_flag_mask_", "_getframe", "_hypothesis_internal_use_settings",
     "_member_type_", "_showtraceback", "_value2member_map_", "_value_",
-    "_write_to_self",
+    "_write_to_self", "_xoptions",
 }  # fmt: skip
 
 

@@ -257,7 +257,7 @@ def take_errors_of_saves() -> None:
     """See the errors of saves that a mutant has left behind, which would be printed at the end of the process."""
     while True:
         try:
-            background.raise_failed()
+            collective.raise_failed()
         except CommError:
             continue
         return

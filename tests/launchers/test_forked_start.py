@@ -295,8 +295,10 @@ def test_request_that_cannot_be_met_is_refused(folder: Path, flags: list[str], w
     assert f"unisono run: --start fork cannot fork these ranks: {reason}" in ended.stderr
 
 
-def test_more_ranks_than_cores_are_forked_unless_the_script_objects(folder: Path) -> None:
-    (folder / "train.py").write_text("import os\nprint(os.environ['RANK'])")
+def test_more_ranks_than_cores_are_forked_unless_the_script_objects(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text("import sys\nprint('torch' in sys.modules)")
     (folder / "sets.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '2'")
     many = cores() + 1
     assert ScriptJob(["train.py"], many).why_plain() is None
@@ -306,6 +308,7 @@ def test_more_ranks_than_cores_are_forked_unless_the_script_objects(folder: Path
     assert str(ScriptJob(["sets.py"], many).why_plain()).startswith("the script sets variables of the environment")
     assert ScriptJob(["sets.py"], many, start="fork").why_plain() is None
     assert main(["run", "-n", str(many), "train.py"]) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == sorted(f"[{rank}] True" for rank in range(many))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ test: $(STAMP) ## all tests but the long ones: a few minutes
 	$(PY) -m pytest -n 3 --dist worksteal $(ARGS)
 
 soak: $(STAMP) ## all tests, the long ones too
-	$(INSTALL) '.[browser,dashboards,frameworks,ray,submitit]'
+	$(INSTALL) '.[browser,dashboards,frameworks,ray,recipes,submitit]'
 	$(PY) -m pytest -m 'not gpu' --hypothesis-profile soak --timeout 1800 $(ARGS)
 
 gpu: ## the tests on a GPU, or on a fake one, with the torch that PYTHON has (8 minutes at most)

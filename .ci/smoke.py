@@ -26,7 +26,7 @@ def main():
     for backend in ("thread", "shm", "gloo"):
         assert un.launch(program, 2, backend, threads=1) == [(backend, 3.0)] * 2
     options = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "unisono"]
-    for words in (["--version"], ["--help"], ["template", "slurm"], ["doctor", "torch", "extension", "gloo"]):
+    for words in (["--version"], ["--help"], ["verify", "ring"], ["doctor", "torch", "extension", "gloo"]):
         subprocess.run([*options, *words], check=True, stdout=subprocess.DEVNULL)
     print(f"unisono {un.__version__} works on Python {sys.version.split()[0]}, torch {torch.__version__}")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from doctor_helpers import ALONE, DOCTOR, Seen
-from template_helpers import TRAIN
+from recipe_helpers import TRAIN
 
 PREFIXES = ("SLURM", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "MASTER_", "UNISONO_")
 NAMES = (

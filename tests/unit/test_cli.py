@@ -83,7 +83,7 @@ def test_unknown_command_lists_the_known_ones(trial: Trial, capsys: pytest.Captu
 
 
 def test_command_does_not_import_the_others() -> None:
-    program = "import sys; from unisono.tools.cli import main; main(['template']); print('torch' in sys.modules)"
+    program = "import sys; from unisono.tools.cli import main; main(['verify', 'ring']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split()[-1] == "False"
 
@@ -132,14 +132,6 @@ def test_every_command_has_json(name: str) -> None:
         assert "--json" in each.format_help(), each.prog
 
 
-def test_template_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["template", "--json"]) == 0
-    names = json.loads(capsys.readouterr().out)
-    assert "slurm" in names
-    assert main(["template", "slurm", "--json"]) == 0
-    assert "un" in json.loads(capsys.readouterr().out)["text"]
-
-
 def test_conversion_as_json_and_of_rubbish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("safetensors", reason="converts to safetensors")
     old, new = tmp_path / "old.pt", tmp_path / "new.safetensors"
@@ -160,16 +152,16 @@ def test_conversion_as_json_and_of_rubbish(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_closed_pipe_ends_without_a_traceback() -> None:
-    command = f"{sys.executable} -m unisono template slurm"
+    command = f"{sys.executable} -m unisono verify ring --ranks 2"
     piped = f"set -o pipefail; {command} | true; for i in 1 2; do {command}; done | head -1"
     done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
 
 
 def test_full_disk_is_one_sentence() -> None:
-    command = f"{sys.executable} -m unisono template slurm > /dev/full"
+    command = f"{sys.executable} -m unisono verify ring --ranks 2 > /dev/full"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (1, "unisono template: cannot print: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "unisono verify: cannot print: No space left on device\n")
 
 
 @pytest.mark.parametrize("name", COMMANDS.names())

@@ -126,8 +126,8 @@ def make_parser(loaded: Collection[str]) -> argparse.ArgumentParser:
         loaded: Names of the commands whose arguments the parser knows.
 
     Example:
-        >>> make_parser(["template"]).parse_args(["template", "slurm"]).name
-        'slurm'
+        >>> make_parser(["verify"]).parse_args(["verify", "ring"]).algorithm
+        'ring'
     """
     shown = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""Working directory for templates in tests, with stand-ins for programs of the system."""
+"""Files of the pages in docs/recipes, and a working directory for them with stand-ins for programs of the system."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["TRAIN", "env", "heard", "program"]
+__all__ = ["FILES", "TRAIN", "env", "heard", "program"]
+
+PAGES = Path(__file__).parents[2] / "docs" / "recipes"
+BLOCK = re.compile(r'^```\w+ title="([^"]+)"\n(.*?^)```$', re.MULTILINE | re.DOTALL)
+FILES: dict[str, str] = {name: text for page in PAGES.glob("*.md") for name, text in BLOCK.findall(page.read_text())}
 
 # Prints its rank, and proves it: all ranks know of each other by the control plane.
 TRAIN = """

@@ -1,40 +1,38 @@
-"""Templates of shells: Slurm, torchrun, mpirun."""
+"""Files of shells on the pages of docs/recipes: Slurm, torchrun, mpirun."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launcher_helpers import finish
-from template_helpers import env, heard, program
-
-from unisono.tools.cli import main
-from unisono.tools.cli.commands.template import templates
+from recipe_helpers import FILES, PAGES, env, heard, program
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
-NAMES = sorted(templates())
-SHELLS = [name for name in NAMES if templates()[name].name.endswith(".sh")]
+SHELLS = sorted(name for name in FILES if name.endswith(".sh"))
 
 
-def test_command_prints_the_templates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["template"]) == 0
-    assert capsys.readouterr().out.split() == NAMES
-    assert {"slurm", "torchrun", "mpirun", "kubernetes", "skypilot"} <= set(NAMES)
-    for name in NAMES:
-        assert main(["template", name]) == 0
-        assert capsys.readouterr().out == templates()[name].read_text()
-    assert main(["template", "slurmm"]) == 2
-    assert "unknown template 'slurmm'; known: kubernetes, mpirun" in capsys.readouterr().err
+def test_every_file_has_a_page_that_says_what_happens_when_a_worker_dies() -> None:
+    assert FILES.keys() == {
+        *("slurm.sh", "torchrun.sh", "mpirun.sh", "kubernetes.yaml", "jobset.yaml", "trainjob.yaml"),
+        *("compose.yaml", "skypilot.yaml", "on_ray.py"),
+    }
+    for page in PAGES.glob("*.md"):
+        text = page.read_text()
+        if 'title="' in text:
+            assert re.search("^## When a worker dies|when a rank dies", text, re.MULTILINE), page.name
+            assert f"recipes/{page.name}" in (PAGES.parent / "how-to" / "launchers.md").read_text()
 
 
 @pytest.mark.parametrize("name", SHELLS)
-def test_templates_are_valid_shell(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "template.sh"
-    path.write_text(templates()[name].read_text())
+def test_shell_files_are_valid_shell(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(FILES[name])
     subprocess.run(["bash", "-n", path], check=True, timeout=20)
 
 
@@ -52,7 +50,7 @@ wait
 def test_slurm(start: Start, folder: Path) -> None:
     program(folder, "srun", SRUN)
     job = str(os.getpid())
-    (folder / "job.sh").write_text(templates()["slurm"].read_text())
+    (folder / "job.sh").write_text(FILES["slurm.sh"])
     done = start(["bash", "job.sh", "--lr", "0.1"], env(folder, JOB=job, SLURM_JOB_ID=job), folder)
     assert heard(finish(done), "--lr", "0.1")
 
@@ -60,7 +58,7 @@ def test_slurm(start: Start, folder: Path) -> None:
 def test_slurm_accepts_its_options() -> None:
     """The command sbatch heeds only what stands before the first command, and takes a whole line."""
     options = []
-    for line in templates()["slurm"].read_text().splitlines():
+    for line in FILES["slurm.sh"].splitlines():
         if line and not line.startswith("#"):
             break
         if line.startswith("#SBATCH"):
@@ -71,13 +69,13 @@ def test_slurm_accepts_its_options() -> None:
 
 @pytest.mark.soak
 def test_torchrun(start: Start, folder: Path) -> None:
-    (folder / "torchrun.sh").write_text(templates()["torchrun"].read_text())
+    (folder / "torchrun.sh").write_text(FILES["torchrun.sh"])
     assert heard(finish(start(["bash", "torchrun.sh", "--lr", "0.1"], env(folder), folder)), "--lr", "0.1")
 
 
 @pytest.mark.soak
 def test_torchrun_on_two_hosts(start: Start, folder: Path, port: int) -> None:
-    (folder / "torchrun.sh").write_text(templates()["torchrun"].read_text())
+    (folder / "torchrun.sh").write_text(FILES["torchrun.sh"])
     same = {"NODES": "2", "RANKS": "1", "HEAD": "127.0.0.1", "PORT": str(port), "UNISONO_SECRET": "x"}
     hosts = [start(["bash", "torchrun.sh"], env(folder, **same, NODE=str(node)), folder) for node in (0, 1)]
     assert heard("".join(finish(host) for host in hosts))
@@ -85,7 +83,7 @@ def test_torchrun_on_two_hosts(start: Start, folder: Path, port: int) -> None:
 
 @pytest.mark.parametrize("missing", ["HEAD", "NODE", "UNISONO_SECRET"])
 def test_torchrun_reports_missing_settings(start: Start, folder: Path, missing: str) -> None:
-    (folder / "torchrun.sh").write_text(templates()["torchrun"].read_text())
+    (folder / "torchrun.sh").write_text(FILES["torchrun.sh"])
     given = {"NODES": "2", "HEAD": "127.0.0.1", "NODE": "0", "UNISONO_SECRET": "x"}
     del given[missing]
     done = start(["bash", "torchrun.sh"], env(folder, **given), folder)
@@ -109,6 +107,6 @@ printf '%s ' "$@" > asked
 )
 def test_mpirun_options_match_the_implementation(start: Start, folder: Path, says: str, asked: str) -> None:
     program(folder, "mpirun", MPIRUN)
-    (folder / "mpirun.sh").write_text(templates()["mpirun"].read_text())
+    (folder / "mpirun.sh").write_text(FILES["mpirun.sh"])
     finish(start(["bash", "mpirun.sh"], env(folder, SAYS=says), folder))
     assert (folder / "asked").read_text().strip() == asked

@@ -129,7 +129,7 @@ def faults_of(manifest: dict[str, Any]) -> str:
     import kubernetes_validate
 
     try:
-        kubernetes_validate.validate(manifest, "1.30", strict=True)
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
     except kubernetes_validate.ValidationError as error:
         return str(error)
     return ""

@@ -35,7 +35,7 @@ from unisono.transports.hierarchical import transport_named
 __all__ = ["OwnRanks", "Pool"]
 
 T = TypeVar("T")
-Meeting = tuple[tuple[str, int], bytes, int, str]
+_Meeting = tuple[tuple[str, int], bytes, int, str]
 """Address and secret of the control plane, number of ranks, and backend."""
 _Initialize = Callable[[], object] | None
 
@@ -377,13 +377,13 @@ class OwnRanks:
         self._begun.put(rank)
         self._over.wait()
 
-    def _start(self, size: int, meeting: Meeting, initialize: _Initialize, on: Executor | Engine | None) -> None:
+    def _start(self, size: int, meeting: _Meeting, initialize: _Initialize, on: Executor | Engine | None) -> None:
         """Start the processes, and outlive them."""
         ended: list[object] = launch(_serve, size, meeting[-1], (meeting, initialize), on_failure="continue", on=on)
         failures = [end for end in ended if isinstance(end, BaseException)]
         raise failures[0] if failures else PeerLostError("the workers of the pool ended before they began")
 
-    def _lead(self, meeting: Meeting) -> None:
+    def _lead(self, meeting: _Meeting) -> None:
         """Be rank 0 of the processes."""
         with _join(0, *meeting) as comm:
             self._be(comm, None)
@@ -411,7 +411,7 @@ def _join(rank: int, address: tuple[str, int], secret: bytes, size: int, backend
     )
 
 
-def _serve(comm: Communicator, meeting: Meeting, initialize: _Initialize) -> None:
+def _serve(comm: Communicator, meeting: _Meeting, initialize: _Initialize) -> None:
     """Be a worker, in a process."""
     with _join(comm.rank + 1, *meeting) as whole:
         Worker(whole, True, initialize).serve()

@@ -21,7 +21,7 @@ from unisono.tools.bench.workload import Slot, Workload
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["PEER", "Mpi"]
+__all__ = ["PEER", "MpiPeer"]
 
 _TYPES = {
     torch.float32: "FLOAT",
@@ -45,7 +45,7 @@ _OPS = {
 }
 
 
-class Mpi(Peer):
+class MpiPeer(Peer):
     """The world communicator of the MPI that mpi4py was built for, or finds."""
 
     needs_mpirun = True
@@ -99,4 +99,4 @@ class Mpi(Peer):
         return [self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), kind]
 
 
-PEER = Mpi
+PEER = MpiPeer

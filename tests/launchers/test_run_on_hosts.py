@@ -19,6 +19,8 @@ from waiting import wait_until
 
 from unisono.testing.namespaced_ranks import Network, obstacle
 
+Start = Callable[..., "subprocess.Popen[str]"]
+
 RUN = ["env", "--default-signal=INT,HUP", sys.executable, "-m", "unisono", "run"]
 
 # As sshd starts a command: with little of an environment, and somewhere else.
@@ -68,9 +70,9 @@ def run(folder: Path, *words: str, hosts: str = "far,farther:3", **options: Any)
     return subprocess.run(line, check=False, capture_output=True, text=True, timeout=100, **options)
 
 
-@pytest.mark.parametrize("start", ["plain", "fork"])
-def test_ranks_of_all_hosts_find_their_place_and_the_users_surroundings(folder: Path, start: str) -> None:
-    ended = run(folder, "--start", start, "facts.py", "-a", env={**os.environ, "OF_THE_USER": "x y'z"})
+@pytest.mark.parametrize("how", ["plain", "fork"])
+def test_ranks_of_all_hosts_find_their_place_and_the_users_surroundings(folder: Path, how: str) -> None:
+    ended = run(folder, "--start", how, "facts.py", "-a", env={**os.environ, "OF_THE_USER": "x y'z"})
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
     lines = dict(line.split("] ", 1) for line in ended.stdout.splitlines())
     assert {rank: json.loads(line) for rank, line in lines.items()} == {
@@ -132,47 +134,61 @@ def test_all_ranks_start_again_after_a_failure(folder: Path) -> None:
 
 
 def started(
-    folder: Path, line: list[str], count: int
+    start: Start, folder: Path, line: list[str]
 ) -> tuple[subprocess.Popen[str], dict[int, list[int]], dict[int, int]]:
-    """Start ranks that wait; return the job, the processes of each rank, and the parent of each rank."""
-    job = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert wait_until(lambda: len([*folder.glob("pids-*")]) == count, 60.0), job.communicate()
+    """Start four ranks that wait; return the job, the processes of each rank, and the parent of each rank."""
+    job = start(line)
+    assert wait_until(lambda: len([*folder.glob("pids-*")]) == 4, 60.0), job.communicate(timeout=60)
     found = {int(path.name[5:]): [int(word) for word in path.read_text().split()] for path in folder.glob("pids-*")}
     return job, {rank: pids[:2] for rank, pids in found.items()}, {rank: pids[2] for rank, pids in found.items()}
 
 
-def everything(pids: dict[int, list[int]], parents: dict[int, int]) -> set[int]:
-    return {pid for some in pids.values() for pid in some} | {*parents.values()}
+def everything(job: subprocess.Popen[str], pids: dict[int, list[int]]) -> set[int]:
+    """Return the ranks, their children, and all between them and the launcher or sshd: agents and templates."""
+    names = {pid: name for pid, name, _ in processes()}
+    parent_of = {pid: parent for pid, _, parent in processes()}
+    found = {pid for some in pids.values() for pid in some}
+    for rank, _ in pids.values():
+        process = parent_of[rank]
+        while process not in (0, 1, job.pid) and names[process] != "sshd":
+            found.add(process)
+            process = parent_of[process]
+    assert found > {pid for some in pids.values() for pid in some}, "there is no agent"
+    return found
 
 
-def test_nothing_is_left_of_a_launcher_that_was_killed(folder: Path) -> None:
-    job, pids, parents = started(folder, command(folder, "wait.py"), 4)
+@pytest.mark.parametrize("how", ["plain", "fork"])
+def test_nothing_is_left_of_a_launcher_that_was_killed(start: Start, folder: Path, how: str) -> None:
+    job, pids, _ = started(start, folder, command(folder, "--start", how, "wait.py"))
+    running = everything(job, pids)
     job.kill()
     job.communicate(timeout=30)
-    assert wait_until(lambda: not any(map(is_running, everything(pids, parents))))
+    assert wait_until(lambda: not any(map(is_running, running)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_reach_ranks_on_all_hosts(folder: Path, number: signal.Signals) -> None:
-    job, pids, parents = started(folder, command(folder, "--grace", "5", "wait.py"), 4)
+def test_signals_reach_ranks_on_all_hosts(start: Start, folder: Path, number: signal.Signals) -> None:
+    job, pids, _ = started(start, folder, command(folder, "--grace", "5", "wait.py"))
+    running = everything(job, pids)
     job.send_signal(number)
     job.communicate(timeout=30)
     assert job.returncode == 128 + number
     if number == signal.SIGTERM:
         assert len([*folder.glob("saved-*")]) == 4
-    assert wait_until(lambda: not any(map(is_running, everything(pids, parents))))
+    assert wait_until(lambda: not any(map(is_running, running)))
 
 
-def test_lost_host_is_named(folder: Path) -> None:
-    job, pids, parents = started(folder, command(folder, "--start", "plain", "--grace", "1", "wait.py"), 4)
+def test_lost_host_is_named(start: Start, folder: Path) -> None:
+    job, pids, parents = started(start, folder, command(folder, "--start", "plain", "--grace", "1", "wait.py"))
     # The parent of plain ranks is the agent, which the stand-in has become.
     assert parents[0] != parents[1] == parents[2] == parents[3]
+    running = everything(job, pids)
     os.kill(parents[1], signal.SIGKILL)
     said = job.communicate(timeout=30)[1].splitlines()
     assert said[0] == f"host farther, with ranks 1 to 3 of 4, was lost: {folder}/ssh was ended by SIGKILL"
     assert len(said) <= 12
     assert job.returncode == 128 + signal.SIGKILL
-    assert wait_until(lambda: not any(map(is_running, everything(pids, parents))))
+    assert wait_until(lambda: not any(map(is_running, running)))
 
 
 @pytest.mark.parametrize(
@@ -282,29 +298,34 @@ def secure_shell(network: Network, folder: Path) -> tuple[str, subprocess.Popen[
     return f"{ssh} -F none -p 2222 -i {folder}/user -o BatchMode=yes {known}", daemon
 
 
-@pytest.mark.parametrize("start", [pytest.param("plain", marks=pytest.mark.soak), "fork"])
-def test_sums_of_two_hosts(across: Callable[..., list[str]], start: str) -> None:
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.soak), "fork"])
+def test_sums_of_two_hosts(across: Callable[..., list[str]], how: str) -> None:
     environment = {**os.environ, "UNISONO_INTERFACE": "eth0"}
-    line = across("--start", start, "train.py")
+    line = across("--start", how, "train.py")
     ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=100, env=environment)
     assert ended.returncode == 0, ended.stderr
     expected = [f"[{rank}] shm+tcp ((0, 1), (2, 3)) [6.0] eth0" for rank in range(4)]
     assert sorted(ended.stdout.splitlines()) == expected
 
 
-def test_no_host_keeps_ranks_of_a_launcher_that_was_killed(across: Callable[..., list[str]], folder: Path) -> None:
-    job, pids, parents = started(folder, across("--start", "plain", "wait.py"), 4)
+@pytest.mark.parametrize("how", ["plain", "fork"])
+def test_no_host_keeps_ranks_of_a_launcher_that_was_killed(
+    start: Start, across: Callable[..., list[str]], folder: Path, how: str
+) -> None:
+    job, pids, _ = started(start, folder, across("--start", how, "wait.py"))
+    running = everything(job, pids)
     job.kill()
     job.communicate(timeout=30)
-    assert wait_until(lambda: not any(map(is_running, everything(pids, parents) - {job.pid})))
+    assert wait_until(lambda: not any(map(is_running, running)))
 
 
 @pytest.mark.parametrize("end", ["client", "server"])
 @pytest.mark.parametrize("across", ["sshd"], indirect=True)
 def test_ranks_end_with_the_connection(
-    across: Callable[..., list[str]], network: Network, folder: Path, end: str
+    start: Start, across: Callable[..., list[str]], network: Network, folder: Path, end: str
 ) -> None:
-    job, pids, parents = started(folder, across("--start", "plain", "--grace", "1", "wait.py"), 4)
+    job, pids, parents = started(start, folder, across("--start", "plain", "--grace", "1", "wait.py"))
+    running = everything(job, pids)
     if end == "client":
         (process,) = [pid for pid, name, parent in processes() if (name, parent) == ("ssh", job.pid)]
     else:
@@ -318,7 +339,7 @@ def test_ranks_end_with_the_connection(
     assert wait_until(lambda: not any(is_running(pid) for rank in (2, 3) for pid in pids[rank]))
     said = job.communicate(timeout=30)[1].splitlines()
     assert f"host {network.addresses[1]}, with ranks 2 to 3 of 4, was lost" in said[0]
-    assert wait_until(lambda: not any(map(is_running, everything(pids, parents) - {job.pid})))
+    assert wait_until(lambda: not any(map(is_running, running)))
 
 
 def processes() -> list[tuple[int, str, int]]:
@@ -327,8 +348,11 @@ def processes() -> list[tuple[int, str, int]]:
     return [(int(words[0]), words[1], int(words[-1])) for words in map(str.split, lines.splitlines())]
 
 
-def test_death_of_a_host_is_named(across: Callable[..., list[str]], network: Network, folder: Path) -> None:
-    job, pids, parents = started(folder, across("--start", "plain", "train.py", "wait"), 4)
+def test_death_of_a_host_is_named(
+    start: Start, across: Callable[..., list[str]], network: Network, folder: Path
+) -> None:
+    job, pids, _ = started(start, folder, across("--start", "plain", "train.py", "wait"))
+    running = everything(job, pids)
     host = subprocess.run(["ip", "netns", "pids", network.name(1)], capture_output=True, text=True, check=True)
     dead = [int(pid) for pid in host.stdout.split()]
     assert {*pids[2], *pids[3]} <= {*dead}
@@ -337,4 +361,4 @@ def test_death_of_a_host_is_named(across: Callable[..., list[str]], network: Net
     said = job.communicate(timeout=30)[1].splitlines()
     assert f"host {network.addresses[1]}, with ranks 2 to 3 of 4, was lost" in said[0]
     assert len(said) <= 12
-    assert wait_until(lambda: not any(map(is_running, everything(pids, parents) - {job.pid})))
+    assert wait_until(lambda: not any(map(is_running, running)))

@@ -11,6 +11,7 @@ import os
 import struct
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ class _Link:
             self.send(-1 if rank is None else rank, stream, data)
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        self.send(rank, ENDED, json.dumps([status, report]).encode())
+        # If the launcher has gone, so has the input, by which the main thread learns that.
+        with suppress(OSError):
+            self.send(rank, ENDED, json.dumps([status, report]).encode())
 
 
 def _main() -> None:
@@ -64,7 +67,8 @@ def _main() -> None:
             host.signal(int(line))
     finally:
         statuses = host.end()
-    link.send(-1, STATUSES, json.dumps(statuses).encode())
+    with suppress(OSError):
+        link.send(-1, STATUSES, json.dumps(statuses).encode())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,10 @@ class Events(Protocol):
         ...
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
-        """Take the exit status of a rank, negative if a signal ended it, and what it wrote about its error."""
+        """Take the exit status of a rank, negative if a signal ended it, and what it wrote about its error.
+
+        Must not raise: other ranks' ends come by the same thread.
+        """
         ...
 
 

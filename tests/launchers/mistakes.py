@@ -56,10 +56,12 @@ class Mistake:
         (found,) = (number for number, line in enumerate(self._program("x").splitlines(), 1) if "# here" in line)
         return found
 
-    def script(self) -> str:
-        """Return a script for ranks that a launcher starts."""
-        start = f"with un.init(timeout={TIMEOUT_S}) as comm:\n    train(comm)" if self.takes_comm else "train()"
-        return _shown(f"{self._program('train')}\n\n{start}\n")
+    def script(self, start: bool = True) -> str:
+        """Return a script for ranks that a launcher starts; without `start`, it only defines the program."""
+        if not start:
+            return _shown(self._program("train"))
+        begin = f"with un.init(timeout={TIMEOUT_S}) as comm:\n    train(comm)" if self.takes_comm else "train()"
+        return _shown(f"{self._program('train')}\n\n{begin}\n")
 
     def test(self, backend: str) -> str:
         """Return a file of tests."""

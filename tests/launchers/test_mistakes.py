@@ -6,6 +6,7 @@ the form around that (its own traceback, rules, and fields such as the host) is 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -78,6 +79,41 @@ def under_notebook(folder: Path, chosen: list[Mistake]) -> dict[str, str]:
     }
 
 
+# An error goes to the hook of uncaught ones, as it does from a script that fails.
+ON_ENGINE = r"""
+import runpy, sys
+from engine_helpers import ON
+from pathlib import Path
+import unisono as un
+
+if __name__ == "__main__":
+    with ON[sys.argv[1]](4, Path.cwd()) as on:
+        un.launch(un.Communicator.barrier, 2, on=on)
+        for name in sys.argv[2:]:
+            print(f"\n== {name}", file=sys.stderr)
+            try:
+                un.launch(runpy.run_path(f"{name}.py", run_name="__main__")["train"], 2, on=on, timeout=20)
+            except Exception:
+                sys.excepthook(*sys.exc_info())
+        print("\n== ", file=sys.stderr)
+"""
+
+
+def under_engine(folder: Path, engine: str, chosen: list[Mistake]) -> dict[str, str]:
+    for mistake in chosen:
+        (folder / f"{mistake.name}.py").write_text(mistake.script(start=False))
+    (folder / "driver.py").write_text(ON_ENGINE)
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "driver.py", engine, *(mistake.name for mistake in chosen)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    ended = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=800, cwd=folder, env=environment
+    )
+    parts = re.split(r"^== (\w*)$", ended.stderr, flags=re.MULTILINE)
+    assert ended.returncode == 0, ended.stderr
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
 def check(mistake: Mistake, block: str) -> None:
     """Assert what every block must be."""
     print(block)
@@ -130,3 +166,17 @@ def all_blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
 def test_tests_and_notebooks(all_blocks: dict[str, dict[str, str]], where: str, name: str) -> None:
     if (where, name) not in (("thread", "killed_rank"), ("shm", "forgotten_set_epoch")):
         check(NAMED[name], all_blocks[where][name])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("engine", "package"), [("ray", "ray"), ("dask", "distributed")])
+def test_engines(engine: str, package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package, reason="runs ranks on it")
+    # A rank's warning is in the worker's output, and an engine does not know the signal that has ended a worker.
+    others = {"forgotten_set_epoch", "killed_rank"}
+    blocks = under_engine(tmp_path, engine, [m for m in MISTAKES if m.takes_comm and m.name != "forgotten_set_epoch"])
+    for name, block in blocks.items():
+        if name and name not in others:
+            check(NAMED[name], block)
+    assert "rank 1 of 2 was lost" in blocks["killed_rank"]

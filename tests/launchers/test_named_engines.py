@@ -139,6 +139,7 @@ class Workers:
         self.resources = resources
         self.tasks = {"a": ["busy", "busy"], "b": ["busy"], "c": []}
         self.bound: list[Any] = []
+        self.released: list[bool] = []
 
     def scheduler_info(self, n_workers: int) -> dict[str, Any]:
         return {"workers": {address: {"resources": stock} for address, stock in self.resources.items()}}
@@ -151,7 +152,11 @@ class Workers:
 
     def get_executor(self, **options: Any) -> Any:
         self.bound.append((options["workers"], options["retries"], options["resources"]))
-        return SimpleNamespace(submit=lambda fn, *args: fn(*args))
+
+        def shutdown(wait: bool) -> None:
+            self.released.append(wait)
+
+        return SimpleNamespace(submit=lambda fn, *args: fn(*args), shutdown=shutdown)
 
 
 def test_dask_lends_the_least_busy_workers_that_have_the_resources() -> None:
@@ -159,6 +164,7 @@ def test_dask_lends_the_least_busy_workers_that_have_the_resources() -> None:
     client = Workers(a={"GPU": 1}, b={"GPU": 1}, c={})
     with Dask(client, resources={"GPU": 1}).workers(2, 1) as executor:
         assert [executor.submit(lambda: 7), executor.submit(lambda: 8)] == [7, 8]
+    assert client.released == [False, False]
     assert client.bound == [(["b"], 0, {"GPU": 1}), (["a"], 0, {"GPU": 1})]
     with (
         pytest.raises(CommTimeoutError, match=r"2 of 3 workers with {'GPU': 1} for 3 ranks after 0.2 s; start"),

@@ -152,3 +152,37 @@ def test_calls_within_the_library_are_at_the_users_line() -> None:
         assert "objects.py" not in text
     # The rank that fails first tells of all calls.
     assert max(text.count(f"at {Path(__file__).name}:") for text in texts) >= 4
+
+
+RAY = """
+import sys
+
+def hook(kind, error, trace):
+    print("Ray shows", error, file=sys.stderr)
+
+hook.__module__ = "ray._private.worker"
+sys.excepthook = hook
+import unisono as un
+
+def fail(comm):
+    raise KeyError("no such sample")
+
+if sys.argv[1] == "ours":
+    un.launch(fail, 1, "thread")
+with un.init():
+    pass
+raise ValueError("of the program alone")
+"""
+
+
+@pytest.mark.parametrize("whose", ["ours", "others"])
+def test_hook_of_ray_shows_only_errors_that_do_not_concern_ranks(whose: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(RAY)
+    command = [sys.executable, "program.py", whose]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    if whose == "others":
+        assert ended.stderr == "Ray shows of the program alone\n"
+    else:
+        assert "frames of unisono and torch are hidden" in ended.stderr
+        assert 'raise KeyError("no such sample")' in ended.stderr
+        assert "Ray shows" not in ended.stderr

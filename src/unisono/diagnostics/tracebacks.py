@@ -170,6 +170,13 @@ class _ErrorDisplay:
         self._size: int | None = None
         self._report: int | None = None
         self._process = os.getpid()
+        self._others: Callable[[type[BaseException], BaseException, TracebackType | None], Any] = sys.__excepthook__
+
+    def install(self) -> None:
+        """Show uncaught errors from now on, unless the program has a hook of its own; Ray's shows every other error."""
+        if sys.excepthook is sys.__excepthook__ or _is_of_ray(sys.excepthook):
+            self._others = sys.excepthook
+            sys.excepthook = self.excepthook
 
     def report_to(self, file: int) -> None:
         """Write uncaught errors of this process to a file, which is a descriptor, for `unisono run`."""
@@ -191,7 +198,7 @@ class _ErrorDisplay:
         if isinstance(error, KeyboardInterrupt) or not self._concerns(error):
             # `unisono run` passes an interrupt on to all ranks, and has nothing to show.
             if file is None or not isinstance(error, KeyboardInterrupt):
-                sys.__excepthook__(kind, error, trace)
+                self._others(kind, error, trace)
             return
         with suppress(AttributeError, OSError, ValueError):
             if file is not None:
@@ -236,6 +243,11 @@ class _ErrorDisplay:
         return self._rank is not None or any(is_internal(frame.f_code.co_filename) for frame, _ in frames)
 
 
+def _is_of_ray(hook: Callable[..., Any]) -> bool:
+    """Return whether Ray has set a hook of uncaught errors, which prints all frames."""
+    return getattr(hook, "__module__", "").partition(".")[0] == "ray"
+
+
 _display = _ErrorDisplay()
 
 
@@ -250,8 +262,7 @@ def show_errors(rank: int | None = None, size: int | None = None, report: int | 
     """
     if report is not None:
         _display.report_to(report)
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _display.excepthook
+    _display.install()
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and not shell.custom_exceptions:
         shell.set_custom_exc((Exception,), _display.notebook)

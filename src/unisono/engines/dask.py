@@ -47,7 +47,12 @@ class Dask(Engine):
                     raise CommTimeoutError(self._shortage(client, len(found), size, timeout_s), waited_s=timeout_s)
                 time.sleep(_LOOK_EVERY_S)
                 found = self._suitable(client)
-            yield DaskWorkers(client, found[:size], self._resources)
+            executor = DaskWorkers(client, found[:size], self._resources)
+            try:
+                yield executor
+            finally:
+                # Workers keep results until they are released.
+                executor.shutdown(wait=False)
 
     def _connected(self, distributed: Any, size: int) -> AbstractContextManager[Any]:
         if isinstance(self._client, str):
@@ -106,12 +111,18 @@ class DaskWorkers(Executor):
 
     def __init__(self, client: Any, workers: list[str], resources: Mapping[str, float]) -> None:
         bound = {"retries": 0, "pure": False, "allow_other_workers": False, "resources": resources or None}
-        self._next = iter([client.get_executor(workers=[address], **bound) for address in workers])
+        self._executors = [client.get_executor(workers=[address], **bound) for address in workers]
+        self._next = iter(self._executors)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a task on the next worker."""
         future: Future[Any] = next(self._next).submit(fn, *args, **kwargs)
         return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Release the tasks of all workers, once they have ended if `wait`; else cancel them."""
+        for executor in self._executors:
+            executor.shutdown(wait=wait)
 
 
 ENGINE = Dask

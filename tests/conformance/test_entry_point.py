@@ -68,10 +68,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         # This process has looked for entry points already, before there was one.
-        registry._entry_points.cache_clear()
+        registry.entry_points_of.cache_clear()
         yield folder
     sys.modules.pop("someones_courier", None)
-    registry._entry_points.cache_clear()
+    registry.entry_points_of.cache_clear()
 
 
 @pytest.mark.soak

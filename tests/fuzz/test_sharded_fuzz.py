@@ -107,7 +107,7 @@ _GATHER: Any = ShardedOptimizer._gather
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "norms of parts, ZeRO-2": (optimizer, "clip_grad_norm_", _local_norm),
     "norms of parts, ZeRO-3": (model, "clip_grad_norm_", _local_norm),
-    "no trial": (shard_optimizer, "check_elementwise", lambda *_: shard_optimizer._SHARED),
+    "no trial": (shard_optimizer, "check_elementwise", lambda *_: shard_optimizer.SHARED_STATE),
     "no options shown": (optimizer.ShardedOptimizer, "_show_options", _nothing),
     "no options shared": (optimizer.ShardedOptimizer, "_share_options", _nothing),
     "zeros for none": (FlatGradient, "commit", _zeros),

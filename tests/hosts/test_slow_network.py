@@ -36,10 +36,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if reason is not None:
         pytest.skip(reason)
     way: str = request.param
-    if way == "netem" and not namespaced_ranks._has_netem():
+    if way == "netem" and not namespaced_ranks.has_netem():
         pytest.skip("this kernel has no netem")
     if way == "relay":
-        monkeypatch.setattr(namespaced_ranks, "_has_netem", lambda: False)
+        monkeypatch.setattr(namespaced_ranks, "has_netem", lambda: False)
     return way
 
 

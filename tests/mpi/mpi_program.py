@@ -113,8 +113,8 @@ def _said(tensor: torch.Tensor, wanted: torch.Tensor) -> str:
 
 def long_ones() -> dict[str, bool]:
     """As if MPI could count no further than 1000: everything is cut."""
-    before = requests.LONGEST, collectives.LONGEST, collectives._MOST_BYTES
-    requests.LONGEST = collectives.LONGEST = collectives._MOST_BYTES = 1000
+    before = requests.LONGEST, collectives.LONGEST, collectives.MOST_BYTES
+    requests.LONGEST = collectives.LONGEST = collectives.MOST_BYTES = 1000
     found = {}
     try:
         with un.init("mpi", timeout=60) as comm:
@@ -151,7 +151,7 @@ def long_ones() -> dict[str, bool]:
             comm.all_to_all(apart, [mine, mine * 10], algorithm="native")
             found["exchanged"] = far.sum().item() == (75 if comm.rank == 0 else 750)
     finally:
-        requests.LONGEST, collectives.LONGEST, collectives._MOST_BYTES = before
+        requests.LONGEST, collectives.LONGEST, collectives.MOST_BYTES = before
     return found
 
 

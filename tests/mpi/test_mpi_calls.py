@@ -72,7 +72,7 @@ def test_long_gather_is_split_on_all_ranks(ranks: RankPool) -> None:
     def program(comm: un.Communicator) -> list[float]:
         from unisono.transports.mpi import collectives
 
-        before, collectives._MOST_BYTES = collectives._MOST_BYTES, 2047
+        before, collectives.MOST_BYTES = collectives.MOST_BYTES, 2047
         try:
             # Each rank's part is short enough for one call, and the root's list is not.
             comm.barrier()
@@ -82,7 +82,7 @@ def test_long_gather_is_split_on_all_ranks(ranks: RankPool) -> None:
             back = torch.zeros(200)
             comm.scatter(back, parts, 0)
         finally:
-            collectives._MOST_BYTES = before
+            collectives.MOST_BYTES = before
         return back.unique().tolist()
 
     assert ranks.run(program) == [[float(rank)] for rank in range(RANKS)]

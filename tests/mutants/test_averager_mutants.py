@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -69,9 +70,11 @@ def check(comm: un.Communicator) -> None:
     assert model.gradients() == [mine, 10 * mine, 3 * mine], "after remove"
 
 
-def forgets_what_is_owed(self: GradientAverager) -> None:
+@contextmanager
+def forgets_what_is_owed(self: GradientAverager) -> Iterator[None]:
+    with original_no_sync(self):
+        yield
     self._accumulated.clear()
-    original_end(self)
 
 
 def keeps_the_hooks(self: GradientAverager) -> None:
@@ -104,11 +107,11 @@ def takes_all_for_present(self: GradientBucket) -> list[tuple[bool, bool]]:
     return [(True, False)] * len(self.parameters)
 
 
-original_end = GradientAverager._end
+original_no_sync = GradientAverager.no_sync
 original_fill, original_last, original_agree = GradientBucket.finalize, Reducer.finish, Weights.agree
 
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
-    (GradientAverager, "_end", forgets_what_is_owed),
+    (GradientAverager, "no_sync", forgets_what_is_owed),
     (GradientAverager, "remove", keeps_the_hooks),
     (GradientBucket, "finalize", hands_out_copies_before_the_mean),
     (GradientBucket, "read_header", takes_all_for_present),

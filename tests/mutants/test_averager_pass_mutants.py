@@ -184,8 +184,8 @@ def drops_no_more(self: BackwardTracker, number: int) -> None:
 
 
 def forgets_the_outer_pass(self: BackwardTracker, number: int) -> None:
-    if torch._C._current_graph_task_id() < 0:
-        original_dropped(self, number)
+    if backward_pass.current_pass() < 0:
+        original_abandon(self, number)
 
 
 def loses_what_was_aside(self: SavedGradients) -> None:
@@ -209,7 +209,7 @@ def consumes_on_failure(self: Reducer) -> bool:
     return original_fail(self)
 
 
-original_dropped, original_save = BackwardTracker._dropped, SavedGradients.save
+original_abandon, original_save = BackwardTracker.abandon, SavedGradients.save
 original_agree, original_fail = Weights.agree, Reducer.fail
 
 
@@ -219,8 +219,8 @@ def nothing(*_: Any, **__: Any) -> None:
 
 MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (passes, backward_pass, "_is_nested", lambda: False),
-    (passes, BackwardTracker, "_dropped", drops_no_more),
-    (passes, BackwardTracker, "_dropped", forgets_the_outer_pass),
+    (passes, BackwardTracker, "abandon", drops_no_more),
+    (passes, BackwardTracker, "abandon", forgets_the_outer_pass),
     (passes, SavedGradients, "restore", nothing),
     (passes, SavedGradients, "merge", loses_what_was_aside),
     (passes, SavedGradients, "save", leaves_p_grad),

@@ -85,13 +85,14 @@ def the_manifest_is_overwritten(patch: Patch) -> None:
 
 
 def old_files_go_before_the_new_manifest(patch: Patch) -> None:
-    real = saver._publish
+    real = storage.LocalStorage.publish
 
-    def publish(snapshot: Any, parts: Any, where: Any, save_id: str, *more: Any) -> None:
-        saver._remove_files(where, more[-1].replaced)
-        real(snapshot, parts, where, save_id, *more)
+    def publish(self: storage.LocalStorage, name: str, data: bytes) -> None:
+        tensors = [file for file in self.sizes() if file.endswith(".safetensors")]
+        self.remove(*[file for file in tensors if file.encode() not in data])
+        real(self, name, data)
 
-    patch.setattr(saver, "_publish", publish)
+    patch.setattr(storage.LocalStorage, "publish", publish)
 
 
 def the_manifest_comes_before_the_files_are_durable(patch: Patch) -> None:
@@ -120,8 +121,8 @@ def only_shapes_are_compared(patch: Patch) -> None:
 
 
 def the_copy_is_a_view(patch: Patch) -> None:
-    real = saver._take
-    patch.setattr(saver, "_take", lambda flat, copy, hashed: real(flat, False, hashed))
+    real = saver.prepare
+    patch.setattr(saver, "prepare", lambda *given, copy: real(*given, copy=False))
 
 
 def saves_overtake_each_other(patch: Patch) -> None:
@@ -150,17 +151,18 @@ def the_manifest_is_believed(patch: Patch) -> None:
 
 
 def every_rank_reads_all(patch: Patch) -> None:
-    patch.setattr(loading, "_host", lambda comm: None)
+    patch.setattr(loading, "ranks_of_host", lambda comm: None)
 
 
 def ranks_do_not_wait_for_each_other(patch: Patch) -> None:
-    real = loading.TensorLoader._through_memory
+    real = loading.TensorLoader.run
 
-    def through_memory(self: loading.TensorLoader, host: Any, shares: Any) -> None:
-        hasty: Any = SimpleNamespace(rank=host.rank, size=host.size, barrier=lambda: None)
-        real(self, hasty, shares)
+    def run(self: loading.TensorLoader, *windows: Any, **how: Any) -> None:
+        host: Any = self._host
+        self._host = host and SimpleNamespace(rank=host.rank, size=host.size, barrier=lambda: None)
+        real(self, *windows, **how)
 
-    patch.setattr(loading.TensorLoader, "_through_memory", through_memory)
+    patch.setattr(loading.TensorLoader, "run", run)
 
 
 def values_may_take_any_memory(patch: Patch) -> None:
@@ -168,7 +170,7 @@ def values_may_take_any_memory(patch: Patch) -> None:
 
 
 def a_save_is_left_behind(patch: Patch) -> None:
-    patch.setattr(collective._SaveQueue, "_finish", lambda self: None)
+    patch.setattr(collective.SaveQueue, "finish", lambda self: None)
 
 
 def strided_memory_is_forgotten(patch: Patch) -> None:
@@ -176,12 +178,7 @@ def strided_memory_is_forgotten(patch: Patch) -> None:
 
 
 def shapes_do_not_matter(patch: Patch) -> None:
-    real = restore.Restorer._match_tensor
-    patch.setattr(
-        restore.Restorer,
-        "_match_tensor",
-        lambda self, target, name, path, mode: real(self, target, name, path, "loose"),
-    )
+    patch.setattr(restore, "_misfit", lambda target, entry: "")
 
 
 def unchecked_sizes(folder: Path) -> None:

@@ -16,6 +16,7 @@ from unisono.testing.conformance import CHECKS, World
 from unisono.transports.hierarchical import Hierarchical
 from unisono.transports.hierarchical.collectives import HierarchicalCollectives
 from unisono.transports.hierarchical.consistency import HostAgreement
+from unisono.transports.hierarchical.host_links import HostLinks, Packet
 from unisono.transports.hierarchical.routing import Routes
 
 BY_NAME = {check.__name__: check for check in CHECKS}
@@ -34,10 +35,9 @@ def own_host_first(self: Any, partly: Call | None) -> None:
         shares[0].copy_(total)
 
 
-def nobody_compares(self: Any, lanes: Any, mine: Any, alike: bool, nbytes: int, deadline: float) -> bool:
+def nobody_compares(self: HostLinks, mine: Packet, theirs: Any, deadline: float) -> bool:
     """Swaps packets that are the same whatever ranks are about to do."""
-    swapped = SWAPPED(self, lanes, type(mine)(0, "anything"), alike, nbytes, deadline)
-    return swapped and alike
+    return SWAP(self, Packet(bytes(len(mine.digest)), mine.content), theirs, deadline)
 
 
 def only_this_host_is_summed(self: Any, call: Call, share: torch.Tensor, deadline: float) -> None:
@@ -60,21 +60,21 @@ def all_by_one_way(self: Any, batch: Any) -> Any:
     return self._inner.post(near) if self._inner is not None and near else self._outer.post(batch)
 
 
-def even_if_not(self: Any) -> None:
+def even_if_not(self: Any, *given: Any, **options: Any) -> None:
     """Says that it gathers also where hosts have different numbers of ranks."""
-    DECLARE(self)
+    INIT(self, *given, **options)
     self.native |= {"all_gather", "reduce_scatter"}
 
 
-SWAPPED, DECLARE, BULK_REDUCE = HostAgreement._swapped, Hierarchical._declare, HierarchicalCollectives.reduce
+SWAP, INIT, BULK_REDUCE = HostLinks.swap, Hierarchical.__init__, HierarchicalCollectives.reduce
 MUTANTS: list[tuple[type, str, Callable[..., Any], str, World]] = [
     (HostAgreement, "_combine", own_host_first, "all_reduce_equals_reference", THREE),
-    (HostAgreement, "_swapped", nobody_compares, "different_calls_are_rejected_on_every_rank", TWO),
+    (HostLinks, "swap", nobody_compares, "different_calls_are_rejected_on_every_rank", TWO),
     (HierarchicalCollectives, "_exchange", only_this_host_is_summed, "all_reduce_equals_reference", TWO),
     (HierarchicalCollectives, "_gathered", nothing_is_handed_on, "all_reduce_equals_reference", TWO),
     (HierarchicalCollectives, "reduce", root_last_of_its_host, "reduce_equals_reference", TWO),
     (Routes, "post", all_by_one_way, "peers_are_separate", TWO),
-    (Hierarchical, "_declare", even_if_not, "all_gather_equals_reference", UNEVEN),
+    (Hierarchical, "__init__", even_if_not, "all_gather_equals_reference", UNEVEN),
 ]
 
 

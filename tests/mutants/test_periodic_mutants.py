@@ -15,6 +15,7 @@ from loading import load
 
 from unisono.checkpoint import divergence
 from unisono.communicator import Communicator
+from unisono.core.types import Message, Send
 from unisono.errors import CommError
 from unisono.gradients import gossip, local_sgd, periodic, sync_batch_norm, topology
 
@@ -86,26 +87,27 @@ def steps_apart(patch: Patch) -> None:
 
 
 def forgets_its_momentum(patch: Patch) -> None:
-    right = local_sgd.DiLoCo._act
+    right = local_sgd.DiLoCo.step
 
-    def act(self: Any) -> None:
+    def step(self: Any) -> Any:
         self.outer.state.clear()
-        right(self)
+        return right(self)
 
-    patch.setattr(local_sgd.DiLoCo, "_act", act)
+    patch.setattr(local_sgd.DiLoCo, "step", step)
     formula()
 
 
 def keeps_its_first_anchor(patch: Patch) -> None:
-    right = local_sgd.DiLoCo._act
+    right = local_sgd.DiLoCo.step
 
-    def act(self: Any) -> None:
+    def step(self: Any) -> Any:
         before = [there.clone() for there in self.anchor]
-        right(self)
+        acted = right(self)
         for there, old in zip(self.anchor, before, strict=True):
             there.copy_(old)
+        return acted
 
-    patch.setattr(local_sgd.DiLoCo, "_act", act)
+    patch.setattr(local_sgd.DiLoCo, "step", step)
     formula()
 
 
@@ -129,14 +131,15 @@ def counts_its_own_neighbours_only(patch: Patch) -> None:
 
 
 def sends_something_else(patch: Patch) -> None:
-    right = gossip.Gossip._mix
+    right = Communicator.batch_isend_irecv
 
-    def mix(self: Any, flat: torch.Tensor, givers: dict[int, float], takers: list[int]) -> None:
-        if self._comm.rank == 0:
-            flat.mul_(1.01)
-        right(self, flat, givers, takers)
+    def post(self: Communicator, batch: list[Message]) -> Any:
+        for message in batch:
+            if self.rank == 0 and isinstance(message, Send):
+                message.tensor.mul_(1.01)
+        return right(self, batch)
 
-    patch.setattr(gossip.Gossip, "_mix", mix)
+    patch.setattr(Communicator, "batch_isend_irecv", post)
     unit("gossip").test_round_applies_the_mixing_matrix("grid", 3)
 
 
@@ -152,13 +155,13 @@ def forgets_the_round(patch: Patch) -> None:
 
 
 def waits_for_all(patch: Patch) -> None:
-    right = gossip.Gossip._act
+    right = Communicator.batch_isend_irecv
 
-    def act(self: Any) -> None:
-        self._comm.barrier(timeout=0.5)
-        right(self)
+    def post(self: Communicator, batch: list[Message]) -> Any:
+        self.barrier(timeout=0.5)
+        return right(self, batch)
 
-    patch.setattr(gossip.Gossip, "_act", act)
+    patch.setattr(Communicator, "batch_isend_irecv", post)
     unit("gossip").test_ranks_need_not_wait_for_all()
 
 
@@ -169,8 +172,7 @@ def hashes_without_places(patch: Patch) -> None:
 
 def hashes_by_even_keys(patch: Patch) -> None:
     """Words of 64 bits times keys of 64: two signs that change cancel out."""
-    right = divergence._keys()
-    patch.setattr(divergence, "_keys", lambda: right << 33)
+    patch.setattr(divergence, "_keys", lambda: torch.arange(1, 1 << 17, 2) << 33)
     unit("divergence_guard").test_hash_depends_on_positions_and_pairs()
 
 
@@ -207,7 +209,7 @@ def statistics(counts: tuple[int, ...] = (4, 2)) -> None:
 
 def weighs_ranks_alike(patch: Patch) -> None:
     """The mean of means, however many values each is of."""
-    right = sync_batch_norm._statistics
+    right = sync_batch_norm.batch_statistics
 
     def wrong(given: torch.Tensor, comm: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
         total, _, variance = right(given, comm)
@@ -215,7 +217,7 @@ def weighs_ranks_alike(patch: Patch) -> None:
         comm.all_reduce(mean, "avg")
         return total, mean, variance
 
-    patch.setattr(sync_batch_norm, "_statistics", wrong)
+    patch.setattr(sync_batch_norm, "batch_statistics", wrong)
     statistics()
 
 
@@ -240,8 +242,8 @@ class Quiet:
 
 
 def goes_backward_alone(patch: Patch) -> None:
-    right = sync_batch_norm._Normalise.apply
-    patch.setattr(sync_batch_norm._Normalise, "apply", lambda *given: right(*given[:-1], Quiet(given[-1])))
+    right = sync_batch_norm.Normalise.apply
+    patch.setattr(sync_batch_norm.Normalise, "apply", lambda *given: right(*given[:-1], Quiet(given[-1])))
     statistics()
 
 

@@ -34,7 +34,7 @@ def arrivals(draw: st.DrawFn) -> tuple[list[torch.nn.Parameter], list[int]]:
     return parameters, draw(st.lists(st.sampled_from(slots), max_size=12)) + draw(st.permutations(slots))[1:]
 
 
-COPY = buckets._copy
+COPY = buckets.copy_into
 
 
 class Derived(torch.Tensor):

@@ -135,7 +135,7 @@ TABLE = {
 Linear = Callable[..., torch.Tensor]
 
 
-OF_LINEAR: Linear = operator._of_linear
+OF_LINEAR: Linear = operator.gradient_of_linear
 """The derivative of linear collectives, which the wrong ones below call."""
 
 
@@ -147,7 +147,7 @@ def test_a_wrong_entry_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         return OF_LINEAR(grad, receipt, [*call[:4], root, *call[5:]] if call[0] == name else call)
 
     monkeypatch.setitem(operator.ADJOINTS, name, other)
-    monkeypatch.setattr(operator, "_of_linear", mutant)
+    monkeypatch.setattr(operator, "gradient_of_linear", mutant)
     with pytest.raises(AssertionError, match="not close"):
         check(name, example)
 
@@ -157,7 +157,7 @@ def test_a_wrong_entry_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_wrong_gradient_is_found(
     name: str, given: Any, mutate: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for attribute in ("_of_linear", "_of_reduction"):
+    for attribute in ("gradient_of_linear", "gradient_of_reduction"):
         whole = getattr(operator, attribute)
 
         def mutant(
@@ -174,13 +174,15 @@ def test_sizes_that_are_not_transposed_are_found(monkeypatch: pytest.MonkeyPatch
     def mutant(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any]) -> torch.Tensor:
         return OF_LINEAR(grad, receipt, [*call[:6], *call[:5:-1]])
 
-    monkeypatch.setattr(operator, "_of_linear", mutant)
+    monkeypatch.setattr(operator, "gradient_of_linear", mutant)
     with pytest.raises((un.CommError, RuntimeError)):
         check("all_to_all_single", [[0, 1, 2], [1, 1, 1], [3, 0, 0]])
 
 
 def test_a_mean_that_is_not_divided_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "_of_linear", lambda g, r, call: OF_LINEAR(g, r, [*call[:3], "sum", *call[4:]]))
+    monkeypatch.setattr(
+        operator, "gradient_of_linear", lambda g, r, call: OF_LINEAR(g, r, [*call[:3], "sum", *call[4:]])
+    )
     for name, example in [("all_reduce", "avg"), ("reduce", (1, "avg")), ("reduce_scatter", "avg")]:
         with pytest.raises(AssertionError, match="not close"):
             check(name, example)
@@ -189,9 +191,9 @@ def test_a_mean_that_is_not_divided_is_found(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("op", ["product", "max"])
 def test_wrong_weights_are_found(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unshared(g: torch.Tensor, r: torch.Tensor, call: list[Any], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        total = operator._apply(g, r, *call[:3], "sum", *call[4:])
+        total = operator.apply_call(g, r, *call[:3], "sum", *call[4:])
         return total * (x == y) if op == "max" else total * torch.nan_to_num(y / x)
 
-    monkeypatch.setattr(operator, "_of_reduction", unshared)
+    monkeypatch.setattr(operator, "gradient_of_reduction", unshared)
     with pytest.raises(AssertionError, match="not close"):
         check("all_reduce", op)

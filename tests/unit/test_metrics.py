@@ -33,7 +33,7 @@ class Told:
 def over_ranks(parts: list[list[float]]) -> float:
     from unisono.data import metrics
 
-    said = [{"it": metrics._summed("it", torch.tensor(part, dtype=torch.float64), None)} for part in parts]
+    said = [{"it": metrics.summed("it", torch.tensor(part, dtype=torch.float64), None)} for part in parts]
     return gather_metrics(Told(said), {"it": parts[0]})["it"]
 
 

@@ -186,7 +186,7 @@ def test_clocks_of_other_hosts_are_aligned(monkeypatch: pytest.MonkeyPatch) -> N
 
     def program(comm: un.Communicator) -> tuple[float, float]:
         ahead.seconds = 1000.0 * comm.rank
-        reading = tracing._Reading(comm)
+        reading = tracing.ClockReading(comm)
         return abs(reading.offset_s - ahead.seconds), reading.uncertainty_s
 
     for error, bound in run_ranks(program, 3):
@@ -194,7 +194,7 @@ def test_clocks_of_other_hosts_are_aligned(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_clocks_of_one_host_are_one() -> None:
-    for clock in run_ranks(tracing._Reading, 3):
+    for clock in run_ranks(tracing.ClockReading, 3):
         assert (clock.offset_s, clock.uncertainty_s) == (0.0, 0.0)
 
 

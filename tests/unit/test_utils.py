@@ -18,7 +18,7 @@ import unisono as un
 from unisono.errors import MismatchError
 from unisono.testing import run_ranks
 from unisono.utils import clip_grad_norm_, grad_norm, rank_logger, seed
-from unisono.utils.seeding import _stream
+from unisono.utils.seeding import stream_seed
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def test_seed_on_ranks() -> None:
 
 @pytest.mark.parametrize("number", [0, -1, 1 << 100])
 def test_streams_differ_where_torch_looks(number: int) -> None:
-    streams = [_stream(number, k) for k in range(10_000)]
+    streams = [stream_seed(number, k) for k in range(10_000)]
     assert len({stream % (1 << 32) for stream in streams}) == len(streams)
     assert all(0 <= stream < 1 << 64 for stream in streams)
     # Each bit is set in about half of them.

@@ -13,7 +13,7 @@ from unisono.core.collective import COLLECTIVES
 from unisono.core.flight_recorder import call_site
 from unisono.errors import ClosedError, MismatchError
 
-__all__ = ["ADJOINTS", "LINEAR", "REDUCTIONS", "apply"]
+__all__ = ["ADJOINTS", "LINEAR", "REDUCTIONS", "apply", "apply_call", "gradient_of_linear", "gradient_of_reduction"]
 
 _MESSAGES: WeakKeyDictionary[Communicator, Counter[tuple[str, int, int]]] = WeakKeyDictionary()
 """Number of differentiable messages in each direction, by peer and tag: equal at both ends."""
@@ -197,10 +197,11 @@ def apply(
         x, name, sends, receives, op, root, tag: As for `_call`.
         comm: The communicator.
     """
-    return _apply(x, None, name, comm.handle, (comm.rank, comm.size), op, root, tag, sends, receives)
+    return apply_call(x, None, name, comm.handle, (comm.rank, comm.size), op, root, tag, sends, receives)
 
 
-def _apply(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:
+def apply_call(x: torch.Tensor, receipt: torch.Tensor | None, *call: Any) -> torch.Tensor:
+    """Return the result of a collective; autograd takes its adjoint. The call is as for `_call`, with (rank, size)."""
     anchor = None if x.requires_grad else _ANCHOR
     result: torch.Tensor = _CollectiveFunction.apply(x, anchor, receipt, *call)[0]  # type: ignore[no-untyped-call]
     return result
@@ -239,7 +240,7 @@ class _CollectiveFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
         receipt, *tensors = ctx.saved_tensors
-        adjoint = _of_reduction if tensors else _of_linear
+        adjoint = gradient_of_reduction if tensors else gradient_of_linear
         return adjoint(grad, receipt, ctx.call, *tensors), *[None] * (2 + len(ctx.call))
 
     @staticmethod
@@ -253,16 +254,17 @@ class _CollectiveFunction(torch.autograd.Function):
         return (y.view(-1, size), receipt), (1, None)
 
 
-def _of_linear(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any]) -> torch.Tensor:
+def gradient_of_linear(grad: torch.Tensor, receipt: torch.Tensor, call: list[Any]) -> torch.Tensor:
+    """Return the gradient of a collective that moves or adds data: the adjoint collective of `grad`."""
     name, handle, place, op, root, tag, sends, receives = call
     if op == "avg" and name != "all_reduce":
         # The adjoint only moves data.
         grad = grad / place[1]
         op = "sum"
-    return _apply(grad, receipt, ADJOINTS[name], handle, place, op, root, tag, receives, sends)
+    return apply_call(grad, receipt, ADJOINTS[name], handle, place, op, root, tag, receives, sends)
 
 
-def _of_reduction(
+def gradient_of_reduction(
     grad: torch.Tensor, receipt: torch.Tensor, call: list[Any], x: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of an all_reduce by product, min or max: this rank's weight times the sum of gradients."""
@@ -270,11 +272,11 @@ def _of_reduction(
     rank, size = place
     n = x.numel()
     if op == "product":
-        parts = _apply(x, receipt, "all_gather", handle, place, "sum", -1, 0, [n], [n] * size).view(size, n)
+        parts = apply_call(x, receipt, "all_gather", handle, place, "sum", -1, 0, [n], [n] * size).view(size, n)
         others = torch.cat([parts[:rank], parts[rank + 1 :]]).prod(0)
-        return _apply(grad, receipt, "all_reduce", handle, place, "sum", -1, 0, [n], [n]) * others.conj()
+        return apply_call(grad, receipt, "all_reduce", handle, place, "sum", -1, 0, [n], [n]) * others.conj()
     chosen = (x == y).to(grad.dtype)
     both = torch.cat([grad, chosen])
-    total, ties = _apply(both, receipt, "all_reduce", handle, place, "sum", -1, 0, [2 * n], [2 * n]).split(n)
+    total, ties = apply_call(both, receipt, "all_reduce", handle, place, "sum", -1, 0, [2 * n], [2 * n]).split(n)
     shared: torch.Tensor = total * chosen / ties
     return shared

@@ -17,7 +17,7 @@ from unisono.control.client import SocketControl
 from unisono.control.sockets import refuse_if_shared
 from unisono.errors import ClosedError, CommError, CommTimeoutError
 
-__all__ = ["address_in", "find"]
+__all__ = ["RendezvousFile", "address_in", "find", "read"]
 
 _MARK = "unisono meets here"
 _MAX_BYTES = 4096
@@ -26,7 +26,7 @@ _REACH_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _RendezvousFile:
+class RendezvousFile:
     """Content of the rendezvous file."""
 
     host: str
@@ -49,7 +49,7 @@ def find(request: InitRequest) -> Rendezvous:
 def address_in(url: str) -> tuple[tuple[str, int], bytes]:
     """Return the address and secret of the control plane that a file names."""
     path = _path(url)
-    published = _read(path)
+    published = read(path)
     if published is None:
         raise CommError(f"{path} describes no job. Is a job running that uses this file?")
     return (published.host, published.port), published.secret.encode()
@@ -68,7 +68,7 @@ def _path(url: str) -> Path:
     return path
 
 
-def _read(path: Path) -> _RendezvousFile | None:
+def read(path: Path) -> RendezvousFile | None:
     """Return the file's content; None if it is missing or empty."""
     try:
         with path.open("rb") as file:
@@ -84,7 +84,7 @@ def _read(path: Path) -> _RendezvousFile | None:
     if mark != _MARK or len(lines) != 4 or not _is_address(lines[0], lines[1]):
         raise ValueError(f"{path} was not written by unisono and is left unchanged; pass an empty file or a new name")
     refuse_if_shared(path, status, stat.S_IRWXG | stat.S_IRWXO)
-    return _RendezvousFile(lines[0], int(lines[1]), lines[2], lines[3])
+    return RendezvousFile(lines[0], int(lines[1]), lines[2], lines[3])
 
 
 def _is_address(host: str, port: str) -> bool:
@@ -95,9 +95,9 @@ def _is_address(host: str, port: str) -> bool:
 
 # -- rank 0 ----------------------------------------------------------------------------------------
 def _host(path: Path, claim: RankClaim) -> Rendezvous:
-    old = _read(path)
+    old = read(path)
     held = _lease(path, made_by_user=path.exists() and old is None)
-    published = _RendezvousFile(*held.server.address, held.secret.decode(), socket.gethostname())
+    published = RendezvousFile(*held.server.address, held.secret.decode(), socket.gethostname())
     try:
         if published != old:
             _write(path, published.text())
@@ -107,7 +107,7 @@ def _host(path: Path, claim: RankClaim) -> Rendezvous:
     try:
         return meet(claim, held.server.address, held.secret, held)
     except CommTimeoutError as error:
-        if _read(path) is not None:
+        if read(path) is not None:
             error.add_note(f"Another process has written {path} since. Do two processes claim to be rank 0?")
         raise
 
@@ -115,7 +115,7 @@ def _host(path: Path, claim: RankClaim) -> Rendezvous:
 def _lease(path: Path, *, made_by_user: bool) -> Lease:
     def withdraw() -> None:
         with contextlib.suppress(OSError, ValueError, CommError):
-            published = _read(path)
+            published = read(path)
             if published is None or published.secret.encode() != held.secret:
                 # Another process has taken it over.
                 return
@@ -145,7 +145,7 @@ def _follow(path: Path, claim: RankClaim) -> Rendezvous:
     """Try the file's address repeatedly: a file of an earlier run has a stale address."""
     last = "no rank has written it"
     while claim.left_s:
-        published = _read(path)
+        published = read(path)
         if published is not None and published.name != socket.gethostname():
             last = f"it was written on {published.name}: for ranks of several hosts use tcp://host:port"
         elif published is not None:
@@ -163,7 +163,7 @@ class _UnreachableError(Exception):
     """No server, or another server, at the address in an old file."""
 
 
-def _try(path: Path, published: _RendezvousFile, claim: RankClaim) -> Rendezvous:
+def _try(path: Path, published: RendezvousFile, claim: RankClaim) -> Rendezvous:
     patience_s = max(claim.left_s, 1.0)
     reach_within_s = min(max(claim.left_s, 0.1), _REACH_WITHIN_S)
     try:
@@ -176,4 +176,4 @@ def _try(path: Path, published: _RendezvousFile, claim: RankClaim) -> Rendezvous
         )
     except CommError as error:
         raise _UnreachableError(error.message) from error
-    return confirm(claim, control, moved=lambda: _read(path) != published)
+    return confirm(claim, control, moved=lambda: read(path) != published)

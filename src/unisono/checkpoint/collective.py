@@ -25,7 +25,7 @@ from unisono.errors import AbortedError, CommError, CommTimeoutError, MismatchEr
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["CollectiveScope", "SaveHandle", "begin", "finish_earlier", "odd_ranks", "raise_failed"]
+__all__ = ["CollectiveScope", "SaveHandle", "SaveQueue", "begin", "finish_earlier", "odd_ranks", "raise_failed"]
 
 _log = logging.getLogger("unisono.checkpoint")
 
@@ -282,23 +282,23 @@ class SaveHandle:
         return None
 
 
-class _SaveQueue:
+class SaveQueue:
     """The saves of one communicator: they run one after another on a duplicate of it."""
 
     def __init__(self, comm: Communicator) -> None:
         self.twin = comm.dup()
         self.twin.allow_any_thread()
         self.last: SaveHandle | None = None
-        comm.before_close(self._finish)
+        comm.before_close(self.finish)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Wait for the last save before the communicator closes, and raise its error."""
         if self.last is not None and (error := self.last._unseen()) is not None:
             raise error
 
 
 # Saves in progress, by communicator: its class does not know of checkpoints.
-_queues: weakref.WeakKeyDictionary[Communicator, _SaveQueue] = weakref.WeakKeyDictionary()
+_queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
 # Those of this process alone, by path: the next save to a path waits for the last.
 _alone: dict[str, SaveHandle] = {}
 
@@ -332,7 +332,7 @@ def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | N
         _alone[path] = saving = SaveHandle(path, lambda: work(None))
         return saving
     if comm not in _queues:
-        _queues[comm] = _SaveQueue(comm)
+        _queues[comm] = SaveQueue(comm)
     queue = _queues[comm]
     queue.last = SaveHandle(path, lambda: work(queue.twin))
     return queue.last

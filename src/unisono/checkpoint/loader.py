@@ -44,6 +44,7 @@ __all__ = [
     "device_for",
     "load",
     "load_state",
+    "ranks_of_host",
 ]
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
@@ -192,7 +193,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
         return needed, restoration.has_early
 
     found, loads_early = zip(*team.all_or_none(match), strict=True)
-    host = _host(team.comm)
+    host = ranks_of_host(team.comm)
     try:
         rank, size = (host.rank, host.size) if host is not None else (0, 1)
         early, late = (
@@ -261,7 +262,7 @@ def _ranges(restoration: Restorer, wanted: Wanted, whole: Set[str]) -> ByteRange
     return found
 
 
-def _host(comm: Communicator | None) -> Communicator | None:
+def ranks_of_host(comm: Communicator | None) -> Communicator | None:
     """The ranks of this host, which share what they read; None if this rank is alone there."""
     if comm is None or comm.size == 1:
         return None

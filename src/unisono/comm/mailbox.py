@@ -25,19 +25,19 @@ from unisono.wrappers.consistency import Checked
 if TYPE_CHECKING:
     from unisono.core.transport import Transport
 
-__all__ = ["PointToPointMailbox", "open_mailbox"]
+__all__ = ["ENVELOPE_BYTES", "IncomingStream", "PointToPointMailbox", "open_mailbox"]
 
-_ENVELOPE_BYTES = 2048
+ENVELOPE_BYTES = 2048
 _FIXED = struct.Struct("<II")
 _LOOK_EVERY_S = 0.05
 
 
-class _IncomingStream:
+class IncomingStream:
     """Incoming stream of one rank: an envelope, then the bodies that did not fit into it, then the next envelope."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
-        self.envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
+        self.envelope = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
         self.rest: list[torch.Tensor] | None = None
         self.head = b""
         self.long_head: torch.Tensor | None = None
@@ -73,7 +73,7 @@ class _IncomingStream:
         start += sizes.size
         self.bodies = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths]
         self.rest = [body for body in self.bodies if body.numel()]
-        if start + length <= _ENVELOPE_BYTES:
+        if start + length <= ENVELOPE_BYTES:
             self.head = content[start : start + length]
         else:
             self.long_head = torch.empty(length, dtype=torch.uint8, device="cpu")
@@ -96,7 +96,7 @@ class PointToPointMailbox(Mailbox):
         self._bell: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._rung: list[int] = []
         self._locks = [threading.Lock() for _ in range(transport.size)]
-        self._incoming = {peer: _IncomingStream(peer) for peer in range(transport.size) if peer != transport.rank}
+        self._incoming = {peer: IncomingStream(peer) for peer in range(transport.size) if peer != transport.rank}
         # Some transports connect two ranks on their first message, one pair after another: use one order on all ranks.
         for peer in _partners(transport.rank, transport.size):
             hello = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
@@ -104,7 +104,7 @@ class PointToPointMailbox(Mailbox):
         for incoming in self._incoming.values():
             self._post(incoming)
 
-    def _post(self, incoming: _IncomingStream) -> None:
+    def _post(self, incoming: IncomingStream) -> None:
         incoming.work = self._transport.post(incoming.wanted())
         peer = incoming.peer
         incoming.work.get_future().add_done_callback(lambda _: self._bell.put(peer))
@@ -113,9 +113,9 @@ class PointToPointMailbox(Mailbox):
         fixed = _FIXED.pack(len(head), len(bodies)) + struct.pack(f"<{len(bodies)}Q", *(b.numel() for b in bodies))
         if len(bodies) > _most_inline():
             raise ValueError(f"a message has at most {_most_inline()} bodies, not {len(bodies)}")
-        inline = len(fixed) + len(head) <= _ENVELOPE_BYTES
+        inline = len(fixed) + len(head) <= ENVELOPE_BYTES
         content = fixed + head if inline else fixed
-        envelope = _tensor(content.ljust(_ENVELOPE_BYTES, b"\0"))
+        envelope = _tensor(content.ljust(ENVELOPE_BYTES, b"\0"))
         batch: list[Message] = [Send(envelope, peer)]
         if not inline:
             batch.append(Send(_tensor(head), peer))
@@ -161,7 +161,7 @@ class PointToPointMailbox(Mailbox):
                 self._advance(self._incoming[peer], mails)
         return mails
 
-    def _advance(self, incoming: _IncomingStream, mails: list[Envelope]) -> None:
+    def _advance(self, incoming: IncomingStream, mails: list[Envelope]) -> None:
         if self.closed or incoming.peer in self.lost or incoming.work is None:
             return
         error = incoming.work.exception()
@@ -213,7 +213,7 @@ def _partners(rank: int, size: int) -> list[int]:
 
 def _most_inline() -> int:
     """Largest number of bodies of a message: their lengths are stored in the envelope."""
-    return (_ENVELOPE_BYTES - _FIXED.size) // 8
+    return (ENVELOPE_BYTES - _FIXED.size) // 8
 
 
 def _tensor(content: bytes) -> torch.Tensor:

@@ -19,7 +19,7 @@ from unisono.core.tracing import TraceEvent, recording
 from unisono.diagnostics.trace_file import Json, merged, rank_events
 from unisono.host.processors import core_wait_s
 
-__all__ = ["trace"]
+__all__ = ["ClockReading", "trace"]
 
 _ROUNDS = 16
 _now = time.perf_counter
@@ -76,14 +76,14 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
         [0, 1]
     """
     events: list[TraceEvent] = []
-    clocks = [] if comm is None else [_Reading(comm)]
+    clocks = [] if comm is None else [ClockReading(comm)]
     # The waits of simulated ranks for a processor take none of their time.
     waited = None if comm is not None and comm.backend == "sim" else core_wait_s()
     try:
         with recording(events.append):
             yield events
         if comm is not None:
-            clocks.append(_Reading(comm))
+            clocks.append(ClockReading(comm))
             parts = comm.gather_object(json.dumps(_part(events, clocks, waited)))
             if parts is not None:
                 _write(Path(path), [json.loads(part) for part in parts], clocks)
@@ -98,7 +98,7 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
 
 
 def _write_own(
-    path: str | os.PathLike[str], comm: _TracedComm | None, part: list[Json], clocks: list[_Reading]
+    path: str | os.PathLike[str], comm: _TracedComm | None, part: list[Json], clocks: list[ClockReading]
 ) -> None:
     """Write the part of this rank alone."""
     own = Path(path)
@@ -106,7 +106,7 @@ def _write_own(
     _write(own, [part], clocks)
 
 
-class _Reading:
+class ClockReading:
     """This rank's clock beside that of rank 0. Collective.
 
     In each round all ranks gather their times. No rank can have all of them before the last one has passed its own, so
@@ -142,7 +142,7 @@ class _Reading:
         self.uncertainty_s = (most - least).div(2).masked_fill(same, 0.0).max().item()
 
 
-def _aligned(clocks: list[_Reading]) -> Callable[[float], float]:
+def _aligned(clocks: list[ClockReading]) -> Callable[[float], float]:
     """Return the map from this rank's clock to that of rank 0; the offset drifts linearly between two readings."""
     if not clocks:
         return lambda moment: moment
@@ -152,13 +152,13 @@ def _aligned(clocks: list[_Reading]) -> Callable[[float], float]:
     return lambda moment: moment - first.offset_s - drift * (moment - first.at_s)
 
 
-def _part(events: list[TraceEvent], clocks: list[_Reading], before_s: float | None) -> list[Json]:
+def _part(events: list[TraceEvent], clocks: list[ClockReading], before_s: float | None) -> list[Json]:
     after_s = core_wait_s()
     waited_s = None if before_s is None or after_s is None else after_s - before_s
     return rank_events(events, socket.gethostname(), os.getpid(), _aligned(clocks), waited_s)
 
 
-def _write(path: Path, parts: list[list[Json]], clocks: list[_Reading]) -> None:
+def _write(path: Path, parts: list[list[Json]], clocks: list[ClockReading]) -> None:
     uncertainty_s = max((clock.uncertainty_s for clock in clocks), default=0.0)
     run = {"run": clocks[0].digest} if clocks else {}
     path.write_text(json.dumps(merged(parts, {"clock_uncertainty_us": round(uncertainty_s * 1e6, 3), **run})))

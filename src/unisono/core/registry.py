@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-__all__ = ["Registry", "unknown_name"]
+__all__ = ["Registry", "entry_points_of", "unknown_name"]
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class Registry(Generic[T]):
 
     @property
     def _foreign(self) -> dict[str, EntryPoint]:
-        return _entry_points(self._group)
+        return entry_points_of(self._group)
 
 
 def unknown_name(kind: str, name: str, known: Collection[str]) -> str:
@@ -131,5 +131,6 @@ def _files(folders: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @cache
-def _entry_points(group: str) -> dict[str, EntryPoint]:
+def entry_points_of(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group that installed packages declare, by their names."""
     return {entry.name: entry for entry in entry_points(group=group)}

@@ -13,7 +13,7 @@ import torch
 from unisono.data.indices import are_integers
 from unisono.errors import MismatchError
 
-__all__ = ["gather_metrics", "gather_samples"]
+__all__ = ["gather_metrics", "gather_samples", "summed"]
 
 # Every float64 is a whole number of 2^-1130.
 _UNIT = 1130
@@ -51,7 +51,7 @@ def gather_metrics(
         >>> un.launch(program, nprocs=3, backend="thread")[1]
         {'loss': 3.0, 'right': 0.5}
     """
-    mine = {name: _summed(name, values, count) for name, values in metrics.items()}
+    mine = {name: summed(name, values, count) for name, values in metrics.items()}
     everyone = [mine] if comm is None else comm.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
         if theirs.keys() != everyone[0].keys():
@@ -138,7 +138,7 @@ def _check(counts: Sequence[tuple[torch.Tensor, int, tuple[int, ...] | None]], c
         raise ValueError(f"there must be {count} samples, 0 to {count - 1}, but ranks passed {len(found)}")
 
 
-def _summed(name: str, values: torch.Tensor | Sequence[float] | float, count: int | None) -> tuple[int, Any]:
+def summed(name: str, values: torch.Tensor | Sequence[float] | float, count: int | None) -> tuple[int, Any]:
     """Return the number of samples and their exact sum: a multiple of 2^-1130 in hexadecimal, or a non-finite value."""
     given = _exact(name, values)
     if given.dim() == 0:

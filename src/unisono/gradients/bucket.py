@@ -13,7 +13,7 @@ from unisono.host.native import native
 from unisono.utils.backward_pass import SavedGradients
 from unisono.utils.flatten import dense_strides
 
-__all__ = ["GradientBucket"]
+__all__ = ["GradientBucket", "copy_into"]
 
 _on_cpu = attrgetter("is_cpu")
 _length = attrgetter("nbytes")
@@ -123,7 +123,7 @@ class GradientBucket:
             for view, grad in zip(views, grads, strict=True):
                 torch.mul(grad, self.scale, out=view)
         elif grads:
-            _copy(views, grads)
+            copy_into(views, grads)
 
     def follow_streams(self) -> None:
         """Let what comes now on this stream follow the copies that hooks made on others."""
@@ -243,7 +243,7 @@ class GradientBucket:
                 "has changed. Call the averager's remove() before such a change, and create a new averager after it"
             ) from error
         if owned and (filled := [(owned[i], view) for i, _, view, (had, _) in places if had and i in owned]):
-            _copy(*map(list, zip(*filled, strict=True)))
+            copy_into(*map(list, zip(*filled, strict=True)))
         for slot, graph in self._graphs.items():
             if self.found[slot][0]:
                 # The values are the bucket's; the gradient's own graph stays this rank's.
@@ -261,7 +261,7 @@ class GradientBucket:
         self.memory.mul_(self.scale)
 
 
-def _copy(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+def copy_into(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
     """Copy gradients to their places, by the native core where all are plain memory of the same lengths."""
     core = native()
     both = [*places, *grads]

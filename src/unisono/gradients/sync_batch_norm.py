@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.communicator import Communicator
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
+__all__ = ["Normalise", "SyncBatchNorm", "batch_statistics", "convert_sync_batchnorm"]
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -80,7 +80,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         with torch.no_grad():
-            total, mean, variance = _statistics(input, comm)
+            total, mean, variance = batch_statistics(input, comm)
             if total == 1:
                 raise ValueError(
                     f"one value per channel on all {comm.size} ranks together has no variance; use larger batches"
@@ -88,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
             if self.track_running_stats and total:
                 self._track(total, mean, variance)
             scale = (variance + self.eps).rsqrt()
-        output = _Normalise.apply(input, self.weight, self.bias, mean, scale, total, comm)  # type: ignore[no-untyped-call]  # torch's
+        output = Normalise.apply(input, self.weight, self.bias, mean, scale, total, comm)  # type: ignore[no-untyped-call]  # torch's
         return cast(torch.Tensor, output)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ def _dims(input: torch.Tensor) -> list[int]:
     return [dim for dim in range(input.dim()) if dim != 1]
 
 
-def _statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
+def batch_statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Number of values a channel on all ranks, and for each channel their mean and (biased) variance in float64.
 
     Combines means and sums of squared deviations, not sums and sums of squares, because the
@@ -218,7 +218,7 @@ def _statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Ten
     return total, mean, variance
 
 
-class _Normalise(torch.autograd.Function):
+class Normalise(torch.autograd.Function):
     """(input - mean) * scale * weight + bias, where mean and scale depend on all ranks' inputs."""
 
     @staticmethod

@@ -28,6 +28,7 @@ from unisono.sharding.flat_parameters import ParameterPiece
 from unisono.utils.parameters import Named, check_parameters, named_tensors
 
 __all__ = [
+    "SHARED_STATE",
     "ShardOptimizer",
     "check_elementwise",
     "check_same_step",
@@ -41,7 +42,7 @@ __all__ = [
 _Options = Mapping[str, Any]
 
 
-_SHARED = frozenset({"step", "mu_product", "eta", "mu"})
+SHARED_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 """States of torch's optimizers that are one number for a parameter: those of a 0-d parameter have the same shape."""
 
 
@@ -162,7 +163,7 @@ def shard_optimizer(
         >>> optimizer.state_dict()["state"][0]["exp_avg"]
         TensorShard(2:4 of [2, 2], torch.float32)
     """
-    shared = _SHARED if elementwise else check_elementwise(optimizer_class, groups, defaults)
+    shared = SHARED_STATE if elementwise else check_elementwise(optimizer_class, groups, defaults)
     return _make(optimizer_class, groups, defaults, shared)
 
 
@@ -469,7 +470,7 @@ def unwrap(key: str, value: Any, piece: ParameterPiece) -> Any:
         return value.local
     if not isinstance(value, torch.Tensor):
         return value
-    if value.ndim == 0 and (piece.shape or key in _SHARED):
+    if value.ndim == 0 and (piece.shape or key in SHARED_STATE):
         return value.clone()
     if value.shape != piece.shape:
         raise ValueError(

@@ -38,6 +38,7 @@ __all__ = [
     "LinkReport",
     "Network",
     "enter",
+    "has_netem",
     "live",
     "obstacle",
     "run_ranks",
@@ -292,7 +293,7 @@ class Network:
         )
         for name in names:
             _run("ip", "netns", "add", name)
-        if slow and not _has_netem():
+        if slow and not has_netem():
             self._start_relay()
         else:
             _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
@@ -541,7 +542,8 @@ def _seconds(delay: float | str) -> float:
 
 
 @cache
-def _has_netem() -> bool:
+def has_netem() -> bool:
+    """Return whether this kernel can delay and drop packets of a network namespace."""
     command = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 

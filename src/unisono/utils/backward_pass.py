@@ -118,7 +118,7 @@ class BackwardTracker:
 
     def _hold(self, number: int) -> None:
         token = partial(self._completed, number)
-        self._tasks[number] = weakref.ref(token, lambda _: self._dropped(number))
+        self._tasks[number] = weakref.ref(token, lambda _: self.abandon(number))
         _queue_callback(token)
 
     def _completed(self, number: int) -> None:
@@ -131,8 +131,8 @@ class BackwardTracker:
             self._end()
         self.forget()
 
-    def _dropped(self, number: int) -> None:
-        """A graph task is over, and its pass is not."""
+    def abandon(self, number: int) -> None:
+        """Handle the end of a graph task whose pass has not ended: undo the pass, unless another task encloses it."""
         self._tasks.pop(number, None)
         enclosing = current_pass()
         if enclosing < 0:

@@ -14,7 +14,7 @@ import torch
 
 from unisono.communicator import Communicator
 
-__all__ = ["Generators", "seed"]
+__all__ = ["Generators", "seed", "stream_seed"]
 
 _LIMIT = 1 << 32
 _PER_RANK = 4
@@ -95,19 +95,19 @@ def seed(seed: int, comm: Communicator | None = None) -> Generators:
         raise TypeError(f"seed must be a whole number, not a {type(seed).__name__}")
     rank = 0 if comm is None else comm.rank
     first = 1 + _PER_RANK * rank
-    random.seed(_stream(seed, first))
+    random.seed(stream_seed(seed, first))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(_stream(seed, first + 1) % _LIMIT)
-    torch.manual_seed(_stream(seed, first + 2))
-    return Generators(_generator(_stream(seed, first + 3)), _generator(_stream(seed, 0)))
+        numpy.random.seed(stream_seed(seed, first + 1) % _LIMIT)
+    torch.manual_seed(stream_seed(seed, first + 2))
+    return Generators(_generator(stream_seed(seed, first + 3)), _generator(stream_seed(seed, 0)))
 
 
 def _generator(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-def _stream(seed: int, number: int) -> int:
+def stream_seed(seed: int, number: int) -> int:
     """64 bits for a stream: the lower half is another one for each number."""
     upper, lower = divmod(int.from_bytes(hashlib.blake2b(str(int(seed)).encode(), digest_size=8).digest()), _LIMIT)
     mixed = (lower + number) % _LIMIT

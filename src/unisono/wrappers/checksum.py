@@ -17,7 +17,7 @@ from unisono.errors import CorruptedError
 from unisono.wrappers.base import Wrapper
 from unisono.wrappers.delay_queue import Stream
 
-__all__ = ["Checksummed"]
+__all__ = ["Checksummed", "Frame"]
 
 # Magic number, message number in its stream, length, hash of the bytes; then the hash of all these.
 _HEADER = struct.Struct("<8sQQQ")
@@ -62,11 +62,11 @@ class Checksummed(Wrapper):
 
     def post(self, batch: Sequence[Message]) -> Work:
         out: list[Message] = []
-        expected: list[_Frame] = []
+        expected: list[Frame] = []
         for message in batch:
             key = type(message), (message.peer, message.tag)
             self._numbers[key] += 1
-            frame = _Frame(message, self._numbers[key])
+            frame = Frame(message, self._numbers[key])
             if isinstance(message, Send):
                 frame.pack()
                 out.append(Send(frame.packed, message.peer, message.tag))
@@ -82,7 +82,7 @@ class Checksummed(Wrapper):
         return ChainedWork(work, unpack) if expected else work
 
 
-class _Frame:
+class Frame:
     """A message as sent: the header, then the bytes."""
 
     def __init__(self, message: Message, number: int) -> None:

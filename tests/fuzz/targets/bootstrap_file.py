@@ -18,8 +18,7 @@ _PATH = Path(_FOLDER.name) / "meet"
 
 def seeds() -> list[bytes]:
     texts = [
-        meeting._RendezvousFile(host, port, "secret", "host").text()
-        for host, port in (("127.0.0.1", 1), ("::1", 65535))
+        meeting.RendezvousFile(host, port, "secret", "host").text() for host, port in (("127.0.0.1", 1), ("::1", 65535))
     ]
     return [text.encode() for text in texts]
 
@@ -28,7 +27,7 @@ def run(data: bytes) -> None:
     descriptor = os.open(_PATH, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
-    note = meeting._read(_PATH)
+    note = meeting.read(_PATH)
     if note is not None:
         # A connection to this address can be requested.
         assert 0 < note.port < 1 << 16

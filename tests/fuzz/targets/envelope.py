@@ -6,7 +6,7 @@ import struct
 
 import torch
 
-from unisono.comm.mailbox import _ENVELOPE_BYTES, _IncomingStream
+from unisono.comm.mailbox import ENVELOPE_BYTES, IncomingStream
 from unisono.errors import CommError
 
 # Each ends the way to that rank, which counts as lost.
@@ -23,7 +23,7 @@ def seeds() -> list[bytes]:
 
 
 def run(data: bytes) -> None:
-    incoming = _IncomingStream(1)
-    content = bytearray(data[:_ENVELOPE_BYTES].ljust(_ENVELOPE_BYTES, b"\0"))
+    incoming = IncomingStream(1)
+    content = bytearray(data[:ENVELOPE_BYTES].ljust(ENVELOPE_BYTES, b"\0"))
     incoming.envelope = torch.frombuffer(content, dtype=torch.uint8)
     incoming.arrived()

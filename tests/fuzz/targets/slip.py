@@ -6,7 +6,7 @@ import torch
 
 from unisono.core.types import Recv, Send
 from unisono.errors import CorruptedError
-from unisono.wrappers.checksum import _Frame
+from unisono.wrappers.checksum import Frame
 
 REFUSALS = (CorruptedError,)
 MEMORY = (1 << 18, 40)
@@ -14,7 +14,7 @@ CONTENT = torch.arange(16, dtype=torch.uint8)
 
 
 def seeds() -> list[bytes]:
-    frames = [_Frame(Send(CONTENT, 1, 0), number) for number in (1, 2)]
+    frames = [Frame(Send(CONTENT, 1, 0), number) for number in (1, 2)]
     for frame in frames:
         frame.pack()
     return [bytes(frame.packed.tolist()) for frame in frames[:1]] * 2
@@ -22,7 +22,7 @@ def seeds() -> list[bytes]:
 
 def run(data: bytes) -> None:
     got = torch.zeros_like(CONTENT)
-    frame = _Frame(Recv(got, 1, 0), 1)
+    frame = Frame(Recv(got, 1, 0), 1)
     size = frame.packed.numel()
     frame.packed.copy_(torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8))
     frame.unpack()

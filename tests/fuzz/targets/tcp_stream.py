@@ -6,7 +6,7 @@ import socket
 import struct
 from typing import Any, cast
 
-from unisono.transports.tcp.mailbox import _EnvelopeReader
+from unisono.transports.tcp.mailbox import EnvelopeReader
 
 # Each ends the connection to that rank, which counts as lost.
 REFUSALS = (OSError, ValueError, TypeError, RuntimeError, MemoryError, struct.error)
@@ -34,4 +34,4 @@ def run(data: bytes) -> None:
     with ours, theirs:
         ours.setblocking(False)
         theirs.sendall(data[:60_000])
-        _EnvelopeReader(1, ours, cast(Any, Open())).read([])
+        EnvelopeReader(1, ours, cast(Any, Open())).read([])

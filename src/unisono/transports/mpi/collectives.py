@@ -21,9 +21,9 @@ from unisono.transports.mpi.reduce_op import Reductions, prepares, reducible
 from unisono.transports.mpi.requests import LONGEST, memory
 from unisono.transports.mpi.watchdog import Watchdog
 
-__all__ = ["NATIVE", "MpiCollectives", "carries", "in_one_call", "too_long"]
+__all__ = ["MOST_BYTES", "NATIVE", "MpiCollectives", "carries", "in_one_call", "too_long"]
 
-_MOST_BYTES = 2**31 - 1
+MOST_BYTES = 2**31 - 1
 _LISTS = frozenset({"all_gather", "gather", "scatter", "reduce_scatter"})
 
 
@@ -36,21 +36,21 @@ def carries(call: Call, size: int) -> bool:
     if call.name not in _LISTS:
         return call.name in NATIVE
     if call.lengths:
-        return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize <= _MOST_BYTES
+        return sum(call.lengths) * (call.inputs or call.outputs)[0].itemsize <= MOST_BYTES
     if call.name in ("gather", "scatter"):
         tensor = (call.inputs if call.name == "gather" else call.outputs)[0]
-        return tensor.nbytes * size <= _MOST_BYTES
-    return sum(t.nbytes for t in (call.outputs if call.name == "all_gather" else call.inputs)) <= _MOST_BYTES
+        return tensor.nbytes * size <= MOST_BYTES
+    return sum(t.nbytes for t in (call.outputs if call.name == "all_gather" else call.inputs)) <= MOST_BYTES
 
 
 def in_one_call(nbytes: int) -> bool:
     """Return whether MPI can count so many bytes."""
-    return nbytes <= _MOST_BYTES
+    return nbytes <= MOST_BYTES
 
 
 def too_long(sends: Sequence[int], receives: Sequence[int], dtype: str | None) -> bool:
     """Return whether a rank sends or receives more in an all_to_all than MPI can count; other ranks may have less."""
-    return bool(dtype) and max(sum(sends), sum(receives)) * getattr(torch, str(dtype)).itemsize > _MOST_BYTES
+    return bool(dtype) and max(sum(sends), sum(receives)) * getattr(torch, str(dtype)).itemsize > MOST_BYTES
 
 
 class MpiCollectives:
@@ -194,7 +194,7 @@ class _VectorBuffer:
         self._first = first
         self._offsets = [t.data_ptr() - first if n else 0 for t, n in zip(tensors, self._counts, strict=True)]
         self._stage: torch.Tensor | None = None
-        if self._extent > _MOST_BYTES:
+        if self._extent > MOST_BYTES:
             self._extent = sum(self._counts)
             self._offsets = [0, *accumulate(self._counts[:-1])]
             self._stage = torch.empty(self._extent, dtype=torch.uint8, device="cpu")

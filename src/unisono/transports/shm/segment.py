@@ -20,7 +20,7 @@ from unisono.errors import MismatchError, UnavailableError
 from unisono.host.native import native
 from unisono.host.network import host_identity, why_no_shm
 
-__all__ = ["PAGE_BYTES", "Words", "futex_wait", "futex_wake", "map_shared", "neighbours", "words_of"]
+__all__ = ["PAGE_BYTES", "Words", "futex_wait", "futex_wake", "map_shared", "neighbours", "open_handle", "words_of"]
 
 T = TypeVar("T")
 _Failure = tuple[str, str] | None
@@ -84,7 +84,7 @@ def _check(group: Group, failures: Sequence[_Failure]) -> None:
 
 def _map(handle: bytes, map_file: Callable[[int, int], T]) -> T:
     try:
-        descriptor, nbytes = _open(handle)
+        descriptor, nbytes = open_handle(handle)
     except OSError as error:
         if error.errno in _EXHAUSTED:
             raise
@@ -98,7 +98,7 @@ def _map(handle: bytes, map_file: Callable[[int, int], T]) -> T:
         os.close(descriptor)
 
 
-def _open(handle: bytes) -> tuple[int, int]:
+def open_handle(handle: bytes) -> tuple[int, int]:
     """Return a descriptor of the file that a handle describes, and its size in bytes."""
     pid, number, nbytes, token = _HANDLE.unpack(handle)
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -144,7 +144,7 @@ def _create_file(name: str, nbytes: int) -> Iterator[bytes]:
 
 def _can_open(handle: bytes) -> bool:
     try:
-        os.close(_open(handle)[0])
+        os.close(open_handle(handle)[0])
     except (OSError, struct.error):
         return False
     return True

@@ -20,7 +20,7 @@ from unisono.core.tensors import view_of
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
-__all__ = ["TcpMailbox", "meet"]
+__all__ = ["EnvelopeReader", "TcpMailbox", "meet"]
 
 _SIZE = struct.Struct("<I")
 _COUNT = struct.Struct("<I")
@@ -30,7 +30,7 @@ _SLICE_S = 0.1
 _MOST_VECTORS = 64
 
 
-class _EnvelopeReader:
+class EnvelopeReader:
     """Incoming stream of one rank: the length of an authenticated head, the head, and bodies received in new memory."""
 
     def __init__(self, peer: int, connection: socket.socket, channel: FrameProtector) -> None:
@@ -117,7 +117,7 @@ class TcpMailbox(Mailbox):
         self._links = links
         self._locks = {peer: threading.Lock() for peer in links}
         self._streams = {
-            connection.fileno(): _EnvelopeReader(peer, connection, channel)
+            connection.fileno(): EnvelopeReader(peer, connection, channel)
             for peer, (connection, channel) in links.items()
         }
         self._wakeup_sender, self._wakeup_receiver = socket.socketpair()

@@ -7,12 +7,17 @@ from typing import Any
 import unisono as un
 from unisono.communicator import engine_of
 
-__all__ = ["control_of", "engine_of", "transport_of"]
+__all__ = ["control_of", "engine_of", "plain_of", "transport_of"]
 
 
 def transport_of(comm: un.Communicator) -> Any:
     """The transport that carries its calls."""
     return engine_of(comm).transport
+
+
+def plain_of(comm: un.Communicator) -> Any:
+    """That transport, without the check that a communicator adds."""
+    return comm._plain()
 
 
 def control_of(comm: un.Communicator) -> Any:

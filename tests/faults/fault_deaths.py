@@ -67,7 +67,7 @@ def _(comm: Any) -> None:
 def _(comm: Any) -> None:
     comm.barrier()
     if odd(comm):
-        control_of(comm)._connection.hang_up()
+        control_of(comm).lose()
     # In shared memory many calls complete before the death is reported.
     while True:
         comm.all_reduce(torch.ones(4), timeout=LONG_S)

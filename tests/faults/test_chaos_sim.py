@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import plain_of
 
 import unisono as un
 from unisono.core.transport import Transport
@@ -210,7 +211,7 @@ def test_failure_reports_seed_and_fault_plan() -> None:
 
 def _raises_in_bad_weather(comm: un.Communicator) -> int:
     # Without faults, the transport has no wrapper but that of the communicator itself.
-    if isinstance(comm._plain(), Wrapper):
+    if isinstance(plain_of(comm), Wrapper):
         raise KeyError("mine")
     return 1
 

@@ -78,6 +78,10 @@ class ReferenceAverager:
         """The dtype and C++ identity of each parameter; `torch.utils.swap_tensors` keeps the Python object."""
         return {name: (p._cdata, p.dtype) for name, p in self.model.named_parameters()}
 
+    def changes(self) -> dict[str, int]:
+        """How often each parameter was changed in place."""
+        return {name: p._version for name, p in self.parameters.items()}
+
     def arrive(self, name: str, _gradient: torch.Tensor) -> None:
         """Hook: p.grad is about to be added to."""
         if name in self.touched and self.parameters[name].grad is None:
@@ -125,7 +129,7 @@ class ReferenceAverager:
         """Run `backward` in another function of this kind, and average."""
         self.touched.clear()
         self.lost.clear()
-        self.versions = {name: p._version for name, p in self.parameters.items()}
+        self.versions = self.changes()
         held = {name: (p.grad, _copied(p.grad)) for name, p in self.parameters.items()}
         try:
             self.run(partial(outer, backward))
@@ -167,7 +171,7 @@ class ReferenceAverager:
         if self.tensors() != self.known:
             raise RuntimeError("the model has changed")
         lost = self.lost | {name for name in self.touched if self.parameters[name].grad is None}
-        lost |= {name for name, p in self.parameters.items() if p._version != self.versions[name]}
+        lost |= {name for name, count in self.changes().items() if count != self.versions[name]}
         if lost:
             raise RuntimeError(f"hooks have used gradients of {sorted(lost)}")
 

@@ -85,7 +85,7 @@ def program(comm: un.Communicator, count: int) -> list[int]:
     idle: list[socket.socket] = []
     attacker = None
     if comm.rank == 1:
-        address = control_of(comm)._address
+        address = control_of(comm).address
         # They say nothing, and stay.
         idle = [socket.create_connection(address, _SOON_S) for _ in range(50)]
         attacker = threading.Thread(target=attack, args=(address, count, told))

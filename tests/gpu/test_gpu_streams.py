@@ -32,9 +32,13 @@ def direct() -> Iterator[None]:
 def fill_late(tensor: torch.Tensor, value: float) -> None:
     """Queue work that fills a tensor, and is not done yet when this returns. The fake device does all work late."""
     filled = torch.full_like(tensor, value)
-    if tensor.is_cuda:
-        torch.cuda._sleep(50_000_000)
+    be_busy(tensor.device)
     tensor.copy_(filled)
+
+
+def be_busy(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda._sleep(50_000_000)
 
 
 def side_stream(device: torch.device) -> torch.Stream:
@@ -115,8 +119,7 @@ def test_result_does_not_overtake_earlier_readers(place: Place) -> None:
         out = torch.full((comm.size * COUNT,), -1.0, device=comm.device)
         kept = torch.empty_like(out)
         with side_stream(comm.device):
-            if out.is_cuda:
-                torch.cuda._sleep(50_000_000)
+            be_busy(comm.device)
             kept.copy_(out)
             comm.all_gather_single(out, mine, async_op=True).wait()
             return [*kept.cpu().unique().tolist(), *out.cpu().unique().tolist()]

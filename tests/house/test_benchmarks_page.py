@@ -14,12 +14,7 @@ from unisono.tools.bench import Against, BoundCheck, Result, Settings, Spread, h
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 report: Any = importlib.import_module("_report")
-page, chart, tables, raw = (
-    report._page,
-    report._chart,
-    importlib.import_module("_tables"),
-    importlib.import_module("_raw"),
-)
+page, chart, tables, raw = map(importlib.import_module, ("_page", "_chart", "_tables", "_raw"))
 MADE = "run python benchmarks/_report.py --only"
 
 

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.utils.data._utils.worker
-from torch import _C, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch import nn
 
 SOURCE = Path(__file__).parents[2] / "src" / "unisono"
 
 PARAMETER, MODULE, BATCH_NORM = nn.Parameter(torch.ones(1)), nn.Linear(1, 1), nn.BatchNorm1d(1)
 
 NAMES: dict[str, tuple[Any, str, str]] = {
-    # name: (where it is, what breaks without it, what to do then)
+    # name: (where it is, by its path if that is private, what breaks without it, what to do then)
     "_BatchNorm": (nn.modules.batchnorm, "SyncBatchNorm.convert finds no layers", "list the public BatchNorm classes"),
     "_C": (torch, "all rows that name it", "see there"),
     "_DistributedBackendOptions": (
@@ -30,12 +29,12 @@ NAMES: dict[str, tuple[Any, str, str]] = {
         "pass the object that torch gave to `_create`",
     ),
     "_NormBase": (nn.modules.batchnorm, "BatchNorm is loaded aside, not in place: slower", "drop it from `_adapts`"),
-    "_autograd": (_C, "freed parameters keep their version", "see _unsafe_set_version_counter"),
+    "_autograd": ("torch._C", "freed parameters keep their version", "see _unsafe_set_version_counter"),
     "_backward_hooks": (PARAMETER, "hooks of two averagers on one model are not told apart", "keep a registry of ours"),
-    "_current_autograd_node": (_C, "errors in backward name no layer", "leave the name out"),
-    "_current_graph_task_id": (_C, "passes of two threads are mixed up", "one lock for each backward()"),
-    "_disable_current_modes": (torch.utils._python_dispatch, "reductions under FakeTensorMode", "refuse modes"),
-    "_dynamo": (_C, "sharded models inside torch.compile are not noticed", "torch.compiler.is_compiling"),
+    "_current_autograd_node": ("torch._C", "errors in backward name no layer", "leave the name out"),
+    "_current_graph_task_id": ("torch._C", "passes of two threads are mixed up", "one lock for each backward()"),
+    "_disable_current_modes": ("torch.utils._python_dispatch", "reductions under FakeTensorMode", "refuse modes"),
+    "_dynamo": ("torch._C", "sharded models inside torch.compile are not noticed", "torch.compiler.is_compiling"),
     "_engine_run_backward": (
         torch.autograd.graph,
         "backward passes that end by an error are not cleaned up",
@@ -47,7 +46,7 @@ NAMES: dict[str, tuple[Any, str, str]] = {
         "torch.autograd.graph.register_multi_grad_hook on all parameters",
     ),
     "_foreach_copy_": (torch, "copies into buckets take one call each", "copy_ in a loop"),
-    "_functorch": (_C, "wrapped tensors of vmap and grad are taken for plain ones", "torch.func's public test"),
+    "_functorch": ("torch._C", "wrapped tensors of vmap and grad are taken for plain ones", "torch.func's public test"),
     "_is_profiler_enabled": (torch.autograd.profiler, "calls are not shown in profiles", "record_function always"),
     "_load_from_state_dict": (MODULE, "modules that adapt what they load are not noticed", "load all aside"),
     "_load_state_dict_post_hooks": (MODULE, "as the row above", "load all aside"),
@@ -64,19 +63,15 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_schema": (torch.ops.aten.add_.Tensor, "`bench` measures no traffic", "count bytes by the tensors' sizes"),
     "_set_default_backend": (dist.ProcessGroup, "other devices beside unisono", "as for _register_backend"),
     "_unsafe_set_version_counter": (
-        _C._autograd,
+        "torch._C._autograd",
         "a sharded parameter that is freed and gathered looks modified to autograd",
         "torch.autograd.graph.increment_version, and saved tensors as hooks",
     ),
     "_use_count": (torch.ones(1), "buffers that hooks still hold are overwritten", "sys.getrefcount, and a copy"),
-    "_will_engine_execute_node": (_C, "unused parameters are found at the end of the pass only", "wait for it"),
-    "_worker_info": (torch.utils.data._utils.worker, "streams are split twice in workers", "refuse num_workers > 0"),
+    "_will_engine_execute_node": ("torch._C", "unused parameters are found at the end of the pass only", "wait for it"),
+    "_worker_info": ("torch.utils.data._utils.worker", "streams are split twice in workers", "refuse num_workers > 0"),
 }
-PRIVATE_MODULES = {
-    "torch.utils._python_dispatch": TorchDispatchMode,
-    "torch.utils._pytree": torch.utils._pytree.tree_leaves,
-    "torch.utils.data._utils": torch.utils.data._utils.worker,
-}
+PRIVATE_MODULES = {"torch.utils._python_dispatch", "torch.utils._pytree", "torch.utils.data._utils"}
 NOT_TORCHS = {
     # Python's own, and those of the packages that a file is about.
     "_PyRLock", "_PySimpleQueue", "_StorageInfo", "_args_from_interpreter_flags", "_asdict", "_boundary_",
@@ -89,11 +84,12 @@ NOT_TORCHS = {
 @pytest.mark.parametrize("name", NAMES)
 def test_name_exists(name: str) -> None:
     place, breaks, instead = NAMES[name]
+    place = resolve_name(place) if isinstance(place, str) else place
     assert hasattr(place, name), f"torch has {name} no longer: {breaks}. Instead: {instead}"
 
 
 def test_disabling_modes_is_a_context() -> None:
-    with _disable_current_modes():
+    with resolve_name("torch.utils._python_dispatch:_disable_current_modes")():
         assert torch.ones(1).item() == 1
 
 
@@ -118,4 +114,5 @@ def test_no_other_private_name_is_used() -> None:
                 parts = (node.module or "").split(".")
                 imported |= {node.module or "" for part in parts if _private(part)}
     assert used - defined - NOT_TORCHS == set(NAMES), "of torch's private names, the table lacks some or has too many"
-    assert imported == set(PRIVATE_MODULES)
+    assert imported == PRIVATE_MODULES
+    assert all(map(resolve_name, PRIVATE_MODULES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import re
 import signal
@@ -83,7 +84,7 @@ def test_pool_on_an_executor() -> None:
         with un.Pool(2, on=workers) as pool:
             found = list(pool.map(square_here, range(20), chunksize=1))
         assert [square for square, _ in found] == [x * x for x in range(20)]
-        assert {process for _, process in found} <= set(workers._processes)
+        assert {process for _, process in found} <= {child.pid for child in multiprocessing.active_children()}
         # The workers are free again.
         assert un.launch(lambda comm: comm.size, 2, on=workers) == [2, 2]
         assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("unisono")]

@@ -13,7 +13,7 @@ from rpc_functions import census
 from waiting import wait_until
 
 import unisono as un
-from unisono.rpc.refcount import Key, RefCounts
+from unisono.rpc.refcount import RefCounts
 from unisono.testing import pool, run_ranks
 
 rpc = un.rpc
@@ -74,7 +74,7 @@ def test_object_outlives_its_calls(how: str) -> None:
 
         def after_it_was_dropped(call: Any, message: Any) -> Any:
             if call.target.endswith(b".add"):
-                assert wait_until(lambda: not references._protocol.ledger.value(Key(0, 1)))
+                assert wait_until(lambda: len(references) == (how == "remote"))
             return run(call, message)
 
         if comm.rank == 1:

@@ -9,7 +9,6 @@ from typing import Any
 
 from waiting import run_concurrently
 
-from unisono.control.client import SocketControl
 from unisono.control.client_base import ControlClient
 from unisono.core.failure import Cause
 from unisono.core.group import Group
@@ -25,10 +24,7 @@ Make = Callable[[], ControlClient]
 
 def die(control: ControlClient) -> None:
     """End a handle as a killed process does."""
-    if isinstance(control, SocketControl):
-        control._connection.hang_up()
-    else:
-        control.lose()  # type: ignore[attr-defined]  # those in this process have it
+    control.lose()  # type: ignore[attr-defined]  # both kinds have it
 
 
 class Told:

@@ -24,20 +24,18 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
+        self._known: dict[StorageWeakRef, bool] = {}
         self._see(tensors)
         self.restart()
 
     def _see(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._known:
-                self._known[key] = StorageWeakRef(storage), tensor.is_floating_point()
+            # Its memory is no other storage's while there is a reference.
+            self._known.setdefault(StorageWeakRef(tensor.untyped_storage()), tensor.is_floating_point())
 
     def now(self) -> int:
-        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
-        alive = [torch.UntypedStorage._new_with_weak_ptr(key) for key, (_, counts) in self._known.items() if counts]
+        self._known = {ref: counts for ref, counts in self._known.items() if not ref.expired()}
+        alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, counts in self._known.items() if counts]
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
     def restart(self) -> None:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from averaged_models import MODELS, TINY, batches, made, same, stepped, wanted_of
-from insides import transport_of
+from insides import control_of, transport_of
 from torch import nn
 
 import unisono as un
@@ -75,7 +75,7 @@ def test_ranks_agree_on_spare_cores(cores: tuple[int, int], threads: int, spare:
             patch.object(transport, "cores", lambda: cores[comm.rank]),
             patch.object(torch, "get_num_threads", lambda: threads),
         ):
-            made = transport.ShmTransport.connect(group, whole._control, whole._options)
+            made = transport.ShmTransport.connect(group, control_of(comm), whole._options)
         made.leave()
         made.close()
         return made.background

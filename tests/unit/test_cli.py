@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,10 +126,16 @@ def test_defaults_and_names_of_options_are_those_of_the_settings() -> None:
 
 @pytest.mark.parametrize("name", sorted({*COMMANDS.names()} - {"completion"}))
 def test_every_command_has_json(name: str) -> None:
-    parser = argparse.ArgumentParser()
-    COMMANDS[name].add_arguments(parser)
-    nested = [a.choices.values() for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    for each in [one for group in nested for one in group] or [parser]:
+    made: list[argparse.ArgumentParser] = []
+
+    class Parser(argparse.ArgumentParser):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            made.append(self)
+
+    # Parsers of subcommands are of the class of their parent.
+    COMMANDS[name].add_arguments(Parser())
+    for each in made[1:] or made:
         assert "--json" in each.format_help(), each.prog
 
 

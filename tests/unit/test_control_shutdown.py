@@ -128,7 +128,7 @@ def test_killed_process_is_named_within_a_second(server: ControlServer, client: 
     assert time.monotonic() - killed_at[0] < 1.0
     assert caught.value.peer == 1
     # A second death changes nothing: the first cause stays.
-    third._connection.hang_up()
+    third.lose()
     with pytest.raises(PeerLostError, match="rank 1 was lost"):
         client.exchange(group, "another", 1, SOON)
     third.close()

@@ -247,9 +247,7 @@ def test_faults_apply_to_subgroups() -> None:
     }
     part = Faulty(Recorder(), **configured).split(Group("world/part", 0, (1, 2)))
     assert isinstance(part, Faulty)
-    assert {
-        field.name: getattr(part._configured, field.name) for field in dataclasses.fields(part._configured)
-    } == configured
+    assert dataclasses.asdict(part._configured) == configured
     # In the part, rank 0 is rank 1 of the job.
     assert part._faults.kill_at == 7
 

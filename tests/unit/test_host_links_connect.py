@@ -134,7 +134,7 @@ def test_silent_connections_do_not_delay_hosts(monkeypatch: pytest.MonkeyPatch) 
         for thread in threads:
             thread.join(2 * SOON_S)
     assert [type(ends.get(rank)) for rank in range(3)] == [HostLinks] * 3
-    assert [sorted(ends[rank]._peers) for rank in range(3)] == [[1, 2], [0, 2], [0, 1]]
+    assert [sorted(ends[rank].peers) for rank in range(3)] == [[1, 2], [0, 2], [0, 1]]
     for lanes in ends.values():
         lanes.close()
 

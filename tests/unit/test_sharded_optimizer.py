@@ -56,7 +56,7 @@ def test_each_rank_holds_its_part_of_states_and_gradients() -> None:
         train(model, optimizer, comm.rank)
         loss_of(model, 9, comm.rank).backward()
         states = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             grads = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage() for p in model.parameters()}
         assert sum(storage.nbytes() for storage in grads.values()) == 8 * len(grads)
         pieces = [p for group in optimizer._shards.param_groups for p in group["params"]]

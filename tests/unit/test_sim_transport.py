@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from insides import plain_of
 from simulated_programs import all_reduce
 
 import unisono as un
@@ -86,7 +87,7 @@ def test_closed_groups_leak_nothing(backend: str, count: int) -> None:
             with comm.dup() as part:
                 part.barrier()
         comm.barrier()
-        queue = comm._plain()._queue  # type: ignore[attr-defined]  # not in the annotations of what it is
+        queue = plain_of(comm)._queue
         return [len(queue.left), len(queue.broken), len(queue.waiting)]
 
     for left, broken, waiting in un.simulate(program, 3, backend=backend).results:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from insides import control_of, engine_of
+from insides import control_of, engine_of, transport_of
 from waiting import wait_until
 
 import unisono as un
@@ -63,6 +63,10 @@ def threads() -> int:
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
+def thread_names() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
 def used(comm: un.Communicator) -> un.Communicator:
     """With all the threads that it makes."""
     t = torch.ones(4)
@@ -93,11 +97,13 @@ def test_subgroups_are_freed_before_the_parent(start: Start) -> None:
 
     def dropped(comm: un.Communicator) -> Teardown:
         part = used(comm.dup())
-        ref, helper, ending = weakref.ref(part), engine_of(part)._helper, engine_of(part).ending
+        ref, ending = weakref.ref(part), engine_of(part).ending
+        group = transport_of(part).group
+        helper = f"unisono {group.name} rank {group.rank}"
+        assert helper in thread_names()
         del part
         assert wait_until(lambda: ref() is None)
-        helper.join(SOON_S)
-        assert not helper._thread.is_alive()
+        assert wait_until(lambda: helper not in thread_names())
         return ending
 
     def program(rank: int) -> list[tuple[bool, bool]]:

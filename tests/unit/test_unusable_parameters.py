@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from meta_tensors import Hollow
 from torch import nn
 
 import unisono as un
@@ -27,13 +28,8 @@ USERS: dict[str, Callable[[nn.Module, un.Communicator], Any]] = {
 }
 
 
-class Elsewhere(torch.Tensor):
+class Elsewhere(Hollow):
     """A tensor whose elements are another's."""
-
-    @staticmethod
-    def __new__(cls, held: torch.Tensor) -> Elsewhere:
-        made: Elsewhere = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)  # type: ignore[attr-defined]
-        return made
 
     def __init__(self, held: torch.Tensor) -> None:
         self.held = held

@@ -66,7 +66,7 @@ class SocketControl(ControlClient):
     ) -> None:
         super().__init__(timeout)
         self._host_rank = host_rank
-        self._address = address
+        self.address = address
         self._on_orphan = on_orphan
         self._process = os.getpid()
         self._reading = threading.Lock()
@@ -88,7 +88,7 @@ class SocketControl(ControlClient):
 
     @property
     def _where(self) -> str:
-        return f"the control plane at {self._address[0]}:{self._address[1]}"
+        return f"the control plane at {self.address[0]}:{self.address[1]}"
 
     def register_rank(self, job: str, rank: int, size: int, process: str) -> str:
         """Join the next world of a job, and return its name: "world1", then "world2", ...
@@ -145,7 +145,7 @@ class SocketControl(ControlClient):
         try:
             self._connection.send(serialization.encode((number, words)), time.monotonic() + self._patience_s)
         except OSError:
-            self._lose()
+            self._stop()
 
     def _notify(self, words: tuple[Any, ...]) -> None:
         with contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ class SocketControl(ControlClient):
                 if left_s <= 0 and not contents:
                     return
         except (OSError, ValueError):
-            self._lose()
+            self._stop()
             waiter.awake.wait(deadline - time.monotonic())
 
     def _wake_others(self) -> None:
@@ -188,7 +188,11 @@ class SocketControl(ControlClient):
             if other.reply is None:
                 other.awake.set()
 
-    def _lose(self) -> None:
+    def lose(self) -> None:
+        """End like a killed process: without leaving. For tests."""
+        self._connection.hang_up()
+
+    def _stop(self) -> None:
         """Handle the end of the connection. Only the thread that reads the news knows why; it notifies all waiters."""
         self._news.hang_up()
 

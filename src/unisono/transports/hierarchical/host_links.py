@@ -45,7 +45,7 @@ class HostLinks:
     """
 
     def __init__(self, peers: dict[int, socket.socket], ranks: Sequence[int], where: Sequence[str]) -> None:
-        self._peers = peers
+        self.peers = peers
         self._ranks = ranks
         self._where = where
         self._broken: BaseException | None = None
@@ -71,7 +71,7 @@ class HostLinks:
         """
         self._round += 1
         head = _HEAD.pack(len(mine.content), self._round, mine.digest)
-        pending = [_Exchange(host, peer, head, mine.content, theirs[host]) for host, peer in self._peers.items()]
+        pending = [_Exchange(host, peer, head, mine.content, theirs[host]) for host, peer in self.peers.items()]
         started = time.monotonic()
         while pending := [swap for swap in pending if not self._moved(swap, head)]:
             alike = [swap for swap in pending if not swap.differs]
@@ -114,7 +114,7 @@ class HostLinks:
         with self._closing:
             if self._broken is None:
                 self._broken = cause
-                for peer in self._peers.values():
+                for peer in self.peers.values():
                     try:
                         peer.shutdown(socket.SHUT_RDWR)
                     except OSError:
@@ -123,12 +123,12 @@ class HostLinks:
     def close(self) -> None:
         """Close the sockets. Idempotent."""
         with self._closing:
-            for peer in self._peers.values():
+            for peer in self.peers.values():
                 peer.close()
 
     def invalidate_after_fork(self) -> None:
         """Close the descriptors, as a forked child does."""
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.close()
 
 

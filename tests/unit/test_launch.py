@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from printed import printed
@@ -112,6 +114,15 @@ def test_results_that_cannot_be_pickled_are_named() -> None:
 def test_current_environment_reaches_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_TEST_WORD", "now")
     assert un.launch(lambda comm: os.environ.get("UNISONO_TEST_WORD"), 1, "gloo") == ["now"]
+
+
+def draw(_comm: un.Communicator) -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+
+def test_ranks_draw_different_numbers_unless_they_are_seeded() -> None:
+    first, second = un.launch(draw, 2, "shm")
+    assert not set(first) & set(second)
 
 
 def test_ranks_inherit_the_output(capfd: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "dump",
     "flush_streams",
     "importable",
+    "reseed_generators",
     "run_job",
     "run_processes",
     "run_worker",
@@ -341,10 +342,21 @@ def run_worker(orders: WorkerSpec, report: Connection) -> None:
         for number, copy in zip((1, 2), orders.outputs, strict=True):
             if copy is not None:
                 os.dup2(copy.detach(), number)
+    reseed_generators()
     configure_process(orders.threads)
     # Workers of a loader start as those of a plain script do, not as ranks do.
     multiprocessing.set_start_method(orders.start_method, force=True)
     report.send_bytes(run_job(orders))
+
+
+def reseed_generators() -> None:
+    """Seed the default generators of a forked process from the system, as in a Python of its own.
+
+    Without that, dropout would have the same masks on all ranks. Python seeds `random` itself.
+    """
+    torch.default_generator.seed()
+    if (random := sys.modules.get("numpy.random")) is not None:
+        random.seed()
 
 
 def configure_process(threads: int) -> None:

@@ -117,10 +117,7 @@ def _become_rank(order: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     for descriptor in _not_kept(order, ranks):
         os.close(descriptor)
     os.environ.update(order["variables"])
-    # As they are in a Python of its own: from the system. Python reseeds `random` itself.
-    sys.modules["torch"].default_generator.seed()
-    if (random := sys.modules.get("numpy.random")) is not None:
-        random.seed()
+    importlib.import_module("unisono.launcher.processes").reseed_generators()
     multiprocessing.current_process().authkey = os.urandom(32)
 
 

@@ -1,12 +1,20 @@
-"""Identity of processes: a number is valid on one host, and used again after a process has ended."""
+"""Identity of processes: a number is valid on one host, and used again after a process has ended; options of Python."""
 
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from functools import cache
 from pathlib import Path
 
-__all__ = ["process_space", "process_stat", "started"]
+__all__ = ["interpreter_flags", "process_space", "process_stat", "started"]
+
+
+def interpreter_flags() -> list[str]:
+    """Return the options that this Python was started with, as multiprocessing passes them on to its children."""
+    # There is no public name.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
 
 
 @cache

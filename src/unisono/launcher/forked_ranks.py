@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from unisono.host.processes import interpreter_flags
 from unisono.host.processors import cores
 
 __all__ = ["ForkedRank", "fork_ranks", "sets_environment", "why_plain"]
@@ -154,11 +155,17 @@ def fork_ranks(
         for each, ((_, out), (_, err)), report in zip(environments, outputs, reports, strict=True)
     ]
     written = [writer for pair in outputs for _, writer in pair]
-    # As multiprocessing passes them on; there is no public name.
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     template = subprocess.Popen(
         # With the script's words, by which `ps` shows the ranks.
-        [sys.executable, *flags, "-m", "unisono.launcher.template", str(link.fileno()), str(alive), *command],
+        [
+            sys.executable,
+            *interpreter_flags(),
+            "-m",
+            "unisono.launcher.template",
+            str(link.fileno()),
+            str(alive),
+            *command,
+        ],
         env=shared,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

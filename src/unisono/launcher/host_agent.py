@@ -26,7 +26,7 @@ HEADER = struct.Struct(">iBI")
 STARTED, ENDED, STATUSES = 3, 4, 5
 
 
-class _Link:
+class _Frames:
     """Frames to the launcher."""
 
     def __init__(self, descriptor: int) -> None:
@@ -51,7 +51,7 @@ class _Link:
 
 def _main() -> None:
     # Whatever else prints here must not get between the frames.
-    link = _Link(os.dup(1))
+    link = _Frames(os.dup(1))
     os.dup2(2, 1)
     order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     folder = Path(order["folder"])

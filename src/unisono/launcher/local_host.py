@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
 from unisono.core.work import seconds_left
+from unisono.host.processes import interpreter_flags
 from unisono.launcher.forked_ranks import ForkedRank, fork_ranks
 from unisono.launcher.script_job import Events, Report, ScriptJob
 
@@ -90,10 +91,16 @@ class LocalHost:
     def _start(self, rank: int) -> None:
         report = self._reports[rank].fileno()
         alive = self._alive
-        # As multiprocessing passes them on; there is no public name.
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         process = subprocess.Popen(
-            [sys.executable, *flags, "-m", "unisono.launcher.script_rank", str(alive), str(report), *self._job.command],
+            [
+                sys.executable,
+                *interpreter_flags(),
+                "-m",
+                "unisono.launcher.script_rank",
+                str(alive),
+                str(report),
+                *self._job.command,
+            ],
             env=self._job.environment(rank, self._ports, self._attempt),
             stdin=None if rank == self._job.stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,

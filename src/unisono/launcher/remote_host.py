@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import IO
 
 from unisono.core.failure import signal_name
+from unisono.host.processes import interpreter_flags
 from unisono.launcher.host_agent import ENDED, HEADER, STARTED, STATUSES
 from unisono.launcher.script_job import Events, ScriptJob
 
@@ -78,9 +79,8 @@ class RemoteHost:
 
     def start(self) -> None:
         """Start the agent, which starts the ranks."""
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        command = [self._shell.python, *flags, "-m", "unisono.launcher.host_agent"]
+        command = [self._shell.python, *interpreter_flags(), "-m", "unisono.launcher.host_agent"]
         if paths:
             # Under any shell, and before the agent has its orders.
             command = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", *command]

@@ -12,12 +12,12 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
+from unisono.host.processes import interpreter_flags
 from unisono.launcher.script_rank import arrange, main
 
 __all__ = ["fork_ranks"]
@@ -98,9 +98,15 @@ def _is_observed() -> bool:
 
 def _start_plainly(order: dict[str, Any], ranks: list[dict[str, Any]], alive: int, command: list[str]) -> int:
     """Start a rank as a Python of its own, and return its process."""
-    # As multiprocessing passes them on; there is no public name.
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    words = [sys.executable, *flags, "-m", "unisono.launcher.script_rank", str(alive), str(order["report"]), *command]
+    words = [
+        sys.executable,
+        *interpreter_flags(),
+        "-m",
+        "unisono.launcher.script_rank",
+        str(alive),
+        str(order["report"]),
+        *command,
+    ]
     outputs = [(os.POSIX_SPAWN_DUP2, order[name], number) for number, name in ((1, "stdout"), (2, "stderr"))]
     closed = [(os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in _not_kept(order, ranks)]
     return os.posix_spawn(

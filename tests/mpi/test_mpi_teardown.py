@@ -104,7 +104,8 @@ def test_exit_status_after_close_is_kept(tmp_path: Path) -> None:
     if comm.rank == culprit:
         sys.exit(3)
     import time
-    # Long enough for a job that the other rank's status ended to be gone by then.
+    # Meanwhile the other rank's process ends, mpirun reaps it, and signals this rank if it takes the status for the
+    # job's end. That no signal follows is no event to wait for.
     time.sleep(3)
     print("my own last words", flush=True)
     """

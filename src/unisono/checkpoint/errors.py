@@ -49,15 +49,8 @@ class CheckpointError(CommError):
         return text if self.path is None else f"{text.removesuffix(self.message)}checkpoint {self.path}: {self.message}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (kind, message, fields) = super().__reduce__()
-        return _rebuild, (rebuild, kind, message, fields, self.path, self.tensors)
-
-
-def _rebuild(rebuild: Any, kind: Any, message: str, fields: Any, path: str | None, tensors: tuple[str, ...]) -> Any:
-    error = rebuild(kind, message, fields)
-    error.path = path
-    error.tensors = tensors
-    return error
+        rebuild, given, notes = super().__reduce__()
+        return rebuild, given, {**(notes or {}), "path": self.path, "tensors": self.tensors}
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import socket
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -75,6 +78,8 @@ def test_status_without_jobs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 RANK = """
 import os
 import select
+import socket
+import select
 from unisono.control.inspect_socket import InspectSocket
 
 mine = InspectSocket(("127.0.0.1", 1), b"of a rank")
@@ -123,3 +128,18 @@ def test_inspect_socket_rejects_other_users(monkeypatch: pytest.MonkeyPatch) -> 
             find_control(os.getpid())
     finally:
         door.close()
+
+
+def test_a_process_that_ends_before_it_answers_is_in_no_job() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0unisono/{os.getpid()}/15")
+        listener.listen(1)
+
+        def end() -> None:
+            select.select([listener], [], [], 10.0)
+            listener.close()
+
+        ending = threading.Thread(target=end)
+        ending.start()
+        assert not any(os.getpid() in processes for processes in find_jobs().values())
+        ending.join()

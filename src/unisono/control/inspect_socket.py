@@ -169,7 +169,11 @@ def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
 def _read(connection: socket.socket, pid: int) -> tuple[tuple[str, int], bytes]:
     data = b""
     while len(data) < _LENGTH.size or len(data) < _LENGTH.size + min(_LENGTH.unpack_from(data)[0], _MAX_BYTES):
-        more = connection.recv(_MAX_BYTES) if select.select([connection], [], [], _WITHIN_S)[0] else b""
+        more = b""
+        # One that ends before it has answered resets the connection.
+        with contextlib.suppress(ConnectionResetError):
+            if select.select([connection], [], [], _WITHIN_S)[0]:
+                more = connection.recv(_MAX_BYTES)
         if not more:
             raise CommError(f"process {pid} does not answer: it is stopped or ending")
         data += more

@@ -1146,8 +1146,14 @@ class Communicator:
             ['', 'x', 'xx']
         """
         self._engine.enter("all_gather_object")
-        gathered = self.all_gather_v(self._bytes(encode(obj, self.rank, trusted)), timeout=timeout)
-        return [decode(part, trusted) for part in gathered]
+        data = self._bytes(encode(obj, self.rank, trusted))
+        # By two calls of the fast path, which all_gather_v has not: saves and loads make many of these.
+        lengths = data.new_empty(self.size, dtype=torch.int64)
+        self.all_gather_single(lengths, lengths.new_tensor([data.numel()]), timeout=timeout)
+        counts = lengths.tolist()
+        buffers = data.new_empty(sum(counts)).split(counts)
+        self.all_gather(buffers, data, timeout=timeout)
+        return [decode(buffer, trusted) for buffer in buffers]
 
     def gather_object(
         self, obj: Any, dst: int = 0, *, trusted: bool = False, timeout: Timeout | None = None

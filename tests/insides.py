@@ -16,7 +16,7 @@ def transport_of(comm: un.Communicator) -> Any:
 
 
 def plain_of(comm: un.Communicator) -> Any:
-    """That transport, without the check that a communicator adds."""
+    """Return that transport, without the check that a communicator adds."""
     return comm._plain()
 
 

@@ -79,7 +79,7 @@ class ReferenceAverager:
         return {name: (p._cdata, p.dtype) for name, p in self.model.named_parameters()}
 
     def changes(self) -> dict[str, int]:
-        """How often each parameter was changed in place."""
+        """Number of times that each parameter was changed in place."""
         return {name: p._version for name, p in self.parameters.items()}
 
     def arrive(self, name: str, _gradient: torch.Tensor) -> None:

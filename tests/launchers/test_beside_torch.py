@@ -21,7 +21,7 @@ Task = Callable[..., Any]
 
 
 def on_ranks(task: Task, size: int, port: int, *given: Any) -> list[Any]:
-    """What it returns in each of as many processes, which are described by variables."""
+    """Return what it returns in each of as many processes, which are described by variables."""
     with new_pool(size) as workers:
         futures = [workers.submit(as_rank, variables(rank, size, port), task, *given) for rank in reversed(range(size))]
         return [future.result(60) for future in futures]

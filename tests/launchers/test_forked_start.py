@@ -100,7 +100,7 @@ def test_forked_rank_finds_what_a_python_of_its_own_finds(folder: Path, script: 
 
 
 def test_nothing_that_differs_between_ranks_is_read_when_torch_is_imported() -> None:
-    """What torch, NumPy or this library read at their import, all forked ranks would share."""
+    """All forked ranks would share what torch, NumPy or this library read at their import."""
     first, second = (ScriptJob(["train.py"], 2).environment(rank, (1, 2), 0) for rank in range(2))
     differ = sorted(name for name in first if first[name] != second[name])
     assert differ == ["LOCAL_RANK", "RANK"]

@@ -134,7 +134,7 @@ def test_resources_of_a_rank_are_a_bundle() -> None:
 
 
 class Workers:
-    """As much of a client of Dask as waiting for workers needs."""
+    """Stand-in for a client of Dask, with as much of it as waiting for workers needs."""
 
     def __init__(self, **resources: dict[str, float]) -> None:
         self.resources = resources

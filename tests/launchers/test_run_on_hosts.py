@@ -86,7 +86,7 @@ def test_ranks_of_all_hosts_find_their_place_and_the_users_surroundings(folder: 
 
 
 def test_standard_input_of_a_rank_is_empty(folder: Path) -> None:
-    """That of the agent is the launcher's line to it."""
+    """A rank's standard input is empty: that of the agent is the launcher's line to it."""
     (folder / "read.py").write_text("import sys\nprint(repr(sys.stdin.read()))")
     assert run(folder, "-n", "1", "read.py", hosts="far", input="words").stdout == "[0] ''\n"
 

@@ -111,7 +111,7 @@ def test_trace_and_metrics_record_together() -> None:
 
 
 def shown(value: object) -> str:
-    """What a notebook shows of a value."""
+    """Return what a notebook shows of a value."""
     from IPython.core.formatters import HTMLFormatter
 
     html: str = HTMLFormatter()(value)

@@ -1,4 +1,4 @@
-"""What an engine does for ranks: it lends workers for a while."""
+"""Protocol of engines, which lend workers to ranks for a while."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _log = logging.getLogger("unisono")
 
 _END_S = 1.0
 _LINE_S = 0.05
-"""How long the rest of a line may take, so that lines of several ranks do not run into each other."""
+"""Seconds that the rest of a line may take, so that lines of several ranks do not run into each other."""
 
 
 class LocalHost:

@@ -23,7 +23,7 @@ from unisono.launcher.script_job import Events, ScriptJob
 __all__ = ["RemoteHost", "Shell"]
 
 _END_S = 10.0
-"""How long the agent may take to end its ranks and itself."""
+"""Seconds that the agent may take to end its ranks and itself."""
 
 _OF_A_HOST = {
     *("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "HOST", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_"),
@@ -34,7 +34,7 @@ _OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "GPG_", "SUDO_", "SLURM", "PMI", "OMPI
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """How a command is run on another host.
+    """Command that runs another one on another host.
 
     Attributes:
         name: The host's name.

@@ -14,11 +14,11 @@ from unisono.launcher.forked_ranks import why_plain
 __all__ = ["Events", "Report", "ScriptJob"]
 
 Report = dict[str, Any]
-"""What a rank writes about its uncaught error: `kind`, `time`, and its `text` and `brief` form."""
+"""Report of a rank on its uncaught error: `kind`, `time`, and its `text` and `brief` form."""
 
 
 class Events(Protocol):
-    """What is called, in several threads, while ranks run."""
+    """Callbacks for what ranks do while they run, called in several threads."""
 
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
         """Take what a rank printed to stream 1 or 2; None is the process that forks ranks. May raise `OSError`."""

@@ -626,7 +626,7 @@ def check_same_step(
 
 
 _Card = tuple[str | None, list[bool], list[list[tuple[str, str]]], list[str]]
-"""What a rank is about to do: its problem, which parameters have a gradient, its options, and samples of gradients."""
+"""Facts of a rank's next step: its problem, which parameters have a gradient, its options, and samples of gradients."""
 
 
 def _compare_step(names: Sequence[str], card: _Card, comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""What a training loop reports: log messages of some ranks, and the samples per second of all."""
+"""Reports of a training loop: log messages of some ranks, and the samples per second of all."""
 
 from __future__ import annotations
 

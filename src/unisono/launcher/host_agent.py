@@ -21,7 +21,7 @@ from unisono.launcher.script_job import Report, ScriptJob
 __all__ = ["ENDED", "HEADER", "STARTED", "STATUSES"]
 
 HEADER = struct.Struct(">iBI")
-"""Header of a frame: a rank, or -1; the kind; the number of bytes that follow. The kinds 1 and 2 are streams' output."""
+"""Header of a frame: a rank, or -1; the kind; the number of bytes that follow. Kinds 1 and 2 are streams' output."""
 
 STARTED, ENDED, STATUSES = 3, 4, 5
 

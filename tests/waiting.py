@@ -12,6 +12,7 @@ from typing import Any
 __all__ = ["is_refused", "run_concurrently", "wait_until"]
 
 _POLL_S = 0.005
+_POLL_AT_MOST_S = 0.05
 
 
 def wait_until(condition: Callable[[], object], within_s: float = 20.0) -> bool:
@@ -25,7 +26,8 @@ def wait_until(condition: Callable[[], object], within_s: float = 20.0) -> bool:
             # A collection takes longer than a poll, so the interval doubles each time.
             gc.collect()
             collect_at = now + (now - start)
-        time.sleep(_POLL_S)
+        # What has taken a second is seen a twentieth later. Conditions may list files or processes.
+        time.sleep(min(max(_POLL_S, (now - start) / 20), _POLL_AT_MOST_S))
         now = time.monotonic()
     return True
 

@@ -76,6 +76,7 @@ def test_builtin_transports_are_available() -> None:
     assert {"TestThread", "TestSim", "TestGloo"} <= globals().keys()
 
 
+@pytest.mark.soak
 class TestTraced(TransportConformance):
     backend = "thread"
 

@@ -48,7 +48,7 @@ def training(comm: un.Communicator, hooks: bool) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("hooks", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_training_is_correct_or_names_the_failure(hooks: bool) -> None:
     endings = chaos.check(training, RANKS, hooks, seeds=range(10))
     assert endings.total() == 10
@@ -142,7 +142,7 @@ def nearly(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
     return chaos.named_or_right(rounded, calm)
 
 
-@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("hooks", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_survivors_continue_training(hooks: bool) -> None:
     endings = chaos.check(recovering, 4, hooks, seeds=range(4), judge=nearly)
     assert endings.total() == 4

@@ -8,6 +8,8 @@ import textwrap
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import unisono
 
 
@@ -75,6 +77,7 @@ def test_dir_lists_the_public_names() -> None:
     assert dir(unisono) == sorted(unisono.__all__)
 
 
+@pytest.mark.soak
 def test_public_names_and_a_launch_give_no_warning() -> None:
     program = """
         import torch, unisono as un

@@ -36,6 +36,7 @@ def test_backend_is_available_without_an_import(first: str) -> None:
     assert ended.stdout.strip() == STUB, ended.stderr
 
 
+@pytest.mark.soak
 def test_import_registers_the_backend_without_autoload() -> None:
     ended = run("import unisono.interop", "0")
     assert ended.stdout.strip() == STUB, ended.stderr

@@ -31,7 +31,8 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("status", [0, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("status", [0, 3])
 def test_early_exit_ends_the_job(start: Start, script: str, port: int, status: int) -> None:
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     stays, ends = [start([sys.executable, script, "shm", "1", str(status)], env | {"RANK": str(r)}) for r in (0, 1)]

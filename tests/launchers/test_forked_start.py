@@ -83,7 +83,14 @@ def run(*words: str, start: str = "fork", **options: Any) -> subprocess.Complete
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, **options)
 
 
-@pytest.mark.parametrize("script", [("surroundings.py",), ("./surroundings.py",), ("-m", "package.module")])
+@pytest.mark.parametrize(
+    "script",
+    [
+        ("-m", "package.module"),
+        pytest.param(("./surroundings.py",), marks=pytest.mark.soak),
+        pytest.param(("surroundings.py",), marks=pytest.mark.soak),
+    ],
+)
 def test_forked_rank_finds_what_a_python_of_its_own_finds(folder: Path, script: tuple[str, ...]) -> None:
     (folder / "package").mkdir()
     (folder / "package" / "module.py").write_text(SURROUNDINGS)
@@ -121,6 +128,7 @@ def test_nothing_that_differs_between_ranks_is_read_when_torch_is_imported() -> 
 
 
 # -- what a script does ----------------------------------------------------------------------------
+@pytest.mark.soak
 def test_functions_of_the_script_reach_processes_that_it_starts(folder: Path) -> None:
     (folder / "spawn.py").write_text(
         "import multiprocessing, os\n"
@@ -163,23 +171,28 @@ def test_end_of_a_rank_is_that_of_python(folder: Path) -> None:
         assert [Path(folder, f"left-{rank}").read_text() for rank in range(2)] == ["whole"] * 2
 
 
-@pytest.mark.parametrize(
-    ("lines", "status", "sentence"),
-    [
-        ("sys.exit(7)", 7, "[rank 1 of 2] exited with status 7"),
-        ("sys.exit('words')", 1, "[rank 1 of 2] exited with status 1"),
-        ("os._exit(3)", 3, "[rank 1 of 2] exited with status 3"),
-        ("os.kill(os.getpid(), 9)", 128 + 9, "[rank 1 of 2] was ended by SIGKILL (by the kernel, if memory ran out)"),
-        ("os.abort()", 128 + 6, "[rank 1 of 2] was ended by SIGABRT"),
-        ("raise KeyboardInterrupt", 128 + 2, "[rank 1 of 2] was ended by SIGINT"),
-        ("raise KeyError('lr')", 1, "KeyError: 'lr'"),
-    ],
-)
-def test_exit_status_and_sentence(folder: Path, lines: str, status: int, sentence: str) -> None:
-    (folder / "end.py").write_text(f"import os, sys\nif os.environ['RANK'] == '1':\n    {lines}\n")
-    ended = run("end.py")
-    assert ended.returncode == status
-    assert sentence in ended.stderr.splitlines()
+ENDS = {
+    "sys.exit(7)": (7, "[rank 0 of 7] exited with status 7"),
+    "sys.exit('words')": (1, "[rank 1 of 7] exited with status 1"),
+    "os._exit(3)": (3, "[rank 2 of 7] exited with status 3"),
+    "os.kill(os.getpid(), 9)": (-9, "[rank 3 of 7] was ended by SIGKILL (by the kernel, if memory ran out)"),
+    "os.abort()": (-6, "[rank 4 of 7] was ended by SIGABRT"),
+    "raise KeyboardInterrupt": (-2, "[rank 5 of 7] was ended by SIGINT"),
+    "raise KeyError('lr')": (1, "KeyError: 'lr'"),
+}
+
+
+def test_exit_statuses_and_sentences(folder: Path) -> None:
+    lines = [f"if os.environ['RANK'] == '{rank}':\n    {line}\n" for rank, line in enumerate(ENDS)]
+    (folder / "end.py").write_text(f"import os, sys\n{''.join(lines)}")
+    command = [*RUN, "-n", str(len(ENDS)), "--start", "fork", "--on-failure", "continue", "--json", "end.py"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    result = json.loads(ended.stdout)
+    assert result["ranks"] == {str(rank): status for rank, (status, _) in enumerate(ENDS.values())}
+    # All have failed, so the job has failed as the first of them.
+    first = result["ranks"][str(result["first"])]
+    assert ended.returncode == (128 - first if first < 0 else first)
+    assert {sentence for _, sentence in ENDS.values()} <= {*ended.stderr.splitlines()}
 
 
 WAIT = """
@@ -259,7 +272,9 @@ THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
     ("line", "why"),
     [
         (THREAD, "the import of torch started 1 thread"),
-        ("sys.setprofile(lambda *all: None)", "a tracer or profiler of Python is active"),
+        pytest.param(
+            "sys.setprofile(lambda *all: None)", "a tracer or profiler of Python is active", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_process_that_cannot_be_forked_starts_ranks_plainly(folder: Path, line: str, why: str) -> None:

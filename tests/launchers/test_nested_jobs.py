@@ -61,13 +61,11 @@ with un.init(timeout=60) as comm:
 PAIRS = [("run", inner) for inner in ("plain", "run", "torchrun", "mpirun", "hand")]
 PAIRS += [("torchrun", inner) for inner in ("plain", "run", "torchrun", "hand")]
 PAIRS += [("mpirun", inner) for inner in ("plain", "run", "torchrun", "mpirun", "hand")]
-USUAL = [("run", "plain")]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("outer", "inner"), [pytest.param(*pair, marks=() if pair in USUAL else pytest.mark.soak) for pair in PAIRS]
-)
+@pytest.mark.parametrize(("outer", "inner"), PAIRS)
 def test_inner_job_is_a_world_of_its_own(tmp_path: Path, outer: str, inner: str) -> None:
     (tmp_path / "inner.py").write_text(INNER)
     (tmp_path / "outer.py").write_text(OUTER)

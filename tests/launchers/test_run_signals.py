@@ -65,7 +65,10 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("saved-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.soak) for number in (signal.SIGHUP, signal.SIGINT))],
+)
 def test_handlers_of_ranks_save_and_leave(folder: Path, number: signal.Signals) -> None:
     job = started(folder, "handlers.py", str(folder))
     job.send_signal(number)
@@ -106,7 +109,14 @@ def test_ignored_signal_stays_ignored(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "status"), [("fail", 3), ("succeed", 0), ("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -9)]
+    ("how", "status"),
+    [
+        ("fail", 3),
+        ("succeed", 0),
+        pytest.param("SIGINT", 130, marks=pytest.mark.soak),
+        pytest.param("SIGTERM", 143, marks=pytest.mark.soak),
+        ("SIGKILL", -9),
+    ],
 )
 def test_children_of_ranks_end_with_the_job(folder: Path, how: str, status: int) -> None:
     job = started(folder, "children.py", str(folder), how)

@@ -23,7 +23,7 @@ def sanitized(sanitizers: str) -> list[str]:
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 @pytest.mark.parametrize("sanitizers", ["thread", pytest.param("address,undefined", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", ["ranks", "steps_ranks"])
+@pytest.mark.parametrize("name", ["ranks", pytest.param("steps_ranks", marks=pytest.mark.soak)])
 def test_ranks_as_threads(name: str, sanitizers: str, tmp_path: Path) -> None:
     assert ran(sanitized(sanitizers), [], name, tmp_path) == (0, "0 failed\n", "")
 

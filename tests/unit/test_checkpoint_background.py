@@ -252,7 +252,7 @@ def fail_alone(comm: un.Communicator, folder: str) -> None:
 @pytest.mark.parametrize(
     ("launcher", "end"),
     [
-        ([], ""),
+        pytest.param([], "", marks=pytest.mark.soak),
         pytest.param([], "comm.close()", marks=pytest.mark.soak),
         (["-m", "unisono", "run", "-n", "2"], "sys.exit()"),
     ],

@@ -86,7 +86,7 @@ def test_two_times_two_ranks_have_the_bits_of_four(backend: str, stage: int) -> 
 @short(
     "stage, ranks, shards",
     [(stage, *mesh) for stage in (1, 2, 3) for mesh in ((4, 2), (6, 3))],
-    [(1, 4, 2), (2, 6, 3), (3, 4, 2)],
+    [(1, 4, 2), (3, 4, 2)],
 )
 def test_a_mesh_trains_as_full_sharding_does(stage: int, ranks: int, shards: int) -> None:
     def program(comm: un.Communicator) -> None:
@@ -101,7 +101,7 @@ def test_a_mesh_trains_as_full_sharding_does(stage: int, ranks: int, shards: int
 @short(
     "stage, ranks, shards",
     [(stage, *mesh) for stage in (1, 2, 3) for mesh in ((4, 2), (4, 1), (4, 4), (6, 3))],
-    [(1, 6, 3), (2, 4, 1), (2, 4, 4), (3, 4, 2)],
+    [(1, 6, 3), (2, 4, 4), (3, 4, 2)],
 )
 def test_a_mesh_trains_as_one_process_does(stage: int, ranks: int, shards: int) -> None:
     def program(comm: un.Communicator) -> State:
@@ -339,7 +339,7 @@ def test_a_lost_rank_is_named_by_its_number_on_all_ranks(backend: str, stage: in
         assert "rank 3" in str(text), text
 
 
-@short("seed, stage", product(range(3), [2, 3]), [(0, 2), (1, 3)])
+@short("seed, stage", product(range(3), [2, 3]), [(0, 2)])
 def test_a_step_after_a_failed_one_is_right(stage: int, seed: int) -> None:
     def program(comm: un.Communicator) -> State:
         model = copy_of("transformer")

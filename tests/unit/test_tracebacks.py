@@ -175,7 +175,7 @@ raise ValueError("of the program alone")
 """
 
 
-@pytest.mark.parametrize("whose", ["ours", "others"])
+@pytest.mark.parametrize("whose", ["ours", pytest.param("others", marks=pytest.mark.soak)])
 def test_hook_of_ray_shows_only_errors_that_do_not_concern_ranks(whose: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(RAY)
     command = [sys.executable, "program.py", whose]

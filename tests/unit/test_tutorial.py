@@ -87,7 +87,7 @@ def test_partitions(count: int, backend: str, ranks: int) -> None:
     ("backend", "ranks", "epochs", "reached"),
     [
         ("thread", 2, 20, 0.2),
-        ("thread", 4, 20, 0.2),
+        pytest.param("thread", 4, 20, 0.2, marks=pytest.mark.soak),
         ("gloo", 2, 4, 0.65),
         pytest.param("gloo", 4, 4, 0.65, marks=pytest.mark.soak),
     ],

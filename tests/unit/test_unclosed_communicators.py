@@ -23,7 +23,7 @@ from unisono.core.transport import Options
 from unisono.errors import PeerLostError
 from unisono.transports.thread import ThreadTransport
 
-BACKENDS = ["thread", "shm", pytest.param("gloo", marks=pytest.mark.soak)]
+BACKENDS = [pytest.param("thread", marks=pytest.mark.soak), "shm", pytest.param("gloo", marks=pytest.mark.soak)]
 SOON_S = 20.0
 
 Start = Callable[[int], un.Communicator]

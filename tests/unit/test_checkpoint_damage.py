@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from checkpoint_samples import rewrite, same, saved, state_of
@@ -222,6 +223,32 @@ def test_file_that_goes_after_the_manifest_was_read_is_missing(folder: Path) -> 
         file.unlink()
         with pytest.raises(CorruptError, match=f"{file.name} is missing"):
             archive[next(iter(archive))]
+
+
+def test_link_that_takes_a_files_place_after_the_manifest_was_read_is_not_followed(folder: Path) -> None:
+    path = saved(folder / "linked", 1)
+    with un.checkpoint.open_archive(path) as archive:
+        file = next(path.glob("*.safetensors"))
+        file.rename(folder / "the same bytes")
+        file.symlink_to(folder / "the same bytes")
+        with pytest.raises(OSError, match="symbolic links"):
+            archive[next(iter(archive))]
+
+
+@pytest.mark.parametrize("where", ["on disk", "in memory"])
+def test_tensors_of_a_damaged_manifest_are_named_by_the_files(folder: Path, where: str) -> None:
+    path = str(folder / "headers") if where == "on disk" else "memory://headers/last"
+    names = ["bias", "weight"]
+    un.checkpoint.save(path, {name: torch.ones(3) for name in names})
+    filesystem, inner = fsspec.url_to_fs(path)
+    # A file of the user's, before and after the others.
+    for name in ("0-notes.txt", "zz-notes.txt"):
+        filesystem.pipe_file(f"{inner}/{name}", b"mine")
+    data = filesystem.cat_file(f"{inner}/{MANIFEST}")
+    filesystem.pipe_file(f"{inner}/{MANIFEST}", data[: len(data) // 2])
+    with pytest.raises(CorruptError, match="its tensors are 'bias', 'weight'") as caught:
+        un.checkpoint.load(path)
+    assert sorted(caught.value.tensors) == names
 
 
 def test_wrong_model_is_rejected(folder: Path) -> None:

@@ -241,6 +241,33 @@ def test_each_kind_is_right_or_refused(kind: str, optimizer_class: type[Optimize
             torch.testing.assert_close(mine, wanted.detach(), rtol=1e-4, atol=1e-5)
 
 
+class LooksAtTheLargest(Custom):
+    def directions(self, group: Any, members: Sequence[Any]) -> Iterable[torch.Tensor]:
+        """Look at the largest element: empty slices have none."""
+        return [p.grad for p in members if p.grad.amax().isfinite()]
+
+
+class Unfinished(Custom):
+    def directions(self, group: Any, members: Sequence[Any]) -> Iterable[torch.Tensor]:
+        """Fail."""
+        raise KeyError("unfinished")
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "why"),
+    [
+        (
+            LooksAtTheLargest,
+            r"LooksAtTheLargest fails on a slice of a parameter \(amax.*\), so its states cannot",
+        ),
+        (Unfinished, "Unfinished failed in a trial step: 'unfinished'"),
+    ],
+)
+def test_trial_says_what_failed(optimizer_class: type[Optimizer], why: str) -> None:
+    with un.init() as comm, pytest.raises(ValueError, match=why):
+        un.sharding.ShardedOptimizer(optimizer_class, Net().parameters(), comm)
+
+
 def test_perturbation_of_parameters_by_sharded_gradients_is_an_error() -> None:
     """Sharpness-aware minimization reads p.grad, which has no elements under ZeRO-2."""
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from unisono.diagnostics.metrics import Metrics
     from unisono.elastic.admission import join
     from unisono.errors import CommError
-    from unisono.gradients import GradientAverager, average_gradients, broadcast_parameters
+    from unisono.gradients import GradientAverager, agree_step, average_gradients, broadcast_parameters
     from unisono.launcher.api import init, launch
     from unisono.launcher.simulated import simulate
     from unisono.pool import Pool
@@ -54,6 +54,7 @@ __all__ = [
     "ReduceOp",
     "Send",
     "Work",
+    "agree_step",
     "algorithms",
     "autograd",
     "average_gradients",
@@ -89,6 +90,7 @@ _HOME = {
     "ReduceOp": "unisono.core.types",
     "Send": "unisono.core.types",
     "Work": "unisono.core.types",
+    "agree_step": "unisono.gradients",
     "average_gradients": "unisono.gradients",
     "broadcast_parameters": "unisono.gradients",
     "init": "unisono.launcher.api",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unisono.gradients.average import average_gradients, broadcast_parameters
 from unisono.gradients.averager import GradientAverager
 from unisono.gradients.gossip import Gossip
-from unisono.gradients.guards import DivergenceGuard, NanGuard, assert_finite
+from unisono.gradients.guards import DivergenceGuard, NanGuard, agree_step, assert_finite
 from unisono.gradients.local_sgd import DiLoCo, LocalSGD
 from unisono.gradients.logical_shards import LogicalShards
 from unisono.gradients.periodic import every
@@ -21,6 +21,7 @@ __all__ = [
     "LogicalShards",
     "NanGuard",
     "SyncBatchNorm",
+    "agree_step",
     "assert_finite",
     "average_gradients",
     "broadcast_parameters",

@@ -9,6 +9,7 @@ from unisono.testing import Faulty, TransportConformance
 from unisono.testing.conformance import CHECKS, Check, World
 
 
+@pytest.mark.soak
 class TestThreadsOnTwoHosts(TransportConformance):
     """Ranks of a host that are no neighbours in number, and no transport that compares or reduces by itself."""
 

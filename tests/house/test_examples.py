@@ -20,6 +20,8 @@ import unisono
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+LONG = {"compress-gradients.md", "start-the-ranks.md"}
+"""Pages for the soak: one trains three times, one starts ranks in every way."""
 MODULES = [name for name in modules() if not name.endswith("__main__")]
 
 # Docstrings leave these imports out; pages have them.
@@ -52,7 +54,13 @@ def run_page(page: Path) -> int:
     return len(examples)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.soak if page.name in LONG else (), id=str(page.relative_to(ROOT)))
+        for page in PAGES
+    ],
+)
 def test_page_examples(page: Path) -> None:
     fences = page.read_text().count("```python")
     assert run_page(page) >= fences

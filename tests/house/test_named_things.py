@@ -52,9 +52,14 @@ PACKAGES = (
 NAME = re.compile(r"`([^\W\d]\w*(?:\.[^\W\d]\w*)*)(?:\([^`]*\))?`")
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
     """Strings that stand alone: docstrings, and those below a variable or a field."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value
 
@@ -62,7 +67,7 @@ def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
 def identifiers(tree: ast.AST) -> Iterator[str]:
     """Identifiers of the code, and the words of its strings, which hold names of options and attributes."""
     documentation = set(docstrings(tree))
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -82,7 +87,7 @@ def members(trees: Mapping[str, ast.Module]) -> dict[str, tuple[set[str], set[st
     """For each name of a class: attributes that classes of this name define, and the names of their bases."""
     found: defaultdict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     for tree in trees.values():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef):
                 attributes, bases = found[node.name]
                 attributes |= set(stored(node))

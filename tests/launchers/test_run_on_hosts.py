@@ -156,7 +156,7 @@ def everything(job: subprocess.Popen[str], pids: dict[int, list[int]]) -> set[in
     return found
 
 
-@pytest.mark.parametrize("how", ["plain", "fork"])
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.soak), "fork"])
 def test_nothing_is_left_of_a_launcher_that_was_killed(start: Start, folder: Path, how: str) -> None:
     job, pids, _ = started(start, folder, command(folder, "--start", how, "wait.py"))
     running = everything(job, pids)
@@ -307,7 +307,8 @@ def test_sums_of_two_hosts(across: Callable[..., list[str]], how: str) -> None:
     assert sorted(ended.stdout.splitlines()) == expected
 
 
-@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.soak), "fork"])
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["plain", "fork"])
 def test_no_host_keeps_ranks_of_a_launcher_that_was_killed(
     start: Start, across: Callable[..., list[str]], folder: Path, how: str
 ) -> None:
@@ -348,6 +349,7 @@ def processes() -> list[tuple[int, str, int]]:
     return [(int(words[0]), words[1], int(words[-1])) for words in map(str.split, lines.splitlines())]
 
 
+@pytest.mark.soak
 def test_death_of_a_host_is_named(
     start: Start, across: Callable[..., list[str]], network: Network, folder: Path
 ) -> None:

@@ -89,7 +89,7 @@ def test_job_goes_on_after_a_signal_of_the_users(folder: Path) -> None:
     assert job.returncode == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("second", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_grace_ends_by_time_or_by_a_second_signal(folder: Path, second: bool) -> None:
     job = started(folder, "--grace", "60" if second else "0.5", "handlers.py", str(folder), "stubborn")
     job.send_signal(signal.SIGTERM)
@@ -204,7 +204,7 @@ def test_reader_that_leaves_ends_the_job_quietly(folder: Path) -> None:
 
 
 # -- descriptors, flags and paths ------------------------------------------------------------------
-@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param("<&-", marks=pytest.mark.soak), "<&- >&- 2>&-"])
 def test_closed_descriptors_end_no_rank(folder: Path, closed: str) -> None:
     (folder / "note.py").write_text(
         f"import os, sys\nsys.stdin.read()\nprint('x')\nopen('{folder}/ran-' + os.environ['RANK'], 'w').close()\n"

@@ -42,6 +42,7 @@ def test_import_registers_the_backend_without_autoload() -> None:
     assert ended.stdout.strip() == STUB, ended.stderr
 
 
+@pytest.mark.soak
 def test_every_module_can_be_imported_before_torch() -> None:
     assert run("import unisono.interop.group, unisono.interop.torch_rpc", "1").stdout.startswith("6.0")
 

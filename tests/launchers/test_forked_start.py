@@ -238,6 +238,7 @@ def test_forked_ranks_end_with_their_launcher(folder: Path) -> None:
     assert wait_until(lambda: not any(map(is_running, (*pids, template))))
 
 
+@pytest.mark.soak
 def test_loss_of_the_process_that_forked_them_ends_the_ranks(folder: Path) -> None:
     job, pids, template = started(folder)
     os.kill(template, signal.SIGKILL)
@@ -247,6 +248,7 @@ def test_loss_of_the_process_that_forked_them_ends_the_ranks(folder: Path) -> No
     assert wait_until(lambda: not any(map(is_running, pids)))
 
 
+@pytest.mark.soak
 def test_interrupt_while_torch_is_imported_ends_the_job(folder: Path) -> None:
     (folder / "train.py").write_text("print('never')")
     # It is imported by this library, before any rank exists.

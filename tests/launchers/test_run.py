@@ -131,7 +131,8 @@ def test_exit_statuses_as_json() -> None:
 
 
 # "early" and "two": the first ranks meet and fail without torch, whose import takes most of the time.
-@pytest.mark.parametrize("when", ["early", pytest.param("once", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("when", ["early", "once"])
 def test_all_ranks_start_again_after_a_failure(when: str) -> None:
     ended = run("-n", "2", "--restarts", "1", "--no-prefix", "train.py", when)
     assert ended.returncode == 0

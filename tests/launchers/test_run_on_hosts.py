@@ -117,6 +117,7 @@ def test_first_error_of_all_hosts_is_shown_once(folder: Path) -> None:
     ]
 
 
+@pytest.mark.soak
 def test_exit_statuses(folder: Path) -> None:
     (folder / "exit.py").write_text("import os, sys\nsys.exit({'3': 7}.get(os.environ['RANK'], 0))")
     ended = run(folder, "--json", "exit.py")

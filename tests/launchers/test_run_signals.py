@@ -245,6 +245,7 @@ def test_folder_with_a_main_module_runs(folder: Path) -> None:
     assert b"there is no file 'absent'" in run("-n", "1", "absent").stderr
 
 
+@pytest.mark.soak
 def test_error_of_a_program_that_a_rank_starts_is_seen(folder: Path) -> None:
     (folder / "inner.py").write_text("import unisono as un\nun.init(backend='thread')\nraise KeyError('the inner one')")
     (folder / "outer.py").write_text(

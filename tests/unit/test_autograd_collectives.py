@@ -35,7 +35,7 @@ CALLS: list[tuple[str, Any]] = [
 SIZE = 3
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, 18), (3, 16), (4, 16)])
+@pytest.mark.parametrize(("size", "count"), [(2, 18), (3, 16), pytest.param(4, 16, marks=pytest.mark.soak)])
 def test_random_graphs(size: int, count: int) -> None:
     check_graphs(size, range(count))
 

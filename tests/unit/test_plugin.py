@@ -255,6 +255,7 @@ def test_hanging_test_ends_and_names_the_rank(inner: pytest.Pytester, backend: s
     )
 
 
+@pytest.mark.soak
 def test_torch_is_imported_before_time_limits_of_tests_begin(inner: pytest.Pytester) -> None:
     inner.makeconftest("import sys\ndef pytest_collection_finish(): print('torch' in sys.modules)")
     inner.makepyfile("import pytest\n@pytest.mark.ranks(2)\ndef test_nothing(comm): pass")

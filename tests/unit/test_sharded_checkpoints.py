@@ -73,7 +73,7 @@ def check(folder: Path, saved: str, p: int, loaded: str, q: int) -> None:
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("zero1", "zero2"), ("zero2", "zero3"), ("zero3", "zero1"), ("zero3", "plain")],
+    [("zero1", "zero2"), ("zero2", "zero3"), ("zero3", "plain")],
 )
 def test_training_goes_on_equally(saved: str, loaded: str, tmp_path: Path) -> None:
     check(tmp_path, saved, 2, loaded, 3)

@@ -108,6 +108,7 @@ def test_all_frames_are_shown_if_asked_for(tmp_path: Path) -> None:
         assert "unisono/comm/reductions.py" in text
 
 
+@pytest.mark.soak
 def test_launch_shows_the_ranks_lines_after_the_callers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LAUNCHED)
     command = [sys.executable, tmp_path / "train.py"]

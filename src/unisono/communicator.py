@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["BY_HANDLE", "Check", "Communicator", "engine_of"]
+__all__ = ["BY_HANDLE", "Check", "Communicator", "engine_of", "join_part"]
 
 BY_HANDLE: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 """The communicators of this process by the names that compiled graphs hold instead of objects."""
@@ -1512,15 +1512,10 @@ class Communicator:
         keys = {rank: key for rank, (chosen, key, _) in enumerate(requests) if chosen == color}
         ranks = sorted(keys, key=lambda rank: (keys[rank], rank))
         child = group.child(f"{self._splits}.{color}", ranks)
-        # From now on the child group detects a lost rank, even before that rank has joined.
-        self._control.join(child)
         try:
-            part = Communicator(self._plain().split(child), self._control, options, check=check)
-        except BaseException as error:
-            self._control.report_failure(child, to_cause(error, child.rank, "split"))
-            self._control.leave(child)
-            if isinstance(error, CommError):
-                error.locate(rank=child.rank, size=child.size, group=child.name, operation="split", call=self._splits)
+            part = join_part(self, child, check, options)
+        except CommError as error:
+            error.locate(rank=child.rank, size=child.size, group=child.name, operation="split", call=self._splits)
             raise
         part._engine.set_parent(self._engine)
         self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]
@@ -1910,6 +1905,38 @@ class Communicator:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Communicator belongs to one process; create a Communicator in each rank with init or launch")
+
+
+def join_part(comm: Communicator, part: Group, check: Check, options: Options) -> Communicator:
+    """Return a communicator of some ranks of another one. Its members alone call it, with a name that is new.
+
+    Args:
+        comm: The communicator of all ranks.
+        part: A child of its group.
+        check: As for `init`.
+        options: Options of its transport.
+
+    Raises:
+        CommError: A member is missing, or has failed; the others are told.
+
+    Example:
+        >>> def program(comm):
+        ...     engine = engine_of(comm)
+        ...     if comm.rank == 1:
+        ...         return None
+        ...     with join_part(comm, engine.group.child("ends", [0, 2]), "auto", engine.options) as ends:
+        ...         return ends.rank
+        >>> un.launch(program, nprocs=3, backend="thread")
+        [0, None, 1]
+    """
+    # From now on the group of the part detects a lost rank, even before that rank has joined.
+    comm._control.join(part)
+    try:
+        return Communicator(comm._plain().split(part), comm._control, options, check=check)
+    except BaseException as error:
+        comm._control.report_failure(part, to_cause(error, part.rank, "split"))
+        comm._control.leave(part)
+        raise
 
 
 def engine_of(comm: Communicator) -> Engine:

@@ -62,6 +62,11 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_register_backend": (dist.ProcessGroup, "other devices beside unisono", "torch's own group, by its name"),
     "_schema": (torch.ops.aten.add_.Tensor, "`bench` measures no traffic", "count bytes by the tensors' sizes"),
     "_set_default_backend": (dist.ProcessGroup, "other devices beside unisono", "as for _register_backend"),
+    "_set_thread_isolation_mode": (
+        "torch._C._distributed_c10d",
+        "functional collectives find another rank's group, where a test's ranks are threads",
+        "names of groups that differ by rank",
+    ),
     "_unsafe_set_version_counter": (
         "torch._C._autograd",
         "a sharded parameter that is freed and gathered looks modified to autograd",
@@ -71,7 +76,12 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_will_engine_execute_node": ("torch._C", "unused parameters are found at the end of the pass only", "wait for it"),
     "_worker_info": ("torch.utils.data._utils.worker", "streams are split twice in workers", "refuse num_workers > 0"),
 }
-PRIVATE_MODULES = {"torch.utils._python_dispatch", "torch.utils._pytree", "torch.utils.data._utils"}
+PRIVATE_MODULES = {
+    "torch._C._distributed_c10d",
+    "torch.utils._python_dispatch",
+    "torch.utils._pytree",
+    "torch.utils.data._utils",
+}
 NOT_TORCHS = {
     # Python's own, and those of the packages that a file is about.
     "_PyRLock", "_PySimpleQueue", "_StorageInfo", "_args_from_interpreter_flags", "_asdict", "_boundary_",

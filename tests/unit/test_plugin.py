@@ -273,3 +273,19 @@ def test_page_about_testing_shows_tests_that_pass(inner: pytest.Pytester) -> Non
     result = inner.runpytest_inprocess("--backends", "sim", "-k", "all_reduce")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*inputs=[[]tensor([[]1[]]), tensor([[]0[]])[]],*"])
+
+
+def test_marker_with_torch_needs_no_communicator(inner: pytest.Pytester) -> None:
+    inner.makepyfile(
+        """
+        import pytest, torch, torch.distributed as dist
+        @pytest.mark.ranks(3, torch=True)
+        def test_it():
+            tensor = torch.tensor([dist.get_rank()])
+            dist.all_reduce(tensor)
+            assert tensor.item() == 3
+        """
+    )
+    result = inner.runpytest_subprocess("--ranks", "2,3", "--backends", "thread,sim")
+    result.assert_outcomes(passed=2, failed=2)
+    result.stdout.fnmatch_lines(["*test_it?thread-2*", "*assert 1 == 3*", "*raised on rank ? of 2*"])

@@ -19,7 +19,7 @@ from unisono.control.process_exit import close_at_exit
 from unisono.core.flight_recorder import called_at
 from unisono.core.threads import spawn_thread
 from unisono.interop.device_backends import DeviceBackends, by_device
-from unisono.interop.from_store import meet
+from unisono.interop.from_store import JoinedGroup, meet
 from unisono.interop.options import (
     GroupOptions,
     UnisonoWork,
@@ -56,6 +56,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         timeout: Timeout of joining, and default of every operation.
         group_options: The options that the user requested.
         others_options: The user's options for the backends of other devices.
+        connect: Makes a communicator of the ranks: `meet`, or what replaces it where the ranks have met already.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         group_options: GroupOptions,
         *,
         others_options: object = None,
+        connect: Callable[[dist.Store, int, int, float, GroupOptions], JoinedGroup] = meet,
     ) -> None:
         # Of torch's two constructors, the one that it documents is not for classes written in Python.
         super().__init__(rank, size)
@@ -77,7 +79,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._batch: list[UnisonoWork] | None = None
         self._barriers = self._communicators = 0
         self.others = DeviceBackends(self, store, timeout, others_options)
-        self._connection = meet(store, rank, size, self._timeout_s, group_options)
+        self._connect = connect
+        self._connection = connect(store, rank, size, self._timeout_s, group_options)
         self._comm = self._connection.comm
         label = f"unisono {self._connection.group.name} rank {rank}"
         self._queue = SerialQueue(label)
@@ -337,7 +340,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             with torch.inference_mode() if inference else contextlib.nullcontext():
                 job()
 
-        return self._recorded(UnisonoWork(self._queue.start(called_at(sys._getframe(), there)), result))
+        queued = self._queue.start(called_at(sys._getframe(), there))
+        return self._recorded(UnisonoWork(queued, result, waits=self._connection.control.simulated))
 
     def _recorded(self, work: UnisonoWork) -> UnisonoWork:
         if self._batch is not None:
@@ -357,7 +361,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._communicators += 1
         store = dist.PrefixStore(f"communicator {self._communicators}", self._store)
         options = GroupOptions(self._comm.backend, check, chunk_bytes)
-        comm = meet(store, self.rank(), self.size(), timeout_s, options).comm
+        comm = self._connect(store, self.rank(), self.size(), timeout_s, options).comm
         # As every other communicator, it belongs to the first thread that uses it.
         comm.release_thread()
         return comm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -101,10 +102,13 @@ class UnisonoWork(dist.Work):
     Args:
         work: What is under way, or None if it is done.
         tensors: What the future holds in the end.
+        waits: Whether `get_future` returns when the work is done: C++ code, as DDP's, waits for a future where no
+            other simulated rank could go on.
     """
 
-    def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor], *, waits: bool = False) -> None:
         super().__init__()
+        self._waits = waits
         self._work = work
         self._tensors = list(tensors)
 
@@ -142,6 +146,10 @@ class UnisonoWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the tensors. Its error is torch's, with ours as text, so that C++ code sees it as one."""
+        if self._waits and self._work is not None:
+            with suppress(Exception):
+                # The future holds the error.
+                self._work.wait()
         if self._work is None:
             done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
             done.set_result(self._tensors)

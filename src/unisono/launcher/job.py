@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ __all__ = [
 
 GRACE_S = 3.0
 """After a first failure, how long the others may take to end by their own error."""
+_SHOWN = 4
+"""Errors of other ranks of which a failure shows the first line."""
 
 
 @dataclass(slots=True)
@@ -204,11 +207,27 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
         error.add_note(f"noticed by rank {witness.rank} of {size}")
     elif not isinstance(error, CommError) or error.rank is None:
         error.add_note(f"raised on rank {first.rank} of {size}")
-    others = Counter(type(outcome.error).__name__ for outcome in failures if outcome is not first)
-    if others:
-        listed = ", ".join(f"{count} {name}" for name, count in sorted(others.items()))
-        error.add_note(f"({others.total()} other {'rank' if others.total() == 1 else 'ranks'} failed too: {listed})")
+    for note in _notes_on_others([outcome for outcome in failures if outcome is not first], text_of(error)):
+        error.add_note(note)
     raise error
+
+
+def _notes_on_others(failures: Sequence[Outcome], shown: str) -> list[str]:
+    """Return what the other ranks failed by: the first line of their own errors, unless it is that of the one shown."""
+    if not failures:
+        return []
+    notes: list[str] = []
+    for outcome in sorted(failures, key=attrgetter("rank")):
+        error = outcome.error
+        # An assertion that fails with other values, say.
+        if error is not None and not isinstance(error, CommError):
+            line = text_of(error).partition("\n")[0]
+            if line != shown.partition("\n")[0] and len(notes) < _SHOWN:
+                notes.append(f"rank {outcome.rank}: {type(error).__name__}: {line}")
+    others = Counter(type(outcome.error).__name__ for outcome in failures)
+    listed = ", ".join(f"{count} {name}" for name, count in sorted(others.items()))
+    ranks = "rank" if len(failures) == 1 else "ranks"
+    return [*notes, f"({len(failures)} other {ranks} failed too: {listed})"]
 
 
 def first_failure(ended: Sequence[Outcome]) -> Outcome:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         strategies,
     )
     from unisono.testing.conformance import TransportConformance, World
+    from unisono.testing.marked_ranks import torch_ranks
     from unisono.testing.namespaced_ranks import Network, run_ranks
     from unisono.testing.pools import RankPool, pool
     from unisono.wrappers.checksum import Checksummed
@@ -51,6 +52,7 @@ __all__ = [
     "run_ranks",
     "samplers",
     "strategies",
+    "torch_ranks",
 ]
 
 _HOME = {
@@ -64,6 +66,7 @@ _HOME = {
     "World": "unisono.testing.conformance",
     "pool": "unisono.testing.pools",
     "run_ranks": "unisono.testing.namespaced_ranks",
+    "torch_ranks": "unisono.testing.marked_ranks",
 }
 
 

@@ -18,12 +18,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from unisono.communicator import Communicator
+from unisono.testing.marked_ranks import MarkedRanks, torch_ranks
 
 __all__ = [
     "comm",
@@ -33,52 +32,15 @@ __all__ = [
     "pytest_pyfunc_call",
     "pytest_runtest_makereport",
     "pytest_unconfigure",
+    "torch_ranks_fixture",
 ]
 
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_SHRINKING_S = 1.0
-"""Timeout of an example, once another one of the test has timed out."""
 _MARKER = (
-    "ranks(size, backend='thread', *, limit_s=60, **options): run the test on ranks; it takes `comm`. `size` may be "
+    "ranks(size, backend='thread', *, torch=False, limit_s=60, **options): run the test on ranks; it takes `comm`. "
+    "With torch=True each rank has torch's default process group, and the test need not take `comm`. `size` may be "
     "the name of an argument: its value or number of items. Options as for unisono.launch"
 )
-
-
-class _Ranks:
-    """Ranks of a marked test: the value of its argument `comm` in the process of pytest."""
-
-    def __init__(self, size: int | str, backend: str = "thread", **options: Any) -> None:
-        self.size = size
-        self.backend = backend
-        self.options = options
-        self.deadlocked = False
-
-    def __repr__(self) -> str:
-        return f"{self.backend}-{self.size}"
-
-    def run(self, test: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a test on ranks that serve later tests, too."""
-        from unisono.core.work import resolve_timeout
-        from unisono.errors import CommTimeoutError
-        from unisono.testing.namespaced_ranks import TIMEOUT_S
-        from unisono.testing.pools import pool
-
-        @functools.wraps(test)
-        def on_one_rank(comm: Communicator) -> None:
-            test(*args, comm=comm, **kwargs)
-
-        size = kwargs[self.size] if isinstance(self.size, str) else self.size
-        size = size if isinstance(size, int) else len(size)
-        options = self.options
-        if self.deadlocked:
-            # Hypothesis tries a smaller example: it need not wait as long.
-            timeout = resolve_timeout(options.get("timeout"), TIMEOUT_S)
-            options = {**options, "timeout": min(timeout, _SHRINKING_S)}
-        try:
-            pool(self.backend, size, **options).run(on_one_rank)
-        except CommTimeoutError:
-            self.deadlocked = True
-            raise
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -110,14 +72,19 @@ def pytest_unconfigure() -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Multiply a marked test by the options `--ranks` and `--backends`."""
     marker = metafunc.definition.get_closest_marker("ranks")
-    if marker is None or "comm" not in metafunc.fixturenames:
+    if marker is None:
+        return
+    if marker.kwargs.get("torch") and "comm" not in metafunc.fixturenames:
+        # The test need not take what names its ranks.
+        metafunc.fixturenames.append("comm")
+    if "comm" not in metafunc.fixturenames:
         return
     # A time limit of the first test that interrupts torch's import would leave torch broken for all others.
     importlib.import_module("unisono.testing.pools")
-    made = _Ranks(*marker.args, **marker.kwargs)
+    made = MarkedRanks(*marker.args, **marker.kwargs)
     sizes = [made.size] if isinstance(made.size, str) else metafunc.config.getoption("ranks") or [made.size]
     backends = metafunc.config.getoption("backends") or [made.backend]
-    variants = [_Ranks(size, backend, **made.options) for backend in backends for size in sizes]
+    variants = [MarkedRanks(size, backend, torch=made.torch, **made.options) for backend in backends for size in sizes]
     # Hypothesis refuses arguments of the scope of a function, which examples share.
     drawn = hasattr(metafunc.function, "hypothesis")
     metafunc.parametrize("comm", variants, ids=repr, scope="class" if drawn else "function")
@@ -127,6 +94,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def comm() -> None:
     """The communicator of the rank that runs the test, which is marked with `ranks`."""
     pytest.fail("a test that takes `comm` must declare its number of ranks: @pytest.mark.ranks(4)", pytrace=False)
+
+
+@pytest.fixture(name="torch_ranks")
+def torch_ranks_fixture() -> Callable[..., MarkedRanks]:
+    """Return `unisono.testing.torch_ranks`: for tests that run several programs, or choose the ranks themselves."""
+    return torch_ranks
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -148,17 +121,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     taken = inspect.signature(pyfuncitem.obj).parameters
     arguments = {name: value for name, value in pyfuncitem.funcargs.items() if name in taken}
-    if "comm" not in arguments:
+    callspec = getattr(pyfuncitem, "callspec", None)
+    ranks = None if callspec is None else callspec.params.get("comm")
+    if not isinstance(ranks, MarkedRanks):
         pytest.fail("a test that is marked with `ranks` must take `comm`, the communicator of its rank", pytrace=False)
     test = pyfuncitem.obj
     if hasattr(test, "hypothesis"):
-        _run_examples(test, arguments)
+        _run_examples(test, arguments, ranks)
     else:
-        _on_ranks(test)(**arguments)
+        _on_ranks(test, ranks)(**arguments)
     return True
 
 
-def _run_examples(test: Any, arguments: dict[str, Any]) -> None:
+def _run_examples(test: Any, arguments: dict[str, Any], ranks: MarkedRanks) -> None:
     """Run a test of Hypothesis, which calls the inner test for each example."""
     from hypothesis import Phase, settings
 
@@ -174,16 +149,16 @@ def _run_examples(test: Any, arguments: dict[str, Any]) -> None:
     function._hypothesis_internal_use_settings = settings(
         chosen, deadline=deadline, phases=phases, report_multiple_bugs=False
     )
-    test.hypothesis.inner_test = _on_ranks(inner)
+    test.hypothesis.inner_test = _on_ranks(inner, ranks)
     try:
         test(**arguments)
     finally:
         test.hypothesis.inner_test = inner
 
 
-def _on_ranks(test: Callable[..., None]) -> Callable[..., None]:
+def _on_ranks(test: Callable[..., None], ranks: MarkedRanks) -> Callable[..., None]:
     @functools.wraps(test)
-    def on_ranks(*args: Any, comm: _Ranks, **kwargs: Any) -> None:
-        comm.run(test, args, kwargs)
+    def on_ranks(*args: Any, comm: MarkedRanks | None = None, **kwargs: Any) -> None:
+        ranks.run_test(test, args, kwargs, comm=comm is not None)
 
     return on_ranks

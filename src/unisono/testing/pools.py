@@ -19,6 +19,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any, Literal, Self
+from unittest import TestCase
 
 from unisono.core.work import seconds_left
 from unisono.errors import CommError, PeerLostError
@@ -198,9 +199,11 @@ def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 class _TestPickler(FunctionPickler):
-    """A pickler that sends tests without the machinery of Hypothesis around them, which cannot be pickled."""
+    """A pickler that sends tests without the machinery of Hypothesis and unittest around them, which has files."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, TestCase):
+            return object.__new__, (type(obj),), {**vars(obj), "_outcome": None}
         handle = getattr(obj, "hypothesis", None) if isinstance(obj, FunctionType) else None
         return super().reducer_override(obj if handle is None else handle.inner_test)
 

@@ -1,0 +1,125 @@
+"""Ranks of a test: how many, on what, with torch's default group or without. Imports nothing slow until it runs one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.communicator import Communicator
+
+__all__ = ["MarkedRanks", "torch_ranks"]
+
+_SHRINKING_S = 1.0
+"""Timeout of an example, once another one of the test has timed out."""
+
+
+class MarkedRanks:
+    """Ranks on which a test runs, or a program; they serve later ones, too.
+
+    Args:
+        size: Number of ranks, or the name of an argument of the test: its value or number of items.
+        backend: A transport's name, or "process" for processes of this host on the fastest one.
+        torch: Whether each rank has torch's default process group.
+        options: Options of `unisono.testing.pool`.
+    """
+
+    def __init__(self, size: int | str, backend: str = "thread", *, torch: bool = False, **options: Any) -> None:
+        self.size = size
+        self.backend = backend
+        self.torch = torch
+        self.options = options
+        self.deadlocked = False
+
+    def __repr__(self) -> str:
+        return f"{self.backend}-{self.size}"
+
+    def run(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Return each rank's `program(*args, **kwargs)`."""
+        return self.run_test(program, args, kwargs, comm=False)
+
+    def run_test(
+        self, test: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, comm: bool
+    ) -> list[Any]:
+        """Return each rank's `test(*args, **kwargs)`; with `comm`, its communicator is passed as well.
+
+        Raises:
+            Exception: The error of the first failing rank; notes name the rank, and the errors of others.
+        """
+        from unisono.core.work import resolve_timeout
+        from unisono.errors import CommTimeoutError
+        from unisono.testing.namespaced_ranks import TIMEOUT_S
+        from unisono.testing.pools import pool
+
+        size = kwargs[self.size] if isinstance(self.size, str) else self.size
+        size = size if isinstance(size, int) else len(size)
+        options = self.options
+        timeout_s = resolve_timeout(options.get("timeout"), TIMEOUT_S)
+        if self.deadlocked:
+            # Hypothesis tries a smaller example: it need not wait as long.
+            timeout_s = min(timeout_s, _SHRINKING_S)
+            options = {**options, "timeout": timeout_s}
+        backend = _processes() if self.backend == "process" else self.backend
+
+        @functools.wraps(test)
+        def on_one_rank(one: Communicator) -> Any:
+            return test(*args, **kwargs, **({"comm": one} if comm else {}))
+
+        program = on_one_rank
+        try:
+            ranks = pool(backend, size, **options)
+            if not self.torch:
+                return ranks.run(program)
+            from unisono.testing.torch_world import run_with_torch
+
+            return run_with_torch(ranks, program, timeout_s)
+        except CommTimeoutError:
+            self.deadlocked = True
+            raise
+
+    def __call__(self, test: Callable[..., Any]) -> Callable[..., None]:
+        """Return a test that runs `test` on the ranks, as a decorator does."""
+
+        @functools.wraps(test)
+        def on_ranks(*args: Any, **kwargs: Any) -> None:
+            self.run(test, *args, **kwargs)
+
+        return on_ranks
+
+
+def _processes() -> str:
+    """Return the fastest transport between processes of this host."""
+    from unisono.host.native import core_build
+    from unisono.host.network import why_no_shm
+    from unisono.launcher.api import network_of
+
+    return "shm" if why_no_shm() is None else network_of([core_build()])
+
+
+def torch_ranks(size: int | str, backend: str = "thread", **options: Any) -> MarkedRanks:
+    """Return a decorator that runs a test on ranks, on each of which torch's default process group exists.
+
+    For unittest, and below `given` of Hypothesis; with pytest, the marker `ranks(3, torch=True)` does the same.
+
+    Args:
+        size: Number of ranks, or the name of an argument of the test: its value or number of items.
+        backend: "thread"; "process" for processes of this host; "sim" for threads that take turns by a seed; or
+            another transport's name.
+        options: Options of `unisono.testing.pool`, such as `timeout` and `limit_s` in seconds, and `seed` with "sim".
+
+    Raises:
+        Exception: From the test: the error of the first failing rank; notes name the rank, and the errors of others.
+
+    Cost: a few milliseconds for each run on threads, and on processes that have served one before.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> @un.testing.torch_ranks(3)
+        ... def test_sum():
+        ...     t = torch.ones(2)
+        ...     dist.all_reduce(t)
+        ...     assert t.tolist() == [dist.get_world_size()] * 2
+        >>> test_sum()
+    """
+    return MarkedRanks(size, backend, torch=True, **options)

@@ -1,0 +1,411 @@
+"""What torch.distributed sees on a rank of a test: groups of its own, its place in the environment, no shared seeds.
+
+Ranks may be threads of this process. So while such a test runs, what torch and Python keep once in a process answers
+by thread: torch's table of groups and its registry of their names, RANK and what else torchrun sets in the environment.
+Threads that a rank starts belong to it. On processes the same groups are made, of the same ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # whose functions keep the default group of the moment when they are imported
+
+# Not in torch's annotations.
+from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d
+
+from unisono.communicator import Communicator, engine_of, join_part
+from unisono.control.torch_store import ControlStore
+from unisono.errors import UnavailableError
+from unisono.interop.from_store import JoinedGroup
+from unisono.interop.group import UnisonoGroup
+from unisono.interop.options import GroupOptions
+from unisono.testing.pools import RankPool
+from unisono.transports.hierarchical import transport_named
+
+__all__ = ["run_with_torch"]
+
+_BACKEND = "unisono_test"
+"""Name by which torch finds what makes the groups of tests, whatever backend the tested code asks for."""
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_runs = itertools.count()
+"""Numbers of the runs on processes, whose control plane keeps the names of groups from one to the next."""
+
+
+class _RankWorld(type(distributed_c10d._world)):  # type: ignore[misc]
+    """Torch's table of groups, for one rank."""
+
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    group_count: Any = 0
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pg_map = {}
+        self.pg_names = {}
+        self.pg_group_ranks = {}
+        self.pg_backend_config = {}
+        self.tags_to_pg = {}
+        self.pg_to_tag = {}
+        self._default: dist.ProcessGroup | None = None
+        self.given: dist.ProcessGroup | None = None
+
+    @property
+    def default_pg(self) -> dist.ProcessGroup | None:
+        # Under torchrun the tested code makes the default group, so its call replaces the one that the test was given.
+        given = self.given
+        if given is not None and sys._getframe(3).f_code.co_name == "init_process_group":
+            self.given = None
+            if given is self._default:
+                dist.destroy_process_group()
+        return self._default
+
+    @default_pg.setter
+    def default_pg(self, group: dist.ProcessGroup | None) -> None:
+        self._default = group
+
+
+class _ThreadWorld:
+    """Stands in for torch's table of groups: each rank sees its own, other threads that of the process."""
+
+    def __init__(self, process: Any) -> None:
+        self.__dict__["_process"] = process
+
+    def _seen(self) -> Any:
+        rank = _thread.rank
+        return self._process if rank is None else rank.world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._seen(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._seen(), name, value)
+
+
+class _TorchRank:
+    """One rank of a running test.
+
+    Args:
+        comm: Its communicator, from which its groups derive.
+        meeting: Address and port by which ranks may meet, as torchrun names them in the environment.
+        timeout_s: The longest wait of an operation.
+        run: Number of the run, part of the names of groups.
+    """
+
+    def __init__(self, comm: Communicator, meeting: dict[str, str], timeout_s: float, run: int) -> None:
+        rank = str(comm.rank)
+        size = str(comm.size)
+        self.comm = comm
+        self.place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **meeting}
+        self.timeout_s = timeout_s
+        self.world = _RankWorld()
+        self._run = run
+        self._made: Counter[tuple[int, ...]] = Counter()
+        self._comms: list[Communicator] = []
+        # Torch's C++ code holds only its own part of a store.
+        self._stores: list[ControlStore] = []
+
+    def store(self) -> ControlStore:
+        """Return a store for a new default group."""
+        engine = engine_of(self.comm)
+        name = f"torch/{engine.group.name}/{self._run}.{len(self._stores)}"
+        self._stores.append(ControlStore(engine.control, name, self.timeout_s, engine.group))
+        return self._stores[-1]
+
+    def connect(self, ranks: Sequence[int], timeout_s: float) -> JoinedGroup:
+        """Join a new group of these ranks, each of which calls it: as `Communicator.subgroup`, without the others."""
+        engine = engine_of(self.comm)
+        members = tuple(ranks)
+        self._made[members] += 1
+        name = f"torch {self._run} {','.join(map(str, members))} {self._made[members]}"
+        group = engine.group.child(name, members)
+        comm = join_part(self.comm, group, "auto", replace(engine.options, timeout_s=timeout_s))
+        comm.allow_any_thread()
+        self._comms.append(comm)
+        return JoinedGroup(comm, engine.control, group)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of all groups why this one ends, so that they do not wait for it."""
+        for comm in self._comms:
+            comm.__exit__(type(error), error, error.__traceback__)
+
+
+class _RankOfThread(threading.local):
+    """The rank that this thread belongs to. Set on the class, it is the rank of the process."""
+
+    rank: _TorchRank | None = None
+
+
+_thread = _RankOfThread()
+
+
+def run_with_torch(ranks: RankPool, program: Callable[[Communicator], Any], timeout_s: float) -> list[Any]:
+    """Return each rank's `program(comm)`, where torch's default process group exists.
+
+    Args:
+        ranks: The ranks.
+        program: As for `RankPool.run`.
+        timeout_s: The longest wait of an operation, also of groups whose own timeout is longer.
+
+    Raises:
+        UnavailableError: This build of torch has no torch.distributed.
+        Exception: As `RankPool.run`.
+    """
+    in_process = transport_named(ranks.backend).in_process
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    run = 0 if in_process else next(_runs)
+
+    # It is pickled by the module of the test.
+    @functools.wraps(program)
+    def on_rank(comm: Communicator) -> Any:
+        return _on_rank(_TorchRank(comm, meeting, timeout_s, run), program)
+
+    with _installed(threads=True) if in_process else nullcontext():
+        return ranks.run(on_rank)
+
+
+def _on_rank(rank: _TorchRank, program: Callable[[Communicator], Any]) -> Any:
+    """Run a program on one rank."""
+    if transport_named(rank.comm.backend).in_process:
+        with _belonging_to(rank):
+            return _with_default_group(rank, program)
+    with _installed(threads=False):
+        before = dict(os.environ)
+        _RankOfThread.rank = rank
+        os.environ.update(rank.place)
+        try:
+            return _with_default_group(rank, program)
+        finally:
+            _RankOfThread.rank = None
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _with_default_group(rank: _TorchRank, program: Callable[[Communicator], Any]) -> Any:
+    try:
+        dist.init_process_group("gloo")
+        rank.world.given = rank.world.default_pg
+        result = program(rank.comm)
+    except BaseException as error:
+        rank.fail(error)
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return result
+
+
+@contextmanager
+def _belonging_to(rank: _TorchRank) -> Iterator[None]:
+    """Context in which this thread belongs to a rank."""
+    _thread.rank = rank
+    try:
+        # A thread of autograd's would belong to no rank.
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        del _thread.rank
+
+
+# -- what is replaced while a test runs ------------------------------------------------------------
+class _Replacements:
+    """Keeps what is replaced as long as there are users."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def enter(self, threads: bool) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                replaced = [*_of_torch(), *(_of_threads() if threads else ())]
+                self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+                # Each default group puts another one in front of it.
+                self._before.append((sys, "excepthook", sys.excepthook))
+                for replacement in replaced:
+                    setattr(*replacement)
+                if threads:
+                    _set_thread_isolation_mode(True)
+
+    def leave(self, threads: bool) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for replacement in self._before:
+                    setattr(*replacement)
+                if threads:
+                    _set_thread_isolation_mode(False)
+
+
+_replacements = _Replacements()
+
+
+@contextmanager
+def _installed(*, threads: bool) -> Iterator[None]:
+    """Context in which the ranks of a test find what is theirs; `threads` says whether they are threads."""
+    if _BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu"])
+    _replacements.enter(threads)
+    try:
+        yield
+    finally:
+        _replacements.leave(threads)
+
+
+def _of_torch() -> list[tuple[Any, str, Any]]:
+    real_rendezvous = distributed_c10d.rendezvous
+    real_map: Any = distributed_c10d.BackendConfig.get_device_backend_map
+
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[Any]:
+        here = _thread.rank
+        if here is None:
+            yield from real_rendezvous(url, rank, world_size, **options)
+            return
+        for name, given, own in (("rank", rank, here.comm.rank), ("world_size", world_size, here.comm.size)):
+            if given not in (-1, own):
+                raise ValueError(f"init_process_group was given {name}={given}, but the test gives this rank {own}")
+        yield here.store(), here.comm.rank, here.comm.size
+
+    def device_backends(config: Any) -> dict[str, str]:
+        found: dict[str, str] = real_map(config)
+        if _thread.rank is None or found.get("cpu", "fake") in ("fake", "mpi"):
+            return found
+        return {"cpu": _BACKEND}
+
+    return [
+        (distributed_c10d, "_world", _ThreadWorld(distributed_c10d._world)),
+        (distributed_c10d, "rendezvous", rendezvous),
+        (distributed_c10d.BackendConfig, "get_device_backend_map", device_backends),
+    ]
+
+
+def _create(description: Any, options: object = None) -> UnisonoGroup:
+    """Make a group on one of its members, as torch describes it."""
+    rank = _thread.rank
+    assert rank is not None
+    members = description.global_ranks_in_group or range(rank.comm.size)
+
+    def connect(store: dist.Store, number: int, size: int, timeout_s: float, options: GroupOptions) -> JoinedGroup:
+        return rank.connect(members, timeout_s)
+
+    timeout = min(description.timeout, timedelta(seconds=rank.timeout_s))
+    return UnisonoGroup(
+        description.store,
+        description.group_rank,
+        description.group_size,
+        timeout,
+        GroupOptions(),
+        others_options=options,
+        connect=connect,
+    )
+
+
+def _of_threads() -> list[tuple[Any, str, Any]]:
+    real_start = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        rank = _thread.rank
+        if rank is not None:
+            run = thread.run
+
+            def run_as_rank() -> None:
+                with _belonging_to(rank):
+                    run()
+
+            thread.__dict__["run"] = run_as_rank
+        real_start(thread)
+
+    seeds = [(torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "seed"), (torch.random, "seed")]
+    seeds.append((random, "seed"))
+    if "numpy" in sys.modules:
+        seeds.append((sys.modules["numpy"].random, "seed"))
+    return [
+        (threading.Thread, "start", start),
+        (os, "environ", _Environment(os.environ)),
+        *((owner, name, _refused_on_threads(owner, name)) for owner, name in seeds),
+    ]
+
+
+def _refused_on_threads(owner: Any, name: str) -> Callable[..., Any]:
+    """Return a function that seeds the process, if no rank calls it that shares the process."""
+    real = getattr(owner, name)
+
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        rank = _thread.rank
+        # Simulated ranks have generators of their own.
+        if rank is not None and not engine_of(rank.comm).control.simulated:
+            raise UnavailableError(
+                f"{owner.__name__}.{name}() seeds one generator for all ranks, which are threads of one process here. "
+                f"Use a generator of your own, or give each rank one: ranks({rank.comm.size}, torch=True, "
+                "backend='process'), or backend='sim'",
+                rank=rank.comm.rank,
+                size=rank.comm.size,
+            )
+        return real(*args, **kwargs)
+
+    return seed
+
+
+class _Environment(MutableMapping[str, str]):
+    """The environment, where each rank finds its own place; other names are those of the process."""
+
+    def __init__(self, process: MutableMapping[str, str]) -> None:
+        self._process = process
+
+    def _of(self, name: str) -> MutableMapping[str, str]:
+        rank = _thread.rank
+        return rank.place if rank is not None and name in _PLACE else self._process
+
+    def __getitem__(self, name: str) -> str:
+        return self._of(name)[name]
+
+    def __setitem__(self, name: str, value: str) -> None:
+        self._of(name)[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._of(name)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        rank = _thread.rank
+        if rank is None:
+            return iter(self._process)
+        return itertools.chain([name for name in self._process if name not in _PLACE], list(rank.place))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def copy(self) -> dict[str, str]:
+        return dict(self)
+
+    def __or__(self, other: Any) -> dict[str, str]:
+        return {**self, **other}
+
+    def __ror__(self, other: Any) -> dict[str, str]:
+        return {**other, **self}
+
+    def __ior__(self, other: Any) -> _Environment:
+        self.update(other)
+        return self

@@ -1,0 +1,210 @@
+"""Tests of code for torch.distributed, on ranks that are threads, simulated ranks, or processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_test_programs import PROGRAMS, SIZE
+
+import unisono as un
+from unisono.errors import DeadlockError, UnavailableError
+from unisono.testing.marked_ranks import MarkedRanks
+
+BACKENDS = ["thread", "sim", "process"]
+
+
+# Torch warns of what it is about to rename.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_program_runs_as_under_torchrun(
+    program: Callable[[], None], backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_TEST_FOLDER", str(tmp_path))
+    un.testing.torch_ranks(SIZE, backend).run(program)
+
+
+@pytest.mark.ranks(2, torch=True)
+def test_marked_test_has_a_group() -> None:
+    tensor = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(tensor)
+    assert tensor.item() == 3
+
+
+@pytest.mark.ranks(2, torch=True)
+@pytest.mark.parametrize("factor", [1, 10])
+def test_marked_test_may_take_its_communicator(comm: un.Communicator, factor: int) -> None:
+    assert factor * comm.rank == factor * dist.get_rank()
+
+
+@pytest.mark.ranks("values", torch=True)
+@settings(max_examples=5)
+@given(values=st.lists(st.integers(-100, 100), min_size=1, max_size=4))
+def test_marked_test_takes_examples(values: list[int]) -> None:
+    tensor = torch.tensor([values[dist.get_rank()]])
+    dist.all_reduce(tensor)
+    assert tensor.item() == sum(values)
+
+
+@settings(max_examples=5)
+@given(number=st.integers(-100, 100))
+@un.testing.torch_ranks(2)
+def test_decorated_test_takes_examples(number: int) -> None:
+    tensor = torch.tensor([number])
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2 * number
+
+
+class TestOfUnittest(unittest.TestCase):
+    @un.testing.torch_ranks(2)
+    def test_on_threads(self) -> None:
+        assert dist.get_world_size() == 2
+
+    @un.testing.torch_ranks(2, "process")
+    def test_on_processes(self) -> None:
+        with self.subTest("the same"):
+            assert dist.get_world_size() == 2
+
+
+def test_fixture_runs_programs(torch_ranks: Callable[..., MarkedRanks]) -> None:
+    def program() -> int:
+        return dist.get_rank()
+
+    assert torch_ranks(2).run(program) == torch_ranks(2, "process").run(program) == [0, 1]
+
+
+# -- what is the process's is each rank's ----------------------------------------------------------
+def test_torch_is_left_as_it_was() -> None:
+    def names() -> list[object]:
+        return [os.environ, dist.distributed_c10d._world, threading.Thread.start, torch.manual_seed, random.seed]
+
+    before = names()
+    with pytest.raises(ZeroDivisionError):
+        un.testing.torch_ranks(2).run(lambda: 1 // 0)
+    assert [a is b for a, b in zip(names(), before, strict=True)] == [True] * len(before)
+    assert not dist.is_initialized()
+
+
+def test_threads_of_a_rank_belong_to_it() -> None:
+    def program() -> int:
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(dist.get_rank()))
+        thread.start()
+        thread.join()
+        return seen[0]
+
+    assert un.testing.torch_ranks(3).run(program) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_environment_of_a_rank_is_its_own(backend: str) -> None:
+    def program() -> tuple[str, bool, str | None, bool]:
+        os.environ["RANK"] += "0"
+        del os.environ["LOCAL_RANK"]
+        dist.barrier()
+        whole = os.environ.copy()
+        return os.environ["RANK"], "LOCAL_RANK" in whole, whole.get("WORLD_SIZE"), whole == dict(os.environ | {})
+
+    found = un.testing.torch_ranks(2, backend).run(program)
+    assert found == [("00", False, "2", True), ("10", False, "2", True)]
+    assert "RANK" not in os.environ
+
+
+SEEDS = [lambda: torch.manual_seed(0), lambda: random.seed(0), lambda: __import__("numpy").random.seed(0)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_seed_of_all_threads_is_refused(seed: Callable[[], object]) -> None:
+    with pytest.raises(UnavailableError, match=r"rank \d of 2: .*seed\(\) seeds one generator for all.*'process'"):
+        un.testing.torch_ranks(2).run(seed)
+    seed()
+
+
+@pytest.mark.parametrize("backend", ["sim", "process"])
+def test_seed_of_a_rank_of_its_own_is_kept(backend: str) -> None:
+    def program() -> float:
+        torch.manual_seed(dist.get_rank() // 2)
+        dist.barrier()
+        return torch.rand(1).item()
+
+    first, second, third = un.testing.torch_ranks(3, backend).run(program)
+    assert first == second != third
+
+
+# -- failures --------------------------------------------------------------------------------------
+def test_other_rank_or_size_is_refused() -> None:
+    def program() -> None:
+        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1", rank=0, world_size=5)
+
+    with pytest.raises(ValueError, match=r"was given (rank=0|world_size=5), but the test gives this rank"):
+        un.testing.torch_ranks(2).run(program)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_of_each_rank_are_shown(backend: str) -> None:
+    def program() -> None:
+        dist.barrier()
+        assert dist.get_rank() == 0, f"a value of rank {dist.get_rank()}"
+
+    with pytest.raises(AssertionError) as caught:
+        un.testing.torch_ranks(3, backend).run(program)
+    shown = f"{caught.value}\n" + "\n".join(caught.value.__notes__)
+    assert "a value of rank 1" in shown
+    assert "a value of rank 2" in shown
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rank_that_fails_ends_the_others(backend: str) -> None:
+    def program() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("no such sample")
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(KeyError) as caught:
+        un.testing.torch_ranks(3, backend).run(program)
+    assert any("raised on rank 1 of 3" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hang_names_ranks_and_lines(backend: str) -> None:
+    def program() -> None:
+        if dist.get_rank() == 1:
+            dist.recv(torch.ones(1), 0)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(DeadlockError) as caught:
+        un.testing.torch_ranks(3, backend, timeout=3.0).run(program)
+    line = program.__code__.co_firstlineno
+    shown = str(caught.value)
+    assert f"{Path(__file__).name}:{line + 2}" in shown
+    assert f"{Path(__file__).name}:{line + 3}" in shown
+    assert all(f"rank {rank} " in shown for rank in range(3))
+
+
+def test_seed_replays_a_race() -> None:
+    """Which rank's message arrives first."""
+
+    def program() -> list[int]:
+        tensor = torch.tensor([dist.get_rank()])
+        if dist.get_rank() == 0:
+            return [dist.recv(tensor) for _ in range(3)]
+        dist.send(tensor, 0)
+        return []
+
+    def order(seed: int) -> list[int]:
+        found: list[int] = un.testing.torch_ranks(4, "sim", seed=seed).run(program)[0]
+        return found
+
+    orders = [order(seed) for seed in range(8)]
+    assert [order(seed) for seed in range(8)] == orders
+    assert len(set(map(tuple, orders))) > 1

@@ -77,6 +77,7 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_worker_info": ("torch.utils.data._utils.worker", "streams are split twice in workers", "refuse num_workers > 0"),
 }
 PRIVATE_MODULES = {
+    "torch._C",
     "torch._C._distributed_c10d",
     "torch.utils._python_dispatch",
     "torch.utils._pytree",

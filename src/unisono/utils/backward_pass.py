@@ -12,6 +12,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch._C import _current_autograd_node, _current_graph_task_id, _will_engine_execute_node
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
@@ -23,10 +24,10 @@ _APPLY = BackwardCFunction.apply.__code__
 _RUN = _engine_run_backward.__code__
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
-current_pass: Callable[[], int] = torch._C._current_graph_task_id
+current_pass: Callable[[], int] = _current_graph_task_id
 """The number of the graph task (one call of autograd's engine) that runs in this thread; -1 if none does."""
 
-_current_node: Callable[[], Any] = torch._C._current_autograd_node
+_current_node: Callable[[], Any] = _current_autograd_node
 """The node of the graph that runs in this thread."""
 
 
@@ -238,7 +239,7 @@ class SavedGradients:
 def will_run(leaf: Any) -> bool:
     """Return whether the running graph task adds to the gradient of a leaf; `torch.autograd.grad` only reads them."""
     try:
-        return torch._C._will_engine_execute_node(leaf)
+        return _will_engine_execute_node(leaf)
     except RuntimeError:
         # Torch raises this if torch.autograd.grad requested a leaf's gradient.
         return False

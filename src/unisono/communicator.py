@@ -33,7 +33,7 @@ from unisono.core.flight_recorder import callers_place
 from unisono.core.group import Group
 from unisono.core.notebook import html_table
 from unisono.core.tensors import Buffer, check_apart, check_reducible, check_tensor, parse_op
-from unisono.core.transport import Mailbox, Options, Transport
+from unisono.core.transport import Mailbox, Options, Transport, renewed
 from unisono.core.types import Message, Recv, ReduceOp, Send, Timeout, Work
 from unisono.core.work import ResultWork, resolve_timeout, seconds_left
 from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
@@ -1655,7 +1655,7 @@ class Communicator:
 
     def _connected(self, new: Group, deadline: float) -> Communicator:
         self._control.join(new)
-        transport = self._plain().reconfigure(new)
+        transport = renewed(self._plain(), new)
         try:
             made = Communicator(transport, self._control, self._options, check=self._check)
             self._control.exchange(new, "rebuilt", None, max(seconds_left(deadline), 1.0))

@@ -26,7 +26,7 @@ comm.close()
 """
 
 
-@pytest.mark.parametrize("backend", [soaked("shm"), soaked("gloo")])
+@pytest.mark.parametrize("backend", ["tcp", soaked("shm"), soaked("gloo"), soaked("shm+tcp")])
 def test_new_rank_replaces_a_dead_one(backend: str) -> None:
     def program(comm: Any) -> tuple[int, int, float, str]:
         pid = os.getpid()

@@ -34,6 +34,7 @@ __all__ = [
     "Status",
     "Tensors",
     "Transport",
+    "renewed",
 ]
 
 
@@ -93,6 +94,7 @@ class Transport(ABC):
             has a core to spare. The same on every rank.
         fast_path: Blocking calls on plain tensors in one native call each, or None.
         latency_s, second_per_byte: Rough cost of a message, used to choose an algorithm.
+        reconnect: Set by what has chosen this transport by the hosts of the ranks: chooses again for other ranks.
     """
 
     in_process: ClassVar[bool] = False
@@ -110,6 +112,7 @@ class Transport(ABC):
     fast_path: FastPath | None = None
     latency_s: float = 50e-6
     second_per_byte: float = 1e-9
+    reconnect: Callable[[Group], Transport] | None = None
 
     group: Group
 
@@ -207,7 +210,7 @@ class Transport(ABC):
         return None
 
     def reconfigure(self, group: Group) -> Transport:
-        """Return the transport of a group that replaces this one, which may be broken.
+        """Return a transport of this kind for a group that replaces this one, which may be broken.
 
         Args:
             group: Consists of live ranks of this group, which call this, and newcomers, which call `connect`.
@@ -308,6 +311,11 @@ class Transport(ABC):
 
 
 Tensors: TypeAlias = "Buffer | Sequence[Buffer] | None"
+
+
+def renewed(transport: Transport, group: Group) -> Transport:
+    """Return the transport of a group that replaces a transport's own: by its `reconnect`, else `reconfigure`."""
+    return transport.reconfigure(group) if transport.reconnect is None else transport.reconnect(group)
 
 
 class Status(IntEnum):

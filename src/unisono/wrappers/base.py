@@ -11,7 +11,7 @@ import torch
 
 from unisono.core.call import Call
 from unisono.core.group import Group
-from unisono.core.transport import Transport
+from unisono.core.transport import Transport, renewed
 from unisono.core.types import Message, PointToPoint, Work
 
 __all__ = ["Wrapper"]
@@ -51,7 +51,7 @@ class Wrapper(Transport):
         return self.wrap_child(self.inner.split(group))
 
     def reconfigure(self, group: Group) -> Transport:
-        return self.wrap_child(self.inner.reconfigure(group))
+        return self.wrap_child(renewed(self.inner, group))
 
     def post(self, batch: Sequence[Message]) -> Work:
         return self.inner.post(batch)

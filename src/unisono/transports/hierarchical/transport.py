@@ -246,10 +246,11 @@ def over(
         outer: Makes the transport of ranks of several hosts.
         reconnect: Makes a transport of the same kinds for ranks on unknown hosts.
     """
-    if len(hosts) == 1:
-        return inner(group)
-    if len(hosts) == group.size:
-        return outer(group)
+    if len(hosts) in (1, group.size):
+        single = inner(group) if len(hosts) == 1 else outer(group)
+        # A newcomer may be on another host.
+        single.reconnect = reconnect
+        return single
     return Hierarchical(group, control, options, _in_order(hosts), inner, outer, reconnect)
 
 

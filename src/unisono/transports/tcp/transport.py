@@ -58,6 +58,10 @@ class TcpTransport(NativeTransport):
         # The part does not know whether ranks outside it compute, too.
         return TcpTransport(group, self._control, self._options, background=self.background)
 
+    def reconfigure(self, group: Group) -> TcpTransport:
+        # Newcomers ask the others about their processors.
+        return self.connect(group, self._control, self._options)
+
     def mailbox(self, group: Group) -> Mailbox:
         return TcpMailbox(group, self._control, self._options.address, self._options.timeout_s)
 

@@ -104,6 +104,8 @@ class Communicator:
         options: The options that were passed to the transport.
         check: "auto" compares every rank's operation before each collective; "off" never does; "full" also compares
             shapes, sent with received contents, and whether a tensor was changed before `wait`.
+        admission: Of a rank that was started for a lost one: returns the communicator of the job that has admitted this
+            rank, by a deadline on the monotonic clock. `rebuild` calls it.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
@@ -119,12 +121,21 @@ class Communicator:
         (<Communicator thread rank 0 of 1>, [1.0, 1.0, 1.0])
     """
 
-    def __init__(self, transport: Transport, control: ControlPlane, options: Options, *, check: Check = "auto") -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        control: ControlPlane,
+        options: Options,
+        *,
+        check: Check = "auto",
+        admission: Callable[[float], Communicator] | None = None,
+    ) -> None:
         if check not in ("auto", "full", "off"):
             raise ValueError(f"check must be 'auto', 'full' or 'off', not {check!r}")
         self._check = check
         self._control = control
         self._options = options
+        self._admission = admission
         self._splits = self._rebuilds = self._barriers = self._mailboxes = 0
         self._before_close: list[Callable[[], None]] = []
         # Communicators made by `split`, while they have other references.
@@ -288,6 +299,14 @@ class Communicator:
     def size(self) -> int:
         """Number of ranks."""
         return self._engine.group.size
+
+    @property
+    def is_replacement(self) -> bool:
+        """Whether this rank was started for a lost one and is alone yet; `rebuild` joins the others.
+
+        With `launch(..., on_failure="replace")`. It is False again for the communicator that `rebuild` returns.
+        """
+        return self._admission is not None
 
     def exception(self) -> CommError | None:
         """Return the first cause of failure, without raising it; None while calls can be made."""
@@ -1578,7 +1597,7 @@ class Communicator:
         return transport.inner if isinstance(transport, Checked) else transport
 
     # -- after a failure -----------------------------------------------------------------------
-    def rebuild(self, *, grow: int = 0, timeout: Timeout | None = None) -> Communicator:
+    def rebuild(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
         """Return a new communicator of the remaining ranks, renumbered in their old order, and of newcomers.
 
         Collective over the live ranks: each calls it when a call has failed, or all at the same point of the
@@ -1588,6 +1607,8 @@ class Communicator:
 
         Args:
             grow: Number of newcomers, by `unisono.join`, to wait for and admit; they get the last ranks.
+            size: Instead of `grow`: number of ranks of the new communicator. As many newcomers are waited for as ranks
+                are missing, also such as are lost meanwhile. Ranks that pass neither go along with others that pass it.
             timeout: Time (the communicator's timeout if None) within which the others join. A live rank that has not
                 joined by then (a stopped process, say) is excluded permanently, and gets `AbortedError` there.
 
@@ -1595,6 +1616,9 @@ class Communicator:
             AbortedError: The other ranks continued without this rank.
             CommTimeoutError: Newcomers have not joined.
             MismatchError: Ranks passed different arguments.
+            CommError: More ranks remain than `size`.
+
+        On a communicator that `is_replacement` it joins the others, whatever the arguments but for the timeout.
 
         Cost: one exchange over the control plane, and the time to connect: some milliseconds on one host.
 
@@ -1618,10 +1642,16 @@ class Communicator:
             raise ClosedError("the communicator is closed", rank=self.rank, size=self.size, operation="rebuild")
         if not isinstance(grow, int) or grow < 0:
             raise ValueError(f"grow must be a number of new ranks, not {grow!r}")
+        if size is not None and (not isinstance(size, int) or size < 1 or grow):
+            raise ValueError(f"size must be the number of ranks, without grow, not {size!r} with grow={grow}")
         deadline = time.monotonic() + resolve_timeout(timeout, self._options.timeout_s)
-        made = self._attempt(grow, deadline)
+        if self._admission is not None:
+            made: Communicator | None = self._admission(deadline)
+            self._engine.retire()
+        else:
+            made = self._attempt(grow, size or 0, deadline)
         while made is None:
-            made = self._attempt(grow, deadline)
+            made = self._attempt(grow, size or 0, deadline)
         made._engine.replace(self._engine)
         made._before_close = self._before_close
         self._before_close = []
@@ -1629,13 +1659,13 @@ class Communicator:
         self._control.leave(self._engine.group)
         return made
 
-    def _attempt(self, grow: int, deadline: float) -> Communicator | None:
+    def _attempt(self, grow: int, size: int, deadline: float) -> Communicator | None:
         """Return the new communicator; None if another rank was lost while it was created."""
         group = self._engine.group
         self._rebuilds += 1
         try:
             rebuilt = self._control.rebuild(
-                group, self._rebuilds, seconds_left(deadline), grow=grow, terms=self._terms() if grow else b""
+                group, self._rebuilds, seconds_left(deadline), grow=grow, size=size, terms=self._terms()
             )
         except CommError as error:
             raise error.locate(rank=group.rank, size=group.size, operation="rebuild") from None

@@ -115,8 +115,16 @@ def test_wrong_arguments() -> None:
     def program(comm: Any) -> str:
         with pytest.raises(ValueError, match="a number of new ranks"):
             comm.rebuild(grow=-1)
+        with pytest.raises(ValueError, match="size must be the number of ranks, without grow, not 0 with grow=0"):
+            comm.rebuild(size=0)
+        with pytest.raises(ValueError, match="not 3 with grow=1"):
+            comm.rebuild(size=3, grow=1)
         with pytest.raises(MismatchError, match="ranks passed different grow"):
             comm.rebuild(grow=comm.rank)
+        with pytest.raises(MismatchError, match=r"rank \d size=\d, others size=\d"):
+            comm.rebuild(size=comm.rank + 2)
+        with pytest.raises(CommTimeoutError, match="for 2 new ranks, of which 0 have joined"):
+            comm.rebuild(size=4, timeout=0.1)
         with pytest.raises(CommTimeoutError, match="for 1 new ranks, of which 0 have joined"):
             comm.rebuild(grow=1, timeout=0.1)
         comm.close()
@@ -125,6 +133,19 @@ def test_wrong_arguments() -> None:
         return "done"
 
     assert run_ranks(program, 2) == ["done"] * 2
+
+
+def test_step_that_never_succeeds_is_given_up() -> None:
+    """Lost ranks would be replaced forever."""
+    with un.init("thread") as comm:
+        training = un.elastic.Recovery(comm, model=torch.nn.Linear(1, 1))
+        for _ in range(10):
+            training.recover(size=1)
+        training.commit()
+        for _ in range(10):
+            training.recover(size=1)
+        with pytest.raises(RuntimeError, match="ranks were lost 11 times in a row before step 2 was committed"):
+            training.recover(size=1)
 
 
 def test_recovery_from_two_deaths_during_an_epoch() -> None:

@@ -136,6 +136,43 @@ def test_missing_new_ranks() -> None:
     assert rebuild(state, 0, attempt=2, grow=1, size=1) == []
 
 
+def resize(state: ControlState, rank: int, size: int) -> list[Any]:
+    return state.handle(rank, 100 + rank, ("rebuild", "world", 1, 0, [0, 1, 2], b"terms", size))
+
+
+def test_as_many_new_ranks_as_are_missing() -> None:
+    """One rank is lost before and one during the rebuild; a rank that names no size goes along."""
+    state = world(3)
+    state.lost(1)
+    assert state.handle(8, 1, ("apply",)) == []
+    assert resize(state, 0, 3) == []
+    state.lost(2)
+    out = state.handle(9, 1, ("apply",))
+    assert (0, (100, OK, ("world~1", [0, 3, 4]))) in out
+    assert [reply[2][2] for client, reply in out if client in (8, 9)] == [1, 2]
+    state = world(3)
+    state.lost(1)
+    assert resize(state, 0, 0) == resize(state, 2, 3) == []
+    assert (0, (100, OK, ("world~1", [0, 2, 3]))) in state.handle(8, 1, ("apply",))
+
+
+def test_different_sizes_are_refused() -> None:
+    state = world(3)
+    resize(state, 0, 4)
+    out = resize(state, 1, 5)
+    assert {client for client, _ in out} == {0, 1}
+    assert "rank 1 size=5, others size=4" in out[0][1][2][2]
+
+
+def test_ranks_that_are_there_are_not_left_out() -> None:
+    state = world(3)
+    state.lost(1)
+    resize(state, 0, 1)
+    out = resize(state, 2, 1)
+    assert [client for client, _ in out] == [0, 2]
+    assert out[0][1][2][2] == "rebuild(size=1) cannot leave out any of the 2 ranks that are there"
+
+
 @given(order=st.permutations(range(5)), dead=st.sets(st.integers(0, 4), max_size=4), when=st.integers(0, 4))
 def test_survivors_get_equal_results_in_any_order(order: list[int], dead: set[int], when: int) -> None:
     state, told = world(5), {}
@@ -146,3 +183,27 @@ def test_survivors_get_equal_results_in_any_order(order: list[int], dead: set[in
         told.update({client: reply[2] for client, reply in out if reply[0] > 99 and reply[1] == OK})
     alive = sorted(set(range(5)) - dead)
     assert told == dict.fromkeys(alive, ("world~1", alive))
+
+
+def test_owner_is_notified_of_lost_clients_that_have_a_label() -> None:
+    labels: list[str] = []
+    state = ControlState(on_lost=labels.append)
+    for client in range(3):
+        state.handle(client, 1, ("identify", f"client {client}"))
+    state.handle(0, 2, ("bye",))
+    state.lost(0)
+    state.lost(2)
+    state.lost(5)
+    assert labels == ["client 2"]
+
+
+def test_all_groups_can_be_failed() -> None:
+    state = world(2)
+    state.handle(1, 2, ("join", "world~1", 0, 1))
+    out = state.handle(7, 1, ("fail_all", "AbortedError", "launch has ended"))
+    assert [(client, reply[2]) for client, reply in out] == [
+        (0, ("world", "AbortedError", None, "launch has ended")),
+        (1, ("world", "AbortedError", None, "launch has ended")),
+        (1, ("world~1", "AbortedError", None, "launch has ended")),
+        (7, None),
+    ]

@@ -107,6 +107,14 @@ class SocketControl(ControlClient):
         """
         return str(self._request("enrol", job, rank, size, process))
 
+    def identify(self, label: str) -> None:
+        """Label this client. The owner of the server is notified with the label if the client is lost."""
+        self._request("identify", label)
+
+    def fail_all(self, cause: Cause) -> None:
+        """Report a failure to every group, whatever it is called and whoever is in it."""
+        self._request("fail_all", cause.kind, cause.message)
+
     def share(self, key: str, make: Callable[[], T]) -> T:
         return self._shared.get(key, make)
 

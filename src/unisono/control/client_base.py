@@ -311,14 +311,14 @@ class ControlClient(ControlPlane, ABC):
         return None if found is None else Cause(*found)
 
     def rebuild(
-        self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b""
+        self, group: Group, attempt: int, timeout: float, *, grow: int = 0, size: int = 0, terms: bytes = b""
     ) -> NewMembership:
-        words = ("rebuild", group.name, attempt, grow, list(group.members), terms)
+        words = ("rebuild", group.name, attempt, grow, list(group.members), terms, size)
         name, members = self._ask(timeout, lambda _: ("without", group.name, attempt, timeout), *words, group=group)
         return NewMembership(name, tuple(members))
 
     def request_admission(self, timeout: float) -> tuple[NewMembership, int, bytes]:
-        unanswered = f"waited {timeout:.1f} s to join; the ranks of the job must call comm.rebuild(grow=1)"
+        unanswered = f"waited {timeout:.1f} s to join; the ranks of the job must call comm.rebuild with grow= or size="
         name, members, rank, terms = self._ask(timeout, _forget, "apply", unanswered=unanswered)
         return NewMembership(name, tuple(members)), rank, terms
 

@@ -10,6 +10,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from select import select
 from selectors import EVENT_READ
 
@@ -34,6 +35,8 @@ class ControlServer:
         secret: The secret that every client must know too.
         host: An address of this host; by default the loopback interface.
         port: 0 selects any free port.
+        on_lost: Called, in the server's thread, with the label of a client that has vanished without a goodbye: see
+            `SocketControl.identify`.
 
     Raises:
         CommError: The address cannot be listened at; the message names the reason and the fix.
@@ -50,11 +53,17 @@ class ControlServer:
         >>> server.close()
     """
 
-    def __init__(self, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        on_lost: Callable[[str], None] = lambda label: None,
+    ) -> None:
         check_platform()
         self._listener = listen(host, port)
         self._address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._state = ControlState()
+        self._state = ControlState(on_lost=on_lost)
         self._known: dict[int, Connection] = {}
         self._news: dict[int, Connection] = {}
         self._broken: list[Connection] = []

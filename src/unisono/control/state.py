@@ -39,6 +39,7 @@ class ControlState:
 
     Args:
         on_end: Called with the name of a group that all ranks have left, for holders of objects by group.
+        on_lost: Called with the label of a client that has disconnected without a goodbye.
 
     Values of an exchange are opaque bytes, so "equal" means that the bytes are equal.
     Memory is bounded: finished exchanges are forgotten, and groups that all ranks have left.
@@ -51,8 +52,13 @@ class ControlState:
         [(1, (7, 'ok', b'here')), (2, (3, 'ok', None))]
     """
 
-    def __init__(self, on_end: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self,
+        on_end: Callable[[str], None] = lambda name: None,
+        on_lost: Callable[[str], None] = lambda label: None,
+    ) -> None:
         self._on_end = on_end
+        self._on_lost = on_lost
         self._keys = KeyValueStore()
         self._groups = Groups(self._group_failed, self._group_over)
         self._surveys = StatusQueries()
@@ -61,6 +67,7 @@ class ControlState:
         self._leaving: dict[str, dict[int, int]] = {}
         self._registrations: dict[tuple[str, int], tuple[int, str, int]] = {}
         self._clients: set[int] = set()
+        self._labels: dict[int, str] = {}
         self._refused: dict[int, str] = {}
 
     def handle(self, client: int, request: int, words: tuple[Any, ...]) -> Outgoing:
@@ -76,6 +83,8 @@ class ControlState:
 
     def lost(self, client: int) -> Outgoing:
         """Handle the end of a client's connection without `bye`."""
+        if client in self._labels:
+            self._on_lost(self._labels[client])
         names = self._groups.names(client)
         out = [*self._forget(client), *self._groups.lose(client)]
         return out + [reply for name in names for reply in self._rebuilds.look(name)]
@@ -171,6 +180,9 @@ class ControlState:
         first, out = self._groups.fail(name, Cause(kind, rank, message))
         return [*out, (client, (request, "ok", (first.kind, first.rank, first.message)))]
 
+    def _on_fail_all(self, client: int, request: int, kind: str, message: str) -> Outgoing:
+        return [*self._groups.fail_all(Cause(kind, None, message)), (client, (request, "ok", None))]
+
     def _on_cause(self, client: int, request: int, name: str) -> Outgoing:
         cause = self._groups.cause(name)
         return [(client, (request, "ok", None if cause is None else (cause.kind, cause.rank, cause.message)))]
@@ -192,9 +204,17 @@ class ControlState:
 
     # -- new groups instead of old ones ------------------------------------------------------------
     def _on_rebuild(
-        self, client: int, request: int, name: str, attempt: int, grow: int, members: list[int], terms: bytes
+        self,
+        client: int,
+        request: int,
+        name: str,
+        attempt: int,
+        grow: int,
+        members: list[int],
+        terms: bytes,
+        size: int = 0,
     ) -> Outgoing:
-        return self._rebuilds.call(client, request, name, attempt, grow, members, terms)
+        return self._rebuilds.call(client, request, name, attempt, _Rebuild(grow, members, terms, size))
 
     def _on_without(self, client: int, request: int, name: str, attempt: int, waited_s: float) -> Outgoing:
         out = self._rebuilds.exclude_missing(client, request, name, attempt, waited_s)
@@ -224,6 +244,11 @@ class ControlState:
         name = f"{job}{number + 1}"
         return self._groups.join(client, request, name, rank, size, answer=name)
 
+    def _on_identify(self, client: int, request: int, label: str) -> Outgoing:
+        """Label this client for the owner of the control plane, who is notified if it is lost."""
+        self._labels[client] = label
+        return [(client, (request, "ok", None))]
+
     def _on_bye(self, client: int, request: int) -> Outgoing:
         """Leave all groups cleanly; the connection may end now."""
         names = self._groups.names(client)
@@ -233,6 +258,7 @@ class ControlState:
 
     def _forget(self, client: int) -> Outgoing:
         self._clients.discard(client)
+        self._labels.pop(client, None)
         self._keys.forget(client)
         self._rebuilds.forget(client)
         for wait in [wait for wait in self._waits if wait[0] == client]:
@@ -484,6 +510,10 @@ class Groups:
         out = [] if group is None else self._fail(group, cause)
         return (group and group.cause) or cause, out
 
+    def fail_all(self, cause: Cause) -> Outgoing:
+        """Fail every group."""
+        return [reply for group in list(self._groups.values()) for reply in self._fail(group, cause)]
+
     def _fail(self, group: _GroupState, cause: Cause) -> Outgoing:
         return [] if group.cause is not None else [*group.fail(cause), *self._on_failure(group.name, cause)]
 
@@ -607,12 +637,27 @@ class KeyValueStore:
 
 @dataclass(slots=True)
 class _Rebuild:
-    """One attempt of one group, with the requests that wait for the outcome."""
+    """One attempt of one group, with the requests that wait for the outcome.
+
+    Attributes:
+        grow: Number of newcomers.
+        members: The group's members' numbers in the job.
+        terms: For newcomers.
+        size: Number of ranks afterwards, survivors and newcomers; 0 if `grow` counts.
+    """
 
     grow: int
     members: list[int]
     terms: bytes
+    size: int
     calls: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"size={self.size}" if self.size else f"grow={self.grow}"
+
+    def newcomers(self, present: int) -> int:
+        """Return how many newcomers must join so many survivors; negative if there are too many of these."""
+        return self.size - present if self.size else self.grow
 
 
 class Rebuilds:
@@ -629,19 +674,20 @@ class Rebuilds:
         self._made: Counter[str] = Counter()
         self._highest: Counter[str] = Counter()
 
-    def call(
-        self, client: int, request: int, name: str, attempt: int, grow: int, members: list[int], terms: bytes
-    ) -> Outgoing:
-        """Request an attempt, as a member; all pass the same numbers, and the members' numbers in the job."""
+    def call(self, client: int, request: int, name: str, attempt: int, wanted: _Rebuild) -> Outgoing:
+        """Request an attempt, as a member; all want the same, or nothing, and go along with members that want a size.
+
+        Newcomers that find others lost while they join know no size.
+        """
         rank = self._groups.rank_of(client, name)
         if rank is None:
             message = f"this rank is no longer a member of {name}: the other ranks continued without it"
             return [(client, failed(request, Cause("AbortedError", None, message)))]
-        rebuild = self._open.setdefault((name, attempt), _Rebuild(grow, members, terms))
-        if rebuild.grow != grow:
-            message = (
-                f"ranks passed different grow to rebuild: rank {rank} {grow}, others {rebuild.grow}; pass the same"
-            )
+        rebuild = self._open.setdefault((name, attempt), wanted)
+        if not rebuild.grow:
+            rebuild.size = rebuild.size or wanted.size
+        if rebuild.grow != wanted.grow or wanted.size not in (0, rebuild.size):
+            message = f"ranks passed different grow or size to rebuild: rank {rank} {wanted}, others {rebuild}"
             return self._refuse(name, attempt, (client, request), Cause("MismatchError", rank, message))
         rebuild.calls[rank] = client, request
         return self.look(name)
@@ -662,7 +708,10 @@ class Rebuilds:
                 del rebuild.calls[rank]
             if not present:
                 del self._open[key]
-            elif present.keys() == rebuild.calls.keys() and len(self._applicants) >= rebuild.grow:
+            elif present.keys() == rebuild.calls.keys() and rebuild.newcomers(len(present)) < 0:
+                message = f"rebuild({rebuild}) cannot leave out any of the {len(present)} ranks that are there"
+                out += self._refuse(*key, None, Cause("CommError", None, message))
+            elif present.keys() == rebuild.calls.keys() and len(self._applicants) >= rebuild.newcomers(len(present)):
                 del self._open[key]
                 out += self._conclude(name, rebuild)
         return out
@@ -679,7 +728,8 @@ class Rebuilds:
         out += self.look(name)
         if (name, attempt) in self._open:
             some = len(self._applicants)
-            message = f"waited {waited_s:.1f} s in rebuild for {rebuild.grow} new ranks, of which {some} have joined"
+            wanted = rebuild.newcomers(len(rebuild.calls))
+            message = f"waited {waited_s:.1f} s in rebuild for {wanted} new ranks, of which {some} have joined"
             out += self._refuse(name, attempt, None, Cause("CommTimeoutError", None, message))
         return out
 
@@ -693,7 +743,8 @@ class Rebuilds:
         base = name.partition("~")[0]
         self._made[base] += 1
         made = f"{base}~{self._made[base]}"
-        newcomers = [(client, self._applicants.pop(client)) for client in list(self._applicants)[: rebuild.grow]]
+        admitted = list(self._applicants)[: rebuild.newcomers(len(ranks))]
+        newcomers = [(client, self._applicants.pop(client)) for client in admitted]
         self._highest[base] = max(self._highest[base], *rebuild.members)
         numbers = [self._highest[base] + 1 + index for index in range(len(newcomers))]
         self._highest[base] += len(newcomers)

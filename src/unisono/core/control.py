@@ -109,12 +109,13 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def rebuild(
-        self, group: Group, attempt: int, timeout: float, *, grow: int = 0, terms: bytes = b""
+        self, group: Group, attempt: int, timeout: float, *, grow: int = 0, size: int = 0, terms: bytes = b""
     ) -> NewMembership:
-        """Return the successor of this group: its remaining members and `grow` newcomers.
+        """Return the successor of this group: its remaining members and `grow` newcomers, or as many as make up `size`.
 
-        Every live member calls it, with the same `attempt` and `grow`. A member that has not joined when the
-        first caller's timeout ends is left out, and gets `AbortedError`. `terms` go to the newcomers.
+        Every live member calls it, with the same arguments; members that pass neither `grow` nor `size` go along with
+        a `size` of others. A member that has not joined when the first caller's timeout ends is left out, and gets
+        `AbortedError`. `terms` go to the newcomers.
         """
 
     @abstractmethod

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 import torch
 
-from unisono import serialization
 from unisono.bootstrap.file import address_in
 from unisono.bootstrap.tcp import address_of
 from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
 from unisono.control.inspect_socket import find_control
 from unisono.control.sockets import find_secret
-from unisono.core.failure import to_cause
-from unisono.core.group import Group
-from unisono.core.transport import Options
 from unisono.core.types import Timeout
-from unisono.core.work import positive_timeout, seconds_left
-from unisono.errors import AbortedError, CommError, MismatchError
+from unisono.core.work import positive_timeout
 from unisono.launcher.api import TIMEOUT_S, Wrap
-from unisono.transports.hierarchical import transport_named
+from unisono.launcher.replacement import admitted
 
 __all__ = ["join"]
-
-_log = logging.getLogger("unisono")
 
 
 def join(
@@ -37,7 +29,7 @@ def join(
     secret: str | bytes | None = None,
     wrap: Wrap | None = None,
 ) -> Communicator:
-    """Become one more rank of a running job, when its ranks call `comm.rebuild(grow=...)`.
+    """Become one more rank of a running job, when its ranks call `comm.rebuild` with `grow` or `size`.
 
     Backend, default timeout, chunk size and checks are those of the job. The newcomer's rank is the last one.
 
@@ -55,7 +47,7 @@ def join(
 
     Raises:
         ValueError: Neither `init_method` nor `pid` was passed, or both; or `timeout` is not a positive number.
-        CommTimeoutError: The job's ranks have not called `rebuild(grow=...)`.
+        CommTimeoutError: The job's ranks have not called `rebuild` with `grow` or `size`.
         CommError: There is no such job, or the secrets differ.
 
     Example:
@@ -70,7 +62,7 @@ def join(
     address, known, host_rank = _find_running(init_method, pid, secret)
     control = SocketControl(address, known, timeout_s, host_rank=host_rank)
     try:
-        comm = _taken_in(control, time.monotonic() + timeout_s, device, wrap)
+        comm = admitted(control, time.monotonic() + timeout_s, "cpu" if device is None else str(device), wrap)
     except BaseException:
         control.close()
         raise
@@ -95,29 +87,3 @@ def _find_running(
     if url.startswith("tcp://"):
         return address_of(url), find_secret(secret), 0
     raise ValueError(f"unknown init_method {url!r} for a running job; pass tcp://host:port, file:///path, or a pid")
-
-
-def _taken_in(
-    control: SocketControl, deadline: float, device: str | torch.device | None, wrap: Wrap | None
-) -> Communicator:
-    """Apply until it goes well: ranks may be lost while the new communicator is made, and then all try again."""
-    while True:
-        rebuilt, rank, terms = control.request_admission(seconds_left(deadline))
-        backend, default_s, chunk_bytes, deterministic, check = serialization.decode(terms)
-        group = Group(rebuilt.name, rank, rebuilt.members)
-        where = "cpu" if device is None else str(device), default_s, control.local_host
-        options = Options(backend, *where, chunk_bytes, deterministic)
-        _log.info("unisono: rank %d of %d, joined %s", rank, group.size, group.name)
-        control.join(group)
-        try:
-            transport = transport_named(backend).connect(group, control, options)
-            comm = Communicator(wrap(transport) if wrap else transport, control, options, check=check)
-            control.exchange(group, "rebuilt", None, max(1.0, deadline - time.monotonic()))
-        except BaseException as error:
-            control.report_failure(group, to_cause(error, rank, "join"))
-            control.leave(group)
-            again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
-            if not again or time.monotonic() > deadline:
-                raise
-        else:
-            return comm

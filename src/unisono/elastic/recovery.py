@@ -20,6 +20,9 @@ from unisono.utils.redistribute import redistribute
 
 __all__ = ["Recovery", "Sharded", "Snapshots"]
 
+_MOST_ATTEMPTS = 10
+"""Recoveries in a row without a commit, where lost ranks are replaced: otherwise their number bounds it."""
+
 
 @runtime_checkable
 class _Stateful(Protocol):
@@ -59,7 +62,9 @@ class Recovery:
         TypeError: A part is none of these.
         ValueError: `redundancy` is not a number of ranks.
 
-    Collective if a part is sharded. A further death during recovery does no harm.
+    Collective if a part is sharded. A further death during recovery does no harm. On a rank that was started for a lost
+    one (`comm.is_replacement`, by `launch(..., on_failure="replace")`) the constructor joins the others, which are in
+    `recover(size=...)`: afterwards `comm`, `step` and the parts are those of the job.
 
     Cost: without sharded parts nothing until a failure; then the rebuild, one exchange of numbers, and one broadcast
     of the state if ranks differ. With sharded parts each commit copies the shards of a rank, sends them to
@@ -95,6 +100,7 @@ class Recovery:
         self.step = 0
         self._samples = 0
         self._leaving = False
+        self._attempts = 0
         self._samplers = {name: part for name, part in parts.items() if callable(getattr(part, "rebuild", None))}
         rest = {name: part for name, part in parts.items() if name not in self._samplers}
         self._movers = {name: part for name, part in rest.items() if callable(getattr(part, "move_to", None))}
@@ -106,7 +112,9 @@ class Recovery:
                 raise TypeError(f"{name} is a {kind}, which has no state_dict and load_state_dict, move_to, or rebuild")
         self._stateful: Mapping[str, _Stateful] = rest
         self._snapshots = Snapshots(sharded, rest, redundancy) if sharded else None
-        if self._snapshots:
+        if comm.is_replacement:
+            self.join(comm.rebuild())
+        elif self._snapshots:
             # The next call of the training fails as well, and its `recover` is for this one, too.
             with suppress(PeerLostError):
                 self._snapshots.take(comm)
@@ -132,32 +140,43 @@ class Recovery:
         if self._snapshots:
             self._snapshots.take(self.comm)
         self.step += 1
+        self._attempts = 0
         self._samples += samples or 0
         for sampler in self._samplers.values():
             sampler.advance(1 if isinstance(sampler, GlobalBatchSampler) else samples)
 
-    def recover(self, *, grow: int = 0, timeout: Timeout | None = None) -> Communicator:
+    def recover(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
         """Resume with the survivors (and `grow` newcomers). Collective over them; restart iteration over samplers.
 
         Call it from the `except CommError` around a step, or on all ranks at one place to admit newcomers. Ranks
         that die meanwhile are left out as well.
 
         Args:
-            grow: As for `Communicator.rebuild`.
-            timeout: As for `Communicator.rebuild`.
+            grow, size, timeout: As for `Communicator.rebuild`.
 
         Returns:
             The new communicator, also in `comm`.
 
         Raises:
             CommError: As `Communicator.rebuild` does.
-            RuntimeError: More ranks died together than copies of their shards exist; on every rank.
+            RuntimeError: More ranks died together than copies of their shards exist; on every rank. Or ranks with
+                `size` have recovered more than ten times in a row without a commit: the step itself may end them.
         """
         while True:
-            self.comm = self.comm.rebuild(grow=grow, timeout=timeout)
+            self._count_attempt(size)
+            self.comm = self.comm.rebuild(grow=grow, size=size, timeout=timeout)
             if self._went_well(self._follow):
                 return self.comm
             grow = 0
+
+    def _count_attempt(self, size: int | None) -> None:
+        """Raise `RuntimeError` for a step that ends a rank again and again, which would be replaced again and again."""
+        self._attempts = 0 if size is None else self._attempts + 1
+        if self._attempts > _MOST_ATTEMPTS:
+            raise RuntimeError(
+                f"ranks were lost {self._attempts} times in a row before step {self.step + 1} was committed. Find out "
+                "what ends them there, such as its data or the memory that it needs, and load a checkpoint"
+            )
 
     def join(self, comm: Communicator | None = None) -> Communicator:
         """Take part as a newcomer, while the others are in `recover`.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from unisono.core.work import seconds_left
@@ -32,6 +33,8 @@ class Dask(Engine):
         >>> engine = un.engines.Dask("tcp://10.1.1.20:8786", resources={"GPU": 1})
     """
 
+    replaces = True
+
     def __init__(self, client: Any = None, *, resources: Mapping[str, float] | None = None) -> None:
         self._client = client
         self._resources = dict(resources or {})
@@ -47,7 +50,7 @@ class Dask(Engine):
                     raise CommTimeoutError(self._shortage(client, len(found), size, timeout_s), waited_s=timeout_s)
                 time.sleep(_LOOK_EVERY_S)
                 found = self._suitable(client)
-            executor = DaskWorkers(client, found[:size], self._resources)
+            executor = DaskWorkers(client, found[:size], self._resources, partial(self._spare, client, timeout_s))
             try:
                 yield executor
             finally:
@@ -77,6 +80,22 @@ class Dask(Engine):
         ]
         return sorted(suitable, key=lambda address: busy.get(address, 0))
 
+    def _spare(self, client: Any, timeout_s: float, taken: Set[str]) -> str:
+        """Wait for a worker that has nothing to do, and is none of those: a nanny starts one again in some seconds."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            busy = {address for address, tasks in client.processing().items() if tasks}
+            idle = [address for address in self._suitable(client) if address not in busy and address not in taken]
+            if idle:
+                return idle[0]
+            if not seconds_left(deadline):
+                raise CommTimeoutError(
+                    f"a lost rank was not started again: no worker of Dask was idle within {timeout_s:g} s; start "
+                    "workers with a nanny, or one more than there are ranks",
+                    waited_s=timeout_s,
+                )
+            time.sleep(_LOOK_EVERY_S)
+
     def _shortage(self, client: Any, found: int, size: int, timeout_s: float) -> str:
         of_all = f" of {len(client.nthreads())}" if self._resources else ""
         having = f" with {self._resources}" if self._resources else ""
@@ -101,22 +120,35 @@ def _new_client(size: int) -> Iterator[Any]:
 
 
 class DaskWorkers(Executor):
-    """Executor that runs each task on the next worker of a list.
+    """Executor that runs each task on the next worker of a list, and further tasks on spare ones.
 
     Args:
         client: The client.
         workers: Addresses of workers.
         resources: Of each task.
+        spare: Returns the address of one more worker, which is none of the passed ones.
     """
 
-    def __init__(self, client: Any, workers: list[str], resources: Mapping[str, float]) -> None:
-        bound = {"retries": 0, "pure": False, "allow_other_workers": False, "resources": resources or None}
-        self._executors = [client.get_executor(workers=[address], **bound) for address in workers]
-        self._next = iter(self._executors)
+    def __init__(
+        self, client: Any, workers: list[str], resources: Mapping[str, float], spare: Callable[[Set[str]], str]
+    ) -> None:
+        self._client = client
+        self._bound = {"retries": 0, "pure": False, "allow_other_workers": False, "resources": resources or None}
+        self._workers = workers
+        self._spare = spare
+        self._executors: list[Any] = []
+        self._tasks: list[tuple[str, Future[Any]]] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a task on the next worker."""
-        future: Future[Any] = next(self._next).submit(fn, *args, **kwargs)
+        if len(self._tasks) < len(self._workers):
+            address = self._workers[len(self._tasks)]
+        else:
+            address = self._spare({taken for taken, task in self._tasks if not task.done()})
+        executor = self._client.get_executor(workers=[address], **self._bound)
+        self._executors.append(executor)
+        future: Future[Any] = executor.submit(fn, *args, **kwargs)
+        self._tasks.append((address, future))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -35,7 +35,8 @@ class Engine(Protocol):
 
         All workers are there when the context begins, or the executor starts them together. Tasks that still run when
         it ends are ended, as far as the engine can; what it has started for them ends too. A task whose worker has
-        died is not run again.
+        died is not run again. If the engine has an attribute `replaces` that is true, the executor takes further
+        tasks instead of such ones, and runs each in a new or an idle process: for `on_failure="replace"`.
 
         Args:
             size: Number of tasks.

@@ -12,6 +12,8 @@ from unisono.errors import CommTimeoutError
 
 __all__ = ["ENGINE", "Ray", "RayActors"]
 
+_ANY_FREE = -1
+
 
 class Ray(Engine):
     """Ray as an engine: each rank is an actor of its own, which ends with the launch.
@@ -32,6 +34,8 @@ class Ray(Engine):
         >>> un.engines.Ray(num_cpus=2, resources={"fast_disk": 1}).bundle
         {'CPU': 2, 'fast_disk': 1}
     """
+
+    replaces = True
 
     def __init__(
         self,
@@ -90,7 +94,7 @@ class Ray(Engine):
 
 
 class RayActors(Executor):
-    """Executor that runs each task on a new actor, in the next bundle of a placement group.
+    """Executor that runs each task on a new actor, in the next bundle of a placement group, and then in any free one.
 
     Args:
         ray: The module.
@@ -107,8 +111,10 @@ class RayActors(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Start an actor for a task, and return the future of its result."""
         strategies = required("ray.util.scheduling_strategies", "ray")
+        index = len(self._actors)
         place = strategies.PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=len(self._actors)
+            placement_group=self._group,
+            placement_group_bundle_index=index if index < self._group.bundle_count else _ANY_FREE,
         )
         actor = self._ray.remote(_Actor).options(**self._options, scheduling_strategy=place).remote()
         self._actors.append(actor)

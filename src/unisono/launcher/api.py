@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -41,6 +41,7 @@ __all__ = [
     "CHUNK_BYTES",
     "TIMEOUT_S",
     "Hosts",
+    "OnFailure",
     "Topology",
     "Wrap",
     "choose_backend",
@@ -59,6 +60,7 @@ TIMEOUT_S = 300.0
 CHUNK_BYTES = 2 << 20
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
+OnFailure = Literal["end", "continue", "replace"]
 
 
 def init(
@@ -200,7 +202,7 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: Timeout = TIMEOUT_S,
-    on_failure: Literal["end", "continue"] = "end",
+    on_failure: OnFailure = "end",
     check: Check = "auto",
     device: str | torch.device | None = None,
     threads: int | None = None,
@@ -229,6 +231,10 @@ def launch(
         on_failure: "end": after a rank's exception the others have 3 s to end by their own error, then
             are ended, and the first error is raised here, with that rank's traceback before it.
             "continue": the results of the survivors are returned; a failed rank's entry is its error.
+            "replace": as "end", but a rank that is lost (its process, or the host of that) is started again: `fn` is
+            called with a communicator of this rank alone, which joins the others by `un.elastic.Recovery` or
+            `comm.rebuild`, while they are in `recover(size=...)` or `rebuild(size=...)`. Two replacements in a row
+            that are lost before they have joined end the job. For processes of this host, Ray and Dask.
         check, device, deterministic, chunk_bytes, wrap: As for `init`.
         threads: Torch threads of each rank; OMP_NUM_THREADS or an equal share of the cores if None.
         hosts: Groups of ranks to treat as one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
@@ -256,7 +262,7 @@ def launch(
     """
     show_errors()
     timeout_s = positive_timeout(timeout)
-    check_job(fn, nprocs, on_failure, chunk_bytes)
+    check_job(fn, nprocs, on_failure, chunk_bytes, get_args(OnFailure))
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads must be a positive int, not {threads!r}")
     given = validate_hosts(hosts, nprocs)
@@ -278,7 +284,10 @@ def launch(
             wrap=wrap,
             hosts=given,
         )
-        program = Program(fn, tuple(args), dict(kwargs or {}), connect, backend or "auto", timeout_s, threads)
+        options = _options(backend or "auto", device, None, timeout_s, chunk_bytes, "127.0.0.1")
+        program = Program(
+            fn, tuple(args), dict(kwargs or {}), connect, options, wrap, backend or "auto", timeout_s, threads
+        )
         return conclude(run_on(engine, program, nprocs, on_failure), nprocs, on_failure)
     sharing = given or (tuple(range(nprocs)),)
     if why_no_shm() is not None:
@@ -300,10 +309,13 @@ def _engine(on: Executor | Engine | str | None) -> Executor | Engine | None:
     return resolve(on)
 
 
-def _run(
-    job: Job, nprocs: int, on_failure: Literal["end", "continue"], threads: int | None, seed: int | None
-) -> list[Any]:
+def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed: int | None) -> list[Any]:
     """Start ranks in the way that the transport wants."""
+    if on_failure == "replace" and (job.transport.in_process or job.transport.launcher == "mpirun"):
+        raise ValueError(
+            f"on_failure='replace' starts lost processes again, and ranks of backend {job.options.backend!r} are none, "
+            "or are started together: leave out backend=, or use on='ray' or on='dask'"
+        )
     if job.transport.simulated:
         return run_simulated(job, nprocs, on_failure, seed_of(seed)).results
     if seed is not None:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,13 @@ from unisono.bootstrap.rendezvous import RankClaim, Rendezvous, confirm
 from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
 from unisono.control.process_exit import exit_with_children, raise_failed_saves
+from unisono.core.transport import Options, Transport
 from unisono.errors import AbortedError, CommError, PeerLostError
 from unisono.launcher.job import run_reported
 from unisono.launcher.processes import flush_streams, share_of_cores
+from unisono.launcher.replacement import replacement
 
-__all__ = ["JOB", "OVER", "Program", "ended", "run_rank", "started"]
+__all__ = ["JOB", "OVER", "Program", "run_rank", "started"]
 
 JOB = "launch"
 """Prefix of the names of the ranks' worlds on the control plane."""
@@ -40,6 +42,7 @@ class Program:
 
     Attributes:
         connect: Makes the communicator of the ranks that have met.
+        options, wrap: Of a rank that is started for a lost one.
         timeout_s: Seconds within which all ranks must arrive.
         threads: Torch threads of each rank; if None, as of `share_of_cores` among the ranks of a host.
     """
@@ -48,28 +51,35 @@ class Program:
     args: Sequence[Any]
     kwargs: dict[str, Any]
     connect: Callable[[Rendezvous], Communicator]
+    options: Options
+    wrap: Callable[[Transport], Transport] | None
     backend: str
     timeout_s: float
     threads: int | None
 
 
-def started(rank: int) -> str:
-    """Return the key of the control plane that counts the starts of a rank."""
-    return f"started/{rank}"
-
-
-def ended(rank: int) -> str:
-    """Return the key of the control plane that is set when a rank's program has ended, whether it failed or not."""
-    return f"ended/{rank}"
+def started(rank: int, attempt: int) -> str:
+    """Return the key of the control plane that counts how often a start of a rank was tried."""
+    return f"started/{rank}/{attempt}"
 
 
 # Of the process, as its environment, signal handlers and default group are.
 _ranks: dict[int, object] = {}
 
 
-def run_rank(rank: int, size: int, payload: bytes, address: tuple[str, int], secret: bytes, timeout_s: float) -> bytes:
-    """Be a rank, on a worker of the executor; return its outcome."""
-    outcome = run_reported(rank, lambda: _run_rank(rank, size, payload, address, secret, timeout_s))
+def run_rank(
+    rank: int, attempt: int, size: int, payload: bytes, address: tuple[str, int], secret: bytes, timeout_s: float
+) -> bytes:
+    """Be a rank, on a worker of the executor; return its outcome.
+
+    Args:
+        rank, size: This rank, and the number of ranks.
+        attempt: Number of this start of it: 0, or more for one that is started for a lost one.
+        payload: The `Program`, pickled.
+        address, secret: Of the control plane, which the caller of launch hosts.
+        timeout_s: As of the program, which may not be readable here.
+    """
+    outcome = run_reported(rank, lambda: _run_rank(rank, attempt, size, payload, address, secret, timeout_s))
     # Hooks on a model refer to it in circles, and hold descriptors of its communicator.
     gc.collect()
     parent = multiprocessing.parent_process()
@@ -79,7 +89,9 @@ def run_rank(rank: int, size: int, payload: bytes, address: tuple[str, int], sec
     return outcome
 
 
-def _run_rank(rank: int, size: int, payload: bytes, address: tuple[str, int], secret: bytes, timeout_s: float) -> Any:
+def _run_rank(
+    rank: int, attempt: int, size: int, payload: bytes, address: tuple[str, int], secret: bytes, timeout_s: float
+) -> Any:
     here = object()
     if _ranks.setdefault(os.getpid(), here) is not here:
         raise CommError(
@@ -91,24 +103,33 @@ def _run_rank(rank: int, size: int, payload: bytes, address: tuple[str, int], se
             _check_server(address)
             control = SocketControl(address, secret, timeout_s, reach_within_s=_REACH_WITHIN_S, rank=rank)
             try:
-                _check_in(control, rank, size)
+                _check_in(control, rank, attempt, size)
                 program: Program = pickle.loads(payload)
             except BaseException:
                 control.close()
                 raise
-            claim = RankClaim(rank, size, None, time.monotonic() + timeout_s, "launch on an executor", JOB)
-            with program.connect(confirm(claim, control)) as comm:
-                here_too = next(len(ranks) for ranks in comm.hosts if rank in ranks)
-                torch.set_num_threads(share_of_cores(program.threads, here_too))
-                try:
-                    result = program.fn(comm, *program.args, **program.kwargs)
-                finally:
-                    with suppress(CommError):
-                        control.set(ended(rank), b"")
+            with _communicator(program, control, rank, attempt, size) as comm:
+                result = program.fn(comm, *program.args, **program.kwargs)
             raise_failed_saves()
             return result
     finally:
         del _ranks[os.getpid()]
+
+
+def _communicator(program: Program, control: SocketControl, rank: int, attempt: int, size: int) -> Communicator:
+    """Return the communicator of all ranks; of this one alone if it is started for a lost one."""
+
+    def share_cores(comm: Communicator) -> None:
+        here_too = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
+        torch.set_num_threads(share_of_cores(program.threads, here_too))
+
+    if attempt:
+        torch.set_num_threads(share_of_cores(program.threads, size))
+        return replacement(control, rank, attempt, program.options, program.wrap, share_cores)
+    claim = RankClaim(rank, size, None, time.monotonic() + program.timeout_s, "launch on an executor", JOB)
+    comm = program.connect(confirm(claim, control))
+    share_cores(comm)
+    return comm
 
 
 def _check_server(address: tuple[str, int]) -> None:
@@ -124,14 +145,15 @@ def _check_server(address: tuple[str, int]) -> None:
         ) from error
 
 
-def _check_in(control: SocketControl, rank: int, size: int) -> None:
-    """Count this start of the rank: executors start again what was on a worker that has ended."""
-    if control.add(started(rank), 1) > 1:
+def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> None:
+    """Count this start of the rank: executors start again by themselves what was on a worker that has ended."""
+    if control.add(started(rank, attempt), 1) > 1:
         raise PeerLostError(
             f"rank {rank} of {size} was lost: its worker has ended, and a second start is refused", peer=rank
         )
     if control.check([OVER]):
         raise AbortedError("launch has ended before this rank has started")
+    control.identify(f"{rank}/{attempt}")
 
 
 @contextmanager

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import queue
 import secrets
-import threading
 import time
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
 from contextlib import nullcontext, suppress
-from functools import partial
 
 from unisono.control.client import SocketControl
 from unisono.control.server import ControlServer
 from unisono.core.failure import Cause
-from unisono.core.group import Group
 from unisono.core.registry import unknown_name
 from unisono.core.work import seconds_left
 from unisono.engines import ENGINES, Engine
 from unisono.errors import AbortedError, CommError, CommTimeoutError, PeerLostError
 from unisono.host.network import address_of, address_outward, requested_interface
-from unisono.launcher.engine_rank import JOB, OVER, Program, ended, run_rank, started
+from unisono.launcher.engine_rank import OVER, Program, run_rank, started
 from unisono.launcher.job import Outcome, collect, reported
 from unisono.launcher.processes import by_value
+from unisono.launcher.replacement import Attempts
 from unisono.transports.hierarchical import transport_named
 
 __all__ = ["address_for_workers", "resolve", "run_on"]
@@ -30,7 +28,6 @@ _LOCAL = "local"
 _END_S = 1.0
 _REPORT_WITHIN_S = 2.0
 """Seconds in which a rank that the others have lost may still report an error of its own."""
-_FOREVER_S = 1e9
 
 
 def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
@@ -78,11 +75,17 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
         transport = transport_named(program.backend)
         if transport.launcher == "mpirun" or (transport.in_process and size > 1):
             raise ValueError(f"ranks of backend {program.backend!r} cannot run on an executor; leave out backend=")
+    replaces = on_failure == "replace"
+    if replaces and not getattr(on, "replaces", False):
+        raise ValueError(
+            f"on_failure='replace' needs an engine that starts a lost rank again, such as 'ray', 'dask' or 'local': "
+            f"{type(on).__name__} cannot"
+        )
     start_by = time.monotonic() + program.timeout_s
     found: list[Outcome] = []
     lent = on.workers(size, program.timeout_s) if isinstance(on, Engine) else nullcontext(on)
     with lent as executor:
-        gang = _Gang(executor, program, size, start_by)
+        gang = _Gang(executor, program, size, start_by, replaces=replaces)
         try:
             gang.start()
             collect(size, on_failure, gang.outcomes, found)
@@ -96,104 +99,120 @@ class _Gang:
     """Ranks on an executor, as their caller sees them.
 
     Two sources tell it how ranks end: their futures, and the control plane, which notices a lost rank at once, whatever
-    the executor does about that.
+    the executor does about that. An event is a rank, the number of its start, and its future, or None if it is lost.
     """
 
-    def __init__(self, executor: Executor, program: Program, size: int, start_by: float) -> None:
+    def __init__(
+        self, executor: Executor, program: Program, size: int, start_by: float, *, replaces: bool = False
+    ) -> None:
         self._executor = executor
         self._payload = by_value(program)
         self._timeout_s = program.timeout_s
+        self._size = size
         self._start_by: float | None = start_by
-        self._world = Group.world(0, size, f"{JOB}1")
-        self._events: queue.SimpleQueue[tuple[int, Future[bytes]] | CommError] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | None]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
-        self._open = set(range(size))
         self._lost: dict[int, float] = {}
-        self._cause: CommError | None = None
+        self._again_by: dict[int, float] = {}
+        self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)
-        self._server = ControlServer(self._secret, address_for_workers(executor))
+        self._server = ControlServer(self._secret, address_for_workers(executor), on_lost=self._note_lost)
         self._control = SocketControl(self._server.address, self._secret)
-        self._watcher = threading.Thread(target=self._watch, name="unisono launch", daemon=True)
-        self._watcher.start()
+        self._attempts = Attempts(size, self._control if replaces else None, self._start_again)
 
-    def _watch(self) -> None:
-        """Wait for the first failure of the ranks, or the end of the launch."""
-        try:
-            self._control.get(OVER, _FOREVER_S, self._world)
-        except CommError as error:
-            self._cause = error
-            self._events.put(error)
+    def _note_lost(self, label: str) -> None:
+        """Note that a rank is lost, in the thread of the control plane."""
+        rank, attempt = map(int, label.split("/"))
+        if not self._first_lost.done():
+            self._first_lost.set_result(rank)
+        self._events.put((rank, attempt, None))
 
     def start(self) -> None:
         """Submit all ranks."""
-        common = self._world.size, self._payload, self._server.address, self._secret, self._timeout_s
-        for rank in range(self._world.size):
-            future = self._executor.submit(run_rank, rank, *common)
-            if not hasattr(future, "add_done_callback"):
-                raise TypeError(f"submit() of on= must return a future of concurrent.futures, not {future!r}")
-            self._futures[rank] = future
-            future.add_done_callback(partial(self._put, rank))
+        for rank in range(self._size):
+            self._submit(rank, 0)
 
-    def _put(self, rank: int, future: Future[bytes]) -> None:
-        self._events.put((rank, future))
+    def _submit(self, rank: int, attempt: int) -> None:
+        common = self._size, self._payload, self._server.address, self._secret, self._timeout_s
+        future = self._executor.submit(run_rank, rank, attempt, *common)
+        if not hasattr(future, "add_done_callback"):
+            raise TypeError(f"submit() of on= must return a future of concurrent.futures, not {future!r}")
+        self._futures[rank] = future
+        future.add_done_callback(lambda done: self._events.put((rank, attempt, done)))
+
+    def _start_again(self, rank: int, attempt: int) -> None:
+        """Submit a replacement."""
+        if rank in self._futures:
+            # The executor may start it again by itself otherwise.
+            self._futures.pop(rank).cancel()
+        self._submit(rank, attempt)
+        self._again_by[rank] = time.monotonic() + self._timeout_s
 
     def outcomes(self, limit_s: float | None) -> list[Outcome]:
         """Return the next outcomes; none at the limit, or after something that is no outcome."""
-        dues = [due for due in (self._start_by, *self._lost.values()) if due is not None]
+        dues = [due for due in (self._start_by, *self._lost.values(), *self._again_by.values()) if due is not None]
         limits = [limit_s, *map(seconds_left, dues)]
         wait_s = min((limit for limit in limits if limit is not None), default=None)
         try:
-            event = self._events.get(timeout=wait_s)
+            rank, attempt, future = self._events.get(timeout=wait_s)
         except queue.Empty:
             return self._overdue()
-        if isinstance(event, CommError):
-            if isinstance(event, PeerLostError) and event.peer in self._open:
-                self._lost[event.peer] = time.monotonic() + _REPORT_WITHIN_S
+        if attempt != self._attempts.last[rank]:
             return []
-        rank, future = event
-        del self._futures[rank]
-        if rank not in self._open:
-            return []
-        self._open.remove(rank)
-        self._lost.pop(rank, None)
-        outcome = _outcome(rank, self._world.size, future)
-        if outcome.error is not None and not self._complete():
-            self._cancel(f"rank {rank} failed before all ranks had started: {outcome.error}")
-        return [outcome]
+        if future is not None:
+            del self._futures[rank]
+            return self._concluded(_outcome(rank, self._size, future))
+        self._lost.setdefault(rank, time.monotonic() + _REPORT_WITHIN_S)
+        return []
 
     def _overdue(self) -> list[Outcome]:
         """Check that all ranks have arrived in time, and return outcomes of lost ranks that have not reported."""
         now = time.monotonic()
         if self._start_by is not None and now >= self._start_by and not self._complete():
-            arrived = sum(self._control.check([started(rank)]) for rank in range(self._world.size))
+            arrived = sum(self._control.check([started(rank, 0)]) for rank in range(self._size))
             raise CommTimeoutError(
-                f"{arrived} of {self._world.size} ranks arrived within {self._timeout_s:g} s; give the "
+                f"{arrived} of {self._size} ranks arrived within {self._timeout_s:g} s; give the "
                 f"{type(self._executor).__name__} as many free workers, or pass a longer timeout=, or a smaller nprocs",
                 waited_s=self._timeout_s,
             ) from None
-        late = [rank for rank, due in self._lost.items() if now >= due]
-        for rank in late:
-            del self._lost[rank]
-        silent = {rank for rank in late if not self._control.check([ended(rank)])}
-        self._open -= silent
-        return [_lost(rank, self._world.size, "its worker has ended") for rank in silent]
+        found = []
+        for rank in [rank for rank, due in self._lost.items() if now >= due]:
+            found += self._concluded(_lost(rank, self._size, "its worker has ended"))
+        for rank in [rank for rank, due in self._again_by.items() if now >= due]:
+            del self._again_by[rank]
+            if not self._control.check([started(rank, self._attempts.last[rank])]):
+                found += self._concluded(_lost(rank, self._size, f"not started again within {self._timeout_s:g} s"))
+        return found
+
+    def _concluded(self, outcome: Outcome) -> list[Outcome]:
+        """Return the outcomes that follow from how a rank has ended: none if it is started again."""
+        rank = outcome.rank
+        if rank not in self._attempts.open:
+            return []
+        self._lost.pop(rank, None)
+        self._again_by.pop(rank, None)
+        if outcome.error is not None and not self._complete():
+            self._attempts.stop()
+            self._cancel(f"rank {rank} failed before all ranks had started: {outcome.error}")
+        return self._attempts.settle(outcome)
 
     def _complete(self) -> bool:
         """Return whether all ranks have arrived."""
-        if self._start_by is not None and self._control.check([started(rank) for rank in range(self._world.size)]):
+        if self._start_by is not None and self._control.check([started(rank, 0) for rank in range(self._size)]):
             self._start_by = None
         return self._start_by is None
 
     def culprit(self) -> int | None:
-        """Return the rank that failed first, which the control plane knows: an executor may end all workers at once."""
-        self._watcher.join(_END_S)
-        return None if self._cause is None else self._cause.peer
+        """Return the rank that was lost first, by the control plane: an executor may end all workers at once."""
+        with suppress(TimeoutError):
+            return self._first_lost.result(_END_S)
+        return None
 
     def _cancel(self, why: str) -> None:
         """End ranks that run by the failure of their group, and keep others from starting."""
         with suppress(CommError):
             self._control.set(OVER, b"")
-            self._control.report_failure(self._world, Cause("AbortedError", None, why))
+            self._control.fail_all(Cause("AbortedError", None, why))
         for future in list(self._futures.values()):
             future.cancel()
 
@@ -204,11 +223,10 @@ class _Gang:
         deadline = time.monotonic() + _END_S
         while self._futures and seconds_left(deadline):
             with suppress(queue.Empty):
-                event = self._events.get(timeout=seconds_left(deadline))
-                if not isinstance(event, CommError):
-                    del self._futures[event[0]]
+                rank, attempt, future = self._events.get(timeout=seconds_left(deadline))
+                if future is not None and attempt == self._attempts.last[rank]:
+                    del self._futures[rank]
         self._control.close()
-        self._watcher.join(_END_S)
         self._server.close()
 
 

@@ -59,6 +59,19 @@ class Job:
 
     def run(self, group: Group, control: ControlPlane) -> Any:
         """Run one rank: connect, call the program, notify the others if it fails."""
+        options = self.options_of(group.rank)
+        transport = self.transport.connect(group, control, options)
+        if self.wrap is not None:
+            transport = self.wrap(transport)
+        return self.call(Communicator(transport, control, options, check=self.check))
+
+    def call(self, comm: Communicator) -> Any:
+        """Call the program, notify the other ranks if it fails, and close the communicator."""
+        with comm:
+            return self.fn(comm, *self.args, **self.kwargs)
+
+    def options_of(self, rank: int) -> Options:
+        """Return the options of one rank, with a GPU of its own if it needs one."""
         options = self.options
         if options.device in ACCELERATORS:
             count = torch.get_device_module(options.device).device_count()
@@ -67,12 +80,8 @@ class Job:
                     f"device={options.device!r} needs a GPU for the ranks of backend {options.backend!r}, but torch "
                     "sees none; leave out device=, or use backend='gloo'"
                 )
-            options = replace(options, device=f"{options.device}:{group.rank % count}")
-        transport = self.transport.connect(group, control, options)
-        if self.wrap is not None:
-            transport = self.wrap(transport)
-        with Communicator(transport, control, options, check=self.check) as comm:
-            return self.fn(comm, *self.args, **self.kwargs)
+            options = replace(options, device=f"{options.device}:{rank % count}")
+        return options
 
 
 @dataclass(slots=True)
@@ -91,14 +100,20 @@ class Outcome:
     reported: bool = True
 
 
-def check_job(fn: Callable[..., Any], nprocs: int, on_failure: str, chunk_bytes: int) -> None:
+def check_job(
+    fn: Callable[..., Any],
+    nprocs: int,
+    on_failure: str,
+    chunk_bytes: int,
+    choices: Sequence[str] = ("end", "continue"),
+) -> None:
     """Raise `ValueError` or `TypeError` for an invalid argument of `launch` and `simulate`."""
     if not callable(fn):
         raise TypeError(f"fn must be a function that takes the communicator, not {type(fn).__name__}")
     if not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"nprocs must be a positive int, not {nprocs!r}")
-    if on_failure not in ("end", "continue"):
-        raise ValueError(f"on_failure must be 'end' or 'continue', not {on_failure!r}")
+    if on_failure not in choices:
+        raise ValueError(f"on_failure must be {' or '.join(map(repr, choices))}, not {on_failure!r}")
     check_chunk_bytes(chunk_bytes)
 
 
@@ -165,13 +180,13 @@ def collect(
 
     Args:
         size: Number of ranks.
-        on_failure: With "continue", no failure limits the time of the others.
+        on_failure: With "continue", no failure limits the time of the others. Ranks that are replaced have not ended.
         wait: Returns outcomes as soon as there are any, or none after a number of seconds; None is no limit.
         ended: The outcomes that are known, to which the others are added in the order in which ranks end.
     """
     deadline: float | None = None
     while len(ended) < size:
-        if deadline is None and on_failure == "end" and any(outcome.error is not None for outcome in ended):
+        if deadline is None and on_failure != "continue" and any(outcome.error is not None for outcome in ended):
             deadline = time.monotonic() + GRACE_S
         left_s = None if deadline is None else seconds_left(deadline)
         if left_s == 0:
@@ -186,7 +201,7 @@ def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:
     Args:
         ended: In the order in which ranks ended.
         size: How many there are.
-        on_failure: "end" raises; "continue" puts a failed rank's error in its place.
+        on_failure: "end" and "replace" raise; "continue" puts a failed rank's error in its place.
     """
     results: list[Any] = [None] * size
     for outcome in ended:

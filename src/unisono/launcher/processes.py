@@ -35,6 +35,7 @@ from unisono.core.work import seconds_left
 from unisono.errors import CommError, PeerLostError
 from unisono.host.processors import cores
 from unisono.launcher.job import Job, Outcome, collect, received, run_reported
+from unisono.launcher.replacement import Attempts, replacement
 from unisono.serialization.functions import dumps
 
 __all__ = [
@@ -62,51 +63,83 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
             "launch was called while a rank was importing your main script; put the call "
             "under if __name__ == '__main__':"
         )
-    context = _context()
-    payload = dump(job, importable(job.fn))
-    server = ControlServer(secret := secrets.token_bytes(32))
-    ranks: list[tuple[BaseProcess, Connection]] = []
-    running: dict[int, tuple[BaseProcess, Connection]] = {}
+    ranks = _Ranks(job, size, threads, replaces=on_failure == "replace")
     ended: list[Outcome] = []
-
-    def next_outcomes(limit_s: float | None) -> list[Outcome]:
-        # A rank's own children may hold its end of the pipe open longer than it lives.
-        ready = wait([sign for process, reader in running.values() for sign in (reader, process.sentinel)], limit_s)
-        over = [rank for rank, (process, reader) in running.items() if {reader, process.sentinel} & {*ready}]
-        return [_outcome(rank, size, *running.pop(rank)) for rank in over]
-
     try:
         for rank in range(size):
-            reader, writer = context.Pipe(duplex=False)
-            orders = WorkerSpec(
-                rank,
-                size,
-                payload,
-                dict(os.environ),
-                server.address,
-                secret,
-                share_of_cores(threads, size),
-                _outputs(),
-                multiprocessing.get_start_method(allow_none=True),
-            )
-            process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-                target=run_worker, args=(orders, writer), name=f"unisono rank {rank}"
-            )
-            with _main_as_ranks_see_it():
-                _start(process)
-            writer.close()
-            ranks.append((process, reader))
-            running[rank] = process, reader
-        return collect(size, on_failure, next_outcomes, ended)
+            ranks.start(rank, 0)
+        return collect(size, on_failure, ranks.outcomes, ended)
     finally:
-        heard = {outcome.rank for outcome in ended}
-        _end(
-            [process for rank, (process, _) in enumerate(ranks) if rank not in heard],
-            [process for rank, (process, _) in enumerate(ranks) if rank in heard],
+        ranks.end({outcome.rank for outcome in ended if outcome.reported})
+
+
+class _Ranks:
+    """Processes of a job's ranks, and the control plane by which they meet."""
+
+    def __init__(self, job: Job, size: int, threads: int | None, *, replaces: bool) -> None:
+        self._context = _context()
+        self._payload = dump(job, importable(job.fn))
+        self._size = size
+        self._threads = share_of_cores(threads, size)
+        self._secret = secrets.token_bytes(32)
+        self._server = ControlServer(self._secret)
+        self._control = SocketControl(self._server.address, self._secret) if replaces else None
+        self._attempts = Attempts(size, self._control, self.start)
+        self._ranks: dict[int, tuple[BaseProcess, Connection]] = {}
+        self._running: set[int] = set()
+
+    def start(self, rank: int, attempt: int) -> None:
+        """Start a rank; instead of its last process if it has one."""
+        self._release(rank)
+        reader, writer = self._context.Pipe(duplex=False)
+        orders = WorkerSpec(
+            rank,
+            self._size,
+            self._payload,
+            dict(os.environ),
+            self._server.address,
+            self._secret,
+            self._threads,
+            _outputs(),
+            multiprocessing.get_start_method(allow_none=True),
+            attempt,
         )
-        for _, reader in ranks:
+        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
+            target=run_worker, args=(orders, writer), name=f"unisono rank {rank}"
+        )
+        with _main_as_ranks_see_it():
+            _start(process)
+        writer.close()
+        self._ranks[rank] = process, reader
+        self._running.add(rank)
+
+    def _release(self, rank: int) -> None:
+        """Release what is left of a rank's last process, whose number another process may get later."""
+        if rank in self._ranks:
+            process, reader = self._ranks.pop(rank)
+            _end([process], [])
             reader.close()
-        server.close()
+
+    def outcomes(self, limit_s: float | None) -> list[Outcome]:
+        """Return the outcomes of ranks that have ended; none at the limit, or if lost ranks were started again."""
+        # A rank's own children may hold its end of the pipe open longer than it lives.
+        signs = {rank: (self._ranks[rank][1], self._ranks[rank][0].sentinel) for rank in self._running}
+        ready = wait([sign for pair in signs.values() for sign in pair], limit_s)
+        over = [rank for rank, pair in signs.items() if {*pair} & {*ready}]
+        self._running.difference_update(over)
+        return [each for rank in over for each in self._attempts.settle(_outcome(rank, self._size, *self._ranks[rank]))]
+
+    def end(self, heard: set[int]) -> None:
+        """End all ranks, of which some are about to exit because they have reported, and the control plane."""
+        _end(
+            [process for rank, (process, _) in self._ranks.items() if rank not in heard],
+            [process for rank, (process, _) in self._ranks.items() if rank in heard],
+        )
+        for _, reader in self._ranks.values():
+            reader.close()
+        if self._control is not None:
+            self._control.close()
+        self._server.close()
 
 
 def _start(process: BaseProcess) -> None:
@@ -316,6 +349,7 @@ class WorkerSpec:
         address, secret: Of the control plane, which the caller hosts.
         outputs: Copies of the caller's standard output and error; None for a closed one.
         start_method: How the caller lets processes start, if it has chosen; None is the platform's way.
+        attempt: Number of this start of the rank: 0, or more for one that is started for a lost one.
     """
 
     rank: int
@@ -327,6 +361,7 @@ class WorkerSpec:
     threads: int
     outputs: tuple[Any, Any] | None
     start_method: str | None
+    attempt: int = 0
 
 
 def run_worker(orders: WorkerSpec, report: Connection) -> None:
@@ -374,7 +409,11 @@ def run_job(orders: WorkerSpec) -> bytes:
     def program() -> Any:
         job: Job = pickle.loads(orders.job)
         control = SocketControl(orders.address, orders.secret, job.options.timeout_s, on_orphan=exit_with_children)
-        result = job.run(Group.world(orders.rank, orders.size), control)
+        if orders.attempt:
+            options = job.options_of(orders.rank)
+            result = job.call(replacement(control, orders.rank, orders.attempt, options, job.wrap))
+        else:
+            result = job.run(Group.world(orders.rank, orders.size), control)
         raise_failed_saves()
         return result
 

@@ -160,9 +160,7 @@ def _faulty(
     return faulty if wrap is None else wrap(faulty)
 
 
-def run_simulated(
-    job: Job, size: int, on_failure: Literal["end", "continue"], seed: int, preempt: float = 0.0
-) -> Simulated:
+def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: float = 0.0) -> Simulated:
     """Run a job on `size` ranks that take turns, and conclude."""
     network: SimNetwork = job.options.extra.get("network") or SimNetwork()
     ended: list[Outcome] = []

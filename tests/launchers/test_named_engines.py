@@ -238,25 +238,26 @@ import torch
 import unisono as un
 from engine_helpers import ON
 
-def work(comm, folder):
+def work(comm, folder, calls):
     pathlib.Path(folder, f"{comm.rank}.pid").write_text(str(os.getpid()))
     while True:
-        comm.all_reduce(torch.ones(1000))
+        if calls:
+            comm.all_reduce(torch.ones(1000))
 
 if __name__ == "__main__":
     folder = pathlib.Path(sys.argv[2])
     with ON[sys.argv[1]](2, folder) as on:
-        un.launch(work, 2, on=on, args=(str(folder),))
+        un.launch(work, 2, on=on, args=(str(folder), sys.argv[3] == "calls"))
 """
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ON)
-def test_no_rank_outlives_a_caller_that_is_killed(name: str, start: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "work"), [*((name, "calls") for name in ON), ("ray", "spins"), ("submitit", "spins")])
+def test_no_rank_outlives_a_caller_that_is_killed(name: str, work: str, start: Any, tmp_path: Path) -> None:
     pytest.importorskip({"dask": "distributed"}.get(name, name), reason="runs ranks on it")
     (tmp_path / "caller.py").write_text(CALLER)
-    caller = start([sys.executable, tmp_path / "caller.py", name, tmp_path])
+    caller = start([sys.executable, tmp_path / "caller.py", name, tmp_path, work])
     files = [tmp_path / f"{rank}.pid" for rank in range(2)]
     assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), ENDED_WITHIN_S)
     ranks = [int(file.read_text()) for file in files]

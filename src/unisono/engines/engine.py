@@ -36,7 +36,8 @@ class Engine(Protocol):
         All workers are there when the context begins, or the executor starts them together. Tasks that still run when
         it ends are ended, as far as the engine can; what it has started for them ends too. A task whose worker has
         died is not run again. If the engine has an attribute `replaces` that is true, the executor takes further
-        tasks instead of such ones, and runs each in a new or an idle process: for `on_failure="replace"`.
+        tasks instead of such ones, and runs each in a new or an idle process: for `on_failure="replace"`. If it has
+        `starts_workers` that is true, the processes run nothing else, and end themselves when the caller is gone.
 
         Args:
             size: Number of tasks.

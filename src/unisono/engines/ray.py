@@ -36,6 +36,7 @@ class Ray(Engine):
     """
 
     replaces = True
+    starts_workers = True
 
     def __init__(
         self,

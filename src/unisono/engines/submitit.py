@@ -19,7 +19,7 @@ from unisono.engines.engine import Engine, required
 __all__ = ["ENGINE", "Submitit", "SubmititJob"]
 
 _LOOK_EVERY_S = 0.1
-_LAST_STEPS_S = 2.0
+_LAST_STEPS_S = 0.5
 _END_S = 10.0
 
 
@@ -38,6 +38,8 @@ class Submitit(Engine):
     Example:
         >>> engine = un.engines.Submitit("jobs", nodes=2, timeout_min=60, cpus_per_task=4, slurm_partition="gpu")
     """
+
+    starts_workers = True
 
     def __init__(self, folder: str | Path = "submitit", *, cluster: str | None = None, **parameters: Any) -> None:
         if "tasks_per_node" in parameters:

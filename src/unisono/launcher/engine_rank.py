@@ -68,7 +68,14 @@ _ranks: dict[int, object] = {}
 
 
 def run_rank(
-    rank: int, attempt: int, size: int, payload: bytes, address: tuple[str, int], secret: bytes, timeout_s: float
+    rank: int,
+    attempt: int,
+    size: int,
+    payload: bytes,
+    address: tuple[str, int],
+    secret: bytes,
+    timeout_s: float,
+    owned: bool,
 ) -> bytes:
     """Be a rank, on a worker of the executor; return its outcome.
 
@@ -78,8 +85,17 @@ def run_rank(
         payload: The `Program`, pickled.
         address, secret: Of the control plane, which the caller of launch hosts.
         timeout_s: As of the program, which may not be readable here.
+        owned: Whether the process was started for the launch, and ends with the caller, whatever the program does.
     """
-    outcome = run_reported(rank, lambda: _run_rank(rank, attempt, size, payload, address, secret, timeout_s))
+
+    def program() -> Any:
+        with _only_rank_here(rank), _borrowed_process():
+            _check_server(address)
+            orphaned = exit_with_children if owned else None
+            control = SocketControl(address, secret, timeout_s, orphaned, _REACH_WITHIN_S, rank=rank)
+            return _run_rank(control, rank, attempt, size, payload)
+
+    outcome = run_reported(rank, program)
     # Hooks on a model refer to it in circles, and hold descriptors of its communicator.
     gc.collect()
     parent = multiprocessing.parent_process()
@@ -89,9 +105,8 @@ def run_rank(
     return outcome
 
 
-def _run_rank(
-    rank: int, attempt: int, size: int, payload: bytes, address: tuple[str, int], secret: bytes, timeout_s: float
-) -> Any:
+@contextmanager
+def _only_rank_here(rank: int) -> Iterator[None]:
     here = object()
     if _ranks.setdefault(os.getpid(), here) is not here:
         raise CommError(
@@ -99,21 +114,22 @@ def _run_rank(
             "its own: ProcessPoolExecutor, not ThreadPoolExecutor; LocalCluster(threads_per_worker=1)"
         )
     try:
-        with _borrowed_process():
-            _check_server(address)
-            control = SocketControl(address, secret, timeout_s, reach_within_s=_REACH_WITHIN_S, rank=rank)
-            try:
-                _check_in(control, rank, attempt, size)
-                program: Program = pickle.loads(payload)
-            except BaseException:
-                control.close()
-                raise
-            with _communicator(program, control, rank, attempt, size) as comm:
-                result = program.fn(comm, *program.args, **program.kwargs)
-            raise_failed_saves()
-            return result
+        yield
     finally:
         del _ranks[os.getpid()]
+
+
+def _run_rank(control: SocketControl, rank: int, attempt: int, size: int, payload: bytes) -> Any:
+    try:
+        _check_in(control, rank, attempt, size)
+        program: Program = pickle.loads(payload)
+    except BaseException:
+        control.close()
+        raise
+    with _communicator(program, control, rank, attempt, size) as comm:
+        result = program.fn(comm, *program.args, **program.kwargs)
+    raise_failed_saves()
+    return result
 
 
 def _communicator(program: Program, control: SocketControl, rank: int, attempt: int, size: int) -> Communicator:

@@ -26,8 +26,8 @@ __all__ = ["address_for_workers", "resolve", "run_on"]
 
 _LOCAL = "local"
 _END_S = 1.0
-_REPORT_WITHIN_S = 2.0
-"""Seconds in which a rank that the others have lost may still report an error of its own."""
+_EXPLAIN_WITHIN_S = 1.0
+"""Seconds in which the engine may report more about a rank that is lost."""
 
 
 def resolve(on: Executor | Engine | str | None) -> Executor | Engine | None:
@@ -85,7 +85,8 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
     found: list[Outcome] = []
     lent = on.workers(size, program.timeout_s) if isinstance(on, Engine) else nullcontext(on)
     with lent as executor:
-        gang = _Gang(executor, program, size, start_by, replaces=replaces)
+        owned = getattr(on, "starts_workers", False)
+        gang = _Gang(executor, program, size, start_by, replaces=replaces, owned=owned)
         try:
             gang.start()
             collect(size, on_failure, gang.outcomes, found)
@@ -103,12 +104,13 @@ class _Gang:
     """
 
     def __init__(
-        self, executor: Executor, program: Program, size: int, start_by: float, *, replaces: bool = False
+        self, executor: Executor, program: Program, size: int, start_by: float, *, replaces: bool, owned: bool
     ) -> None:
         self._executor = executor
         self._payload = by_value(program)
         self._timeout_s = program.timeout_s
         self._size = size
+        self._owned = owned
         self._start_by: float | None = start_by
         self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | None]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
@@ -133,7 +135,7 @@ class _Gang:
             self._submit(rank, 0)
 
     def _submit(self, rank: int, attempt: int) -> None:
-        common = self._size, self._payload, self._server.address, self._secret, self._timeout_s
+        common = self._size, self._payload, self._server.address, self._secret, self._timeout_s, self._owned
         future = self._executor.submit(run_rank, rank, attempt, *common)
         if not hasattr(future, "add_done_callback"):
             raise TypeError(f"submit() of on= must return a future of concurrent.futures, not {future!r}")
@@ -142,9 +144,6 @@ class _Gang:
 
     def _start_again(self, rank: int, attempt: int) -> None:
         """Submit a replacement."""
-        if rank in self._futures:
-            # The executor may start it again by itself otherwise.
-            self._futures.pop(rank).cancel()
         self._submit(rank, attempt)
         self._again_by[rank] = time.monotonic() + self._timeout_s
 
@@ -157,12 +156,12 @@ class _Gang:
             rank, attempt, future = self._events.get(timeout=wait_s)
         except queue.Empty:
             return self._overdue()
-        if attempt != self._attempts.last[rank]:
+        if attempt != self._attempts.last[rank] or rank not in self._attempts.open:
             return []
         if future is not None:
             del self._futures[rank]
             return self._concluded(_outcome(rank, self._size, future))
-        self._lost.setdefault(rank, time.monotonic() + _REPORT_WITHIN_S)
+        self._lost.setdefault(rank, time.monotonic() + _EXPLAIN_WITHIN_S)
         return []
 
     def _overdue(self) -> list[Outcome]:
@@ -177,10 +176,13 @@ class _Gang:
             ) from None
         found = []
         for rank in [rank for rank, due in self._lost.items() if now >= due]:
+            # Some engines say nothing about it until all ranks have ended.
+            self._futures.pop(rank).cancel()
             found += self._concluded(_lost(rank, self._size, "its worker has ended"))
         for rank in [rank for rank, due in self._again_by.items() if now >= due]:
             del self._again_by[rank]
             if not self._control.check([started(rank, self._attempts.last[rank])]):
+                self._futures.pop(rank).cancel()
                 found += self._concluded(_lost(rank, self._size, f"not started again within {self._timeout_s:g} s"))
         return found
 
@@ -225,7 +227,7 @@ class _Gang:
             with suppress(queue.Empty):
                 rank, attempt, future = self._events.get(timeout=seconds_left(deadline))
                 if future is not None and attempt == self._attempts.last[rank]:
-                    del self._futures[rank]
+                    self._futures.pop(rank, None)
         self._control.close()
         self._server.close()
 

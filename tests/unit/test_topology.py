@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from waiting import run_concurrently
 
 import unisono as un
+from unisono.bootstrap import Rendezvous
 from unisono.control import LocalHub
 from unisono.core.group import Group
 from unisono.host import network
@@ -147,3 +150,34 @@ def test_ranks_of_one_host_use_one_gpu_each(
 
     run_concurrently(lambda: start(0), lambda: start(1))
     assert [seen[0], seen[1]] == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "selected", "own"),
+    [
+        ([["a"], ["b"], ["c"]], "0", True),
+        ([["a", "b"], ["a", "b"], ["c"]], "0,1", True),
+        ([["a"], ["b"], ["a"]], "0", False),
+        ([["a"], [], ["b"]], "0", False),
+        # Nothing says that each rank sees a GPU of its own, so that CUDA is not asked.
+        ([["a"], ["b"], ["c"]], "", False),
+        ([["a", "b", "c"]] * 3, "", True),
+    ],
+)
+def test_ranks_have_a_gpu_each_whatever_its_number(
+    seen: list[list[str]], selected: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.local()
+    hub = LocalHub()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selected)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(here.gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=here.gpus[number]))
+
+    def discovered(rank: int) -> bool:
+        here.gpus = seen[rank]
+        control = hub.control()
+        control.join(Group.world(rank, 3))
+        place = Rendezvous(rank, 3, None, control, None, "127.0.0.1", "world", "a test")
+        return api.discover(place, None, 20.0).gpus
+
+    assert run_concurrently(*(partial(discovered, rank) for rank in range(3))) == [own] * 3

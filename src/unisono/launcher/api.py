@@ -425,16 +425,22 @@ def discover(place: Rendezvous, interface: str | None, timeout: float) -> Topolo
     if place.size == 1:
         return Topology(((0,),), ((0,),), torch.cuda.device_count() > 0, "tcp", address, f"{device_name} {why}")
     group = Group.world(place.rank, place.size, place.name)
-    facts = host_identity(), torch.cuda.device_count(), why_no_shm(), core_build()
+    selected = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    facts = host_identity(), torch.cuda.device_count(), why_no_shm(), core_build(), selected
     all_facts = place.control.exchange(group, "surroundings", facts, timeout)
-    names = [name for name, _, _, _ in all_facts]
+    names = [fact[0] for fact in all_facts]
     hosts = tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
-    obstacle = next((obstacle for _, _, obstacle, _ in all_facts if obstacle), None)
+    obstacle = next((obstacle for _, _, obstacle, _, _ in all_facts if obstacle), None)
     if obstacle is not None:
         _log.info("unisono: no shared memory between these ranks: %s", obstacle)
     sharing = TRANSPORTS["shm"].shm_peers(group, place.control, timeout)
-    gpus = all(count >= names.count(name) for name, count, _, _ in all_facts)
-    network = network_of([build for _, _, _, build in all_facts])
+    gpus = all(count >= names.count(name) for name, count, _, _, _ in all_facts)
+    if not gpus and all(count and selected for _, count, _, _, selected in all_facts):
+        # Engines and Slurm show each rank its own GPU alone, which may be number 0 for all. This initializes CUDA.
+        number = names[: place.rank].count(names[place.rank]) if place.local_rank is None else place.local_rank
+        seen = torch.cuda.get_device_properties(number % torch.cuda.device_count()).uuid
+        gpus = len(set(place.control.exchange(group, "GPUs", str(seen), timeout))) == place.size
+    network = network_of([build for _, _, _, build, _ in all_facts])
     return Topology(hosts, sharing, gpus, network, address, f"{device_name} {why}")
 
 

@@ -45,4 +45,4 @@ def test_compressed_size_of_a_long_bucket(name: str) -> None:
 
 
 def test_codecs_are_registered() -> None:
-    assert {"fp16", "bf16", "int8", "topk", "randomk", "powersgd", "onebit", "error_feedback"} <= set(NAMES)
+    assert {"fp16", "bf16", "int8", "int4", "topk", "randomk", "powersgd", "onebit", "error_feedback"} <= set(NAMES)

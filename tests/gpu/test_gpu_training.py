@@ -15,7 +15,7 @@ import unisono as un
 from unisono.compression import Codec
 from unisono.testing.gradients import check_averages, check_shares
 
-CODECS = ("bf16", "fp16", "int8", "onebit", "powersgd", "randomk", "topk")
+CODECS = ("bf16", "fp16", "int4", "int8", "onebit", "powersgd", "randomk", "topk")
 STEPS, SAMPLES, WIDTH = 3, 8, 12
 SLOW = [pytest.mark.soak]
 TRAINED = listed(CPU, *BACKWARD)

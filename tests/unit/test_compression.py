@@ -73,7 +73,7 @@ def test_codec_of_another_package(plain: None) -> None:
 
 @pytest.mark.parametrize("wrong", ["fp8", 16, lambda: 16, None])
 def test_unknown_codec_lists_the_known_ones(wrong: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="bf16, error_feedback, fp16, int8"):
+    with pytest.raises((TypeError, ValueError), match="bf16, error_feedback, fp16, int4, int8"):
         resolve(wrong)
 
 
@@ -84,6 +84,7 @@ def test_unknown_codec_lists_the_known_ones(wrong: Any) -> None:
         ("topk", {"ratio": 1.5}),
         ("randomk", {"ratio": -0.1}),
         ("int8", {"block": 0}),
+        ("int4", {"block": 0}),
         ("onebit", {"block": 0}),
         ("powersgd", {"rank": 0}),
         ("error_feedback", {"codec": "error_feedback"}),
@@ -101,6 +102,7 @@ def test_wrong_settings_are_rejected(name: str, settings: dict[str, Any]) -> Non
         (un.compression.fp16, 1.98),
         (un.compression.bf16, 1.98),
         (un.compression.int8, 3.9),
+        (un.compression.int4, 7.7),
         (un.compression.onebit, 28),
         (un.compression.topk, 40),
         (un.compression.randomk, 90),
@@ -114,7 +116,8 @@ def test_bytes_compared_with_a_float32_ring(make: Callable[[], Codec], ratio: fl
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("fp16", 2), ("int8", 2), ("onebit", 2), ("topk", 1), ("randomk", 1), ("powersgd", 2)]
+    ("name", "calls"),
+    [("fp16", 2), ("int8", 2), ("int4", 2), ("onebit", 2), ("topk", 1), ("randomk", 1), ("powersgd", 2)],
 )
 def test_one_collective_per_stage(name: str, calls: int) -> None:
     events: list[TraceEvent] = []

@@ -60,6 +60,16 @@ def test_int8_keeps_multiples_of_its_step() -> None:
     assert torch.equal(kept(un.compression.int8(), given * 0.5), given * 0.5)
 
 
+def test_int4_keeps_multiples_of_its_step_and_bounds_the_rest() -> None:
+    steps = torch.arange(-7.0, 8.0).repeat(3)
+    assert torch.equal(kept(un.compression.int4(), steps * 0.5), steps * 0.5)
+    given = torch.randn(999, generator=torch.Generator().manual_seed(0))
+    codec = un.compression.int4(block=64)
+    # 999 elements are 16 blocks of 64, the last one in part padding.
+    for block, coded in zip(given.split(64), kept(codec, given).split(64), strict=True):
+        assert (block - coded).abs().max() <= block.abs().max() / 14 * 1.001
+
+
 def test_int8_blocks_are_independent() -> None:
     given = torch.cat((torch.full((64,), 1e6), torch.full((64,), 1e-6)))
     assert torch.allclose(kept(un.compression.int8(block=64), given), given)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from unisono.compression.codecs.bf16 import Bf16
     from unisono.compression.codecs.error_feedback import ErrorFeedback
     from unisono.compression.codecs.fp16 import Fp16
+    from unisono.compression.codecs.int4 import Int4
     from unisono.compression.codecs.int8 import Int8
     from unisono.compression.codecs.onebit import Onebit
     from unisono.compression.codecs.powersgd import Powersgd
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     bf16 = Bf16
     error_feedback = ErrorFeedback
     fp16 = Fp16
+    int4 = Int4
     int8 = Int8
     onebit = Onebit
     powersgd = Powersgd
@@ -37,6 +39,7 @@ __all__ = [
     "bf16",
     "error_feedback",
     "fp16",
+    "int4",
     "int8",
     "onebit",
     "powersgd",

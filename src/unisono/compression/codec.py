@@ -309,10 +309,10 @@ def resolve(spec: Spec) -> Codec:
     Example:
         >>> un.compression.resolve("int8"), un.compression.resolve(un.compression.int8)
         (int8(block=1024), int8(block=1024))
-        >>> un.compression.resolve("int4")
+        >>> un.compression.resolve("int3")
         Traceback (most recent call last):
         ...
-        ValueError: unknown codec 'int4'; known: ...
+        ValueError: unknown codec 'int3'; known: ...
     """
     made = CODECS[spec]() if isinstance(spec, str) else spec
     if not isinstance(made, Codec) and callable(made):

@@ -11,7 +11,6 @@ from unisono.compression.two_stage import TwoStage
 
 __all__ = ["CODEC", "Int8"]
 
-_STEPS = 127
 _TINY = 2.0**-149
 
 
@@ -24,6 +23,9 @@ class Int8(TwoStage):
 
     Args:
         block: Elements that share a scale, at least 1.
+
+    Attributes:
+        steps: Number of steps from zero to a block's largest magnitude.
 
     Raises:
         ValueError: `block` is less than 1.
@@ -41,6 +43,7 @@ class Int8(TwoStage):
     block: int = 1024
     # Aligns scales as float32 numbers require.
     multiple: ClassVar[int] = 4
+    steps: ClassVar[int] = 127
 
     def __post_init__(self) -> None:
         if self.block < 1:
@@ -50,26 +53,57 @@ class Int8(TwoStage):
         count, blocks, length = pieces.shape
         high = pieces.amax(-1, keepdim=True)
         low = pieces.amin(-1, keepdim=True)
-        scales = torch.maximum(high, low.neg_()).div_(_STEPS).float()
+        scales = torch.maximum(high, low.neg_()).div_(self.steps).float()
         # An underflowed scale means zeros. Multiplying by 1 / scale could overflow.
-        steps = pieces.div_(scales.masked_fill(scales == 0, torch.inf)).round_().clamp_(-_STEPS, _STEPS)
+        steps = pieces.div_(scales.masked_fill(scales == 0, torch.inf)).round_().clamp_(-self.steps, self.steps)
         coded = torch.empty(count, self.piece_bytes(blocks, length), dtype=torch.uint8, device=pieces.device)
         coded[:, : 4 * blocks] = scales.view(count, blocks).view(torch.uint8)
-        coded[:, 4 * blocks :].view(torch.int8).copy_(steps.view(count, -1))
+        self.pack(steps.view(count, -1), coded[:, 4 * blocks :])
         return coded
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         pieces, blocks, _ = out.shape
         scales = coded[:, : 4 * blocks].view(torch.float32)
-        out.view(pieces, -1).copy_(coded[:, 4 * blocks :].view(torch.int8))
+        self.unpack(coded[:, 4 * blocks :], out.view(pieces, -1))
         return out.mul_(scales.unsqueeze(-1))
+
+    def pack(self, steps: torch.Tensor, coded: torch.Tensor) -> None:
+        """Write whole numbers as bytes.
+
+        Args:
+            steps: From -`steps` to `steps`, or NaN, of shape (pieces, elements); may be overwritten.
+            coded: Written: uint8, of shape (pieces, bytes).
+
+        Example:
+            >>> codec, coded, out = un.compression.int4(), torch.empty(1, 1, dtype=torch.uint8), torch.empty(1, 2)
+            >>> codec.pack(torch.tensor([[3.0, -7.0]]), coded)
+            >>> codec.unpack(coded, out)
+            >>> out
+            tensor([[ 3., -7.]])
+        """
+        coded.view(torch.int8).copy_(steps)
+
+    def unpack(self, coded: torch.Tensor, out: torch.Tensor) -> None:
+        """Read the numbers that `pack` has written.
+
+        Args:
+            coded: As `pack` has written it.
+            out: Written, of the shape and dtype of the numbers.
+
+        Example:
+            >>> codec, out = un.compression.int8(), torch.empty(1, 2)
+            >>> codec.unpack(torch.tensor([[5, 255]], dtype=torch.uint8), out)
+            >>> out
+            tensor([[ 5., -1.]])
+        """
+        out.copy_(coded.view(torch.int8))
 
     def piece_bytes(self, blocks: int, length: int) -> int:
         return blocks * (4 + length)
 
     def loss(self, norm: torch.Tensor, largest: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         # Half a step; the scale itself is rounded, which counts where few of its bits are left.
-        return count.sqrt() * (largest * (0.5 / _STEPS * (1 + 1e-4)) + 128 * _TINY)
+        return count.sqrt() * (largest * (0.5 / self.steps * (1 + 1e-4)) + 128 * _TINY)
 
 
 CODEC = Int8

@@ -15,9 +15,11 @@ from loading import load
 
 from unisono.checkpoint import divergence
 from unisono.communicator import Communicator
+from unisono.core import threads
 from unisono.core.types import Message, Send
 from unisono.errors import CommError
-from unisono.gradients import gossip, local_sgd, periodic, sync_batch_norm, topology
+from unisono.gradients import gossip, local_sgd, periodic, periodic_averager, sync_batch_norm, topology
+from unisono.utils import flatten
 
 UNIT = Path(__file__).parents[1] / "unit"
 Patch = pytest.MonkeyPatch
@@ -34,23 +36,22 @@ def averages(buffers: bool = False) -> None:
 
 
 def sums(patch: Patch) -> None:
-    def act(self: Any) -> None:
-        floating = [t for t in self.tensors if t.is_floating_point() or t.is_complex()]
-        periodic.over_buckets(floating, 25, self._comm.all_reduce)
-
-    patch.setattr(local_sgd.LocalSGD, "_act", act)
+    right = Communicator.all_reduce
+    patch.setattr(Communicator, "all_reduce", lambda comm, tensor, op="sum", **how: right(comm, tensor, "sum", **how))
     averages()
 
 
 def weighs_by_dtype(patch: Patch) -> None:
     """Leaves out what is not float32."""
-    patch.setattr(local_sgd, "_averages", lambda tensor: tensor.dtype == torch.float32)
+    right = periodic_averager.floating
+    patch.setattr(periodic_averager, "floating", lambda named: [n for n in right(named) if n[1].dtype == torch.float32])
     averages()
 
 
 def forgets_buffers(patch: Patch) -> None:
     right = periodic.named_tensors
-    patch.setattr(periodic, "named_tensors", lambda model, **_: right(model))
+    for module in (periodic, periodic_averager):
+        patch.setattr(module, "named_tensors", lambda model, **_: right(model))
     averages(buffers=True)
 
 
@@ -69,20 +70,20 @@ def formula(nesterov: bool = True) -> None:
 
 
 def goes_the_wrong_way(patch: Patch) -> None:
-    right = local_sgd.over_buckets
+    right = flatten.flat_apply
 
-    def wrong(ways: list[torch.Tensor], cap: float, action: Callable[[torch.Tensor], object]) -> None:
-        right(ways, cap, action)
-        for way in ways:
-            way.neg_()
+    def wrong(bucket: list[torch.Tensor], action: Callable[[torch.Tensor], object]) -> None:
+        right(bucket, action)
+        for change in bucket:
+            change.neg_()
 
-    patch.setattr(local_sgd, "over_buckets", wrong)
+    patch.setattr(periodic_averager, "flat_apply", wrong)
     formula()
 
 
 def steps_apart(patch: Patch) -> None:
-    """Each rank takes its own way for the mean one."""
-    patch.setattr(local_sgd, "over_buckets", lambda ways, cap, action: None)
+    """Each rank takes its own change for the mean one."""
+    patch.setattr(periodic_averager, "flat_apply", lambda bucket, action: None)
     formula()
 
 
@@ -112,12 +113,70 @@ def keeps_its_first_anchor(patch: Patch) -> None:
 
 
 def loads_no_anchor(patch: Patch) -> None:
+    right = local_sgd.DiLoCo.load_state_dict
+
     def load_state_dict(self: Any, state: dict[str, Any]) -> None:
-        periodic.PeriodicAction.load_state_dict(self, state)
-        self.outer.load_state_dict(state["outer"])
+        here = zip((name for name, _ in self.named), self.anchor, strict=True)
+        right(self, {**state, "anchor": {name: there.clone() for name, there in here}})
 
     patch.setattr(local_sgd.DiLoCo, "load_state_dict", load_state_dict)
     unit("diloco").test_state_dict_resumes()
+
+
+def streams(interval: int = 6, lag: int = 3, alpha: float | None = 0.5) -> None:
+    unit("periodic_averager").test_streaming_diloco_is_the_papers(2, interval, lag, alpha)
+
+
+def applies_too_soon(patch: Patch) -> None:
+    right = periodic_averager.PeriodicAverager._start
+    patch.setattr(
+        periodic_averager.PeriodicAverager, "_start", lambda self, fragment, lag, alpha: right(self, fragment, 0, alpha)
+    )
+    streams()
+
+
+def mixes_the_other_way(patch: Patch) -> None:
+    right = torch.lerp
+    patch.setattr(torch, "lerp", lambda start, end, weight: right(end, start, weight))
+    streams(alpha=0.25)
+
+
+def sends_all_fragments_together(patch: Patch) -> None:
+    patch.setattr(periodic_averager, "replace", lambda schedule, **_: schedule)
+    streams()
+
+
+def forgets_what_was_learnt_meanwhile(patch: Patch) -> None:
+    right = periodic_averager.PeriodicAverager._apply
+
+    def apply(self: Any, fragment: Any) -> bool:
+        if fragment.exchange is not None:
+            fragment.exchange.sent = None
+        return right(self, fragment)
+
+    patch.setattr(periodic_averager.PeriodicAverager, "_apply", apply)
+    streams(alpha=None)
+
+
+def blocks_in_step(patch: Patch) -> None:
+    """Carries out exchanges in the caller's thread."""
+    right = Communicator.all_reduce
+    patch.setattr(Communicator, "all_reduce", lambda comm, tensor, op: right(comm, tensor, op, timeout=0.5))
+    patch.setattr(threads.SerialWorker, "run", lambda self, task: task())
+    unit("periodic_averager").test_training_goes_on_while_an_exchange_is_under_way()
+
+
+def anchors_in_the_parameters_dtype(patch: Patch) -> None:
+    patch.setattr(periodic_averager, "_wide", lambda tensor, dtype: tensor.detach().clone())
+    unit("periodic_averager").test_a_hundred_small_outer_steps_are_kept_in_bfloat16()
+
+
+def loads_what_another_rank_is_owed(patch: Patch) -> None:
+    right = local_sgd.DiLoCo.load_state_dict
+    patch.setattr(
+        local_sgd.DiLoCo, "load_state_dict", lambda self, state: right(self, {**state, "rank": self._comm.rank})
+    )
+    unit("periodic_averager").test_what_a_codec_owes_is_loaded_by_its_own_rank_only()
 
 
 def counts_its_own_neighbours_only(patch: Patch) -> None:
@@ -150,7 +209,8 @@ def stays_at_one_distance(patch: Patch) -> None:
 
 
 def forgets_the_round(patch: Patch) -> None:
-    patch.setattr(gossip.Gossip, "load_state_dict", periodic.PeriodicAction.load_state_dict)
+    right = gossip.Gossip.load_state_dict
+    patch.setattr(gossip.Gossip, "load_state_dict", lambda self, state: right(self, {**state, "rounds": [0]}))
     unit("gossip").test_converges_to_the_mean_and_resumes()
 
 
@@ -259,6 +319,12 @@ def goes_backward_alone(patch: Patch) -> None:
         forgets_its_momentum,
         keeps_its_first_anchor,
         loads_no_anchor,
+        applies_too_soon,
+        mixes_the_other_way,
+        sends_all_fragments_together,
+        forgets_what_was_learnt_meanwhile,
+        anchors_in_the_parameters_dtype,
+        loads_what_another_rank_is_owed,
         counts_its_own_neighbours_only,
         sends_something_else,
         stays_at_one_distance,
@@ -278,12 +344,12 @@ def test_wrong_mutants_are_killed(mutant: Callable[[Patch], None], monkeypatch: 
         mutant(monkeypatch)
 
 
-@pytest.mark.parametrize("mutant", [uses_the_callers_line, waits_for_all])
+@pytest.mark.parametrize("mutant", [uses_the_callers_line, waits_for_all, blocks_in_step])
 def test_interfering_mutants_are_killed(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     with pytest.raises(CommError):
         mutant(monkeypatch)
 
 
 def test_correct_implementations_survive() -> None:
-    checks = (averages, lambda: averages(buffers=True), formula, statistics)
-    assert [assertion_of(check) for check in checks] == [""] * 4
+    checks = (averages, lambda: averages(buffers=True), formula, statistics, streams)
+    assert [assertion_of(check) for check in checks] == [""] * 5

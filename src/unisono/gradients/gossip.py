@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from unisono.communicator import Communicator
 from unisono.core.types import Message, Recv, Send
-from unisono.gradients.periodic import PeriodicAction, Schedule, over_buckets
-from unisono.gradients.topology import Neighbours, Topology, mixing, topology
+from unisono.gradients.periodic import Schedule
+from unisono.gradients.periodic_averager import PeriodicAverager, mean
+from unisono.gradients.topology import Neighbours, Topology, mixing
+from unisono.gradients.topology import topology as topology_of
+from unisono.utils.flatten import flat_apply
 from unisono.utils.parameters import Model
 
-__all__ = ["Gossip"]
+__all__ = ["Gossip", "NeighbourMean"]
 
 
-class Gossip(PeriodicAction):
+class NeighbourMean:
+    """Reduction to the mean over a rank and its neighbours, by weights that keep the mean over all ranks.
+
+    Args:
+        topology: Function of the number of ranks and of the round, which returns the neighbours of each rank.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+
+    def __repr__(self) -> str:
+        # What ranks compare is the topology's name, or its first round.
+        return "NeighbourMean"
+
+    def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int, /) -> None:
+        rows = mixing(self.topology(comm.size, turn), comm.size)
+        if comm.size > 1 and all(len(row) == comm.size for row in rows):
+            mean(flat, comm, turn)
+            return
+        receivers = [other for other, row in enumerate(rows) if comm.rank in row and other != comm.rank]
+        senders = {other: weight for other, weight in rows[comm.rank].items() if other != comm.rank}
+        if not senders and not receivers:
+            return
+        received = {peer: torch.empty(flat.shape, dtype=flat.dtype, device=flat.device) for peer in senders}
+        messages: list[Message] = [Recv(buffer, peer) for peer, buffer in received.items()]
+        messages += [Send(flat, peer) for peer in receivers]
+        comm.batch_isend_irecv(messages)[0].wait()
+        # The sum of weighted differences, not of weighted values: where all are equal it is zero, and nothing rounds.
+        wide = torch.float32 if flat.is_floating_point() and flat.itemsize < 4 else flat.dtype
+        mine = flat.to(wide)
+        change = torch.zeros_like(mine)
+        for peer, weight in senders.items():
+            change.add_(received[peer].to(wide) - mine, alpha=weight)
+        flat.copy_(mine + change)
+
+
+class Gossip(PeriodicAverager):
     """Gossip averaging: mix parameters with a few neighbours, by weights that keep the mean over all ranks.
 
     No rank waits for all others. Each round moves ranks towards the mean, which itself stays (up to
@@ -31,7 +68,8 @@ class Gossip(PeriodicAction):
             for each rank a list of the ranks that it receives from; or a function of the number of ranks and
             of the round (from 0) that returns such lists, the same on every rank.
         every: 1, or an `every(...)`, or a function of the step's number (from 1).
-        bucket_cap_mb: Size of a message in MiB.
+        overlap_steps, alpha, bucket_cap_mb: As for `PeriodicAverager`. Every step with `overlap_steps=1`, a rank adds
+            what step n + 1 has changed to the mix of what was there after step n: D-PSGD as it was published.
 
     Raises:
         MismatchError: Ranks have different parameters or arguments.
@@ -63,14 +101,28 @@ class Gossip(PeriodicAction):
         topology: str | Neighbours | Topology = "ring",
         every: int | Schedule = 1,
         *,
+        overlap_steps: int = 0,
+        alpha: float | None = None,
         bucket_cap_mb: float = 25,
     ) -> None:
-        self._cap = bucket_cap_mb
-        self.rounds = 0
-        self._topology = _topology(topology, comm.size)
-        first = mixing(self._topology(comm.size, 0), comm.size)
-        shown = topology if isinstance(topology, str) else str(first)
-        super().__init__(model, comm, every, settings={"topology": shown, "bucket_cap_mb": bucket_cap_mb})
+        mixer = NeighbourMean(topology_of(topology, comm.size))
+        first = mixing(mixer.topology(comm.size, 0), comm.size)
+        settings = {"topology": topology if isinstance(topology, str) else str(first)}
+        super().__init__(
+            model,
+            comm,
+            every,
+            reduce=mixer,
+            overlap_steps=overlap_steps,
+            alpha=alpha,
+            bucket_cap_mb=bucket_cap_mb,
+            settings=settings,
+        )
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds so far."""
+        return self._fragments[0].rounds
 
     def mix(self) -> None:
         """Run a round now, regardless of the schedule. Every rank calls it.
@@ -87,47 +139,7 @@ class Gossip(PeriodicAction):
 
     def average(self) -> None:
         """Set the parameters of every rank to the mean of all, for the end of training. Collective."""
+        self.finish()
         with torch.no_grad():
-            over_buckets(self._floating(), self._cap, lambda flat: self._comm.all_reduce(flat, "avg"))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts of steps and rounds."""
-        return {**super().state_dict(), "rounds": self.rounds}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.rounds = int(state["rounds"])
-
-    def _act(self) -> None:
-        size = self._comm.size
-        rank = self._comm.rank
-        rows = mixing(self._topology(size, self.rounds), size)
-        self.rounds += 1
-        if size > 1 and all(len(row) == size for row in rows):
-            self.average()
-            return
-        receivers = [other for other, row in enumerate(rows) if rank in row and other != rank]
-        senders = {other: weight for other, weight in rows[rank].items() if other != rank}
-        over_buckets(self._floating(), self._cap, lambda flat: self._mix(flat, senders, receivers))
-
-    def _mix(self, flat: torch.Tensor, senders: dict[int, float], receivers: list[int]) -> None:
-        if not senders and not receivers:
-            return
-        received = {peer: torch.empty(flat.shape, dtype=flat.dtype, device=flat.device) for peer in senders}
-        messages: list[Message] = [Recv(buffer, peer) for peer, buffer in received.items()]
-        messages += [Send(flat, peer) for peer in receivers]
-        self._comm.batch_isend_irecv(messages)[0].wait()
-        # The sum of weighted differences, not of weighted values: where all are equal it is zero, and nothing rounds.
-        wide = torch.float32 if flat.is_floating_point() and flat.itemsize < 4 else flat.dtype
-        mine = flat.to(wide)
-        change = torch.zeros_like(mine)
-        for peer, weight in senders.items():
-            change.add_(received[peer].to(wide) - mine, alpha=weight)
-        flat.copy_(mine + change)
-
-    def _floating(self) -> list[torch.Tensor]:
-        return [t for t in self.tensors if t.is_floating_point() or t.is_complex()]
-
-
-# The argument of `__init__` has the name that callers know, which hides the function there.
-_topology = topology
+            for message in self._messages(self._tensors(self._fragments[0])):
+                flat_apply(message, lambda flat: self._comm.all_reduce(flat, "avg"))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
+from typing_extensions import Unpack
 
-from unisono.checkpoint.divergence import assert_equal_tensors
 from unisono.communicator import Communicator
-from unisono.gradients.periodic import PeriodicAction, Schedule, over_buckets
-from unisono.utils.parameters import Model, agree_on_parameters, check_parameters, named_tensors
+from unisono.gradients.periodic import Schedule
+from unisono.gradients.periodic_averager import ExchangeOptions, Fragment, Outer, PeriodicAverager, floating
+from unisono.utils.parameters import Model, Named, agree_on_parameters
 
-__all__ = ["DiLoCo", "LocalSGD"]
+__all__ = ["DiLoCo", "LocalSGD", "SlowMo"]
 
 
-class LocalSGD(PeriodicAction):
+class LocalSGD(PeriodicAverager):
     """Local SGD: average parameters over ranks every n-th step, instead of gradients at each step.
 
     Method: Stich, Local SGD converges fast and communicates little (2019). After an average
@@ -63,9 +61,8 @@ class LocalSGD(PeriodicAction):
         bucket_cap_mb: float = 25,
     ) -> None:
         self._average_state = average_state
-        self._cap = bucket_cap_mb
-        settings = {"average_state": average_state, "bucket_cap_mb": bucket_cap_mb}
-        super().__init__(model, comm, every, buffers=buffers, settings=settings)
+        settings = {"average_state": average_state}
+        super().__init__(model, comm, every, buffers=buffers, bucket_cap_mb=bucket_cap_mb, settings=settings)
 
     def step(self) -> bool:
         if self._average_state and self._optimizer is None:
@@ -76,33 +73,28 @@ class LocalSGD(PeriodicAction):
         """Average now, regardless of the schedule; for the end of training, for instance. Collective."""
         self._now()
 
-    def _act(self) -> None:
-        tensors = [t for t in self.tensors if _averages(t)]
+    def _tensors(self, fragment: Fragment) -> list[torch.Tensor]:
+        tensors = super()._tensors(fragment)
         if self._average_state:
             state = self._state()
             # Optimizers create their state at a parameter's first gradient, which may arrive on some ranks only.
             agree_on_parameters(state, self._comm, of="the optimizer's state", frozen=False)
             tensors += [tensor for _, tensor in state]
-        over_buckets(tensors, self._cap, lambda flat: self._comm.all_reduce(flat, "avg"))
+        return tensors
 
-    def _state(self) -> list[tuple[str, torch.Tensor]]:
+    def _state(self) -> Named:
         kept = self._optimizer.state if self._optimizer is not None else {}
-        return [
-            (f"{name}.{key}", value)
-            for name, parameter in self.named
-            for key, value in sorted(kept.get(parameter, {}).items())
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and _averages(value)
-        ]
+        return floating(
+            [
+                (f"{name}.{key}", value)
+                for name, parameter in self.named
+                for key, value in sorted(kept.get(parameter, {}).items())
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            ]
+        )
 
 
-def _averages(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-_Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-
-
-class DiLoCo(PeriodicAction):
+class DiLoCo(PeriodicAverager):
     """Outer optimizer that takes the ranks' mean parameter change as its gradient, every n-th step.
 
     Ranks start from a common anchor, train independently for n steps, and average anchor - parameters.
@@ -117,18 +109,20 @@ class DiLoCo(PeriodicAction):
         every: 50, or an `every(...)`, or a function of the step's number (from 1).
         outer_lr, outer_momentum, nesterov: Settings of the outer SGD.
         outer: Factory of another outer optimizer, from the anchor's tensors; the three before it then have no effect.
-        bucket_cap_mb: Size of a message in MiB.
+        options: Of `PeriodicAverager`: `fragments`, `reduce`, `compression`, `overlap_steps`, `alpha`, `anchor_dtype`,
+            `bucket_cap_mb`. Streaming DiLoCo (Douillard et al., 2025) is, for instance, `every=100, fragments=4,
+            overlap_steps=5, alpha=0.5, compression="int4"`.
 
     Raises:
         MismatchError: Ranks have different parameters (values too: see `un.broadcast_parameters`) or arguments.
-        ValueError: `every` is less than 1, or what the outer optimizer refuses.
+        ValueError: `every` is less than 1, an option that `PeriodicAverager` refuses, or what the outer optimizer does.
 
     Attributes:
-        anchor: For each parameter, its value when all ranks were last equal; of the parameter's dtype.
+        anchor: For each parameter, its value when all ranks were last equal: float32, or wider.
         outer: The outer optimizer; its learning rate may be scheduled as any other's.
 
-    Cost: each n-th step one all_reduce of the parameters' bytes. Memory: the parameters twice more (the
-    anchor, the momentum), and once again while the outer optimizer steps.
+    Cost: each n-th step one all_reduce of the anchor's bytes. Memory: the parameters twice more (the anchor, the
+    momentum), and once again while the outer optimizer steps.
 
     Example:
         >>> from unisono.gradients.local_sgd import DiLoCo
@@ -154,30 +148,13 @@ class DiLoCo(PeriodicAction):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         *,
-        outer: _Outer | None = None,
-        bucket_cap_mb: float = 25,
+        outer: Outer | None = None,
+        **options: Unpack[ExchangeOptions],
     ) -> None:
-        self._cap = bucket_cap_mb
-        named = [(name, t) for name, t in named_tensors(model) if t.is_floating_point() or t.is_complex()]
-        check_parameters(named)
-        self.anchor = [t.detach().clone() for _, t in named]
-        if outer is None:
-            made = f"SGD(lr={outer_lr}, momentum={outer_momentum}, nesterov={nesterov})"
-            self.outer: torch.optim.Optimizer = torch.optim.SGD(
-                self.anchor, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov
-            )
-        else:
-            self.outer = outer(self.anchor)
-            made = type(self.outer).__name__
-        settings = {"outer": made, "bucket_cap_mb": bucket_cap_mb}
-        super().__init__(named, comm, every, settings=settings)
-        try:
-            advice = "un.broadcast_parameters(model, comm) makes them equal"
-            assert_equal_tensors(named, self._comm, "parameters differ between ranks", advice)
-        except Exception:
-            # Whatever it was is raised again; the communicator that was made must not stay open.
-            self._comm.close()
-            raise
+        def sgd(anchor: list[torch.Tensor]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(anchor, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
+
+        super().__init__(model, comm, every, outer=outer or sgd, **options)
 
     def outer_step(self) -> None:
         """Step the outer optimizer now, regardless of the schedule. Collective.
@@ -194,41 +171,56 @@ class DiLoCo(PeriodicAction):
         """
         self._now()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the count of steps, the anchor and the outer optimizer's state: the same on all ranks."""
-        anchor = {name: there for (name, _), there in zip(self.named, self.anchor, strict=True)}
-        return {**super().state_dict(), "anchor": anchor, "outer": self.outer.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where a job stopped; load the model's own parameters as usual. Every rank loads the same state.
+class SlowMo(torch.optim.Optimizer):
+    """Outer optimizer of SlowMo: momentum in units of gradients, for an inner learning rate that changes.
+
+    With a constant inner learning rate it is `DiLoCo`'s SGD without Nesterov. Method: Wang, Tantia, Ballas, Rabbat:
+    SlowMo, improving communication-efficient distributed SGD with slow momentum (2020).
+
+    Args:
+        anchor: Tensors to step.
+        inner: The inner optimizer; the learning rate of its first group counts at each outer step.
+        lr: The slow learning rate, alpha in the paper.
+        momentum: The slow momentum, beta in the paper.
+
+    Example:
+        >>> def program(comm):
+        ...     w = torch.zeros(1, requires_grad=True)
+        ...     inner = torch.optim.SGD([w], lr=0.5)
+        ...     make = lambda anchor: un.gradients.SlowMo(anchor, inner, lr=1.0, momentum=0.5)
+        ...     slow = un.gradients.DiLoCo([w], comm, every=1, outer=make)
+        ...     for _ in range(2):
+        ...         w.grad = torch.ones(1)
+        ...         inner.step()
+        ...         slow.step()
+        ...     return w.item()
+        >>> un.launch(program, 2, "thread")
+        [-1.25, -1.25]
+    """
+
+    def __init__(
+        self, anchor: list[torch.Tensor], inner: torch.optim.Optimizer, lr: float = 1.0, momentum: float = 0.5
+    ) -> None:
+        super().__init__(anchor, {"lr": lr, "momentum": momentum})
+        self._inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # of a loss, which it needs not
+        """Step the anchor.
 
         Args:
-            state: A result of `state_dict` of any rank.
+            closure: Not used.
 
         Raises:
-            ValueError: The state is of a model with other parameters, or of another outer optimizer.
+            ValueError: The inner learning rate is 0, so that changes have no gradient.
         """
-        anchor = state["anchor"]
-        found = {name: tuple(t.shape) for name, t in anchor.items()}
-        wanted = {name: tuple(t.shape) for name, t in self.named}
-        if found != wanted:
-            name = next(n for n in {**wanted, **found} if found.get(n) != wanted.get(n))
-            raise ValueError(
-                f"the state is of another model: {name!r} has shape {found.get(name)} in it, {wanted.get(name)} here"
-            )
-        # The optimizer refuses what does not fit before it changes anything.
-        self.outer.load_state_dict(state["outer"])
-        super().load_state_dict(state)
-        with torch.no_grad():
-            for (name, _), there in zip(self.named, self.anchor, strict=True):
-                there.copy_(anchor[name])
-
-    def _act(self) -> None:
-        changes = [there - here.detach() for there, here in zip(self.anchor, self.tensors, strict=True)]
-        over_buckets(changes, self._cap, lambda flat: self._comm.all_reduce(flat, "avg"))
-        for there, change in zip(self.anchor, changes, strict=True):
-            there.grad = change
-        self.outer.step()
-        for there, here in zip(self.anchor, self.tensors, strict=True):
-            there.grad = None
-            here.copy_(there)
+        fast = float(self._inner.param_groups[0]["lr"])
+        if not fast:
+            raise ValueError("the inner learning rate is 0: SlowMo divides changes by it")
+        for group in self.param_groups:
+            for there in group["params"]:
+                if there.grad is not None:
+                    slow = self.state[there].setdefault("momentum_buffer", torch.zeros_like(there))
+                    slow.mul_(group["momentum"]).add_(there.grad, alpha=1 / fast)
+                    there.sub_(slow, alpha=group["lr"] * fast)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +12,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from unisono.communicator import Communicator
-from unisono.utils.flatten import MIB, buckets, flat_apply
 from unisono.utils.parameters import Model, Named, agree_on_parameters, check_parameters, named_tensors
 
 __all__ = [
@@ -20,29 +19,36 @@ __all__ = [
     "PeriodicSchedule",
     "Schedule",
     "every",
-    "over_buckets",
+    "schedule_of",
+    "whole_number",
 ]
 
 Schedule = Callable[[int], bool]
 """Predicate: true if ranks act after this step, the same on all ranks. Steps count from 1."""
 
 
+def whole_number(name: str, value: object, least: int, of: str = "step") -> None:
+    """`TypeError` or `ValueError` unless an argument is an int of at least so much."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number of {of}s, not {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least} {of}{'s' * (least != 1)}, not {value}")
+
+
 @dataclass(frozen=True, slots=True)
 class PeriodicSchedule:
-    """Schedule that `every` returns: true for the first `warmup` steps, then for each n-th."""
+    """Schedule that `every` returns: true for the first `warmup` steps, then for each n-th, `offset` steps later."""
 
     n: int
     warmup: int = 0
+    offset: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
-        for name, value, least in (("every", self.n, 1), ("warmup", self.warmup, 0)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a number of steps, not {type(value).__name__}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least} step{'s' * (least != 1)}, not {value}")
+        whole_number("every", self.n, 1)
+        whole_number("warmup", self.warmup, 0)
 
     def __call__(self, step: int) -> bool:
-        return step <= self.warmup or (step - self.warmup) % self.n == 0
+        return step <= self.warmup or (step - self.warmup - self.offset) % self.n == 0
 
 
 def every(n: int, *, warmup: int = 0) -> PeriodicSchedule:
@@ -97,7 +103,7 @@ class PeriodicAction(ABC):
         buffers: bool = False,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        self._schedule = _schedule(every)
+        self._schedule = schedule_of(every)
         named = named_tensors(model, buffers=buffers)
         check_parameters(named)
         self._model: Model = model if isinstance(model, torch.nn.Module) else named
@@ -199,13 +205,6 @@ class PeriodicAction(ABC):
         self._hook = self._optimizer = None
 
 
-def over_buckets(
-    tensors: Iterable[torch.Tensor], bucket_cap_mb: float, action: Callable[[torch.Tensor], object]
-) -> None:
-    """Let `action` change tensors in place, one flat bucket after another. Call it under `no_grad`."""
-    for bucket in buckets(tensors, int(bucket_cap_mb * MIB)):
-        flat_apply(bucket, lambda flat: action(flat.detach()))
-
-
-def _schedule(given: int | Schedule) -> Schedule:
+def schedule_of(given: int | Schedule) -> Schedule:
+    """Return a schedule from a number of steps, or the schedule itself."""
     return given if callable(given) else every(given)

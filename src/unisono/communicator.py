@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, final, overload
+from typing import TYPE_CHECKING, Any, Literal, final, overload
 
 import torch
 from typing_extensions import Unpack
@@ -34,7 +34,7 @@ from unisono.core.group import Group
 from unisono.core.notebook import html_table
 from unisono.core.tensors import Buffer, check_apart, check_reducible, check_tensor, parse_op
 from unisono.core.transport import Mailbox, Options, Transport, renewed
-from unisono.core.types import Message, Recv, ReduceOp, Send, Timeout, Work
+from unisono.core.types import Blocking, Message, NonBlocking, Recv, ReduceOp, Send, Timeout, Work
 from unisono.core.work import ResultWork, resolve_timeout, seconds_left
 from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
 from unisono.host.network import host_identity
@@ -68,22 +68,6 @@ _ALL_GATHER = COLLECTIVES["all_gather"]
 _ALL_GATHER_SINGLE = COLLECTIVES["all_gather_single"]
 _ALL_TO_ALL = COLLECTIVES["all_to_all"]
 _ALL_TO_ALL_SINGLE = COLLECTIVES["all_to_all_single"]
-
-
-class _Blocking(TypedDict, total=False):
-    """Keywords of a collective that returns when it is done."""
-
-    algorithm: str | None
-    async_op: Literal[False]
-    timeout: Timeout | None
-
-
-class _Async(TypedDict, total=False):
-    """Keywords of a collective that returns a `Work` immediately."""
-
-    algorithm: str | None
-    async_op: Required[Literal[True]]
-    timeout: Timeout | None
 
 
 @final
@@ -351,11 +335,11 @@ class Communicator:
     # -- collectives that reduce, and the barrier ------------------------------------------------
     @overload
     def all_reduce(
-        self, tensor: Buffer, op: str | ReduceOp = ..., *, scale: float | None = ..., **how: Unpack[_Blocking]
+        self, tensor: Buffer, op: str | ReduceOp = ..., *, scale: float | None = ..., **how: Unpack[Blocking]
     ) -> None: ...
     @overload
     def all_reduce(
-        self, tensor: Buffer, op: str | ReduceOp = ..., *, scale: float | None = ..., **how: Unpack[_Async]
+        self, tensor: Buffer, op: str | ReduceOp = ..., *, scale: float | None = ..., **how: Unpack[NonBlocking]
     ) -> Work: ...
     def all_reduce(
         self,
@@ -407,9 +391,9 @@ class Communicator:
         return self._engine.run(call, async_op=async_op)
 
     @overload
-    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[_Blocking]) -> None: ...
+    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
     @overload
-    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[_Async]) -> Work: ...
+    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[NonBlocking]) -> Work: ...
     def reduce(
         self,
         tensor: Buffer,
@@ -453,11 +437,11 @@ class Communicator:
         output: Buffer,
         input_list: Sequence[Buffer],
         op: str | ReduceOp = ...,
-        **how: Unpack[_Blocking],
+        **how: Unpack[Blocking],
     ) -> None: ...
     @overload
     def reduce_scatter(
-        self, output: Buffer, input_list: Sequence[Buffer], op: str | ReduceOp = ..., **how: Unpack[_Async]
+        self, output: Buffer, input_list: Sequence[Buffer], op: str | ReduceOp = ..., **how: Unpack[NonBlocking]
     ) -> Work: ...
     def reduce_scatter(
         self,
@@ -500,11 +484,11 @@ class Communicator:
 
     @overload
     def reduce_scatter_single(
-        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[_Blocking]
+        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[Blocking]
     ) -> None: ...
     @overload
     def reduce_scatter_single(
-        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[_Async]
+        self, output: Buffer, input: Buffer, op: str | ReduceOp = ..., **how: Unpack[NonBlocking]
     ) -> Work: ...
     def reduce_scatter_single(
         self,
@@ -542,9 +526,9 @@ class Communicator:
         return self._engine.run(call, async_op=async_op)
 
     @overload
-    def barrier(self, **how: Unpack[_Blocking]) -> None: ...
+    def barrier(self, **how: Unpack[Blocking]) -> None: ...
     @overload
-    def barrier(self, **how: Unpack[_Async]) -> Work: ...
+    def barrier(self, **how: Unpack[NonBlocking]) -> Work: ...
     def barrier(
         self, *, algorithm: str | None = None, async_op: bool = False, timeout: Timeout | None = None
     ) -> Work | None:
@@ -650,9 +634,9 @@ class Communicator:
 
     # -- collectives from one rank or to one, of any dtype ---------------------------------------
     @overload
-    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[_Blocking]) -> None: ...
+    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[Blocking]) -> None: ...
     @overload
-    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[_Async]) -> Work: ...
+    def broadcast(self, tensor: Buffer, src: int, **how: Unpack[NonBlocking]) -> Work: ...
     def broadcast(
         self,
         tensor: Buffer,
@@ -690,11 +674,11 @@ class Communicator:
 
     @overload
     def scatter(
-        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[_Blocking]
+        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[Blocking]
     ) -> None: ...
     @overload
     def scatter(
-        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[_Async]
+        self, tensor: Buffer, scatter_list: Sequence[Buffer] | None, src: int, **how: Unpack[NonBlocking]
     ) -> Work: ...
     def scatter(
         self,
@@ -735,10 +719,12 @@ class Communicator:
 
     @overload
     def gather(
-        self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[_Blocking]
+        self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[Blocking]
     ) -> None: ...
     @overload
-    def gather(self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[_Async]) -> Work: ...
+    def gather(
+        self, tensor: Buffer, gather_list: Sequence[Buffer] | None, dst: int, **how: Unpack[NonBlocking]
+    ) -> Work: ...
     def gather(
         self,
         tensor: Buffer,
@@ -778,9 +764,9 @@ class Communicator:
 
     # -- collectives between all ranks, of any dtype ---------------------------------------------
     @overload
-    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[_Blocking]) -> None: ...
+    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[Blocking]) -> None: ...
     @overload
-    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[_Async]) -> Work: ...
+    def all_gather(self, tensor_list: Sequence[Buffer], tensor: Buffer, **how: Unpack[NonBlocking]) -> Work: ...
     def all_gather(
         self,
         tensor_list: Sequence[Buffer],
@@ -819,9 +805,9 @@ class Communicator:
         return self._engine.run(call, async_op=async_op)
 
     @overload
-    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[_Blocking]) -> None: ...
+    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[Blocking]) -> None: ...
     @overload
-    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[_Async]) -> Work: ...
+    def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[NonBlocking]) -> Work: ...
     def all_gather_single(
         self,
         output: Buffer,
@@ -857,11 +843,11 @@ class Communicator:
 
     @overload
     def all_to_all(
-        self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[_Blocking]
+        self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[Blocking]
     ) -> None: ...
     @overload
     def all_to_all(
-        self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[_Async]
+        self, output_list: Sequence[Buffer], input_list: Sequence[Buffer], **how: Unpack[NonBlocking]
     ) -> Work: ...
     def all_to_all(
         self,
@@ -907,7 +893,7 @@ class Communicator:
         input: Buffer,
         output_split_sizes: Sequence[int] | None = ...,
         input_split_sizes: Sequence[int] | None = ...,
-        **how: Unpack[_Blocking],
+        **how: Unpack[Blocking],
     ) -> None: ...
     @overload
     def all_to_all_single(
@@ -916,7 +902,7 @@ class Communicator:
         input: Buffer,
         output_split_sizes: Sequence[int] | None = ...,
         input_split_sizes: Sequence[int] | None = ...,
-        **how: Unpack[_Async],
+        **how: Unpack[NonBlocking],
     ) -> Work: ...
     def all_to_all_single(
         self,
@@ -957,9 +943,9 @@ class Communicator:
 
     # -- collectives of tensors whose lengths other ranks need not know --------------------------
     @overload
-    def all_gather_v(self, tensor: Buffer, **how: Unpack[_Blocking]) -> list[torch.Tensor]: ...
+    def all_gather_v(self, tensor: Buffer, **how: Unpack[Blocking]) -> list[torch.Tensor]: ...
     @overload
-    def all_gather_v(self, tensor: Buffer, **how: Unpack[_Async]) -> ResultWork[list[torch.Tensor]]: ...
+    def all_gather_v(self, tensor: Buffer, **how: Unpack[NonBlocking]) -> ResultWork[list[torch.Tensor]]: ...
     def all_gather_v(
         self,
         tensor: Buffer,
@@ -996,10 +982,10 @@ class Communicator:
         return found
 
     @overload
-    def gather_v(self, tensor: Buffer, dst: int = ..., **how: Unpack[_Blocking]) -> list[torch.Tensor] | None: ...
+    def gather_v(self, tensor: Buffer, dst: int = ..., **how: Unpack[Blocking]) -> list[torch.Tensor] | None: ...
     @overload
     def gather_v(
-        self, tensor: Buffer, dst: int = ..., **how: Unpack[_Async]
+        self, tensor: Buffer, dst: int = ..., **how: Unpack[NonBlocking]
     ) -> ResultWork[list[torch.Tensor] | None]: ...
     def gather_v(
         self,
@@ -1039,11 +1025,11 @@ class Communicator:
 
     @overload
     def scatter_v(
-        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[_Blocking]
+        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[Blocking]
     ) -> torch.Tensor: ...
     @overload
     def scatter_v(
-        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[_Async]
+        self, tensors: Sequence[Buffer] | None = ..., src: int = ..., **how: Unpack[NonBlocking]
     ) -> ResultWork[torch.Tensor]: ...
     def scatter_v(
         self,
@@ -1082,9 +1068,9 @@ class Communicator:
         return found
 
     @overload
-    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[_Blocking]) -> list[torch.Tensor]: ...
+    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[Blocking]) -> list[torch.Tensor]: ...
     @overload
-    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[_Async]) -> ResultWork[list[torch.Tensor]]: ...
+    def all_to_all_v(self, tensors: Sequence[Buffer], **how: Unpack[NonBlocking]) -> ResultWork[list[torch.Tensor]]: ...
     def all_to_all_v(
         self,
         tensors: Sequence[Buffer],

@@ -129,7 +129,9 @@ def dies_last(comm: un.Communicator, folder: str) -> int:
 
 
 def test_replacement_that_no_rank_admits_is_not_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(PeerLostError, match="rank 1 of 2 was lost, and the other ranks ended before a replacement"):
+    # Whether its loss is seen before the other rank's end is a matter of chance.
+    words = "rank 1 of 2 was (ended by SIGKILL|lost, and the other ranks ended before a replacement)"
+    with pytest.raises(PeerLostError, match=words):
         un.launch(dies_last, 2, args=(str(tmp_path),), on_failure="replace", timeout=TIMEOUT_S)
 
 

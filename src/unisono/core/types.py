@@ -7,12 +7,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypedDict
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COLLECTIVE_TAG", "MAX_TAG", "Message", "PointToPoint", "Recv", "ReduceOp", "Send", "Timeout", "Work"]
+__all__ = [
+    "COLLECTIVE_TAG",
+    "MAX_TAG",
+    "Blocking",
+    "Message",
+    "NonBlocking",
+    "PointToPoint",
+    "Recv",
+    "ReduceOp",
+    "Send",
+    "Timeout",
+    "Work",
+]
 
 COLLECTIVE_TAG = -1
 """The channel of collectives. Users' tags start at 0, so the two never match each other."""
@@ -22,6 +34,38 @@ MAX_TAG = 2**24 - 1
 
 Timeout = float | timedelta
 """A timeout as a caller passes it: a number of seconds, or a `datetime.timedelta`; at most 1e9 s."""
+
+
+class Blocking(TypedDict, total=False):
+    """Keywords of a collective that returns when it is done.
+
+    Attributes:
+        algorithm, async_op, timeout: As for `Communicator.all_reduce`.
+
+    Example:
+        >>> Blocking(timeout=5.0)
+        {'timeout': 5.0}
+    """
+
+    algorithm: str | None
+    async_op: Literal[False]
+    timeout: Timeout | None
+
+
+class NonBlocking(TypedDict, total=False):
+    """Keywords of a collective that returns a `Work` immediately.
+
+    Attributes:
+        algorithm, async_op, timeout: As for `Communicator.all_reduce`.
+
+    Example:
+        >>> NonBlocking(async_op=True)
+        {'async_op': True}
+    """
+
+    algorithm: str | None
+    async_op: Required[Literal[True]]
+    timeout: Timeout | None
 
 
 class ReduceOp(StrEnum):

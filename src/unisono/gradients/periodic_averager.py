@@ -64,7 +64,7 @@ _REDUCTIONS: dict[str, Reduction] = {
 
 
 @dataclass(eq=False)
-class _Exchange:
+class _PendingExchange:
     """An exchange under way: this rank's contributions, which are the result when it is done.
 
     Attributes:
@@ -104,7 +104,7 @@ class Fragment:
     anchor: list[torch.Tensor]
     codecs: list[Codec | None] = field(default_factory=list)
     rounds: int = 0
-    exchange: _Exchange | None = None
+    exchange: _PendingExchange | None = None
 
 
 class PeriodicAverager(PeriodicAction):
@@ -300,7 +300,7 @@ class PeriodicAverager(PeriodicAction):
         done = Completion(self._limit_s * len(self._fragments) * len(self._messages(given)))
         streams = current_streams(p.device for p in given) if lag else []
         own = [torch.Stream(device=stream.device) for stream in streams]
-        fragment.exchange = exchange = _Exchange(self.steps + lag, given, done, alpha, in_place, streams=own)
+        fragment.exchange = exchange = _PendingExchange(self.steps + lag, given, done, alpha, in_place, streams=own)
         if lag and alpha is None:
             exchange.sent = [p.clone() for p in here]
         task = partial(self._exchange, fragment, exchange, streams)
@@ -309,7 +309,7 @@ class PeriodicAverager(PeriodicAction):
         else:
             task()
 
-    def _exchange(self, fragment: Fragment, exchange: _Exchange, after: list[torch.Stream]) -> None:
+    def _exchange(self, fragment: Fragment, exchange: _PendingExchange, after: list[torch.Stream]) -> None:
         """Reduce the contributions, in one message after another, behind what is queued on streams."""
         error: BaseException | None = None
         what = f"averaging fragment {self._fragments.index(fragment)}, whose result is for step {exchange.due}"
@@ -421,7 +421,7 @@ class PeriodicAverager(PeriodicAction):
             fragment.exchange = None
             if under_way is not None:
                 due, tensors, sent = under_way
-                fragment.exchange = _Exchange(int(due), tensors, Completion.ended(), self._alpha, sent=sent)
+                fragment.exchange = _PendingExchange(int(due), tensors, Completion.ended(), self._alpha, sent=sent)
             for codec, one in zip(fragment.codecs, codecs, strict=True):
                 if codec is not None and state["rank"] == self._comm.rank:
                     codec.load_state_dict(one)

@@ -32,7 +32,10 @@ def joined(rank: int, attempt: int) -> str:
 
 
 class Attempts:
-    """Starts of each rank. A lost rank is started again, unless two of its replacements in a row have not joined.
+    """Starts of each rank.
+
+    A lost rank is started again, unless two of its replacements in a row have not joined, or no rank is left to admit
+    another one.
 
     Args:
         size: Number of ranks.
@@ -58,11 +61,12 @@ class Attempts:
         again afterwards.
         """
         rank = outcome.rank
+        self.open.remove(rank)
         if not outcome.reported and self._may_start_again(rank):
+            self.open.add(rank)
             self.last[rank] += 1
             self._start(rank, self.last[rank])
             return []
-        self.open.remove(rank)
         if outcome.error is not None:
             self.stop()
         if self._control is None or any(map(self._has_joined, self.open)):
@@ -78,7 +82,7 @@ class Attempts:
         self._control = None
 
     def _may_start_again(self, rank: int) -> bool:
-        if self._control is None:
+        if self._control is None or not any(map(self._has_joined, self.open)):
             return False
         self._unjoined[rank] = 0 if self._has_joined(rank) else self._unjoined[rank] + 1
         return self._unjoined[rank] < _MOST_UNJOINED

@@ -1,16 +1,21 @@
-"""Across two hosts, which are network namespaces: torchrun with an unchanged script, Slurm, and the doctor."""
+"""Across two hosts, which are network namespaces: torchrun with an unchanged script, Slurm, Ray, and the doctor."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from launcher_helpers import SCRIPT, finish, task
+from waiting import wait_until
 
 from unisono.bootstrap.slurm import port_of
 from unisono.testing.namespaced_ranks import Network, obstacle
@@ -107,3 +112,74 @@ def test_doctor_reports_an_unreachable_host(start: Start, network: Network) -> N
     assert "rank 1, which has not arrived" in first[0]["text"]
     assert "10.77.0.1" in second[0]["text"]
     assert "UNISONO_SECRET" in second[0]["fix"]
+
+
+ON_RAY = """
+import pathlib, sys
+import ray, torch
+import unisono as un
+from unisono.errors import PeerLostError
+
+def add(comm):
+    tensor = torch.tensor([comm.rank + 1.0])
+    comm.all_reduce(tensor)
+    return comm.backend, sorted(map(len, comm.hosts)), tensor.item()
+
+def be_ended(comm, note):
+    comm.barrier()
+    if comm.rank == 0:
+        pathlib.Path(note).touch()
+    while True:
+        try:
+            comm.barrier()
+        except PeerLostError as error:
+            return f"rank {error.peer} was lost"
+
+if __name__ == "__main__":
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+    engine = un.engines.Ray(strategy="SPREAD")
+    assert un.launch(add, 4, on=engine) == [("shm+tcp", [2, 2], 10.0)] * 4
+    ends = un.launch(be_ended, 4, on=engine, args=(sys.argv[2],), on_failure="continue")
+    lost = {rank for rank, end in enumerate(ends) if isinstance(end, PeerLostError)}
+    assert len(lost) == 2, ends
+    named = {end for rank, end in enumerate(ends) if rank not in lost}
+    assert named <= {f"rank {rank} was lost" for rank in lost}, ends
+    print("done")
+"""
+
+
+def kill_all(network: Network, host: int) -> None:
+    """Kill all processes of a host."""
+    listed = subprocess.run(["ip", "netns", "pids", network.name(host)], capture_output=True, text=True, check=True)
+    for process in map(int, listed.stdout.split()):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_ranks_on_ray(start: Start, network: Network, tmp_path: Path) -> None:
+    """Two nodes of Ray, one of which dies."""
+    pytest.importorskip("ray", reason="runs ranks on Ray")
+    (tmp_path / "driver.py").write_text(ON_RAY)
+    # Sockets in it have names of at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        off = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "UNISONO_INTERFACE": "eth0"}
+        env = {**os.environ, **off, "PYTHONPATH": os.pathsep.join(sys.path)}
+        address = f"{network.addresses[0]}:6379"
+        roles = [
+            ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={folder}"],
+            [f"--address={address}"],
+        ]
+        for host, role in enumerate(roles):
+            words = ["--block", "--num-cpus=2", "--object-store-memory=100000000"]
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, *words]
+            start(network.command(host, *command, f"--node-ip-address={network.addresses[host]}"), env)
+        note = tmp_path / "note"
+        driver = start(network.command(0, sys.executable, str(tmp_path / "driver.py"), address, str(note)), env)
+        assert wait_until(lambda: note.exists() or driver.poll() is not None, 300.0)
+        kill_all(network, 1)
+        out, err = driver.communicate(timeout=200)
+        # Ray prints there too.
+        assert "done" in out.splitlines(), err
+        kill_all(network, 0)

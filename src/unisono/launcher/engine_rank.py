@@ -153,7 +153,10 @@ def _check_server(address: tuple[str, int]) -> None:
     try:
         socket.create_connection(address, _REACH_WITHIN_S).close()
     except ConnectionRefusedError:
-        raise AbortedError("launch has ended before this rank has started") from None
+        raise AbortedError(
+            f"launch has ended before this rank has started: nothing listens at {address[0]}:{address[1]}. If it has "
+            "not ended, set UNISONO_INTERFACE there to the network interface that workers can reach"
+        ) from None
     except OSError as error:
         raise CommError(
             f"a worker cannot reach the process that called launch at {address[0]}:{address[1]} ({error}); set "

@@ -166,13 +166,13 @@ def _check_server(address: tuple[str, int]) -> None:
 
 def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> None:
     """Count this start of the rank: executors start again by themselves what was on a worker that has ended."""
+    control.identify(f"{rank}/{attempt}")
     if control.add(started(rank, attempt), 1) > 1:
         raise PeerLostError(
             f"rank {rank} of {size} was lost: its worker has ended, and a second start is refused", peer=rank
         )
     if control.check([OVER]):
         raise AbortedError("launch has ended before this rank has started")
-    control.identify(f"{rank}/{attempt}")
 
 
 @contextmanager

@@ -61,6 +61,8 @@ class Attempts:
         again afterwards.
         """
         rank = outcome.rank
+        if rank not in self.open:
+            return []
         self.open.remove(rank)
         if not outcome.reported and self._may_start_again(rank):
             self.open.add(rank)

@@ -1,4 +1,4 @@
-"""Torch's own tests of process groups on one backend: `python c10d_suite.py BACKEND OUTCOMES.json [TRANSPORT]`.
+"""Torch's own tests of process groups on one backend: `python c10d_suite.py BACKEND TRANSPORT OUTCOMES.json`.
 
 Of the environment, torch takes the number of ranks (WORLD_SIZE) and the backend whose tests are wanted (BACKEND).
 Written for each test: "passed", "skipped", or the text of its failure.
@@ -44,7 +44,7 @@ def outcome(name: str) -> str:
     return "skipped" if result.skipped else "passed"
 
 
-def main(backend: str, outcomes: str, transport: str = "auto") -> None:
+def main(backend: str, transport: str, outcomes: str) -> None:
     torch.set_num_threads(1)
     # Torch's tests pass no options.
     GroupOptions.__init__.__defaults__ = (transport, *(GroupOptions.__init__.__defaults__ or ())[1:])

@@ -8,6 +8,7 @@ import threading
 import unittest
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,17 @@ def test_seed_of_all_threads_is_refused(seed: Callable[[], object]) -> None:
     with pytest.raises(UnavailableError, match=r"rank \d of 2: .*seed\(\) seeds one generator for all.*'process'"):
         un.testing.torch_ranks(2).run(seed)
     seed()
+
+
+@pytest.mark.parametrize("profile", [torch.profiler.profile, torch.autograd.profiler.profile])
+@pytest.mark.parametrize("backend", ["thread", "sim"])
+def test_profiler_of_all_ranks_is_refused(backend: str, profile: Any) -> None:
+    def program() -> None:
+        with profile():
+            dist.barrier()
+
+    with pytest.raises(UnavailableError, match=r"rank \d of 2: .*profile starts the profiler of all ranks"):
+        un.testing.torch_ranks(2, backend).run(program)
 
 
 @pytest.mark.parametrize("backend", ["sim", "process"])

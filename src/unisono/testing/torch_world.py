@@ -239,25 +239,23 @@ class _Replacements:
 
     def enter(self, threads: bool) -> None:
         with self._lock:
-            self._users += 1
-            if self._users == 1:
+            if not self._users:
                 replaced = [*_of_torch(), *(_of_threads() if threads else ())]
-                self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-                # Each default group puts another one in front of it.
-                self._before.append((sys, "excepthook", sys.excepthook))
+                # Each default group puts another hook in front of that one.
+                self._before = [(sys, "excepthook", sys.excepthook)]
+                self._before += [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
                 for replacement in replaced:
                     setattr(*replacement)
-                if threads:
-                    _set_thread_isolation_mode(True)
+                _set_thread_isolation_mode(threads)
+            self._users += 1
 
-    def leave(self, threads: bool) -> None:
+    def leave(self) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
                 for replacement in self._before:
                     setattr(*replacement)
-                if threads:
-                    _set_thread_isolation_mode(False)
+                _set_thread_isolation_mode(False)
 
 
 _replacements = _Replacements()
@@ -272,7 +270,7 @@ def _installed(*, threads: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        _replacements.leave(threads)
+        _replacements.leave()
 
 
 def _of_torch() -> list[tuple[Any, str, Any]]:
@@ -338,6 +336,8 @@ def _of_threads() -> list[tuple[Any, str, Any]]:
             thread.__dict__["run"] = run_as_rank
         real_start(thread)
 
+    profile = torch.autograd.profiler.profile
+    profilers = [(profile, "__enter__"), (torch.profiler.profile, "start")]
     seeds = [(torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "seed"), (torch.random, "seed")]
     seeds.append((random, "seed"))
     if "numpy" in sys.modules:
@@ -345,28 +345,43 @@ def _of_threads() -> list[tuple[Any, str, Any]]:
     return [
         (threading.Thread, "start", start),
         (os, "environ", _Environment(os.environ)),
-        *((owner, name, _refused_on_threads(owner, name)) for owner, name in seeds),
+        *((owner, name, _refused(owner, name, _SEEDS, simulated=False)) for owner, name in seeds),
+        *((owner, name, _refused(owner, name, _PROFILES, simulated=True)) for owner, name in profilers),
     ]
 
 
-def _refused_on_threads(owner: Any, name: str) -> Callable[..., Any]:
-    """Return a function that seeds the process, if no rank calls it that shares the process."""
+_SEEDS = (
+    "seeds one generator for all ranks, which are threads of one process here. Use a generator of your own, or give "
+    "each rank one: backend='process', or 'sim'"
+)
+_PROFILES = (
+    "starts the profiler of all ranks, which are threads of one process here, and torch ends a process that starts it "
+    "twice; use backend='process'"
+)
+
+
+def _refused(owner: Any, name: str, why: str, *, simulated: bool) -> Callable[..., Any]:
+    """Return a function that does the same, unless a rank calls it that shares the process.
+
+    Args:
+        owner, name: Where the function is.
+        why: What it does to other ranks, and what to do instead.
+        simulated: Whether this holds of simulated ranks, too, which have generators of their own.
+    """
     real = getattr(owner, name)
 
-    def seed(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(real)
+    def call(*args: Any, **kwargs: Any) -> Any:
         rank = _thread.rank
-        # Simulated ranks have generators of their own.
-        if rank is not None and not engine_of(rank.comm).control.simulated:
-            raise UnavailableError(
-                f"{owner.__name__}.{name}() seeds one generator for all ranks, which are threads of one process here. "
-                f"Use a generator of your own, or give each rank one: ranks({rank.comm.size}, torch=True, "
-                "backend='process'), or backend='sim'",
-                rank=rank.comm.rank,
-                size=rank.comm.size,
+        if rank is not None and rank.comm.size > 1 and (simulated or not engine_of(rank.comm).control.simulated):
+            # Without what a class is called inside.
+            shown = (
+                f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else f"{owner.__name__}.{name}()"
             )
+            raise UnavailableError(f"{shown} {why}", rank=rank.comm.rank, size=rank.comm.size)
         return real(*args, **kwargs)
 
-    return seed
+    return call
 
 
 class _Environment(MutableMapping[str, str]):

@@ -289,3 +289,31 @@ def test_marker_with_torch_needs_no_communicator(inner: pytest.Pytester) -> None
     result = inner.runpytest_subprocess("--ranks", "2,3", "--backends", "thread,sim")
     result.assert_outcomes(passed=2, failed=2)
     result.stdout.fnmatch_lines(["*test_it?thread-2*", "*assert 1 == 3*", "*raised on rank ? of 2*"])
+
+
+def test_marked_test_of_unittest_runs_on_ranks(inner: pytest.Pytester) -> None:
+    inner.makepyfile(
+        """
+        import pytest, torch.distributed as dist, unittest
+        class TestIt(unittest.TestCase):
+            def setUp(self):
+                self.rank = dist.get_rank()
+                self.addCleanup(dist.destroy_process_group)
+            @pytest.mark.ranks(2, torch=True)
+            def test_passes(self):
+                dist.barrier()
+                assert dist.get_rank() == self.rank
+            @pytest.mark.ranks(2, torch=True)
+            def test_is_skipped(self):
+                self.skipTest("not here")
+            @pytest.mark.ranks(2, torch=True, backend="process")
+            def test_fails(self):
+                self.assertEqual(dist.get_rank(), 0)
+            @pytest.mark.ranks(2)
+            def test_takes_none(self):
+                pass
+        """
+    )
+    result = inner.runpytest_subprocess()
+    result.assert_outcomes(passed=1, failed=2, skipped=1)
+    result.stdout.fnmatch_lines_random(["*AssertionError: 1 != 0*", "*raised on rank 1 of 2*", "*cannot take `comm`*"])

@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import TestCase
 
 import pytest
 
@@ -30,6 +31,7 @@ __all__ = [
     "pytest_configure",
     "pytest_generate_tests",
     "pytest_pyfunc_call",
+    "pytest_runtest_call",
     "pytest_runtest_makereport",
     "pytest_unconfigure",
     "torch_ranks_fixture",
@@ -112,6 +114,25 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
 
         hide_frames(call.excinfo.value)
         call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Run a marked test of unittest on its ranks, each of which has its own instance, and sets it up."""
+    marker = item.get_closest_marker("ranks")
+    cls = item.cls if isinstance(item, pytest.Function) else None
+    if marker is None or cls is None or not issubclass(cls, TestCase):
+        return
+    ranks = MarkedRanks(*marker.args, **marker.kwargs)
+    if not ranks.torch:
+        pytest.fail("a test of unittest cannot take `comm`: mark it with `ranks(..., torch=True)`", pytrace=False)
+
+    def whole(name: str) -> None:
+        cls(name).debug()
+
+    # Processes get it by value, as all of its module.
+    whole.__module__ = cls.__module__
+    item.__dict__["runtest"] = functools.partial(ranks.run, whole, item.name)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -41,7 +41,7 @@ from unisono.transports.hierarchical import transport_named
 __all__ = ["run_with_torch"]
 
 _BACKEND = "unisono_test"
-"""Name by which torch finds what makes the groups of tests, whatever backend the tested code asks for."""
+"""Name by which torch finds what makes the groups of tests, where the tested code asks for gloo or unisono."""
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _runs = itertools.count()
 """Numbers of the runs on processes, whose control plane keeps the names of groups from one to the next."""
@@ -289,9 +289,9 @@ def _of_torch() -> list[tuple[Any, str, Any]]:
 
     def device_backends(config: Any) -> dict[str, str]:
         found: dict[str, str] = real_map(config)
-        if _thread.rank is None or found.get("cpu", "fake") in ("fake", "mpi"):
-            return found
-        return {"cpu": _BACKEND}
+        # Backends of the tested code's own are left alone.
+        served = found.get("cpu") in ("gloo", "unisono")
+        return {"cpu": _BACKEND} if served and _thread.rank is not None else found
 
     return [
         (distributed_c10d, "_world", _ThreadWorld(distributed_c10d._world)),

@@ -110,6 +110,29 @@ def test_call_follows_the_stream_of_its_caller(
     assert place.run(program) == [[place.size * (place.size + 1) / 2]] * place.size
 
 
+@pytest.mark.parametrize("place", STAGED)
+@pytest.mark.parametrize(("lag", "alpha"), [(0, None), (2, 0.0), (2, None)])
+def test_periodic_exchanges_follow_the_stream_of_their_caller(lag: int, alpha: float | None, place: Place) -> None:
+    """Also those in another thread, whose results are applied behind what was queued meanwhile."""
+
+    def program(comm: un.Communicator) -> list[float]:
+        weight = torch.zeros(COUNT, device=comm.device)
+        # Of one or two ranks the mean; what it does last is a copy on its own stream.
+        averager = un.gradients.PeriodicAverager([weight], comm, 2, overlap_steps=lag, alpha=alpha, reduce="median")
+        with side_stream(comm.device):
+            for step in range(1, 5):
+                fill_late(weight, comm.rank + 10.0 * step)
+                averager.step()
+                # Waits for the other thread, on the host alone.
+                averager.state_dict()
+            return weight.cpu().unique().tolist()
+
+    mean = (place.size - 1) / 2
+    # What was sent after step 2 arrives after step 4, which has added 20.
+    wanted = {(0, None): mean + 40, (2, 0.0): mean + 20, (2, None): mean + 40}[lag, alpha]
+    assert place.run(program) == [[wanted]] * place.size
+
+
 @pytest.mark.parametrize("place", ALL)
 def test_result_does_not_overtake_earlier_readers(place: Place) -> None:
     """The output is read by work that was queued before the call."""

@@ -300,14 +300,15 @@ class PeriodicAverager(PeriodicAction):
         done = Completion(self._limit_s * len(self._fragments) * len(self._messages(given)))
         streams = current_streams(p.device for p in given) if lag else []
         own = [torch.Stream(device=stream.device) for stream in streams]
-        fragment.exchange = exchange = _PendingExchange(self.steps + lag, given, done, alpha, in_place, streams=own)
-        if lag and alpha is None:
-            exchange.sent = [p.clone() for p in here]
+        sent = [p.clone() for p in here] if lag and alpha is None else None
+        exchange = _PendingExchange(self.steps + lag, given, done, alpha, in_place, sent, own)
         task = partial(self._exchange, fragment, exchange, streams)
         if lag:
             self._worker.run(task)
         else:
             task()
+        # Only what was started is waited for.
+        fragment.exchange = exchange
 
     def _exchange(self, fragment: Fragment, exchange: _PendingExchange, after: list[torch.Stream]) -> None:
         """Reduce the contributions, in one message after another, behind what is queued on streams."""

@@ -453,6 +453,36 @@ def test_state_resumes_on_another_number_of_ranks(tmp_path: Any) -> None:
     assert largest(found, [anchor] * 2) < 1e-12
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_codecs_and_exchanges_under_way_resume_on_another_number_of_ranks(size: int, tmp_path: Any) -> None:
+    def drifting(comm: un.Communicator, path: Any, steps: int, *, load: bool) -> list[Any]:
+        weights = [torch.zeros(50), torch.zeros(30)]
+        compression = un.compression.error_feedback("int4")
+        averager = DiLoCo(weights, comm, 4, fragments=2, overlap_steps=2, compression=compression)
+        state = {"weights": un.checkpoint.PerRank(weights), "averager": un.checkpoint.PerRank(averager)}
+        if load:
+            un.checkpoint.load(path, state, comm)
+        owed = [codecs[0]["residual"] for codecs in averager.state_dict()["codecs"]]
+        for _ in range(steps):
+            for weight in weights:
+                weight += torch.linspace(0, 1 + comm.rank, weight.numel())
+            averager.step()
+        under_way = [exchange is not None for exchange in averager.state_dict()["under_way"]]
+        if not load:
+            owed = [codecs[0]["residual"] for codecs in averager.state_dict()["codecs"]]
+            un.checkpoint.save(path, state, comm)
+        averager.outer_step()
+        return [owed, under_way, torch.cat(weights)]
+
+    saved = run_ranks(lambda comm: drifting(comm, tmp_path / "state", 11, load=False), 3)
+    assert [under_way for _, under_way, _ in saved] == [[False, True]] * 3
+    loaded = run_ranks(lambda comm: drifting(comm, tmp_path / "state", 9, load=True), size)
+    for rank, (owed, _, weights) in enumerate(loaded):
+        assert torch.equal(weights, loaded[0][2])
+        for here, there in zip(owed, saved[rank][0] if rank < 3 else [None, None], strict=True):
+            assert here is there is None or torch.equal(here, there)
+
+
 def test_what_a_codec_owes_is_loaded_by_its_own_rank_only() -> None:
     def program(comm: un.Communicator) -> list[bool]:
         compression = un.compression.error_feedback("int4")

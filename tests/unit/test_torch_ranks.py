@@ -107,6 +107,17 @@ def test_threads_of_a_rank_belong_to_it() -> None:
     assert un.testing.torch_ranks(3).run(program) == [0, 1, 2]
 
 
+def test_ranks_of_a_rank_are_their_own() -> None:
+    def inner() -> tuple[int, int]:
+        return dist.get_rank(), dist.get_world_size()
+
+    def program() -> tuple[list[tuple[int, int]], int]:
+        found = un.testing.torch_ranks(1).run(inner)
+        return found, dist.get_world_size()
+
+    assert un.testing.torch_ranks(2).run(program) == [([(0, 1)], 2)] * 2
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_environment_of_a_rank_is_its_own(backend: str) -> None:
     def program() -> tuple[str, bool, str | None, bool]:

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -209,23 +209,31 @@ def _with_default_group(rank: _TorchRank, program: Callable[[Communicator], Any]
         result = program(rank.comm)
     except BaseException as error:
         rank.fail(error)
+        # What goes wrong at the end of a group does not replace the error that ended the rank.
+        with suppress(Exception):
+            _leave()
         raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    _leave()
     return result
+
+
+def _leave() -> None:
+    """Destroy the groups that the tested code has left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager
 def _belonging_to(rank: _TorchRank) -> Iterator[None]:
     """Context in which this thread belongs to a rank."""
+    before = _thread.rank
     _thread.rank = rank
     try:
         # A thread of autograd's would belong to no rank.
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
-        del _thread.rank
+        _thread.rank = before
 
 
 # -- what is replaced while a test runs ------------------------------------------------------------

@@ -136,7 +136,8 @@ class _TorchRank:
         engine = engine_of(self.comm)
         members = tuple(ranks)
         self._made[members] += 1
-        name = f"torch {self._run} {','.join(map(str, members))} {self._made[members]}"
+        again = self._made[members]
+        name = f"torch{self._run or ''}/ranks {','.join(map(str, members))}{f' #{again}' if again > 1 else ''}"
         group = engine.group.child(name, members)
         comm = join_part(self.comm, group, "auto", replace(engine.options, timeout_s=timeout_s))
         comm.allow_any_thread()

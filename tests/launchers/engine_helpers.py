@@ -68,8 +68,12 @@ def on_ray(size: int, folder: Path) -> Iterator[Any]:
 @contextmanager
 def on_dask(size: int, folder: Path) -> Iterator[Any]:
     distributed = pytest.importorskip("distributed", reason="runs ranks on Dask")
+    import dask
+
     options = {"processes": True, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50}
-    with distributed.LocalCluster(n_workers=size, **options) as cluster, distributed.Client(cluster):
+    # A cluster gives up a worker that a nanny does not start again within 15 s, which a busy machine does not manage.
+    patient = dask.config.set({"distributed.deploy.lost-worker-timeout": "300s"})
+    with patient, distributed.LocalCluster(n_workers=size, **options) as cluster, distributed.Client(cluster):
         yield "dask"
 
 

@@ -24,7 +24,7 @@ _START = """
 import os, signal, sys, time
 import torch
 import unisono as un
-from unisono.transports.mpi.watchdog import Watch
+from unisono.transports.mpi.watchdog import Watchdog
 
 torch.set_num_threads(1)
 odd, short_s = int(sys.argv[1]), float(sys.argv[2])
@@ -46,7 +46,7 @@ JOBS = {
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     "os._exit": "os._exit(3)",
     "SIGSTOP": "stop()",
-    "SIGSTOP in a collective": "Watch.enter = stop",
+    "SIGSTOP in a collective": "Watchdog.enter = stop",
     "a frozen rank": "time.sleep(600)",
 }
 """Faults of rank 1, after which it goes on as the others do."""

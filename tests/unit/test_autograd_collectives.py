@@ -116,7 +116,8 @@ def test_gradcheck(name: str, size: int, width: int, seed: int) -> None:
 
 @pytest.mark.soak
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(list(BY_RANKS)), st.integers(2, 4), st.integers(0, 2), st.integers(0, 99))
+# Of an empty tensor, torch's check element by element finds no column to compare.
+@given(st.sampled_from(list(BY_RANKS)), st.integers(2, 4), st.integers(1, 2), st.integers(0, 99))
 def test_gradcheck_of_every_element(name: str, size: int, width: int, seed: int) -> None:
     assert all(run_ranks(check_numerically, size, "thread", name, width, seed, False))
 

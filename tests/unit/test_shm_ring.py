@@ -36,7 +36,7 @@ def test_parts_arrive_whole_and_in_order(lengths: list[int], turns: list[bool]) 
             queue[0] = queue[0][move(queue[0]) :]
             if not queue[0]:
                 queue.pop(0)
-        elif not unread:
+        elif not unsent and not unread:
             break
     assert found == parts
     assert (to.room, came.available, unsent) == (RING_BYTES, 0, [])

@@ -288,7 +288,7 @@ class PeriodicAverager(PeriodicAction):
     def _start(self, fragment: Fragment, lag: int, alpha: float | None) -> None:
         """Begin an exchange: in another thread if its result may lag."""
         if (failure := self._comm.exception()) is not None:
-            raise failure
+            raise failure.locate(rank=self._comm.rank, size=self._comm.size, operation="all_reduce")
         here = self._tensors(fragment)
         in_place = self.outer is None and not lag and not alpha
         if self.outer is None:

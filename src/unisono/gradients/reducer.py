@@ -219,7 +219,7 @@ class Reducer:
         last = self._next == len(self.buckets) - 1
         if (failure := self._comm.exception()) is not None:
             # Another rank's pass has failed.
-            raise failure
+            raise failure.locate(rank=self._comm.rank, size=self._comm.size, operation="all_reduce")
         if self._factor is None:
             self._factor = self._weights.agree() if self._weights.uneven else self._weights.factor
         if not bucket.memory.is_cpu:

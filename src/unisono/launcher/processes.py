@@ -137,6 +137,8 @@ class _Ranks:
         )
         for _, reader in self._ranks.values():
             reader.close()
+        # Descriptors of processes are closed with the objects, which this one would keep until it is collected.
+        self._ranks.clear()
         if self._control is not None:
             self._control.close()
         self._server.close()

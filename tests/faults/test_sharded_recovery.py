@@ -23,7 +23,7 @@ from unisono.testing import KilledError, chaos, run_ranks
 # Of more deaths than copies (ranks that have ended count), and of a death while all is created.
 REFUSALS = re.compile("shards of ranks .* are lost|before all ranks had a first snapshot")
 # All messages before this one are of constructors.
-CREATED = 8
+CREATED = 9
 KINDS = ["model", "gradients", "states"]
 
 

@@ -86,12 +86,13 @@ def test_seed_is_reproducible() -> None:
 @pytest.mark.soak
 def test_seed_is_reproducible_in_another_process() -> None:
     """The other process shares nothing, and has other string hashes."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     code = "import test_chaos_sim as t; print(*(t.chaos.run(t.training, 3, s, True).digest for s in range(12)))"
     digests = {
         subprocess.run(
             [sys.executable, "-c", code],
             cwd=Path(__file__).parent,
-            env={**os.environ, "PYTHONHASHSEED": number, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": number, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=600,

@@ -36,7 +36,7 @@ def make_model() -> nn.Module:
 
 
 def train(comm: un.Communicator, size: int, steps: int, deaths: list[Death], folder: str) -> list[float]:
-    """Return the weights after all steps. A rank's samples depend on its number only, whoever has it."""
+    """Return the weights after all steps. A rank's samples depend on its number only."""
     model = make_model()
     sharded = un.sharding.ShardedModel(model, comm)
     optimizer = sharded.optimizer(torch.optim.Adam, lr=0.05)

@@ -110,15 +110,16 @@ def test_what_no_collective_compares_is_compared_after_a_hundred_steps() -> None
 
 
 def test_handle_ends_the_comparison() -> None:
-    def program(comm: un.Communicator) -> None:
+    def program(comm: un.Communicator) -> list[float]:
         weight = nn.Parameter(torch.full((2,), float(comm.rank)))
         optimizer = torch.optim.SGD([weight], lr=0.1)
         handle = un.agree_step(nn.ParameterList([weight]), optimizer, comm)
         handle.remove()
         optimizer.step()
         comm.barrier()
+        return weight.tolist()
 
-    run_ranks(program, 2)
+    assert run_ranks(program, 2) == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def test_wrong_schedule_is_refused() -> None:

@@ -32,7 +32,8 @@ def test_program_runs_as_under_torchrun(
     program: Callable[[], None], backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_TEST_FOLDER", str(tmp_path))
-    un.testing.torch_ranks(SIZE, backend).run(program)
+    # Each program raises where something is wrong.
+    assert un.testing.torch_ranks(SIZE, backend).run(program) == [None] * SIZE
 
 
 @pytest.mark.ranks(2, torch=True)

@@ -1,4 +1,4 @@
-"""What programs for torch.distributed do on three ranks, as under torchrun: each raises where something is wrong."""
+"""Programs for torch.distributed on three ranks, as under torchrun: each raises where something is wrong."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class SocketControl(ControlClient):
         self._request("identify", label)
 
     def fail_all(self, cause: Cause) -> None:
-        """Report a failure to every group, whatever it is called and whoever is in it."""
+        """Report a failure to every group."""
         self._request("fail_all", cause.kind, cause.message)
 
     def share(self, key: str, make: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Surroundings of torch.distributed on a rank of a test: groups of its own, its place in the environment, no shared seeds.
+"""Surroundings of torch.distributed on a rank of a test: its own groups, its place in the environment, own seeds.
 
 Ranks may be threads of this process. So while such a test runs, what torch and Python keep once in a process answers
 by thread: torch's table of groups and its registry of their names, RANK and what else torchrun sets in the environment.

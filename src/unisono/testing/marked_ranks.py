@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["MarkedRanks", "torch_ranks"]
 
-_SHRINKING_S = 1.0
-"""Timeout of an example, once another one of the test has timed out."""
+_SHRINKING_S = 0.2
+"""Least timeout of an example, once another one of the test has timed out."""
+_SLACK = 20
+"""How many times as long as the quickest that passed such an example may take."""
+_QUICKEST_S = 0.05
+"""What the quickest takes that passes, while none has passed."""
 
 
 class MarkedRanks:
@@ -31,6 +36,7 @@ class MarkedRanks:
         self.torch = torch
         self.options = options
         self.deadlocked = False
+        self.quickest_s = _QUICKEST_S
 
     def __repr__(self) -> str:
         return f"{self.backend}-{self.size}"
@@ -57,8 +63,8 @@ class MarkedRanks:
         options = self.options
         timeout_s = resolve_timeout(options.get("timeout"), TIMEOUT_S)
         if self.deadlocked:
-            # Hypothesis tries a smaller example: it need not wait as long.
-            timeout_s = min(timeout_s, _SHRINKING_S)
+            # Hypothesis tries some 50 smaller examples, most of which time out, too: each need not wait as long.
+            timeout_s = min(timeout_s, max(_SHRINKING_S, _SLACK * self.quickest_s))
             options = {**options, "timeout": timeout_s}
         backend = _processes() if self.backend == "process" else self.backend
 
@@ -69,11 +75,15 @@ class MarkedRanks:
         program = on_one_rank
         try:
             ranks = pool(backend, size, **options)
-            if not self.torch:
-                return ranks.run(program)
-            from unisono.testing.torch_world import run_with_torch
+            start_s = time.monotonic()
+            if self.torch:
+                from unisono.testing.torch_world import run_with_torch
 
-            return run_with_torch(ranks, program, timeout_s)
+                results = run_with_torch(ranks, program, timeout_s)
+            else:
+                results = ranks.run(program)
+            self.quickest_s = min(self.quickest_s, time.monotonic() - start_s)
+            return results
         except CommTimeoutError:
             self.deadlocked = True
             raise

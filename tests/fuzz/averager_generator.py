@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from averager_programs import Case, Change, Failure, Hook, Names, Node, Pass, Place, Step
+from averager_programs import Case, Change, Failure, Hook, Names, Node, Pass, Place, Step, accumulated
 
 __all__ = ["draw"]
 
@@ -333,12 +333,14 @@ def _failure(draw: Random, case: Case, one: Pass, *, used: bool = False) -> Fail
     """A failure of a pass: it raises, or a hook has used a gradient."""
     places: list[Place | None] = []
     failing = _ranks(draw, case.size)
-    # A hook's own pass may make another gradient of what was taken.
     hooked = {hook.place for hook in case.hooks}
     for rank in range(case.size):
         found = [place for place in case.places(one, rank) if place.name not in case.frozen]
         if used:
-            found = [place for place in found if place.name and place not in hooked]
+            # A hook's own pass may make another gradient of what was taken.
+            frozen = frozenset[str]() if one.frozen is None else one.frozen[rank]
+            added = {name for hook in case.hooks if rank in hook.ranks for name in accumulated(hook, frozen)}
+            found = [p for p in found if p.name and p not in hooked and p.name not in added]
         if case.compiled:
             found = [p for p in found if p.kind == "early" or p in (Place("value"), Place("value", len(case.nodes)))]
         places.append(draw.choice(found) if found and rank in failing else None)

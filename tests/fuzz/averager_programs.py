@@ -6,7 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["ROWS", "SAMPLES", "WIDTH", "Case", "Change", "Failure", "Hook", "Names", "Node", "Pass", "Place", "Step"]
+__all__ = [
+    "ROWS",
+    "SAMPLES",
+    "WIDTH",
+    "Case",
+    "Change",
+    "Failure",
+    "Hook",
+    "Names",
+    "Node",
+    "Pass",
+    "Place",
+    "Step",
+    "accumulated",
+]
 
 WIDTH, SAMPLES, ROWS = 3, 2, 5
 """Features of each value in a graph, samples of a batch, and rows of the embedding."""

@@ -93,3 +93,43 @@ def test_rank_skipping_an_embedding_is_named_on_every_rank(backend: str) -> None
 
     for message in pool(backend, 3).run(program):
         assert "rank 1, 2 has no gradient for 'embedding.weight', which other ranks have" in message
+
+
+def test_gradient_averaged_while_frozen_on_a_rank_is_not_averaged_again() -> None:
+    """What the rank sets p.grad to, once it is no longer frozen there, stays the rank's own."""
+
+    def program(comm: un.Communicator) -> float:
+        table = nn.Embedding(3, 2, sparse=True)
+        head = nn.Parameter(torch.ones(2))
+        model = nn.ParameterDict({"head": head})
+        model.add_module("table", table)
+        averager = un.GradientAverager(model, comm, find_unused_parameters=True)
+        words = torch.tensor([1])
+        with averager.no_sync():
+            (table(words) * head).sum().backward()
+        table.weight.requires_grad_(comm.rank == 0)
+        (table(words) * head).sum().backward()
+        table.weight.requires_grad_(True)
+        table.weight.grad = torch.full((3, 2), float(comm.rank))
+        (head * 2.0).sum().backward()
+        averager.remove()
+        return table.weight.grad.mean().item()
+
+    assert un.launch(program, 2, "thread") == [0.0, 1.0]
+
+
+def test_rank_without_data_does_not_decide_the_layout() -> None:
+    """It has a dense p.grad from before; the gradient of the rank that goes on is sparse, as alone."""
+
+    def program(comm: un.Communicator) -> torch.layout:
+        table = nn.Embedding(3, 2, sparse=True)
+        averager = un.GradientAverager(table, comm)
+        with averager.join():
+            for number in range(3 - comm.rank):
+                table.weight.grad = torch.zeros(3, 2) if number < 2 else None
+                table(torch.tensor([1])).sum().backward()
+        averager.remove()
+        assert table.weight.grad is not None
+        return table.weight.grad.layout
+
+    assert un.launch(program, 2, "thread") == [torch.sparse_coo, torch.strided]

@@ -106,6 +106,25 @@ def test_newly_frozen_parameters_are_unchanged() -> None:
         assert same(found[2:], wanted[2:])
 
 
+def test_parameter_frozen_after_its_forward_may_have_hooks() -> None:
+    """Torch calls them, and adds nothing: no hook has taken the gradient."""
+
+    def program(comm: un.Communicator) -> tuple[list[torch.Tensor | None], int]:
+        one, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        calls: list[torch.Tensor] = []
+        one.register_post_accumulate_grad_hook(calls.append)
+        averager = un.GradientAverager([one, other], comm)
+        loss = (one * other * (comm.rank + 1.0)).sum()
+        one.requires_grad_(False)
+        loss.backward()
+        averager.remove()
+        return [one.grad, other.grad], len(calls)
+
+    for found, calls in un.launch(program, 2, "thread"):
+        assert calls == 1
+        assert same(found, [None, torch.full((2,), 1.5)])
+
+
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_parameter_may_be_unfrozen_with_a_late_chunk_of_another(create_graph: bool) -> None:

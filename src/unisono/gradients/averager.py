@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
@@ -509,7 +509,8 @@ class GradientAverager:
 
     def _after_hooks(self, index: int, parameter: torch.Tensor) -> None:
         """A hook that follows those of the caller's: one of these may have taken the gradient away."""
-        if parameter.grad is None:
+        # Torch calls it for one that was frozen after its forward, too, and adds nothing.
+        if parameter.grad is None and parameter.requires_grad:
             self._taken.add(index)
 
     def _count_hooks(self) -> int:
@@ -606,21 +607,25 @@ class GradientAverager:
             self._look_at(self._reducer.buckets)
         if asks_thawed or (thawed and not self._reducer.where):
             self._on_unfrozen(thawed, arrived)
-        if self._sparse:
-            self._average_sparse(arrived)
+        averaged = self._average_sparse(arrived) if self._sparse else set()
         if self._sync_buffers and self._model is not None:
             share_buffers(self._model, self._comms.control, self._weights.source)
         if self._weights.here:
             self._reducer.assign()
         else:
             self._saved.restore()
-        self._begin_step()
+        self._begin_step(averaged)
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, averaged: Set[int]) -> None:
+        """Be ready for the next pass.
+
+        Args:
+            averaged: The parameters with sparse gradients of which a rank had one.
+        """
         if self._accumulated:
             # What was accumulated before a parameter was frozen is averaged once it no longer is.
             waiting = {i for i in self._accumulated if not self._parameters[i].requires_grad}
-            self._accumulated = {i for i in waiting if not self._reducer.has_mean(i)}
+            self._accumulated = {i for i in waiting - averaged if not self._reducer.has_mean(i)}
         self._reducer.begin()
         self._saved.clear()
         self._steps += self._weights.here
@@ -670,11 +675,14 @@ class GradientAverager:
         return html_table(repr(self)[1:-1], rows)
 
     # -- the end of a step ----------------------------------------------------------------------
-    def _average_sparse(self, arrived: set[int]) -> None:
-        lacking = [self._names[i] for i in self._sparse if i not in arrived and self._weights.here]
+    def _average_sparse(self, arrived: set[int]) -> set[int]:
+        """Return the parameters that have a mean now. Collective."""
+        absent = [self._names[i] for i in self._sparse if i not in arrived and self._weights.here]
         sparse = [self._named[i] for i in self._sparse]
         here = [i in arrived and self._weights.here for i in self._sparse]
-        average_sparse(sparse, self._comms.control, self._weights, here, None if self._find_unused else lacking)
+        lacking = None if self._find_unused else absent
+        averaged = average_sparse(sparse, self._comms.control, self._weights, here, lacking)
+        return {self._sparse[place] for place in averaged}
 
     def _refuse_used(self, problem: str | None) -> None:
         """Raise on all ranks, because hooks have taken gradients away before they were averaged. Collective."""

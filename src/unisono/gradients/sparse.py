@@ -29,11 +29,11 @@ def average_sparse(
     weights: Weights,
     arrived: Sequence[bool] | None = None,
     lacking: Sequence[str] | None = None,
-) -> None:
+) -> list[int]:
     """Replace each `p.grad` by the mean over all ranks; a rank without a gradient contributes no rows.
 
     A gradient that is dense on some rank, as where a dense layer shares the parameter, becomes dense on all; one that
-    has arrived on no rank stays as it is.
+    has arrived on no rank stays as it is. A rank without data contributes nothing, whatever it has in p.grad.
 
     Args:
         named: The parameters, with their names.
@@ -41,6 +41,9 @@ def average_sparse(
         weights: Weights of this step.
         arrived: Whether a gradient of each has arrived here; None if what p.grad holds has.
         lacking: Names of parameters that got no gradient here; None if ranks may differ in that.
+
+    Returns:
+        The places in `named` of those that have a mean now.
 
     Raises:
         MismatchError: A rank lacks a gradient that others have.
@@ -53,19 +56,21 @@ def average_sparse(
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
+    grads = [parameter.grad if weights.here else None for parameter in parameters]
     with ErrorContext(f"averaging the sparse gradients of {', '.join(repr(name) for name, _ in named)}"):
         arrived = [p.grad is not None for p in parameters] if arrived is None else arrived
-        gathered = comm.all_gather_object(([_rows(p.grad) for p in parameters], list(arrived), lacking))
+        gathered = comm.all_gather_object((list(map(_rows, grads)), list(arrived), lacking))
         if lacking is not None:
             check_skipped([name for name, _ in named], [names for _, _, names in gathered], weights.active, comm)
-        for index, parameter in enumerate(parameters):
+        averaged = [i for i in range(len(parameters)) if any(here[i] for _, here, _ in gathered)]
+        for index in averaged:
+            parameter = parameters[index]
             counts = [rows[index] for rows, _, _ in gathered]
-            if not any(here[index] for _, here, _ in gathered):
-                continue
             if _DENSE in counts:
-                parameter.grad = _dense_mean(parameter, comm, factor)
+                parameter.grad = _dense_mean(parameter, grads[index], comm, factor)
             elif max(counts) >= 0:
-                parameter.grad = _sparse_mean(parameter, comm, factor, [max(0, n) for n in counts])
+                parameter.grad = _sparse_mean(parameter, grads[index], comm, factor, [max(0, n) for n in counts])
+        return averaged
 
 
 def _rows(grad: torch.Tensor | None) -> int:
@@ -75,16 +80,16 @@ def _rows(grad: torch.Tensor | None) -> int:
     return int(grad.indices().shape[1]) if grad.is_sparse else _DENSE
 
 
-def _dense_mean(parameter: torch.Tensor, comm: Communicator, factor: float) -> torch.Tensor:
-    grad = parameter.grad
+def _dense_mean(parameter: torch.Tensor, grad: torch.Tensor | None, comm: Communicator, factor: float) -> torch.Tensor:
     mean = torch.zeros_like(parameter) if grad is None or not factor else grad.to_dense().mul(factor)
     comm.all_reduce(mean)
     # Its memory may be the caller's.
     return mean if grad is None or grad.layout != torch.strided else grad.copy_(mean)
 
 
-def _sparse_mean(parameter: torch.Tensor, comm: Communicator, factor: float, counts: list[int]) -> torch.Tensor:
-    grad = parameter.grad
+def _sparse_mean(
+    parameter: torch.Tensor, grad: torch.Tensor | None, comm: Communicator, factor: float, counts: list[int]
+) -> torch.Tensor:
     shape = parameter.shape[1:]
     device = parameter.device
     indices = torch.empty(0, dtype=torch.int64, device=device) if grad is None else grad.indices()[0]

@@ -145,8 +145,9 @@ def nearly(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
 
 @pytest.mark.parametrize("hooks", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_survivors_continue_training(hooks: bool) -> None:
-    endings = chaos.check(recovering, 4, hooks, seeds=range(4), judge=nearly)
-    assert endings.total() == 4
+    # In 3109 a rank is preempted while it aborts a message on its way.
+    endings = chaos.check(recovering, 4, hooks, seeds=[*range(4), 3109], judge=nearly)
+    assert endings.total() == 5
     # A rank was killed, and all others came to the right weights.
     run = un.simulate(recovering, 4, (hooks,), faults={"kill_at": 5, "ranks": [2]}, on_failure="continue", timeout=10)
     calm = un.simulate(recovering, 4, (hooks,)).results

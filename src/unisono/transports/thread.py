@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -114,6 +114,7 @@ class InFlightMessage:
         source, target: The ranks.
         sent, expected: The two ends of the message.
         send, recv: The works that the ends belong to.
+        given, taken: The tensors to copy from and into.
     """
 
     source: int
@@ -122,11 +123,17 @@ class InFlightMessage:
     target: int
     expected: Message
     recv: CountdownWork
+    given: torch.Tensor = field(init=False)
+    taken: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given = self.sent.tensor
+        self.taken = self.expected.tensor
 
     def deliver(self) -> None:
         """Copy the content, or fail both works if that fails."""
-        given = self.sent.tensor
-        taken = self.expected.tensor
+        given = self.given
+        taken = self.taken
         if given.dtype != taken.dtype or given.numel() != taken.numel():
             sent, expected = (elements(t.numel(), str(t.dtype)) for t in (given, taken))
             for work, peer in ((self.send, self.target), (self.recv, self.source)):

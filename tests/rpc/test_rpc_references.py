@@ -9,7 +9,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from reachable import reachable
 
 from unisono.rpc.protocol import RELEASE
@@ -171,11 +171,13 @@ def live(story: list[tuple[Any, ...]], seed: int, kind: Callable[..., References
 
 
 @given(stories, st.integers(0, 99))
+@example([("remote", 0, 0), ("drop", 0, 0)], 0)
 def test_freed_with_the_last_reference(story: list[tuple[Any, ...]], seed: int) -> None:
     assert not live(story, seed).killed
 
 
 @given(sad_stories, st.integers(0, 99))
+@example([("remote", 0, 1), ("kill", 1, 0), ("deliver", 1, 0), ("pass_on", 0, 0, 0)], 0)
 def test_dead_rank_holds_no_references(story: list[tuple[Any, ...]], seed: int) -> None:
     world = live(story, seed)
     assert world.alive

@@ -106,9 +106,13 @@ class RefCounts:
         entry.counts[holder] += 1
         return entry.value
 
+    def is_made(self, key: Key) -> bool:
+        """Return whether the object has been created; it may have been freed since."""
+        return key.number in self._made.get(key.creator, ())
+
     def add(self, key: Key, holder: int) -> bool:
         """Add a reference; False if the object has been freed."""
-        if key not in self._entries and key.number in self._made.get(key.creator, ()):
+        if key not in self._entries and self.is_made(key):
             return False
         self._entry(key).counts[holder] += 1
         return True
@@ -177,6 +181,7 @@ class References:
         self._pins: dict[int, tuple[int, CountedReference]] = {}
         self._adding: dict[int, tuple[int, int, int, CountedReference]] = {}
         self._dropped: deque[tuple[int, Key]] = deque()
+        self._gone: set[int] = set()
         self.freed: deque[Any] = deque()
 
     # -- holders -------------------------------------------------------------------------------
@@ -217,7 +222,10 @@ class References:
             tag = next(self._tokens)
             with self.lock:
                 self._adding[tag] = owner, passer, token, handle
-            self._send(owner, ADD, *key, tag)
+            if owner in self._gone:
+                self._added(tag, known=False)
+            else:
+                self._send(owner, ADD, *key, tag)
 
     def dropped(self, owner: int, key: Key, holder: int | None = None) -> None:
         """Queue a dropped reference. May be called by a finalizer: takes no lock, `flush` does the rest."""
@@ -236,9 +244,12 @@ class References:
         """Notify owners of dropped references."""
         while self._dropped:
             owner, key = self._dropped.popleft()
-            if owner == self.rank:
+            with self.lock:
+                is_made = owner == self.rank and self.ledger.is_made(key)
+            if is_made:
                 self._drop(key, self.rank)
             else:
+                # A request of this rank to itself may be under way: this follows it.
                 self._send(owner, DROP, *key)
 
     @property
@@ -263,6 +274,7 @@ class References:
     def lose(self, peer: int) -> list[Any]:
         """Handle a lost rank; return the values that will never be created because of that."""
         with self.lock:
+            self._gone.add(peer)
             freed, orphans = self.ledger.lose(peer)
             pins = [self._pins.pop(token) for token, (holder, _) in list(self._pins.items()) if holder == peer]
             waiting = [tag for tag, (owner, *_) in self._adding.items() if owner == peer]

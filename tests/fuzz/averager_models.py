@@ -126,6 +126,9 @@ class Worker:
     def _act(self, hook: Hook) -> None:
         if hook.action in ("halve", "replace"):
             parameter = self.parameters[hook.place.name]
+            # Torch calls it for one that was frozen after its forward, too. An averager undoes what it does there.
+            if not parameter.requires_grad:
+                return
             with torch.no_grad():
                 if hook.action == "halve" and parameter.grad is not None:
                     parameter.grad.mul_(0.5)

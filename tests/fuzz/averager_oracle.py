@@ -47,8 +47,7 @@ def recorded(worker: Worker, left: Set[str] | None = None, alike: Set[str] = fro
 
     Args:
         worker: After the pass.
-        left: The parameters whose p.grad the pass leaves as it was, unless a hook of the user's changes it; None to
-            look which ones it has left.
+        left: The parameters whose p.grad the pass leaves as it was; None to look which ones it has left.
         alike: The parameters whose p.grad, and the buffers that, are the same on all ranks.
     """
     grads = {name: p.grad for name, p in worker.parameters.items() if p.grad is not None}
@@ -61,8 +60,9 @@ def recorded(worker: Worker, left: Set[str] | None = None, alike: Set[str] = fro
     named += [(f"what hook {number}, {name}, saw", grad) for number, (name, grad) in enumerate(sights)]
     if worker.scaler is not None:
         named.append(("the scale", torch.tensor([worker.scaler.get_scale()])))
-    same = {name for name, before in worker.before.items() if _same_bits(grads.get(name), before)}
-    marks = {f"p.grad of {name} keeps its bits" for name in (same if left is None else same & left)}
+    if left is None:
+        left = {name for name, before in worker.before.items() if _same_bits(grads.get(name), before)}
+    marks = {f"p.grad of {name} keeps its bits" for name in left & worker.before.keys()}
     marks |= {f"{name or 'the memory beside gradients'} stays the user's" for name in worker.memory.holding()}
     return _record(named, marks, {labels[name] for name in alike & labels.keys()})
 

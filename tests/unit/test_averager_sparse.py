@@ -118,6 +118,26 @@ def test_gradient_averaged_while_frozen_on_a_rank_is_not_averaged_again() -> Non
     assert un.launch(program, 2, "thread") == [0.0, 1.0]
 
 
+def test_accumulated_gradient_that_was_set_to_none_is_gone() -> None:
+    """One rank alone had accumulated it; then no rank uses the embedding, so no rank lacks it."""
+
+    def program(comm: un.Communicator) -> tuple[bool, float]:
+        model = made(lambda: Words(sparse=True))
+        head = model.get_submodule("head")
+        averager = un.GradientAverager(model, comm)
+        if comm.rank == 0:
+            with averager.no_sync():
+                model(torch.tensor([1, 2])).sum().backward()
+        model.zero_grad()
+        (head(torch.ones(4, dtype=torch.float64)) * (comm.rank + 1.0)).sum().backward()
+        averager.remove()
+        bias = model.get_parameter("head.bias").grad
+        assert bias is not None
+        return model.get_parameter("embedding.weight").grad is None, bias.mean().item()
+
+    assert un.launch(program, 2, "thread") == [(True, 1.5)] * 2
+
+
 def test_rank_without_data_does_not_decide_the_layout() -> None:
     """It has a dense p.grad from before; the gradient of the rank that goes on is sparse, as alone."""
 

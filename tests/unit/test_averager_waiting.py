@@ -103,6 +103,28 @@ def test_accumulated_gradients_wait_until_their_parameter_is_thawed(
 
 
 @EACH
+@GRAPHS
+def test_frozen_gradient_with_a_graph_is_not_averaged(backend: str, size: int) -> None:
+    """It stays in p.grad, in the bucket of another whose gradient arrives before those of the last bucket."""
+
+    def program(comm: un.Communicator) -> list[float]:
+        last, one, frozen = (nn.Parameter(torch.zeros(numel)) for numel in (1000, 3, 3))
+        mine = comm.rank + 1.0
+        averager = un.GradientAverager(
+            [last, one, frozen], comm, bucket_cap_mb=1e-3, first_bucket_mb=1e-3, find_unused_parameters=True
+        )
+        with averager.no_sync():
+            ((one + frozen).exp() * mine).sum().backward(create_graph=True)
+        frozen.requires_grad_(False)
+        add([one, last], mine)
+        averager.remove()
+        return [value(one), value(frozen)]
+
+    averaged = pytest.approx(mean(size, lambda rank: 2 * (rank + 1.0)))
+    assert pool(backend, 3).run(program, size=size) == [[averaged, rank + 1.0] for rank in range(size)]
+
+
+@EACH
 @pytest.mark.parametrize("freeze", [False, True])
 def test_two_networks_under_one_averager_train_in_turn(backend: str, size: int, freeze: bool) -> None:
     def train(networks: nn.ModuleList, rows: torch.Tensor) -> list[list[torch.Tensor]]:

@@ -123,8 +123,11 @@ def _has_history(tensor: torch.Tensor) -> bool:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is one that `vmap` or another transform of `torch.func` has wrapped."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Return whether a tensor is one that `vmap` or another transform of `torch.func` has wrapped.
+
+    False in a region that is being compiled: Dynamo cannot trace the question.
+    """
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def check_apart(written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]] = ()) -> None:

@@ -525,6 +525,10 @@ class GradientAverager:
     def _on_chunk_ready(self, bucket: GradientBucket, slots: Sequence[int], _parameter: torch.Tensor) -> None:
         """A hook of the last parameter of a chunk: its gradient has been added to `p.grad`."""
         if self._pass.is_open and self._syncing and not bucket.started:
+            staying = self._saved.staying
+            if staying:
+                # A gradient with a graph stays in p.grad where the pass does not add to it.
+                slots = [i for i in slots if bucket.parameters[i].grad is not staying.get(bucket.indices[i])]
             bucket.take(slots)
             self._reducer.advance()
 
@@ -677,9 +681,11 @@ class GradientAverager:
     # -- the end of a step ----------------------------------------------------------------------
     def _average_sparse(self, arrived: set[int]) -> set[int]:
         """Return the parameters that have a mean now. Collective."""
-        absent = [self._names[i] for i in self._sparse if i not in arrived and self._weights.here]
+        # What was accumulated may have been set to None since.
+        has = {i for i in self._sparse if i in arrived and self._parameters[i].grad is not None}
+        absent = [self._names[i] for i in self._sparse if i not in has and self._weights.here]
         sparse = [self._named[i] for i in self._sparse]
-        here = [i in arrived and self._weights.here for i in self._sparse]
+        here = [i in has and self._weights.here for i in self._sparse]
         lacking = None if self._find_unused else absent
         averaged = average_sparse(sparse, self._comms.control, self._weights, here, lacking)
         return {self._sparse[place] for place in averaged}

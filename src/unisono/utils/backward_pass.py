@@ -159,6 +159,7 @@ class SavedGradients:
     Attributes:
         aside: By index, the gradient to add to the one that the pass computes.
         owned: By index, the tensor of the caller's that was p.grad. What p.grad is after the pass goes into it.
+        staying: By index, the tensor that is still in p.grad, unless the pass has put another one there.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class SavedGradients:
         """Forget all: the pass has ended."""
         self.aside: dict[int, torch.Tensor] = {}
         self.owned: dict[int, torch.Tensor] = {}
-        self._staying: dict[int, torch.Tensor] = {}
+        self.staying: dict[int, torch.Tensor] = {}
         self._before: dict[int, torch.Tensor] | None = None
 
     def save(self) -> None:
@@ -193,7 +194,7 @@ class SavedGradients:
             if plain and index not in within:
                 self.owned[index] = grad
             if stays:
-                self._staying[index] = grad
+                self.staying[index] = grad
             else:
                 self.aside[index] = self._before[index]
                 self._parameters[index].grad = None
@@ -203,7 +204,7 @@ class SavedGradients:
         return {
             index
             for index, parameter in enumerate(self._parameters)
-            if parameter.grad is not None and parameter.grad is not self._staying.get(index)
+            if parameter.grad is not None and parameter.grad is not self.staying.get(index)
         }
 
     def merge(self) -> None:

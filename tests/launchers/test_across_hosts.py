@@ -142,6 +142,8 @@ if __name__ == "__main__":
     ends = un.launch(be_ended, 4, on=engine, args=(sys.argv[2],), on_failure="continue")
     lost = {rank for rank, end in enumerate(ends) if isinstance(end, PeerLostError)}
     assert len(lost) == 2, ends
+    ranks = f"{min(lost)}, {max(lost)}"
+    assert all(f"host 10.77.0.2 was lost, with ranks {ranks} of 4: rank {rank} " in str(ends[rank]) for rank in lost)
     named = {end for rank, end in enumerate(ends) if rank not in lost}
     assert named <= {f"rank {rank} was lost" for rank in lost}, ends
     print("done")

@@ -27,7 +27,7 @@ from unisono.launcher.job import run_reported
 from unisono.launcher.processes import flush_streams, share_of_cores
 from unisono.launcher.replacement import replacement
 
-__all__ = ["JOB", "OVER", "Program", "run_rank", "started"]
+__all__ = ["JOB", "OVER", "Program", "host_of", "run_rank", "started"]
 
 JOB = "launch"
 """Prefix of the names of the ranks' worlds on the control plane."""
@@ -63,6 +63,11 @@ def started(rank: int, attempt: int) -> str:
     return f"started/{rank}/{attempt}"
 
 
+def host_of(rank: int) -> str:
+    """Return the key of the control plane that has the address of a rank's host."""
+    return f"host/{rank}"
+
+
 # Of the process, as its environment, signal handlers and default group are.
 _ranks: dict[int, object] = {}
 
@@ -90,10 +95,10 @@ def run_rank(
 
     def program() -> Any:
         with _only_rank_here(rank), _borrowed_process():
-            _check_server(address)
+            here = _address_here(address)
             orphaned = exit_with_children if owned else None
             control = SocketControl(address, secret, timeout_s, orphaned, _REACH_WITHIN_S, rank=rank)
-            return _run_rank(control, rank, attempt, size, payload)
+            return _run_rank(control, rank, attempt, size, payload, here)
 
     outcome = run_reported(rank, program)
     # Hooks on a model refer to it in circles, and hold descriptors of its communicator.
@@ -119,9 +124,10 @@ def _only_rank_here(rank: int) -> Iterator[None]:
         del _ranks[os.getpid()]
 
 
-def _run_rank(control: SocketControl, rank: int, attempt: int, size: int, payload: bytes) -> Any:
+def _run_rank(control: SocketControl, rank: int, attempt: int, size: int, payload: bytes, here: str) -> Any:
     try:
         _check_in(control, rank, attempt, size)
+        control.set(host_of(rank), here.encode())
         program: Program = pickle.loads(payload)
     except BaseException:
         control.close()
@@ -148,10 +154,15 @@ def _communicator(program: Program, control: SocketControl, rank: int, attempt: 
     return comm
 
 
-def _check_server(address: tuple[str, int]) -> None:
-    """Raise `AbortedError` if the server has ended: executors start again tasks whose results they have lost."""
+def _address_here(address: tuple[str, int]) -> str:
+    """Return the address of this host on the way to the server.
+
+    Raises:
+        AbortedError: The server has ended: executors start again tasks whose results they have lost.
+    """
     try:
-        socket.create_connection(address, _REACH_WITHIN_S).close()
+        with socket.create_connection(address, _REACH_WITHIN_S) as connection:
+            return str(connection.getsockname()[0])
     except ConnectionRefusedError:
         raise AbortedError(
             f"launch has ended before this rank has started: nothing listens at {address[0]}:{address[1]}. If it has "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 
@@ -16,7 +17,7 @@ from unisono.core.work import seconds_left
 from unisono.engines import ENGINES, Engine
 from unisono.errors import AbortedError, CommError, CommTimeoutError, PeerLostError
 from unisono.host.network import address_of, address_outward, requested_interface
-from unisono.launcher.engine_rank import OVER, Program, run_rank, started
+from unisono.launcher.engine_rank import OVER, Program, host_of, run_rank, started
 from unisono.launcher.job import Outcome, collect, reported
 from unisono.launcher.processes import by_value
 from unisono.launcher.replacement import Attempts
@@ -90,6 +91,7 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
         try:
             gang.start()
             collect(size, on_failure, gang.outcomes, found)
+            gang.name_lost_hosts(found)
             culprit = gang.culprit() if any(not outcome.reported for outcome in found) else None
         finally:
             gang.close()
@@ -209,6 +211,20 @@ class _Gang:
         with suppress(TimeoutError):
             return self._first_lost.result(_END_S)
         return None
+
+    def name_lost_hosts(self, found: Sequence[Outcome]) -> None:
+        """Name a host in the errors of its ranks, if all that it had are lost, and other hosts have ranks."""
+        lost = {outcome.rank: outcome for outcome in found if not outcome.reported}
+        hosts: dict[bytes, list[int]] = {}
+        for rank in range(self._size if len(lost) > 1 else 0):
+            if self._control.check([host_of(rank)]):
+                hosts.setdefault(self._control.get(host_of(rank), _END_S), []).append(rank)
+        for host, ranks in hosts.items():
+            if 1 < len(ranks) < self._size and lost.keys() >= set(ranks):
+                these = ", ".join(map(str, ranks))
+                for rank in ranks:
+                    text = f"host {host.decode()} was lost, with ranks {these} of {self._size}: {lost[rank].error}"
+                    lost[rank].error = PeerLostError(text, peer=rank)
 
     def _cancel(self, why: str) -> None:
         """End ranks that run by the failure of their group, and keep others from starting."""

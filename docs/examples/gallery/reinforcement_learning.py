@@ -3,11 +3,10 @@
 python docs/examples/gallery/reinforcement_learning.py
 
 A ball falls from a random column, and a paddle moves left, right, or stays; a caught ball is a reward of 1. The
-observers have no policy: they call the agent for each action. After each round the agent makes one step of REINFORCE
-(Williams, 1992). docs/examples/rpc/reinforce.py answers all observers in one batch, and plays games of gymnasium.
+observers have no policy: they call the agent for each action, which it draws from a generator for each of them, so that
+their order does not matter. After each round the agent makes one step of REINFORCE (Williams, 1992).
+docs/examples/rpc/reinforce.py answers all observers in one batch, and plays games of gymnasium.
 """
-
-import threading
 
 import torch
 from torch import nn
@@ -23,16 +22,15 @@ class Agent:
         torch.manual_seed(0)
         self._policy = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 3))
         self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=0.02)
-        self._lock = threading.Lock()  # observers call at the same time
+        self._draws = {observer: torch.Generator().manual_seed(observer) for observer in observers}
         self._chances = {observer: [] for observer in observers}
 
     def act(self, observer, state):
         """Return -1, 0 or 1: where the paddle moves."""
-        with self._lock:
-            chances = torch.distributions.Categorical(logits=self._policy(state))
-            action = chances.sample()
-        self._chances[observer].append(chances.log_prob(action))
-        return int(action) - 1
+        chances = self._policy(state).log_softmax(0)
+        action = int(torch.multinomial(chances.exp(), 1, generator=self._draws[observer]))
+        self._chances[observer].append(chances[action])
+        return action - 1
 
     def learn(self, rewards):
         """Make one step; `rewards` has a list for each observer, with a number for each game."""

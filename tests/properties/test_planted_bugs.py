@@ -210,12 +210,12 @@ def maximum_with_a_padded_zero(most: Any, values: Values) -> None:
 
 def averaged_gradients(model: nn.Linear) -> None:
     for p in model.parameters():
-        p.grad = summed(p.grad) / dist.get_world_size()  # type: ignore[arg-type]  # there is one
+        p.grad = summed(p.grad) / dist.get_world_size()
 
 
 def added_gradients(model: nn.Linear) -> None:
     for p in model.parameters():
-        p.grad = summed(p.grad)  # type: ignore[arg-type]  # there is one
+        p.grad = summed(p.grad)
 
 
 @planted(averaged_gradients, added_gradients)
@@ -273,13 +273,13 @@ def with_repeats(data: Values) -> list[int]:
 def samples_of_the_padding_counted_twice(part: Any, values: Values) -> None:
     data = list(range(abs(values[0]) + 1))
     dist.all_gather_object(every := [None] * len(values), part(data))
-    assert sorted(chain.from_iterable(every)) == data  # type: ignore[arg-type]  # lists
+    assert sorted(chain.from_iterable(every)) == data
 
 
 # -- when --------------------------------------------------------------------------------------------
 def change_after_wait(t: torch.Tensor) -> torch.Tensor:
     total = t.clone()
-    dist.all_reduce(total, async_op=True).wait()  # type: ignore[union-attr]  # there is work
+    dist.all_reduce(total, async_op=True).wait()
     t.zero_()
     return total
 
@@ -287,7 +287,7 @@ def change_after_wait(t: torch.Tensor) -> torch.Tensor:
 def change_before_wait(t: torch.Tensor) -> torch.Tensor:
     work = dist.all_reduce(t, async_op=True)
     t += 1.0
-    work.wait()  # type: ignore[union-attr]  # there is work
+    work.wait()
     return t
 
 
@@ -298,14 +298,14 @@ def tensor_changed_before_the_wait(total: Any, values: Values) -> None:
 
 def read_after_wait(t: torch.Tensor, got: torch.Tensor) -> float:
     work = dist.irecv(got, 0) if rank() else dist.isend(t, last())
-    work.wait()  # type: ignore[union-attr]  # there is work
+    work.wait()
     return got.item()
 
 
 def read_before_wait(t: torch.Tensor, got: torch.Tensor) -> float:
     work = dist.irecv(got, 0) if rank() else dist.isend(t, last())
     found = got.item()
-    work.wait()  # type: ignore[union-attr]  # there is work
+    work.wait()
     return found
 
 
@@ -369,12 +369,14 @@ def smallest_failure(test: Test) -> tuple[int, str]:
         try:
             un.testing.torch_ranks(len(values), "sim", seed=seed, timeout=5).run(test, values)
         except Exception:
+            # Whatever the wrong code ends by is a failure: Hypothesis gets it, and makes the example smaller.
             sizes.append(len(values))
             raise
 
     try:
         on_ranks()
     except Exception as error:
+        # Of the smallest example: its kind is the bug's.
         return sizes[-1], str(error)
     return sizes[-1], ""
 

@@ -96,7 +96,7 @@ def test_rank_skipping_an_embedding_is_named_on_every_rank(backend: str) -> None
 
 
 def test_gradient_averaged_while_frozen_on_a_rank_is_not_averaged_again() -> None:
-    """What the rank sets p.grad to, once it is no longer frozen there, stays the rank's own."""
+    """The rank sets p.grad once its parameter is no longer frozen there: that gradient stays its own."""
 
     def program(comm: un.Communicator) -> float:
         table = nn.Embedding(3, 2, sparse=True)

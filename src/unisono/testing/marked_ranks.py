@@ -15,9 +15,9 @@ __all__ = ["MarkedRanks", "torch_ranks"]
 _SHRINKING_S = 0.2
 """Least timeout of an example, once another one of the test has timed out."""
 _SLACK = 20
-"""How many times as long as the quickest that passed such an example may take."""
+"""Timeout of such an example, as a multiple of the time of the quickest that passed."""
 _QUICKEST_S = 0.05
-"""What the quickest takes that passes, while none has passed."""
+"""Assumed time of the quickest that passes, while none has passed."""
 
 
 class MarkedRanks:

@@ -10,6 +10,7 @@ from gpu_devices import ALL, GPU, Place
 
 import unisono as un
 from unisono.core.collective import COLLECTIVES
+from unisono.errors import MismatchError
 from unisono.testing.cases import CALLS, Case
 from unisono.testing.check_case import Report, check_case, check_reports
 from unisono.testing.conformance.world import numbers, together
@@ -75,6 +76,38 @@ def test_messages_objects_and_subgroups(place: Place) -> None:
         return comm.device.type
 
     assert place.run(program) == [place.device] * place.size
+
+
+@places
+def test_contributions_are_scaled(place: Place) -> None:
+    def program(comm: un.Communicator) -> tuple[float, float]:
+        blocking, asynchronous = numbers(comm, 1 + comm.rank), numbers(comm, 1 + comm.rank)
+        comm.all_reduce(blocking, scale=0.5)
+        comm.all_reduce(asynchronous, scale=0.5, async_op=True).wait()
+        return blocking.tolist()[0], asynchronous.tolist()[0]
+
+    half = place.size * (place.size + 1) / 4
+    assert place.run(program) == [(half, half)] * place.size
+
+
+@places
+def test_values_on_a_device_are_compared(place: Place) -> None:
+    """NaN and -0.0 are equal to themselves."""
+
+    def program(comm: un.Communicator) -> str:
+        state = {"layer": {"weight": torch.tensor([0.0, -0.0, float("nan")], device=comm.device)}, "step": 3}
+        comm.agree(state, "state")
+        comm.flush_agreements()
+        state["layer"]["weight"][1] = comm.rank + 1
+        comm.agree(state, "state")
+        try:
+            comm.flush_agreements()
+        except MismatchError as error:
+            return str(error)
+        return "no difference"
+
+    for text in place.run(program):
+        assert ("'layer'" in text and "'weight'" in text) if place.size > 1 else text == "no difference"
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_devices import BACKWARD, GPU, Place, listed
+from gpu_devices import BACKWARD, GPU, NCCL, Place, listed
 from torch import nn
 
 import unisono as un
@@ -66,6 +66,21 @@ def test_sharded_model_on_gpu(place: Place) -> None:
     def program(comm: un.Communicator) -> Weights:
         model = model_on(comm.device)
         sharded = ShardedModel(model, comm)
+        train(model, sharded.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9), samples(comm.rank, comm.device))
+        sharded.remove()
+        return values(model)
+
+    check(place.run(program), place.size)
+
+
+@pytest.mark.parametrize("place", listed(*(Place(kind, 4, GPU) for kind in ("shm", "nccl")[: 1 + bool(NCCL)])))
+def test_model_sharded_in_pairs_on_gpu(place: Place) -> None:
+    """Ranks 0 and 1 hold a shard each, ranks 2 and 3 copies of them."""
+
+    def program(comm: un.Communicator) -> Weights:
+        model = model_on(comm.device)
+        pair, copies = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+        sharded = ShardedModel(model, comm, mesh=(copies, pair))
         train(model, sharded.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9), samples(comm.rank, comm.device))
         sharded.remove()
         return values(model)

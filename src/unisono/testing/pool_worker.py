@@ -53,7 +53,7 @@ def serve(comm: Communicator, service: PoolWorker) -> None:
                 return
             if (size, failures) not in parts:
                 parts = {key: part for key, part in parts.items() if key[1] == failures}
-                parts[size, failures] = comm.subgroup(range(size))
+                parts[size, failures] = comm.split(0 if comm.rank < size else None)
             part = parts[size, failures]
             if part is not None:
                 torch.set_rng_state(randomness)

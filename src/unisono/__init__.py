@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from unisono.launcher.api import init, launch
     from unisono.launcher.simulated import simulate
     from unisono.pool import Pool
+    from unisono.recording import record, replay
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,8 @@ __all__ = [
     "join",
     "launch",
     "pool",
+    "record",
+    "replay",
     "rpc",
     "sharding",
     "simulate",
@@ -96,6 +99,8 @@ _HOME = {
     "init": "unisono.launcher.api",
     "join": "unisono.elastic.admission",
     "launch": "unisono.launcher.api",
+    "record": "unisono.recording",
+    "replay": "unisono.recording",
     "simulate": "unisono.launcher.simulated",
     "trace": "unisono.comm.tracing",
 }

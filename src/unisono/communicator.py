@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["BY_HANDLE", "Check", "Communicator", "engine_of", "join_part"]
+__all__ = ["BY_HANDLE", "Check", "Communicator", "engine_of", "join_part", "replace_transport"]
 
 BY_HANDLE: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 """The communicators of this process by the names that compiled graphs hold instead of objects."""
@@ -1964,3 +1964,9 @@ def engine_of(comm: Communicator) -> Engine:
         (0,)
     """
     return comm._engine
+
+
+def replace_transport(comm: Communicator, transport: Transport, control: ControlPlane) -> None:
+    """Let a communicator, and those that are made of it, use these from now on. They forward to its present ones."""
+    comm._control = control
+    comm._engine.wrap(transport, control)

@@ -74,6 +74,7 @@ class Engine:
         owner: The thread that makes calls; None before the first call.
         closed: Whether this rank has closed the communicator.
         broken: The first cause of the group's failure.
+        checked: Whether ranks compare their calls.
         fast_path: The transport's, if it has one.
         selection: Chooses algorithms.
         tuner: The table of costs by which "auto" chooses.
@@ -104,7 +105,7 @@ class Engine:
         self.selection = Selection(
             transport, options.chunk_bytes, deterministic=options.deterministic, machine=self.tuner.machine
         )
-        self._checked = check != "off"
+        self.checked = check != "off"
         self._staging = BufferGuard if check == "full" else Staging
         self._streams: dict[torch.device, torch.Stream] = {}
         self._sink = SINK
@@ -121,6 +122,12 @@ class Engine:
         # What is open at the end of the process is closed then by its control plane's handle.
         self._dropped.atexit = False
         invalidate_after_fork(self)
+
+    def wrap(self, transport: Transport, control: ControlPlane) -> None:
+        """Use these from now on, which forward to the present ones; calls take no fast path past them."""
+        self.transport = transport
+        self.control = control
+        self.fast_path = None
 
     # -- whether calls can be made -------------------------------------------------------------
     def enter(self, operation: str) -> None:
@@ -307,7 +314,7 @@ class Engine:
             lengths=lengths,
             scale=scale,
         )
-        if scale is not None and self._checked:
+        if scale is not None and self.checked:
             self.agreements.add(scale, "scale")
         limit = self._limit_s if timeout is None else resolve_timeout(timeout)
         algorithm, steps = self.selection.choose(call, algorithm)
@@ -326,7 +333,7 @@ class Engine:
             fingerprint=fingerprint,
             steps=steps,
             timeout=limit,
-            checked=self._checked,
+            checked=self.checked,
             inference=torch.is_inference_mode_enabled(),
         )
 
@@ -386,7 +393,7 @@ class Engine:
         with waiting:
             if async_op and call.steps is None and transport.overlaps and not self._pending and then is None:
                 work = self._start(call, transport)
-                return waits_of(work, fingerprint.operation, self.group)
+                return waits_of(self.transport.returned(work), fingerprint.operation, self.group)
             with self._lock:
                 queued = async_op or self._pending > 0
                 if queued:
@@ -401,7 +408,7 @@ class Engine:
             if not async_op:
                 done.wait()
                 return None
-        return waits_of(done, fingerprint.operation, self.group)
+        return waits_of(self.transport.returned(done), fingerprint.operation, self.group)
 
     def flush_agreements(self, barrier: Collective, timeout: Timeout | None) -> None:
         """Compare what waits, now. Collective. Differences break nothing, because every rank raises them here."""
@@ -614,7 +621,7 @@ class Engine:
         self.parent = whole
         if self.group.members == whole.group.members:
             self.agreements = whole.agreements
-            self._waiting = self.agreements.waiting if self._checked else _NEVER
+            self._waiting = self.agreements.waiting if self.checked else _NEVER
         whole.ending.adopt(self.ending)
 
 

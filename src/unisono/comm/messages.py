@@ -320,7 +320,7 @@ class Messages:
             flat.append(type(message)(buffer, message.peer, message.tag))
         record = self._note(operation, flat)
         awaited, work = self._start(flat, staging)
-        return PointToPointWork(self._engine, record, awaited, work, staging)
+        return self._returned(record, awaited, work, staging)
 
     def receive(self, operation: str, tensor: Buffer, src: int | None, tag: int) -> PointToPointWork:
         """Start a receive, from any rank if `src` is None.
@@ -340,7 +340,7 @@ class Messages:
             staging.write_back(tensor, found)
         record = self._note(operation, [Recv(buffer, -1, tag)])
         work = self._any_source.join(tag, None, lambda peer: self._start([Recv(buffer, peer, tag)], staging)[1])
-        return PointToPointWork(self._engine, record, (), work, staging)
+        return self._returned(record, (), work, staging)
 
     def _note(self, operation: str, messages: Sequence[Message]) -> tuple[str, None, str, Place]:
         """Keep a batch for reports; return what `Activity.enter` takes."""
@@ -382,7 +382,16 @@ class Messages:
         self._engine.enter(operation)
         self._check_source(src, tag)
         record = operation, None, f"tag {tag}", callers_place()
-        return PointToPointWork(self._engine, record, (), self._any_source.join(tag, src, _done), Staging())
+        return self._returned(record, (), self._any_source.join(tag, src, _done), Staging())
+
+    def _returned(
+        self,
+        record: tuple[str, None, str, Place],
+        awaited: tuple[PendingMessage, ...],
+        work: Work,
+        staging: Staging,
+    ) -> PointToPointWork:
+        return PointToPointWork(self._engine, record, awaited, self._engine.transport.returned(work), staging)
 
 
 def _detail(messages: Sequence[Message]) -> str:

@@ -297,6 +297,20 @@ class Transport(ABC):
             raise NotImplementedError(f"{type(self).__name__} declares no native {call.name}")
         return Deferred(partial(call.steps, over or self, call), call.timeout)
 
+    def returned(self, work: Work) -> Work:
+        """Return the work that the caller of an asynchronous call gets: another one where its answers are recorded.
+
+        Args:
+            work: Of the call.
+
+        Example:
+            >>> def program(comm):
+            ...     return comm.barrier(async_op=True).wait()
+            >>> un.launch(program, 2, "thread", wrap=lambda inner: un.testing.Checksummed(inner))
+            [None, None]
+        """
+        return work
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in the memory that this transport reduces fastest. Collective.
 

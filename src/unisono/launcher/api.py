@@ -7,9 +7,10 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHUNK_BYTES",
+    "INSTEAD",
     "TIMEOUT_S",
     "Hosts",
+    "Instead",
     "OnFailure",
     "Topology",
     "Wrap",
@@ -61,6 +64,22 @@ CHUNK_BYTES = 2 << 20
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
 OnFailure = Literal["end", "continue", "replace"]
+
+
+class Instead(Protocol):
+    """What answers `init` and `launch` in a process that runs a script for another purpose, such as a replay."""
+
+    def communicator(self) -> Communicator:
+        """Return the communicator of `init`."""
+        ...
+
+    def results(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], nprocs: int) -> Any:
+        """Return the results of `launch`."""
+        ...
+
+
+INSTEAD: ContextVar[Instead | None] = ContextVar("unisono instead", default=None)
+"""What answers them in this context; None for the real ones."""
 
 
 def init(
@@ -127,6 +146,9 @@ def init(
         backend = os.environ.get("UNISONO_BACKEND") or "auto"
     if backend != "auto":
         transport_named(backend)
+    instead = INSTEAD.get()
+    if instead is not None:
+        return instead.communicator()
     place = bootstrap.find(init_method, rank, world_size, timeout_s, secret)
     show_errors(place.rank, place.size)
     return communicator_at(
@@ -266,6 +288,10 @@ def launch(
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads must be a positive int, not {threads!r}")
     given = validate_hosts(hosts, nprocs)
+    instead = INSTEAD.get()
+    if instead is not None:
+        results: list[T] = instead.results(fn, args, kwargs or {}, nprocs)
+        return results
     engine = _engine(on)
     if engine is not None:
         from unisono.launcher.engine_rank import Program

@@ -16,7 +16,7 @@ from unisono.control.process_exit import exit_with_children, raise_failed_saves
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.host import processors
 
-__all__ = ["arrange", "main"]
+__all__ = ["arrange", "main", "run_as_main"]
 
 
 def main(alive: int, report: int, command: list[str]) -> None:
@@ -34,7 +34,7 @@ def main(alive: int, report: int, command: list[str]) -> None:
     show_errors(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), report)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
-        _run(command)
+        run_as_main(command)
     except SystemExit as leaving:
         if leaving.code:
             raise
@@ -52,7 +52,7 @@ def arrange(command: list[str]) -> None:
     _search_first(path if _is_package(path) else os.path.dirname(os.path.realpath(path)))
 
 
-def _run(command: list[str]) -> None:
+def run_as_main(command: list[str]) -> None:
     """Run a module, a file, or a folder or archive with `__main__.py`, in the surroundings that Python gives it."""
     arrange(command)
     if command[0] == "-m":

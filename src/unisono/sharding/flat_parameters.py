@@ -361,6 +361,8 @@ class FlatGradient:
         for index, (start, end) in enumerate(zip(self._layout.offsets, ends, strict=True)):
             if index not in self.taken:
                 whole[start:end].zero_()
+        # It is sent, too.
+        whole[self._layout.used :].zero_()
         self.reduced |= self.taken
         self.taken = set()
         self.arrived = set()

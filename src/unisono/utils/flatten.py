@@ -199,6 +199,7 @@ class FlatLayout:
     Attributes:
         offsets: Place of each parameter's first element in the flat tensor.
         part: Number of elements of a part.
+        used: Number of elements before the padding.
         total: Number of elements of the flat tensor: a multiple of `ranks`, less than `ranks` over the sum.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
@@ -214,8 +215,8 @@ class FlatLayout:
     """
 
     def __init__(self, numels: Sequence[int], ranks: int) -> None:
-        *self.offsets, used = accumulate(numels, initial=0)
-        self.part = -(-used // ranks)
+        *self.offsets, self.used = accumulate(numels, initial=0)
+        self.part = -(-self.used // ranks)
         self.total = self.part * ranks
         self._numels = numels
 

@@ -1,0 +1,170 @@
+"""File of what one rank received and sent: entries under keys, each with the bytes of tensors."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from unisono import errors
+from unisono.core.tensors import view_of
+from unisono.errors import CommError
+from unisono.serialization import decode, encode
+
+__all__ = ["Entry", "Log", "LogWriter", "error_from", "path_of", "words_of"]
+
+_Key = tuple[Any, ...]
+
+_SIZES = struct.Struct("<QQ")
+_MAGIC = b"unisono record 1\n"
+
+
+def path_of(folder: str | Path, rank: int) -> Path:
+    """Return the file of a rank in a folder."""
+    return Path(folder) / f"rank{rank}.record"
+
+
+class LogWriter:
+    """File that a rank appends to. What has been put survives the end of the process. Safe from any thread.
+
+    Args:
+        path: A file that does not exist.
+
+    Attributes:
+        nbytes: Bytes written.
+        closed: Whether later entries are dropped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._lock = threading.Lock()
+        self._file.write(_MAGIC)
+        self.nbytes = len(_MAGIC)
+        self.closed = False
+
+    def put(self, key: _Key, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Append an entry: a value that `unisono.serialization` supports, and the bytes of tensors."""
+        if self.closed:
+            return
+        head = encode((key, value))
+        bodies = [_bytes_of(tensor) for tensor in tensors]
+        length = sum(map(len, bodies))
+        with self._lock:
+            if self.closed:
+                return
+            self._file.write(_SIZES.pack(len(head), length) + head)
+            for body in bodies:
+                self._file.write(body)
+            self._file.flush()
+            self.nbytes += _SIZES.size + len(head) + length
+
+    def close(self) -> None:
+        """Drop later entries."""
+        with self._lock:
+            self.closed = True
+            self._file.close()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(view_of(tensor.detach().contiguous().cpu())) if tensor.numel() else memoryview(b"")
+
+
+class Entry(NamedTuple):
+    """One entry of a file.
+
+    Attributes:
+        value: As it was put.
+        body: The bytes of its tensors, one after the other.
+    """
+
+    value: Any
+    body: memoryview
+
+    def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill tensors with the bytes.
+
+        Raises:
+            ValueError: They have other sizes.
+        """
+        if sum(tensor.nbytes for tensor in tensors) != len(self.body):
+            raise ValueError(f"{len(self.body)} bytes were recorded for {sum(t.nbytes for t in tensors)}")
+        begin = 0
+        for tensor in tensors:
+            part = self.body[begin : begin + tensor.nbytes]
+            begin += tensor.nbytes
+            if tensor.numel():
+                tensor.copy_(torch.frombuffer(bytearray(part), dtype=tensor.dtype).view(tensor.shape))
+
+
+class Log:
+    """What a file holds. An entry that was being written when its process ended is left out.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: It is not the file of a recording.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._entries: defaultdict[_Key, deque[Entry]] = defaultdict(deque)
+        self._lock = threading.Lock()
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ValueError(f"{path} is not the file of a recording of this version")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        whole = memoryview(data)
+        begin = len(_MAGIC)
+        while begin + _SIZES.size <= len(whole):
+            head, body = _SIZES.unpack_from(whole, begin)
+            middle = begin + _SIZES.size + head
+            if middle + body > len(whole):
+                break
+            try:
+                key, value = decode(bytes(whole[begin + _SIZES.size : middle]))
+            except ValueError as error:
+                raise ValueError(f"{path} is damaged at byte {begin}: {error}") from error
+            self._entries[key].append(Entry(value, whole[middle : middle + body]))
+            begin = middle + body
+
+    def take(self, key: _Key) -> Entry | None:
+        """Remove and return the next entry under a key; None if there is none."""
+        with self._lock:
+            entries = self._entries.get(key)
+            return entries.popleft() if entries else None
+
+    def peek(self, key: _Key) -> Entry | None:
+        """Return the next entry under a key; None if there is none."""
+        with self._lock:
+            entries = self._entries.get(key)
+            return entries[0] if entries else None
+
+    def holds(self, *beginnings: _Key) -> bool:
+        """Return whether entries are left under keys that begin so."""
+        with self._lock:
+            return any(left and key[: len(each)] == each for key, left in self._entries.items() for each in beginnings)
+
+
+def words_of(error: BaseException) -> tuple[Any, ...]:
+    """Return what `error_from` makes an error of the same kind and text from."""
+    if isinstance(error, CommError):
+        return type(error).__name__, error.message, error.peer, error.nbytes, error.waited_s
+    return type(error).__name__, str(error), None, None, None
+
+
+def error_from(words: Sequence[Any]) -> Exception:
+    """Return the error that `words_of` described; a `CommError` if it was none of this library's or of an argument."""
+    name, message, peer, nbytes, waited_s = words
+    if name in ("TypeError", "ValueError"):
+        return TypeError(message) if name == "TypeError" else ValueError(message)
+    kind = getattr(errors, name, None) if name in errors.__all__ else None
+    if kind is None:
+        return CommError(f"{name}: {message}")
+    made: CommError = kind(message, peer=peer, nbytes=nbytes, waited_s=waited_s)
+    return made

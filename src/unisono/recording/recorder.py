@@ -1,0 +1,385 @@
+"""Recording of one rank: what it received, and digests of what it sent."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Event, get_ident
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from unisono.communicator import Communicator, engine_of, replace_transport
+from unisono.core.call import Call, Fingerprint
+from unisono.core.control import ControlPlane
+from unisono.core.flight_recorder import callers_place, site_text
+from unisono.core.staging import digest
+from unisono.core.transport import Mailbox, Transport
+from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
+from unisono.core.work import ChainedWork
+from unisono.errors import CommError, UnavailableError
+from unisono.recording.log import LogWriter, path_of, words_of
+from unisono.wrappers.base import Wrapper
+
+__all__ = ["ATTRIBUTES", "REPLIES", "Recorded", "Recording", "begin", "described", "key_of", "random_states"]
+
+ATTRIBUTES = ("native", "tags", "any_source", "balanced", "devices", "host_staged", "overlaps", "background")
+"""Attributes of a transport on which a program, or the library, may depend."""
+
+REPLIES: dict[str, int | None] = {
+    "get": 1,
+    "add": 1,
+    "compare_set": 1,
+    "check": 1,
+    "delete": 1,
+    "num_keys": 0,
+    "exchange": 2,
+    "agree": 2,
+    "report_failure": 1,
+    "first_cause": 1,
+    "rebuild": 2,
+    "request_admission": 0,
+    "query": 1,
+}
+"""Methods of the control plane that reply, and how many of their arguments tell one question from another."""
+
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+"""Variables by which a script finds its rank."""
+
+_FORWARDED = ("set", "join", "leave", "watch", "share", "close")
+
+
+class Recording:
+    """Recording in progress of one rank, as `un.record` returns it; a context manager that ends it."""
+
+    def __init__(self, log: LogWriter | None, steps: int | None = None) -> None:
+        self._log = log
+        self._owner = get_ident()
+        self._left = steps
+        self._hook = None if steps is None else _after_steps(self._stepped)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written up to now; 0 in a replay."""
+        return 0 if self._log is None else self._log.nbytes
+
+    def close(self) -> None:
+        """End the recording; the communicator works on. Idempotent."""
+        if self._log is None or self._log.closed:
+            return
+        if self._hook is not None:
+            self._hook.remove()
+        self._log.put(("end",), None)
+        self._log.close()
+
+    def _stepped(self) -> None:
+        # Ranks that are threads share the hook.
+        if get_ident() == self._owner and self._left is not None:
+            self._left -= 1
+            if self._left == 0:
+                self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _after_steps(action: Callable[[], None]) -> Any:
+    """Call a function after each step of any optimizer of this process."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    return register_optimizer_step_post_hook(lambda *_: action())
+
+
+def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recording:
+    """Begin to record a rank; see `un.record`."""
+    engine = engine_of(comm)
+    group = engine.group
+    path = path_of(folder, group.members[group.rank])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = LogWriter(path)
+    transport = engine.transport
+    options = engine.options
+    header = {
+        "rank": group.rank,
+        "members": group.members,
+        "name": group.name,
+        "options": (options.backend, options.device, options.timeout_s, options.chunk_bytes, options.deterministic),
+        "checked": engine.checked,
+        "hosts": comm.hosts,
+        "attributes": {name: getattr(transport, name) for name in ATTRIBUTES},
+        "random": random_states(),
+        "threads": torch.get_num_threads(),
+        "environment": {name: os.environ[name] for name in _PLACE if name in os.environ},
+        "torch": str(torch.__version__),
+    }
+    log.put(("header",), header)
+    replace_transport(comm, Recorded(transport, log), _recorded_control(engine.control, log))
+    recording = Recording(log, steps)
+    comm.after_close(recording.close)
+    return recording
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the global generators of this process."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def described(call: Call) -> dict[str, Any]:
+    """Return what a rank asked for, and digests of what it sends: equal whatever carries the call out."""
+    fingerprint: Fingerprint = call.fingerprint
+    arguments = ("operation", "op", "root", "dtype", "counts", "device", "sends", "receives", "shape")
+    return {
+        **{name: getattr(fingerprint, name) for name in arguments},
+        "digests": [digest(tensor) for tensor in call.inputs],
+        "site": site_text(fingerprint.site),
+    }
+
+
+class Recorded(Wrapper):
+    """Transport of a rank that is recorded: it forwards each call whole, so the results are those of the inner one.
+
+    Args:
+        inner: The transport.
+        log: Where to.
+    """
+
+    def __init__(self, inner: Transport, log: LogWriter) -> None:
+        super().__init__(inner)
+        self.native = inner.native
+        self.overlaps = inner.overlaps
+        self.background = inner.background
+        self._log = log
+        self._name = inner.group.name
+        self._received = Counter[tuple[int, int]]()
+        self._works = 0
+        self._settling = _Settling(log, inner.group.name)
+
+    def wrap_child(self, inner: Transport) -> Recorded:
+        return Recorded(inner, self._log)
+
+    def mailbox(self, group: Any) -> Mailbox | None:
+        if self._log.closed:
+            return self.inner.mailbox(group)
+        raise UnavailableError("requests of rpc and pools arrive at any time, and are not recorded: close them first")
+
+    # -- collectives ---------------------------------------------------------------------------
+    def agree(self, call: Call, deadline: float) -> None:
+        try:
+            super().agree(call, deadline)
+        except CommError as error:
+            self._log.put(("refused", self._name, call.fingerprint.call), words_of(error))
+            raise
+
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        number = call.fingerprint.call
+        if self._log.closed:
+            return self.inner.run(call)
+        self._log.put(("call", self._name, number), described(call))
+        key = "result", self._name, number
+        try:
+            # Its messages are those of the inner transport: the call as a whole is recorded.
+            work = self.inner.run(call)
+        except Exception as error:
+            self._log.put(key, words_of(error))
+            raise
+        return ChainedWork(work, lambda: self._log.put(key, None, call.outputs), self._noting(key))
+
+    def _noting(self, key: tuple[Any, ...]) -> Callable[[BaseException], BaseException]:
+        """Return a function that records the first error it is passed, and returns each."""
+        noted = Event()
+
+        def note(error: BaseException) -> BaseException:
+            if not noted.is_set():
+                noted.set()
+                self._log.put(key, words_of(error))
+            return error
+
+        return note
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        received: list[tuple[tuple[Any, ...], torch.Tensor]] = []
+        for message in batch:
+            peer, tag = message.peer, message.tag
+            if isinstance(message, Recv):
+                self._received[peer, tag] += 1
+                received.append((("recv", self._name, peer, tag, self._received[peer, tag]), message.tensor))
+            else:
+                sent = message.tensor.numel(), str(message.tensor.dtype), digest(message.tensor)
+                self._log.put(("send", self._name, peer, tag), (*sent, site_text(callers_place())))
+        return ChainedWork(self.inner.post(batch), lambda: self._arrived(received))
+
+    def _arrived(self, received: Sequence[tuple[tuple[Any, ...], torch.Tensor]]) -> None:
+        for key, tensor in received:
+            self._log.put(key, None, [tensor])
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        found = self.inner.iprobe(peer, tag)
+        if found:
+            self._log.put(("match", self._name, tag), peer)
+        return found
+
+    # -- what the program sees of time ---------------------------------------------------------
+    def returned(self, work: Work) -> Work:
+        self._works += 1
+        return _RecordedWork(self.inner.returned(work), self._log, self._name, self._works, self._settling)
+
+    def abort(self, cause: BaseException) -> None:
+        self._log.put(("abort", self._name), words_of(cause))
+        self.inner.abort(cause)
+
+
+class _Settling:
+    """Completes the futures of a communicator's works one after the other, in the order that is recorded."""
+
+    def __init__(self, log: LogWriter, group: str) -> None:
+        self._log = log
+        self._key = "settled", group
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._busy = False
+
+    def settle(self, number: int, action: Callable[[], None]) -> None:
+        """Complete the future of the work of this number, now, or in the thread that completes another one now."""
+        with self._lock:
+            self._waiting.append((number, action))
+            if self._busy:
+                return
+            self._busy = True
+        while (following := self._next()) is not None:
+            self._log.put(self._key, following[0])
+            following[1]()
+
+    def _next(self) -> tuple[int, Callable[[], None]] | None:
+        with self._lock:
+            self._busy = bool(self._waiting)
+            return self._waiting.popleft() if self._busy else None
+
+
+class _RecordedWork(Work):
+    """Work whose answers are recorded: those that depend on when it is asked."""
+
+    def __init__(self, inner: Work, log: LogWriter, group: str, number: int, settling: _Settling) -> None:
+        self._inner = inner
+        self._log = log
+        self._group = group
+        self._number = number
+        self._settling = settling
+        self._asked = 0
+
+    def _put(self, what: str, value: Any) -> None:
+        self._log.put((what, self._group, self._number), value)
+
+    def _put_asked(self) -> None:
+        """Record how often the work was not completed when it was asked."""
+        if self._asked:
+            self._put("unfinished", self._asked)
+            self._asked = 0
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        self._put_asked()
+        try:
+            self._inner.wait(timeout)
+        except Exception as error:
+            self._put("wait", words_of(error))
+            raise
+
+    def wait_received(self, timeout: Timeout | None = None) -> None:
+        self._put_asked()
+        try:
+            self._inner.wait_received(timeout)
+        except Exception as error:
+            self._put("wait", words_of(error))
+            raise
+
+    def is_completed(self) -> bool:
+        ended = self._inner.is_completed()
+        if ended:
+            self._put_asked()
+        else:
+            self._asked += 1
+        return ended
+
+    def exception(self) -> BaseException | None:
+        return self._inner.exception()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        self._put_asked()
+        future: torch.futures.Future[None] = torch.futures.Future()
+
+        def settle(inner: torch.futures.Future[None]) -> None:
+            try:
+                inner.value()
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(None)
+
+        self._inner.get_future().add_done_callback(
+            lambda inner: self._settling.settle(self._number, partial(settle, inner))
+        )
+        return future
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    def cancel(self) -> bool:
+        self._put_asked()
+        done = self._inner.cancel()
+        self._put("cancelled", done)
+        return done
+
+
+def key_of(name: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the key of a question to the control plane."""
+    told = [getattr(argument, "name", argument) for argument in arguments[: REPLIES[name]]]
+    return ("control", name, *(tuple(each) if isinstance(each, list) else each for each in told))
+
+
+def _asking(name: str) -> Callable[..., Any]:
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        key = key_of(name, arguments)
+        try:
+            reply = getattr(self.inner, name)(*arguments, **options)
+        except CommError as error:
+            self.log.put(key, ("raised", words_of(error)))
+            raise
+        self.log.put(key, ("replied", reply))
+        return reply
+
+    return method
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments, **options: getattr(self.inner, name)(*arguments, **options)
+
+
+_METHODS = {name: _asking(name) for name in REPLIES} | {name: _forwarding(name) for name in _FORWARDED}
+_RecordedControl = type("_RecordedControl", (ControlPlane,), _METHODS)
+"""Handle to the control plane whose replies are recorded; made with `_recorded_control`."""
+
+
+def _recorded_control(inner: ControlPlane, log: LogWriter) -> ControlPlane:
+    control = _RecordedControl()
+    control.inner = inner
+    control.log = log
+    control.simulated = inner.simulated
+    made: ControlPlane = control
+    return made

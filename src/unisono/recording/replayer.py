@@ -1,0 +1,507 @@
+"""Replay of one rank, alone: its peers are a file of what they sent it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from unisono.communicator import Communicator, engine_of
+from unisono.core.call import Call
+from unisono.core.control import ControlPlane
+from unisono.core.failure import Cause
+from unisono.core.flight_recorder import Activity, callers_place, site_text
+from unisono.core.group import Group
+from unisono.core.staging import digest
+from unisono.core.transport import Options, Transport
+from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
+from unisono.core.work import Completion
+from unisono.errors import CommError, CommTimeoutError, MismatchError
+from unisono.recording.log import Entry, Log, error_from, path_of
+from unisono.recording.recorder import ATTRIBUTES, described, key_of
+
+__all__ = ["RecordingEndError", "Replay", "ReplayTransport", "begin"]
+
+T = TypeVar("T")
+
+_LATER_S = 0.2
+
+
+class RecordingEndError(SystemExit):
+    """The program has made its last recorded call; a `SystemExit` with status 0, which ends a script quietly."""
+
+
+class Replay:
+    """State of one replay: the log, whether it has begun, and what was found.
+
+    Args:
+        folder: As passed to `un.record`.
+        rank: The rank's number in the first group of the job.
+
+    Attributes:
+        begun: Whether the program has called `un.record`.
+        calls, messages: Numbers of collectives and messages that were as recorded.
+        difference: The first call that was not; None if there was none.
+    """
+
+    def __init__(self, folder: str | Path, rank: int) -> None:
+        path = path_of(folder, rank)
+        if not path.is_file():
+            there = sorted(int(each.stem.removeprefix("rank")) for each in Path(folder).glob("rank*.record"))
+            raise FileNotFoundError(f"{folder} holds recordings of ranks {there}, and none of rank {rank}")
+        self.log = Log(path)
+        header = self.log.take(("header",))
+        if header is None:
+            raise ValueError(f"{path} ends before its header")
+        self.header: dict[str, Any] = header.value
+        self.begun = False
+        self.calls = 0
+        self.messages = 0
+        self.difference: str | None = None
+        self.ended = False
+
+    def report(self) -> dict[str, Any]:
+        """Return what was found, for JSON."""
+        return {
+            "rank": self.header["members"][self.header["rank"]],
+            "begun": self.begun,
+            "calls": self.calls,
+            "messages": self.messages,
+            "difference": self.difference,
+            "end_of_recording": self.ended,
+        }
+
+    def differs(self, text: str) -> NoReturn:
+        """Raise the error of a call that is not as recorded."""
+        if self.difference is None:
+            self.difference = text
+        raise MismatchError(f"this replay differs from the recording: {text}")
+
+    def missing(self, group: Group, what: str) -> NoReturn:
+        """Raise what follows the last entry: the failure that ended the group then, the end, or a difference."""
+        if not self.log.holds(("call", group.name), ("send", group.name)):
+            abort = self.log.peek(("abort", group.name))
+            if abort is not None:
+                raise error_from(abort.value)
+            if self.log.peek(("end",)) is not None:
+                self.ended = True
+                raise RecordingEndError(0)
+        self.differs(f"{what} was not recorded, or had not ended when the recorded process did")
+
+    def require_begun(self) -> None:
+        """Raise for a call before `un.record`."""
+        if not self.begun:
+            raise CommError("a call before un.record was not recorded. The recorded program had made none there")
+
+    def communicator(self) -> Communicator:
+        """Return the communicator of the rank, alone."""
+        header = self.header
+        backend, device, timeout_s, chunk_bytes, deterministic = header["options"]
+        options = Options(backend, device, timeout_s, chunk_bytes=chunk_bytes, deterministic=deterministic)
+        group = Group(header["name"], header["rank"], tuple(header["members"]))
+        transport = ReplayTransport(self, group)
+        return Communicator(transport, _Control(self), options, check="auto" if header["checked"] else "off")
+
+    def run(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T | None:
+        """Return what a program returns on the rank; None if the recording ends before."""
+        try:
+            with self.communicator() as comm:
+                result = program(comm, *args, **kwargs)
+        except RecordingEndError:
+            return None
+        if not self.begun:
+            raise ValueError("the program has not called un.record, where its recording began")
+        return result
+
+    def results(
+        self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], nprocs: int
+    ) -> list[T | None]:
+        """Return, as `launch` does, the results of all ranks: of the one that is replayed, and None for the others."""
+        rank = self.header["members"][self.header["rank"]]
+        if rank >= nprocs:
+            raise ValueError(f"rank {rank} was recorded, and launch starts {nprocs} ranks")
+        found: list[T | None] = [None] * nprocs
+        found[rank] = self.run(program, args, kwargs)
+        return found
+
+    def begin(self) -> None:
+        """Continue from where the recording began."""
+        if self.begun:
+            raise ValueError("un.record was called twice in a replay")
+        self.begun = True
+        # Sums of rounded numbers depend on it.
+        torch.set_num_threads(self.header["threads"])
+        states = self.header["random"]
+        random.setstate(_tuples(states["python"]))
+        torch.set_rng_state(states["torch"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(states["cuda"])
+        if "numpy" in states:
+            import numpy as np
+
+            np.random.set_state(states["numpy"])
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+class ReplayTransport(Transport):
+    """Transport without peers: results and messages are those of the recording; a call that differs is an error."""
+
+    checks = True
+
+    def __init__(self, replay: Replay, group: Group) -> None:
+        self.group = group
+        self.replay = replay
+        self._name = group.name
+        self._received = Counter[tuple[int, int]]()
+        self._works = 0
+        self._futures = _Futures(replay, group.name)
+        for name in ATTRIBUTES:
+            setattr(self, name, replay.header["attributes"][name])
+
+    def split(self, group: Group) -> ReplayTransport:
+        return ReplayTransport(self.replay, group)
+
+    # -- collectives ---------------------------------------------------------------------------
+    def supports(self, call: Call) -> bool:
+        return call.name in self.native
+
+    def agree(self, call: Call, deadline: float) -> None:
+        refused = self.replay.log.take(("refused", self._name, call.fingerprint.call))
+        if refused is not None:
+            raise error_from(refused.value)
+
+    def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+        replay = self.replay
+        replay.require_begun()
+        number = call.fingerprint.call
+        what = f"{call.fingerprint.operation} #{number} of {self._name}"
+        expected = replay.log.take(("call", self._name, number))
+        if expected is None:
+            replay.missing(self.group, what)
+        difference = _difference(expected.value, described(call))
+        if difference:
+            replay.differs(f"{what}, {difference}")
+        replay.calls += 1
+        entry = replay.log.take(("result", self._name, number))
+        if entry is None:
+            replay.missing(self.group, what)
+        if entry.value is not None:
+            return Completion.ended(error_from(entry.value))
+        entry.copy_to(call.outputs)
+        return Completion.ended()
+
+    # -- messages ------------------------------------------------------------------------------
+    def post(self, batch: Sequence[Message]) -> Work:
+        replay = self.replay
+        replay.require_begun()
+        arrivals: list[tuple[Entry, torch.Tensor]] = []
+        for message in batch:
+            if isinstance(message, Recv):
+                entry = self._arrival(message)
+                if entry is None:
+                    # Of a message that did not arrive, only what waits for it is recorded.
+                    return _Unanswered(replay, self.group, f"the message from rank {message.peer}")
+                arrivals.append((entry, message.tensor))
+            else:
+                self._compare_sent(message)
+        for entry, tensor in arrivals:
+            try:
+                entry.copy_to([tensor])
+            except ValueError as error:
+                replay.differs(f"a receive at {site_text(callers_place())} of {tensor.numel()} elements: {error}")
+        replay.messages += len(batch)
+        return Completion.ended()
+
+    def _arrival(self, message: Message) -> Entry | None:
+        peer, tag = message.peer, message.tag
+        self._received[peer, tag] += 1
+        return self.replay.log.take(("recv", self._name, peer, tag, self._received[peer, tag]))
+
+    def _compare_sent(self, message: Message) -> None:
+        what = f"a message to rank {message.peer}, tag {message.tag}"
+        expected = self.replay.log.take(("send", self._name, message.peer, message.tag))
+        if expected is None:
+            self.replay.missing(self.group, what)
+        *wanted, site = expected.value
+        sent = [message.tensor.numel(), str(message.tensor.dtype), digest(message.tensor)]
+        if sent[:2] != wanted[:2]:
+            kind = "{} elements of {}"
+            self.replay.differs(f"{what}: {kind.format(*wanted)} were sent at {site}, and now {kind.format(*sent)}")
+        if sent != wanted:
+            self.replay.differs(f"{what}: other bytes are sent at {site_text(callers_place())} than at {site}")
+
+    def iprobe(self, peer: int, tag: int) -> bool:
+        key = "match", self._name, tag
+        found = self.replay.log.peek(key)
+        if found is None:
+            self.replay.missing(self.group, f"a receive of tag {tag} from any rank")
+        if found.value != peer:
+            return False
+        self.replay.log.take(key)
+        return True
+
+    # -- what the program sees of time ---------------------------------------------------------
+    def returned(self, work: Work) -> Work:
+        if not self.replay.begun:
+            return work
+        self._works += 1
+        return _ReplayedWork(work, self.replay, self._name, self._works, self._futures)
+
+    def close(self) -> None:
+        pass
+
+    def abort(self, cause: BaseException) -> None:
+        pass
+
+
+def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return in which way a call is not as recorded; empty if it is."""
+    then = expected["site"]
+    now = found["site"]
+    where = f"at {now}" if then == now else f"at {now} (recorded at {then})"
+    for name, value in found.items():
+        before = expected[name]
+        before = tuple(before) if isinstance(value, tuple) else before
+        if name in ("site", "digests") or value == before:
+            continue
+        return f"{where}: {name} was {before}, and is {value}"
+    if found["digests"] != expected["digests"]:
+        return f"{where}: this rank sends other bytes. Did it compute with another input, random number or time?"
+    return ""
+
+
+class _Unanswered(Work):
+    """Work that had not ended when the recording did, or was never waited for."""
+
+    def __init__(self, replay: Replay, group: Group, what: str) -> None:
+        self.replay = replay
+        self._group = group
+        self._what = what
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        self.replay.missing(self._group, self._what)
+
+    def is_completed(self) -> bool:
+        return False
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return torch.futures.Future()
+
+
+class _Futures:
+    """Futures of works, which complete in the order of the recording."""
+
+    def __init__(self, replay: Replay, group: str) -> None:
+        self._log = replay.log
+        self._key = "settled", group
+        self._asked: dict[int, list[Callable[[], None]]] = {}
+        self._due: deque[Callable[[], None]] = deque()
+        self._lock = threading.RLock()
+
+    def ask(self, number: int, settle: Callable[[], None]) -> None:
+        """Call `settle` as soon as it is the turn of the work of this number.
+
+        The program adds its callback to a future when it has it. So a future that is asked for completes now, and those
+        that it has held up only when the program has had the time to do that.
+        """
+        with self._lock:
+            self._asked.setdefault(number, []).append(settle)
+            waiting = bool(self._due)
+            while (following := self._log.peek(self._key)) is not None and self._asked.get(following.value):
+                self._due.append(self._asked[following.value].pop(0))
+                self._log.take(self._key)
+            if not self._due:
+                return
+            if not waiting:
+                self._due.popleft()()
+            if self._due and not waiting:
+                later = threading.Timer(_LATER_S, self._complete)
+                later.daemon = True
+                later.start()
+
+    def _complete(self) -> None:
+        with self._lock:
+            while self._due:
+                self._due.popleft()()
+
+
+class _ReplayedWork(Work):
+    """Work that answers as it did in the recording."""
+
+    def __init__(self, inner: Work, replay: Replay, group: str, number: int, futures: _Futures) -> None:
+        self._inner = inner
+        self._log = replay.log
+        self._where = group, number
+        self._futures = futures
+        self._unfinished = 0
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        failed = self._log.take(("wait", *self._where))
+        if failed is not None:
+            raise error_from(failed.value)
+        self._inner.wait()
+
+    def is_completed(self) -> bool:
+        polls = self._log.take(("unfinished", *self._where)) if not self._unfinished else None
+        if polls is not None:
+            self._unfinished = polls.value
+        if self._unfinished:
+            self._unfinished -= 1
+            return False
+        if self._log.peek(("wait", *self._where)) is None:
+            with suppress(CommError):
+                self._inner.wait()
+        return True
+
+    def exception(self) -> BaseException | None:
+        failed = self._log.peek(("wait", *self._where))
+        return self._inner.exception() if failed is None else error_from(failed.value)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+
+        def settle() -> None:
+            try:
+                self.wait()
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(None)
+
+        self._futures.ask(self._where[1], settle)
+        return future
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    def cancel(self) -> bool:
+        entry = self._log.take(("cancelled", *self._where))
+        if entry is not None and entry.value:
+            self._inner.cancel()
+        return entry is not None and bool(entry.value)
+
+
+class _Control(ControlPlane):
+    """Handle to a control plane without peers: replies are those of the recording, else as if ranks were alike."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+        self._store: dict[str, bytes] = {}
+        self._shared: dict[str, Any] = {}
+
+    def _reply(self, name: str, arguments: Sequence[Any], otherwise: Callable[[], T]) -> T:
+        entry = self.replay.log.take(key_of(name, arguments)) if self.replay.begun else None
+        if entry is None:
+            return otherwise()
+        kind, value = entry.value
+        if kind == "raised":
+            raise error_from(value)
+        reply: T = value
+        return reply
+
+    # -- the store -----------------------------------------------------------------------------
+    def set(self, key: str, value: bytes) -> None:
+        self._store[key] = value
+
+    def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
+        def here() -> bytes:
+            if key not in self._store:
+                raise CommTimeoutError(f"key {key!r} was not recorded")
+            return self._store[key]
+
+        return self._reply("get", [key], here)
+
+    def add(self, key: str, amount: int) -> int:
+        def here() -> int:
+            total = int(self._store.get(key, b"0")) + amount
+            self._store[key] = str(total).encode()
+            return total
+
+        return self._reply("add", [key], here)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        def here() -> bytes:
+            if self._store.get(key, b"") == expected:
+                self._store[key] = desired
+            return self._store.get(key, b"")
+
+        return self._reply("compare_set", [key], here)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._reply("check", [keys], lambda: all(key in self._store for key in keys))
+
+    def delete(self, key: str) -> bool:
+        return self._reply("delete", [key], lambda: self._store.pop(key, None) is not None)
+
+    def num_keys(self) -> int:
+        return self._reply("num_keys", [], lambda: len(self._store))
+
+    # -- groups --------------------------------------------------------------------------------
+    def join(self, group: Group, on_failure: Callable[[Cause], None] | None = None) -> None:
+        pass
+
+    def leave(self, group: Group, patience: float = 0.0) -> None:
+        pass
+
+    def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
+        return self._reply("exchange", [group, topic], lambda: [value] * group.size)
+
+    def agree(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
+        def here() -> list[Any] | None:
+            if topic != "introduction" or self.replay.begun:
+                return None
+            # The ranks and their hosts, of the communicator that was recorded.
+            hosts = enumerate(self.replay.header["hosts"])
+            names = {rank: f"host {number}" for number, ranks in hosts for rank in ranks}
+            return [(names[rank], *value[1:]) for rank in range(group.size)]
+
+        return self._reply("agree", [group, topic], here)
+
+    def report_failure(self, group: Group, cause: Cause) -> Cause:
+        return self._reply("report_failure", [group], lambda: cause)
+
+    def first_cause(self, group: Group, patience: float = 0.0) -> Cause | None:
+        return self._reply("first_cause", [group], lambda: None)
+
+    def rebuild(self, group: Group, attempt: int, timeout: float, **how: Any) -> Any:
+        return self._reply("rebuild", [group, attempt], lambda: self.replay.missing(group, "rebuild"))
+
+    def request_admission(self, timeout: float) -> Any:
+        raise CommError("a replay admits no newcomers")
+
+    # -- activity ------------------------------------------------------------------------------
+    def watch(self, activity: Activity) -> None:
+        pass
+
+    def query(self, group: Group | None, patience: float) -> Any:
+        return self._reply("query", [group], dict)
+
+    def share(self, key: str, make: Callable[[], T]) -> T:
+        if key not in self._shared:
+            self._shared[key] = make()
+        found: T = self._shared[key]
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+def begin(comm: Communicator) -> bool:
+    """Begin a replay at this point, if the communicator is one of a replay; return whether it is."""
+    transport = engine_of(comm).transport
+    if not isinstance(transport, ReplayTransport):
+        return False
+    transport.replay.begin()
+    return True

@@ -1,0 +1,79 @@
+"""Run one rank of a recorded script again, alone: what its peers sent is read from a folder of un.record.
+
+The script runs in this process, so that any debugger can be attached; breakpoint() in it works. The first call that is
+not as it was is an error that names it.
+
+  unisono replay runs/7 --rank 3 train.py --epochs 3
+  python -m pdb -m unisono replay runs/7 --rank 3 train.py --epochs 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.tools.cli import UsageError, refusing
+
+if TYPE_CHECKING:
+    from unisono.recording.replayer import Replay
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the folder, the rank, the script, and its own arguments."""
+    add = parser.add_argument
+    add("folder", type=Path, help="folder of un.record")
+    add("--rank", type=int, required=True, help="the rank to run, as numbered in the whole job")
+    add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
+    add("--json", action="store_true", help="print what was found as JSON, after what the script prints")
+    add("script", help="a file, or a module with -m")
+    add("arguments", nargs=argparse.REMAINDER, default=[], help="arguments of the script").required = False
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the script, and print whether it did the same."""
+    if not given.module and not Path(given.script).exists():
+        raise UsageError(f"there is no file {given.script!r}; pass -m to run a module")
+    from unisono.diagnostics.tracebacks import format_error
+    from unisono.errors import MismatchError
+    from unisono.launcher.api import INSTEAD
+    from unisono.launcher.script_rank import run_as_main
+    from unisono.recording.replayer import Replay
+
+    with refusing(ValueError, OSError):
+        replay = Replay(given.folder, given.rank)
+    os.environ.update(replay.header["environment"])
+    token = INSTEAD.set(replay)
+    status: Any = 0
+    try:
+        run_as_main([*(["-m"] if given.module else []), given.script, *given.arguments])
+    except SystemExit as leaving:
+        status = leaving.code or 0
+    except MismatchError as error:
+        if replay.difference is None:
+            raise
+        print(format_error(error), end="", file=sys.stderr)
+    finally:
+        INSTEAD.reset(token)
+    _show(replay, as_json=given.json)
+    same = replay.begun and replay.difference is None
+    return status if same and isinstance(status, int) else 1
+
+
+def _show(replay: Replay, *, as_json: bool) -> None:
+    found = replay.report()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    did = f"rank {found['rank']}: {found['calls']} collectives and {found['messages']} messages as recorded"
+    if found["difference"]:
+        print(f"{did}; then {found['difference']}")
+    elif not found["begun"]:
+        print(f"rank {found['rank']}: the script has not called un.record, where its recording began")
+    else:
+        print(f"{did}; {'the recording ends here' if found['end_of_recording'] else 'the script has ended'}")

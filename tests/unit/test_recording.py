@@ -1,0 +1,264 @@
+"""A recorded rank runs again alone, with the same bits; what it does differently is found at the first call."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded_programs import apart, equal, flipped, model_of, plain, program, weights
+
+import unisono as un
+from unisono.errors import CommError, CommTimeoutError, MismatchError, PeerLostError, UnavailableError
+from unisono.testing import pool
+
+RANKS = 3
+
+
+def check_seeds(backend: str, seeds: range, folder: Path) -> None:
+    for seed in seeds:
+        here = folder / str(seed)
+        results = pool(backend, RANKS, timeout=200.0).run(apart, program, here, seed)
+        for rank, result in enumerate(results):
+            assert equal(un.replay(here, rank, program, (here, seed)), result), f"rank {rank} of seed {seed}"
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+def test_random_programs_are_the_same_alone(backend: str, tmp_path: Path) -> None:
+    check_seeds(backend, range(3), tmp_path)
+
+
+@pytest.mark.soak
+def test_a_hundred_ranks_are_the_same_alone(tmp_path: Path) -> None:
+    check_seeds("shm", range(100, 134), tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_recorded_results_are_those_without_a_recording(backend: str, tmp_path: Path) -> None:
+    ranks = pool(backend, RANKS, timeout=200.0)
+    assert equal(ranks.run(plain, None), ranks.run(apart, plain, tmp_path))
+
+
+def test_flipped_bit_is_found_at_the_first_call_that_sends_it(tmp_path: Path) -> None:
+    assert pool("shm", 2, timeout=200.0).run(apart, flipped, tmp_path, None) == [5, 5]
+    assert un.replay(tmp_path, 1, flipped, (tmp_path, None)) == 5
+    for step in range(5):
+        with pytest.raises(MismatchError, match=rf"all_reduce #{step + 1} of \S+, at \S+: this rank sends other bytes"):
+            un.replay(tmp_path, 1, flipped, (tmp_path, step))
+
+
+def other_calls(comm: un.Communicator, folder: Path, change: str) -> None:
+    with un.record(folder, comm):
+        x = torch.zeros(4, dtype=torch.float64 if change == "dtype" else torch.float32)
+        if change == "operation":
+            comm.broadcast(x, 0)
+        else:
+            comm.all_reduce(x, "max" if change == "op" else "sum")
+        if change != "count":
+            comm.barrier()
+        to = (comm.rank + (2 if change == "peer" else 1)) % comm.size
+        sent = torch.ones(2 if change == "length" else 1)
+        comm.sendrecv(sent, to, torch.zeros(1), (comm.rank - 1) % comm.size)
+        if change == "more":
+            comm.barrier()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("dtype", "all_reduce #1 of .*: dtype was float32, and is float64"),
+        ("operation", "broadcast #1 of .*: operation was all_reduce, and is broadcast"),
+        ("op", "all_reduce #1 of .*: op was sum, and is max"),
+        ("peer", "a message to rank 0, tag 0 was not recorded"),
+        ("length", "a message to rank 2, tag 0: 1 elements of torch.float32 were sent at .*, and now 2 elements"),
+    ],
+)
+def test_another_call_is_named(change: str, text: str, tmp_path: Path) -> None:
+    run_apart(other_calls, tmp_path, "none")
+    un.replay(tmp_path, 1, other_calls, (tmp_path, "none"))
+    with pytest.raises(MismatchError, match=text):
+        un.replay(tmp_path, 1, other_calls, (tmp_path, change))
+
+
+def test_replay_ends_where_the_recording_ends(tmp_path: Path) -> None:
+    run_apart(other_calls, tmp_path, "none")
+    assert un.replay(tmp_path, 0, other_calls, (tmp_path, "more")) is None
+
+
+def run_apart(run: Callable[..., Any], *args: Any) -> list[Any]:
+    return pool("thread", RANKS, timeout=30.0).run(apart, run, *args)
+
+
+def stepping(comm: un.Communicator, folder: Path, seen: Path) -> None:
+    un.record(folder, comm, steps=2)
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        model(torch.ones(1, 6)).sum().backward()
+        un.average_gradients(model, comm)
+        optimizer.step()
+        with seen.open("a") as file:
+            file.write("step ")
+
+
+def test_steps_end_a_recording(tmp_path: Path) -> None:
+    pool("shm", 2, timeout=200.0).run(apart, stepping, tmp_path, tmp_path / "recorded")
+    assert un.replay(tmp_path, 1, stepping, (tmp_path, tmp_path / "replayed")) is None
+    assert (tmp_path / "replayed").read_text() == "step step "
+
+
+def killed(comm: un.Communicator, folder: Path) -> str:
+    un.record(folder, comm)
+    comm.barrier()
+    if comm.rank == 1 and not folder.joinpath("again").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.all_reduce(torch.ones(2))
+    except PeerLostError as error:
+        return f"rank {error.peer} was lost"
+    return "all are here"
+
+
+def test_recording_outlives_its_process(tmp_path: Path) -> None:
+    ends = un.launch(killed, 2, "shm", args=(tmp_path,), on_failure="continue")
+    assert ends[0] == "rank 1 was lost"
+    assert un.replay(tmp_path, 0, killed, (tmp_path,)) == "rank 1 was lost"
+    (tmp_path / "again").touch()
+    with pytest.raises(MismatchError, match=r"all_reduce #2 of world was not recorded, or had not ended when"):
+        un.replay(tmp_path, 1, killed, (tmp_path,))
+
+
+def loaded(comm: un.Communicator, folder: Path, checkpoint: Path) -> list[torch.Tensor]:
+    with un.record(folder, comm):
+        model = model_of()
+        un.checkpoint.load(checkpoint, {"model": model}, comm)
+        un.GradientAverager(model, comm)
+        model(torch.ones(2, 6)).sum().backward()
+        return [p.grad for p in model.parameters()] + weights(model)
+
+
+def saved(comm: un.Communicator, checkpoint: Path) -> None:
+    model = model_of()
+    with torch.no_grad():
+        next(model.parameters()).fill_(0.25)
+    un.checkpoint.save(checkpoint, {"model": model}, comm)
+
+
+def test_checkpoint_is_loaded_again(tmp_path: Path) -> None:
+    ranks = pool("shm", 2, timeout=200.0)
+    ranks.run(apart, saved, tmp_path / "saved")
+    results = ranks.run(apart, loaded, tmp_path, tmp_path / "saved")
+    assert equal(un.replay(tmp_path, 1, loaded, (tmp_path, tmp_path / "saved")), results[1])
+
+
+def late(comm: un.Communicator, folder: Path) -> tuple[bool, str]:
+    """A wait with a timeout fails, and the message arrives later."""
+    un.record(folder, comm)
+    x = torch.zeros(1)
+    if comm.rank == 1:
+        comm.barrier()
+        comm.send(torch.ones(1), 0)
+        return True, ""
+    work = comm.irecv(x, 1)
+    early = work.is_completed()
+    text = ""
+    try:
+        work.wait(0.01)
+    except CommTimeoutError as error:
+        text = error.message.partition("waited")[0]
+    comm.barrier()
+    work.wait()
+    return early, f"{text}{x.item()}"
+
+
+def test_wait_that_timed_out_does_so_again(tmp_path: Path) -> None:
+    results = pool("shm", 2, timeout=200.0).run(apart, late, tmp_path)
+    assert results[0] == (False, "1.0")
+    assert un.replay(tmp_path, 0, late, (tmp_path,)) == results[0]
+
+
+def test_misuse_is_told(tmp_path: Path) -> None:
+    def parts_first(comm: un.Communicator) -> None:
+        comm.dup()
+        un.record(tmp_path / "parts", comm)
+
+    def forgotten(comm: un.Communicator) -> None:
+        pass
+
+    def early(comm: un.Communicator) -> None:
+        comm.barrier()
+
+    def twice(comm: un.Communicator) -> None:
+        un.record(tmp_path, comm).close()
+        un.record(tmp_path, comm)
+
+    def mailbox(comm: un.Communicator) -> None:
+        un.record(tmp_path / "box", comm)
+        comm.mailbox()
+
+    def no_steps(comm: un.Communicator) -> None:
+        un.record(tmp_path / "steps", comm, steps=0)
+
+    with pytest.raises(ValueError, match="call record right after init"):
+        un.launch(parts_first, 1, "thread")
+    with pytest.raises(FileExistsError, match=r"rank0\.record"):
+        un.launch(twice, 1, "thread")
+    with pytest.raises(UnavailableError, match="are not recorded"):
+        un.launch(mailbox, 2, "thread")
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        un.launch(no_steps, 1, "thread")
+    with pytest.raises(ValueError, match=r"has not called un\.record"):
+        un.replay(tmp_path, 0, forgotten)
+    with pytest.raises(CommError, match=r"a call before un\.record was not recorded"):
+        un.replay(tmp_path, 0, early)
+    with pytest.raises(FileNotFoundError, match=r"recordings of ranks \[0\], and none of rank 5"):
+        un.replay(tmp_path, 5, forgotten)
+
+
+@pytest.mark.parametrize("content", [b"", b"something else", b"unisono record 1\n" + bytes(40), None])
+def test_damaged_file_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    run_apart(other_calls, tmp_path, "none")
+    path = tmp_path / "rank0.record"
+    path.write_bytes(path.read_bytes()[:40] if content is None else content)
+    with pytest.raises(ValueError, match="record"):
+        un.replay(tmp_path, 0, other_calls, (tmp_path, "none"))
+
+
+SCRIPT = """
+import sys
+import torch
+import unisono as un
+
+comm = un.init()
+with un.record(sys.argv[1], comm):
+    total = torch.full((3,), float(sys.argv[2]) * (comm.rank + 1))
+    comm.all_reduce(total)
+    print("total", total[0].item())
+comm.close()
+"""
+
+
+def test_command_replays_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    unisono = [sys.executable, "-m", "unisono"]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 100, "cwd": tmp_path}
+    replay = [*unisono, "replay", "recorded", "--rank", "1"]
+    subprocess.run([*unisono, "run", "-n", "2", str(script), "recorded", "1"], check=True, **how)
+    same = subprocess.run([*replay, str(script), "recorded", "1"], check=False, **how)
+    assert (same.returncode, same.stderr) == (0, "")
+    assert same.stdout.splitlines() == [
+        "total 3.0",
+        "rank 1: 1 collectives and 0 messages as recorded; the script has ended",
+    ]
+    other = subprocess.run([*replay, "--json", str(script), "recorded", "2"], check=False, **how)
+    assert other.returncode == 1
+    assert "all_reduce #1 of world" in json.loads(other.stdout)["difference"]
+    assert "script.py" in other.stderr

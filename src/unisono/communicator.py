@@ -134,7 +134,8 @@ class Communicator:
         except BaseException:
             transport.close()
             raise
-        if check == "full" or (check == "auto" and not transport.checks and group.size > 1):
+        unchecked = not transport.checks and group.size > 1
+        if (check == "full" and not transport.full) or (check == "auto" and unchecked):
             # Ranks of one process, and a transport that compares calls itself, need no connections for that.
             connects = isinstance(control, SocketControl) and not transport.checks
             connect = TcpCollectives.connect if connects else None

@@ -184,6 +184,40 @@ def test_wait_that_timed_out_does_so_again(tmp_path: Path) -> None:
     assert un.replay(tmp_path, 0, late, (tmp_path,)) == results[0]
 
 
+def rebuilt(comm: un.Communicator, folder: Path) -> tuple[int, float]:
+    with un.record(folder, comm):
+        if comm.rank == 1:
+            raise KeyError("this rank is gone")
+        try:
+            comm.barrier()
+        except un.CommError:
+            comm = comm.rebuild()
+        total = torch.ones(1)
+        comm.all_reduce(total)
+        return comm.size, total.item()
+
+
+def test_rebuilt_communicator_is_recorded_too(tmp_path: Path) -> None:
+    ends = un.launch(rebuilt, 3, "shm", args=(tmp_path,), on_failure="continue")
+    assert ends[2] == (2, 2.0)
+    assert un.replay(tmp_path, 2, rebuilt, (tmp_path,)) == (2, 2.0)
+
+
+def checked(comm: un.Communicator, folder: Path) -> tuple[float, float]:
+    with un.record(folder, comm):
+        part = comm.split(0)
+        total, received = torch.ones(1), torch.zeros(1)
+        part.all_reduce(total)
+        part.sendrecv(total, (comm.rank + 1) % comm.size, received, (comm.rank - 1) % comm.size)
+        return total.item(), received.item()
+
+
+@pytest.mark.parametrize("check", ["full", "off"])
+def test_recording_with_other_checks(check: Any, tmp_path: Path) -> None:
+    assert un.launch(checked, 2, "thread", args=(tmp_path,), check=check, timeout=60) == [(2.0, 2.0)] * 2
+    assert un.replay(tmp_path, 1, checked, (tmp_path,)) == (2.0, 2.0)
+
+
 def test_misuse_is_told(tmp_path: Path) -> None:
     def parts_first(comm: un.Communicator) -> None:
         comm.dup()

@@ -86,6 +86,7 @@ class Transport(ABC):
         tags: Whether tags above 0 are distinguished. `COLLECTIVE_TAG` always is.
         any_source: Whether `iprobe` reports what has arrived, so that a receive may accept any sender.
         checks: Whether `agree` or `run` compares the calls of all ranks.
+        full: Whether it compares shapes and contents, too, as `check="full"` asks for.
         balanced: Whether sums by messages must be reduced in the balanced tree over the ranks, as native ones are.
         devices: The supported device types of tensors.
         host_staged: Those of them that are staged in CPU memory; `post` sees CPU tensors then.
@@ -104,6 +105,7 @@ class Transport(ABC):
     tags: bool = True
     any_source: bool = False
     checks: bool = False
+    full: bool = False
     balanced: bool = False
     devices: frozenset[str] = frozenset({"cpu"})
     host_staged: frozenset[str] = frozenset()

@@ -33,6 +33,7 @@ class Wrapper(Transport):
         self.tags = inner.tags
         self.any_source = inner.any_source
         self.checks = inner.checks
+        self.full = inner.full
         self.balanced = inner.balanced
         self.host_staged = inner.host_staged
         self.devices = inner.devices

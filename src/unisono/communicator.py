@@ -1968,6 +1968,6 @@ def engine_of(comm: Communicator) -> Engine:
 
 
 def replace_transport(comm: Communicator, transport: Transport, control: ControlPlane) -> None:
-    """Let a communicator, and those that are made of it, use these from now on. They forward to its present ones."""
+    """Let a communicator, and those that are made of it later, use these: a wrapper of its own ones, or those again."""
     comm._control = control
     comm._engine.wrap(transport, control)

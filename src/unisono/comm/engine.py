@@ -124,10 +124,10 @@ class Engine:
         invalidate_after_fork(self)
 
     def wrap(self, transport: Transport, control: ControlPlane) -> None:
-        """Use these from now on, which forward to the present ones; calls take no fast path past them."""
+        """Use these from now on: they forward to the present ones, or the present ones to them."""
         self.transport = transport
         self.control = control
-        self.fast_path = None
+        self.fast_path = None if self.options.deterministic else transport.fast_path
 
     # -- whether calls can be made -------------------------------------------------------------
     def enter(self, operation: str) -> None:

@@ -216,9 +216,11 @@ class _Gang:
         """Name a host in the errors of its ranks, if all that it had are lost, and other hosts have ranks."""
         lost = {outcome.rank: outcome for outcome in found if not outcome.reported}
         hosts: dict[bytes, list[int]] = {}
-        for rank in range(self._size if len(lost) > 1 else 0):
-            if self._control.check([host_of(rank)]):
-                hosts.setdefault(self._control.get(host_of(rank), _END_S), []).append(rank)
+        # Without the control plane, the errors say what they say.
+        with suppress(CommError):
+            for rank in range(self._size if len(lost) > 1 else 0):
+                if self._control.check([host_of(rank)]):
+                    hosts.setdefault(self._control.get(host_of(rank), _END_S), []).append(rank)
         for host, ranks in hosts.items():
             if 1 < len(ranks) < self._size and lost.keys() >= set(ranks):
                 these = ", ".join(map(str, ranks))

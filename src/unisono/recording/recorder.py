@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -59,8 +60,11 @@ _FORWARDED = ("set", "join", "leave", "watch", "share", "close")
 class Recording:
     """Recording in progress of one rank, as `un.record` returns it; a context manager that ends it."""
 
-    def __init__(self, log: LogWriter | None, steps: int | None = None) -> None:
+    def __init__(
+        self, log: LogWriter | None, steps: int | None = None, after: Callable[[], None] = lambda: None
+    ) -> None:
         self._log = log
+        self._after = after
         self._owner = get_ident()
         self._left = steps
         self._hook = None if steps is None else _after_steps(self._stepped)
@@ -78,6 +82,7 @@ class Recording:
             self._hook.remove()
         self._log.put(("end",), None)
         self._log.close()
+        self._after()
 
     def _stepped(self) -> None:
         # Ranks that are threads share the hook.
@@ -125,8 +130,16 @@ def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recordin
         "torch": str(torch.__version__),
     }
     log.put(("header",), header)
-    replace_transport(comm, Recorded(transport, log), _recorded_control(engine.control, log))
-    recording = Recording(log, steps)
+    control = engine.control
+    replace_transport(comm, Recorded(transport, log), _recorded_control(control, log))
+    watched = weakref.ref(comm)
+
+    def restore() -> None:
+        there = watched()
+        if there is not None:
+            replace_transport(there, transport, control)
+
+    recording = Recording(log, steps, restore)
     comm.after_close(recording.close)
     return recording
 

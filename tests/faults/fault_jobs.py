@@ -46,7 +46,7 @@ JOBS = {
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     "os._exit": "os._exit(3)",
     "SIGSTOP": "stop()",
-    "SIGSTOP in a collective": "Watchdog.enter = stop",
+    "SIGSTOP in a collective": "Watchdog.arm = stop",
     "a frozen rank": "time.sleep(600)",
 }
 """Faults of rank 1, after which it goes on as the others do."""

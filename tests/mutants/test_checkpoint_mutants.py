@@ -213,7 +213,7 @@ def closing(folder: Path) -> None:
 
 
 def bomb(folder: Path) -> None:
-    unit("hostile").test_short_values_that_expand_in_memory(folder, "strings")
+    unit("hostile").test_short_values_that_expand_in_memory(folder, "strings", 300_000)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [

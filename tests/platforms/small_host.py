@@ -109,7 +109,7 @@ def main() -> None:
     for name, (prepare, backend) in works.items():
         found = both(prepare, backend)
         assert found == [backend] * 2, f"{name}: {found}"
-    assert both(refuse_memfd, "auto") == ["gloo"] * 2
+    assert both(refuse_memfd, "auto") == ["tcp"] * 2
     refused = both(refuse_memfd, "shm")
     assert all("this system refuses" in error and "use backend='gloo'" in error for error in refused), refused
 

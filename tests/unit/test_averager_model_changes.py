@@ -114,3 +114,21 @@ def test_aliased_gradients_are_rejected(how: str, count: int) -> None:
     for message, right in pool("shm", 3).run(program, size=2):
         assert "p.grad of '0.weight' is memory of the averager for other gradients" in message
         assert right
+
+
+def changed_while_frozen(comm: un.Communicator, compiler: str) -> None:
+    """No hook of a gradient runs: only the forward can tell of the new layer."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    un.GradientAverager(model, comm)
+    compiled = torch.compile(model, backend=compiler)
+    compiled(torch.ones(1, 2)).sum().backward()
+    model.requires_grad_(False)
+    model[0] = nn.Sequential(model[0], nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r"'0\.1\.weight' \(and 1 more\) was added to the model after its averager"):
+        compiled(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_layer_added_to_a_frozen_compiled_model_is_explained(compiler: str) -> None:
+    pool("shm", 2, timeout=200.0).run(changed_while_frozen, compiler)

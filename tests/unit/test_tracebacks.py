@@ -105,7 +105,7 @@ def test_torchruns_report_has_the_same_text_and_the_cause_first(tmp_path: Path) 
 def test_all_frames_are_shown_if_asked_for(tmp_path: Path) -> None:
     for text in run_ranks(tmp_path, MISMATCH, UNISONO_TRACEBACK="full"):
         assert text.count("File ") > 5
-        assert "unisono/comm/reductions.py" in text
+        assert "unisono/communicator.py" in text
 
 
 @pytest.mark.soak

@@ -141,7 +141,7 @@ class ParameterRegistry:
             parameter.requires_grad_(not frozen)
 
     def watch_forward(self, after: Callable[[Any], None], *, traced: bool) -> None:
-        """Check before each forward of the model or of one of its modules, except where a forward is compiled.
+        """Check before each forward of the model or of one of its modules; where it is compiled, when it is traced.
 
         Args:
             after: Called with what each forward of the model returned.
@@ -167,7 +167,7 @@ class ParameterRegistry:
                 after(returned)
 
         self._handles += [
-            model.register_forward_pre_hook(_ModuleHook(start)),
+            model.register_forward_pre_hook(_ModuleHook(start, constant=self._constant_check())),
             model.register_forward_hook(_ModuleHook(finish, traced=traced), always_call=True),
         ]
         self._watch_writes(model)
@@ -178,6 +178,20 @@ class ParameterRegistry:
                 self._handles.append(handle)
                 table: Any = handle.hooks_dict_ref()
                 self._paused.append((table, handle.id, hook))
+
+    def _constant_check(self) -> Callable[[], int]:
+        """Return a check for a forward that Dynamo traces, which it does again after a change of the model.
+
+        Dynamo calls it while it traces, and takes the result for a constant.
+        """
+
+        def check() -> int:
+            self.check()
+            return 0
+
+        # As torch.compiler.assume_constant_result does, which imports Dynamo: that takes seconds.
+        check.__dict__["_dynamo_marked_constant"] = True
+        return check
 
     def _watch_writes(self, model: torch.nn.Module) -> None:
         """Warn of parameters that a forward writes, until one has ended in training."""
@@ -217,15 +231,32 @@ class ParameterRegistry:
 
 
 class _ModuleHook:
-    """A hook that does nothing on copies of the model, pickled ones too: they are not averaged."""
+    """A hook that does nothing on copies of the model, pickled ones too: they are not averaged.
 
-    def __init__(self, call: Callable[..., None] | None = None, *, traced: bool = False) -> None:
+    Args:
+        call: The hook; None for nothing.
+        traced: Whether to call it where Dynamo traces the forward.
+        constant: Called there instead.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., None] | None = None,
+        *,
+        traced: bool = False,
+        constant: Callable[[], int] | None = None,
+    ) -> None:
         self._call = call
         self._traced = traced
+        self._constant = constant
 
     def __call__(self, *arguments: Any) -> None:
-        if self._call is not None and (self._traced or not torch.compiler.is_dynamo_compiling()):
+        if self._call is None:
+            return
+        if self._traced or not torch.compiler.is_dynamo_compiling():
             self._call(*arguments)
+        elif self._constant is not None:
+            self._constant()
 
     def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
         return _ModuleHook, ()

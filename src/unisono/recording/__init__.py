@@ -85,4 +85,4 @@ def replay(
 
     Example: see `record`.
     """
-    return replayer.Replay(folder, rank).run(program, args, kwargs)
+    return replayer.RankReplay(folder, rank).run(program, args, kwargs)

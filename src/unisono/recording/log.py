@@ -17,7 +17,7 @@ from unisono.core.tensors import view_of
 from unisono.errors import CommError
 from unisono.serialization import decode, encode
 
-__all__ = ["Entry", "Log", "LogWriter", "error_from", "path_of", "words_of"]
+__all__ = ["Log", "LogEntry", "LogWriter", "error_from", "path_of", "words_of"]
 
 _Key = tuple[Any, ...]
 
@@ -75,7 +75,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(view_of(tensor.detach().contiguous().cpu())) if tensor.numel() else memoryview(b"")
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One entry of a file.
 
     Attributes:
@@ -113,7 +113,7 @@ class Log:
     """
 
     def __init__(self, path: Path) -> None:
-        self._entries: defaultdict[_Key, deque[Entry]] = defaultdict(deque)
+        self._entries: defaultdict[_Key, deque[LogEntry]] = defaultdict(deque)
         self._lock = threading.Lock()
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
@@ -130,16 +130,16 @@ class Log:
                 key, value = decode(bytes(whole[begin + _SIZES.size : middle]))
             except ValueError as error:
                 raise ValueError(f"{path} is damaged at byte {begin}: {error}") from error
-            self._entries[key].append(Entry(value, whole[middle : middle + body]))
+            self._entries[key].append(LogEntry(value, whole[middle : middle + body]))
             begin = middle + body
 
-    def take(self, key: _Key) -> Entry | None:
+    def take(self, key: _Key) -> LogEntry | None:
         """Remove and return the next entry under a key; None if there is none."""
         with self._lock:
             entries = self._entries.get(key)
             return entries.popleft() if entries else None
 
-    def peek(self, key: _Key) -> Entry | None:
+    def peek(self, key: _Key) -> LogEntry | None:
         """Return the next entry under a key; None if there is none."""
         with self._lock:
             entries = self._entries.get(key)

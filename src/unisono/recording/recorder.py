@@ -230,7 +230,8 @@ class Recorded(Wrapper):
     def post(self, batch: Sequence[Message]) -> Work:
         received: list[tuple[tuple[Any, ...], torch.Tensor]] = []
         for message in batch:
-            peer, tag = message.peer, message.tag
+            peer = message.peer
+            tag = message.tag
             if isinstance(message, Recv):
                 self._received[peer, tag] += 1
                 received.append((("recv", self._name, peer, tag, self._received[peer, tag]), message.tensor))

@@ -1,4 +1,4 @@
-"""Replay of one rank, alone: its peers are a file of what they sent it."""
+"""RankReplay of one rank, alone: its peers are a file of what they sent it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
 from unisono.core.work import Completion
 from unisono.errors import CommError, CommTimeoutError, MismatchError
-from unisono.recording.log import Entry, Log, error_from, path_of
+from unisono.recording.log import Log, LogEntry, error_from, path_of
 from unisono.recording.recorder import ATTRIBUTES, described, key_of
 
-__all__ = ["RecordingEndError", "Replay", "ReplayTransport", "begin"]
+__all__ = ["RankReplay", "RecordingEndError", "ReplayTransport", "begin"]
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class RecordingEndError(SystemExit):
     """The program has made its last recorded call; a `SystemExit` with status 0, which ends a script quietly."""
 
 
-class Replay:
+class RankReplay:
     """State of one replay: the log, whether it has begun, and what was found.
 
     Args:
@@ -157,7 +157,7 @@ class ReplayTransport(Transport):
 
     checks = True
 
-    def __init__(self, replay: Replay, group: Group) -> None:
+    def __init__(self, replay: RankReplay, group: Group) -> None:
         self.group = group
         self.replay = replay
         self._name = group.name
@@ -203,7 +203,7 @@ class ReplayTransport(Transport):
     def post(self, batch: Sequence[Message]) -> Work:
         replay = self.replay
         replay.require_begun()
-        arrivals: list[tuple[Entry, torch.Tensor]] = []
+        arrivals: list[tuple[LogEntry, torch.Tensor]] = []
         for message in batch:
             if isinstance(message, Recv):
                 entry = self._arrival(message)
@@ -221,8 +221,9 @@ class ReplayTransport(Transport):
         replay.messages += len(batch)
         return Completion.ended()
 
-    def _arrival(self, message: Message) -> Entry | None:
-        peer, tag = message.peer, message.tag
+    def _arrival(self, message: Message) -> LogEntry | None:
+        peer = message.peer
+        tag = message.tag
         self._received[peer, tag] += 1
         return self.replay.log.take(("recv", self._name, peer, tag, self._received[peer, tag]))
 
@@ -282,7 +283,7 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
 class _Unanswered(Work):
     """Work that had not ended when the recording did, or was never waited for."""
 
-    def __init__(self, replay: Replay, group: Group, what: str) -> None:
+    def __init__(self, replay: RankReplay, group: Group, what: str) -> None:
         self.replay = replay
         self._group = group
         self._what = what
@@ -303,7 +304,7 @@ class _Unanswered(Work):
 class _Futures:
     """Futures of works, which complete in the order of the recording."""
 
-    def __init__(self, replay: Replay, group: str) -> None:
+    def __init__(self, replay: RankReplay, group: str) -> None:
         self._log = replay.log
         self._key = "settled", group
         self._asked: dict[int, list[Callable[[], None]]] = {}
@@ -340,7 +341,7 @@ class _Futures:
 class _ReplayedWork(Work):
     """Work that answers as it did in the recording."""
 
-    def __init__(self, inner: Work, replay: Replay, group: str, number: int, futures: _Futures) -> None:
+    def __init__(self, inner: Work, replay: RankReplay, group: str, number: int, futures: _Futures) -> None:
         self._inner = inner
         self._log = replay.log
         self._where = group, number
@@ -396,7 +397,7 @@ class _ReplayedWork(Work):
 class _Control(ControlPlane):
     """Handle to a control plane without peers: replies are those of the recording, else as if ranks were alike."""
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: RankReplay) -> None:
         self.replay = replay
         self._store: dict[str, bytes] = {}
         self._shared: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.tools.cli import UsageError, refusing
 
 if TYPE_CHECKING:
-    from unisono.recording.replayer import Replay
+    from unisono.recording.replayer import RankReplay
 
 __all__ = ["add_arguments", "run"]
 
@@ -43,10 +43,10 @@ def run(given: argparse.Namespace) -> int:
     from unisono.errors import MismatchError
     from unisono.launcher.api import INSTEAD
     from unisono.launcher.script_rank import run_as_main
-    from unisono.recording.replayer import Replay
+    from unisono.recording.replayer import RankReplay
 
     with refusing(ValueError, OSError):
-        replay = Replay(given.folder, given.rank)
+        replay = RankReplay(given.folder, given.rank)
     os.environ.update(replay.header["environment"])
     token = INSTEAD.set(replay)
     status: Any = 0
@@ -65,7 +65,7 @@ def run(given: argparse.Namespace) -> int:
     return status if same and isinstance(status, int) else 1
 
 
-def _show(replay: Replay, *, as_json: bool) -> None:
+def _show(replay: RankReplay, *, as_json: bool) -> None:
     found = replay.report()
     if as_json:
         print(json.dumps(found, indent=2))

@@ -116,7 +116,7 @@ def test_aliased_gradients_are_rejected(how: str, count: int) -> None:
         assert right
 
 
-def changed_while_frozen(comm: un.Communicator, compiler: str) -> None:
+def changed_while_frozen(comm: un.Communicator, compiler: str) -> str:
     """No hook of a gradient runs: only the forward can tell of the new layer."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
     un.GradientAverager(model, comm)
@@ -124,11 +124,15 @@ def changed_while_frozen(comm: un.Communicator, compiler: str) -> None:
     compiled(torch.ones(1, 2)).sum().backward()
     model.requires_grad_(False)
     model[0] = nn.Sequential(model[0], nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match=r"'0\.1\.weight' \(and 1 more\) was added to the model after its averager"):
+    try:
         compiled(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "not noticed"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_layer_added_to_a_frozen_compiled_model_is_explained(compiler: str) -> None:
-    pool("shm", 2, timeout=200.0).run(changed_while_frozen, compiler)
+    for text in pool("shm", 2, timeout=200.0).run(changed_while_frozen, compiler):
+        assert "'0.1.weight' (and 1 more) was added to the model after its averager" in text

@@ -67,7 +67,7 @@ OnFailure = Literal["end", "continue", "replace"]
 
 
 class Instead(Protocol):
-    """What answers `init` and `launch` in a process that runs a script for another purpose, such as a replay."""
+    """Answers to `init` and `launch` in a process that runs a script for another purpose, such as a replay."""
 
     def communicator(self) -> Communicator:
         """Return the communicator of `init`."""
@@ -79,7 +79,7 @@ class Instead(Protocol):
 
 
 INSTEAD: ContextVar[Instead | None] = ContextVar("unisono instead", default=None)
-"""What answers them in this context; None for the real ones."""
+"""Those of this context; None to start ranks or join them."""
 
 
 def init(

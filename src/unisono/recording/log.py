@@ -103,7 +103,7 @@ class LogEntry(NamedTuple):
 
 
 class Log:
-    """What a file holds. An entry that was being written when its process ended is left out.
+    """Entries of a file. One that was being written when its process ended is left out.
 
     Args:
         path: The file.

@@ -210,6 +210,7 @@ class Recorded(Wrapper):
             # Its messages are those of the inner transport: the call as a whole is recorded.
             work = self.inner.run(call)
         except Exception as error:
+            # Of any kind: a replay raises it again.
             self._log.put(key, words_of(error))
             raise
         return ChainedWork(work, lambda: self._log.put(key, None, call.outputs), self._noting(key))
@@ -228,6 +229,8 @@ class Recorded(Wrapper):
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
+        if self._log.closed:
+            return self.inner.post(batch)
         received: list[tuple[tuple[Any, ...], torch.Tensor]] = []
         for message in batch:
             peer = message.peer
@@ -308,18 +311,17 @@ class _RecordedWork(Work):
             self._asked = 0
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        self._put_asked()
-        try:
-            self._inner.wait(timeout)
-        except Exception as error:
-            self._put("wait", words_of(error))
-            raise
+        self._wait(self._inner.wait, timeout)
 
     def wait_received(self, timeout: Timeout | None = None) -> None:
+        self._wait(self._inner.wait_received, timeout)
+
+    def _wait(self, wait: Callable[[Timeout | None], None], timeout: Timeout | None) -> None:
         self._put_asked()
         try:
-            self._inner.wait_received(timeout)
+            wait(timeout)
         except Exception as error:
+            # Of any kind: a replay raises it again.
             self._put("wait", words_of(error))
             raise
 
@@ -342,6 +344,7 @@ class _RecordedWork(Work):
             try:
                 inner.value()
             except Exception as error:
+                # Whatever the work raised is the future's; torch annotates it as a result.
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(None)

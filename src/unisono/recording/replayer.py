@@ -377,6 +377,7 @@ class _ReplayedWork(Work):
             try:
                 self.wait()
             except Exception as error:
+                # Whatever the work raised is the future's; torch annotates it as a result.
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(None)

@@ -240,6 +240,12 @@ def test_misuse_is_told(tmp_path: Path) -> None:
     def no_steps(comm: un.Communicator) -> None:
         un.record(tmp_path / "steps", comm, steps=0)
 
+    def swapped(comm: un.Communicator) -> None:
+        wrong: Any = un.record
+        wrong(comm, tmp_path)
+
+    with pytest.raises(TypeError, match="a folder and a Communicator, not a"):
+        un.launch(swapped, 1, "thread")
     with pytest.raises(ValueError, match="call record right after init"):
         un.launch(parts_first, 1, "thread")
     with pytest.raises(FileExistsError, match=r"rank0\.record"):
@@ -263,6 +269,17 @@ def test_damaged_file_is_refused(content: bytes | None, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:40] if content is None else content)
     with pytest.raises(ValueError, match="record"):
         un.replay(tmp_path, 0, other_calls, (tmp_path, "none"))
+
+
+def test_flipped_bit_in_a_file_is_refused(tmp_path: Path) -> None:
+    run_apart(other_calls, tmp_path, "none")
+    path = tmp_path / "rank0.record"
+    whole = path.read_bytes()
+    # Sums of zeros are recorded; a one among them would be a wrong number.
+    for place in range(whole.index(b"result"), len(whole) - 1, 97):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises((ValueError, MismatchError)):
+            un.replay(tmp_path, 0, other_calls, (tmp_path, "none"))
 
 
 SCRIPT = """

@@ -35,6 +35,7 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
 
     Raises:
         ValueError: The communicator has made calls, or communicators were made of it; `steps` is not positive.
+        TypeError: `comm` is no communicator.
         FileExistsError: The folder holds a recording of this rank.
 
     Cost: writing the bytes that this rank receives, and hashing those that it sends. Calls take no fast path.
@@ -52,6 +53,8 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, or None, not {steps}")
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"record takes a folder and a Communicator, not a {type(comm).__name__}")
     engine = engine_of(comm)
     if engine.ending.left() or engine.activity.calls or engine.activity.messages:
         raise ValueError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from unisono import errors
 from unisono.core.tensors import view_of
@@ -21,7 +22,8 @@ __all__ = ["Log", "LogEntry", "LogWriter", "error_from", "path_of", "words_of"]
 
 _Key = tuple[Any, ...]
 
-_SIZES = struct.Struct("<QQ")
+_SIZES = struct.Struct("<QQQ")
+"""Before each entry: the bytes of its key and value, those of its tensors, and a hash of both."""
 _MAGIC = b"unisono record 1\n"
 
 
@@ -55,10 +57,13 @@ class LogWriter:
         head = encode((key, value))
         bodies = [_bytes_of(tensor) for tensor in tensors]
         length = sum(map(len, bodies))
+        content = xxhash.xxh3_64(head)
+        for body in bodies:
+            content.update(body)
         with self._lock:
             if self.closed:
                 return
-            self._file.write(_SIZES.pack(len(head), length) + head)
+            self._file.write(_SIZES.pack(len(head), length, content.intdigest()) + head)
             for body in bodies:
                 self._file.write(body)
             self._file.flush()
@@ -122,15 +127,18 @@ class Log:
         whole = memoryview(data)
         begin = len(_MAGIC)
         while begin + _SIZES.size <= len(whole):
-            head, body = _SIZES.unpack_from(whole, begin)
-            middle = begin + _SIZES.size + head
+            head, body, content = _SIZES.unpack_from(whole, begin)
+            start = begin + _SIZES.size
+            middle = start + head
             if middle + body > len(whole):
                 break
+            if xxhash.xxh3_64_intdigest(whole[start : middle + body]) != content:
+                raise ValueError(f"{path} is damaged at byte {begin}")
             try:
-                key, value = decode(bytes(whole[begin + _SIZES.size : middle]))
-            except ValueError as error:
+                key, value = decode(bytes(whole[start:middle]))
+                self._entries[key].append(LogEntry(value, whole[middle : middle + body]))
+            except (TypeError, ValueError) as error:
                 raise ValueError(f"{path} is damaged at byte {begin}: {error}") from error
-            self._entries[key].append(LogEntry(value, whole[middle : middle + body]))
             begin = middle + body
 
     def take(self, key: _Key) -> LogEntry | None:

@@ -116,11 +116,13 @@ def test_aliased_gradients_are_rejected(how: str, count: int) -> None:
         assert right
 
 
-def changed_while_frozen(comm: un.Communicator, compiler: str) -> str:
+def changed_while_frozen(comm: un.Communicator, compiler: str, in_place: bool) -> str:
     """No hook of a gradient runs: only the forward can tell of the new layer."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
     un.GradientAverager(model, comm)
-    compiled = torch.compile(model, backend=compiler)
+    if in_place:
+        model.compile(backend=compiler)
+    compiled = model if in_place else torch.compile(model, backend=compiler)
     compiled(torch.ones(1, 2)).sum().backward()
     model.requires_grad_(False)
     model[0] = nn.Sequential(model[0], nn.Linear(2, 2))
@@ -132,7 +134,8 @@ def changed_while_frozen(comm: un.Communicator, compiler: str) -> str:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_layer_added_to_a_frozen_compiled_model_is_explained(compiler: str) -> None:
-    for text in pool("shm", 2, timeout=200.0).run(changed_while_frozen, compiler):
+def test_layer_added_to_a_frozen_compiled_model_is_explained(compiler: str, in_place: bool) -> None:
+    for text in pool("shm", 2, timeout=200.0).run(changed_while_frozen, compiler, in_place):
         assert "'0.1.weight' (and 1 more) was added to the model after its averager" in text

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import MismatchError
@@ -203,7 +204,7 @@ class Runtime:
         raise TypeError(NO_COPY)
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        if torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None:
             raise RuntimeError("torch.compile cannot trace a ShardedModel's hooks. Compile functions inside modules")
         backward = self._in_backward()
         if self._depth == 0 and not backward:

@@ -150,7 +150,8 @@ class Communicator:
     def _handshake(self, transport: Transport, group: Group) -> Sequence[str]:
         """Agree with the other ranks on common capabilities. Return the name of each rank's host."""
         settings = self._options.chunk_bytes, self._check, self._options.deterministic
-        mine = (self._host(group), sorted(transport.native), transport.checks, *settings)
+        host = self._options.host_of(group.members[group.rank]) or host_identity()
+        mine = (host, sorted(transport.native), transport.checks, *settings)
         cards = self._control.agree(group, "introduction", mine, self._options.timeout_s)
         if cards is None:
             return [mine[0]] * group.size
@@ -173,12 +174,6 @@ class Communicator:
         for rank, name in enumerate(self._host_names):
             found.setdefault(name, []).append(rank)
         return tuple(map(tuple, found.values()))
-
-    def _host(self, group: Group) -> str:
-        """Return a name for this host, which the options may set."""
-        me = group.members[group.rank]
-        named = (f"host {number}" for number, ranks in enumerate(self._options.hosts or ()) if me in ranks)
-        return next(named, None) or host_identity()
 
     @classmethod
     def from_group(
@@ -1749,6 +1744,40 @@ class Communicator:
             check_reducible(reduced, dtype)
         self._engine.enter("plan")
         return self._engine.selection.plan(collective, nbytes, dtype, reduced, algorithm)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return figures of the latest calls, and the rank that holds up the others, if there is one. Collective.
+
+        For a training loop, every 100 steps or so. Looks at the calls since the last time, at least 100 and at most
+        2,048 with messages; a step should come in them 20 times. A rank is named that is later than the others by 2 %
+        of the time (of two ranks, by 8 %), more steadily than chance allows. Rank 0 logs that once, as a warning of the
+        logger `unisono`. From then on ranks look at their stacks 200 times a second, and the next calls of this method
+        tell what the rank does meanwhile. Times are those of the host: a kernel that waits on a GPU takes none.
+
+        Returns:
+            On every rank the same: "calls" (collectives of which all ranks have a record), "seconds" (their time),
+            "outside_s" (for each rank, the part of it that it was in no call of this communicator), and "straggler":
+            None, or "rank"; "where", the call before which it is late; "late_s" and "share", in all and as a part of
+            the time; "doing", which is "computing", "in a collective" (of another group) or "in the loader", and
+            "line", both None until enough samples tell them apart from what other ranks do.
+
+        Raises:
+            CommError: As any collective.
+
+        Cost: 2 short collectives with 24 bytes a call; a call costs 50 ns more for what it records.
+
+        Example:
+            >>> def program(comm):
+            ...     for _ in range(40):
+            ...         time.sleep(0.3 if comm.rank == 1 else 0.1)
+            ...         comm.barrier()
+            ...     return comm.metrics()["straggler"]
+            >>> found = un.simulate(program, 3).results[0]
+            >>> found["rank"], round(found["share"], 2), found["where"][:10]
+            (1, 0.67, 'barrier at')
+        """
+        self._engine.enter("metrics")
+        return self._engine.slow_rank.metrics(self)
 
     # -- life ------------------------------------------------------------------------------------
     def release_thread(self) -> None:

@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from unisono.collectives.arguments import Splits, make_call
 from unisono.collectives.selection import Selection
 from unisono.comm.agreement import Agreements
+from unisono.comm.slow_rank import SlowRank
 from unisono.comm.teardown import Teardown
 from unisono.comm.tuner import Tuner
 from unisono.control.sockets import invalidate_after_fork
@@ -71,6 +72,7 @@ class Engine:
         transport, control, options: As passed.
         group: The ranks.
         activity: This rank's activity.
+        slow_rank: The search for the rank that holds up the others.
         owner: The thread that makes calls; None before the first call.
         closed: Whether this rank has closed the communicator.
         broken: The first cause of the group's failure.
@@ -91,6 +93,7 @@ class Engine:
         self.group = group = transport.group
         self._here = {"rank": group.rank, "size": group.size, "group": group.name}
         self.activity = Activity(group)
+        self.slow_rank = SlowRank(self.activity)
         self.owner: int | None = None
         self.closed = False
         self.broken: Cause | None = None
@@ -223,7 +226,7 @@ class Engine:
         if _refuses(error):
             return error
         self._calls += 1
-        self.activity.note(*record)
+        self.activity.note(*record[:4])
         return self.report_failure(error, record[0], self._calls)
 
     def try_message(self, name: str, tensor: Any, peer: Any, tag: int, timeout: Timeout | None, /) -> bool:
@@ -367,7 +370,7 @@ class Engine:
             self.run(call)
 
     def _called_inside(self, operation: str) -> CommError:
-        outer = format_call(*self.activity.now) if self.activity.now else "another collective"
+        outer = format_call(*self.activity.now[:4]) if self.activity.now else "another collective"
         return self.with_context(
             CommError(
                 f"{operation} was called inside {outer}, as by a signal handler. Set a flag in the handler, and make "
@@ -403,7 +406,7 @@ class Engine:
                 return None
             call.staging.follow((*call.inputs, *call.outputs))
             # Add one default timeout: the hang report that names the missing ranks must finish first.
-            done = Completion((1 if then is None else 2) * call.timeout + self.options.timeout_s)
+            done = _Queued((1 if then is None else 2) * call.timeout + self.options.timeout_s, self.activity)
             self._helper.run(partial(self._progress, call, transport, then, done))
             if not async_op:
                 done.wait()
@@ -533,6 +536,7 @@ class Engine:
         """Carry out a queued call, in the helper thread."""
         error: BaseException | None = None
         self.activity.in_background = True
+        begun_s = time.monotonic()
         try:
             # A call started before the end still completes, unless another group has replaced this one.
             if self.broken is not None or self._retired:
@@ -544,6 +548,8 @@ class Engine:
         with self._lock:
             self._pending -= 1
         self.activity.in_background = False
+        # For the program this was no time in a call, but for its waits.
+        self.activity.outside_s += time.monotonic() - begun_s
         work.complete(error)
 
     # -- failures ------------------------------------------------------------------------------
@@ -623,6 +629,21 @@ class Engine:
             self.agreements = whole.agreements
             self._waiting = self.agreements.waiting if self.checked else _NEVER
         whole.ending.adopt(self.ending)
+
+
+class _Queued(Completion):
+    """Work of a call in the helper thread. The time for which the program waits for it is spent in a call."""
+
+    def __init__(self, timeout_s: float, activity: Activity) -> None:
+        super().__init__(timeout_s)
+        self._activity = activity
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        begun_s = time.monotonic()
+        try:
+            super().wait(timeout)
+        finally:
+            self._activity.outside_s -= time.monotonic() - begun_s
 
 
 class FailureRelay:

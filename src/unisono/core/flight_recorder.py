@@ -38,7 +38,8 @@ __all__ = [
     "users_frame",
 ]
 
-_KEPT = 16
+_KEPT = 2048
+_FAILED = 16
 _SHOWN = 5
 _FRAMES = 12
 _DEADLOCK_S = 0.5
@@ -55,7 +56,8 @@ Tags that are equal modulo 256 are counted together, on every rank: a program ma
 Place = str | tuple[CodeType, int] | None
 """A line of the program: as text, or as the code and the instruction, from which the text is made when needed."""
 
-Record = tuple[str, int | None, object, Place]
+Record = tuple[str, int | None, object, Place, float, float]
+"""A call: what `format_call` takes, the monotonic time at which it was made, and `Activity.outside_s` then."""
 
 
 def format_call(name: str, number: int | None, detail: object, place: Place) -> str:
@@ -90,6 +92,7 @@ class Activity:
         posted: Number of messages of each kind.
         inside: Whether this rank is in a call.
         since: Monotonic time at which the last call began, or ended if the rank is in none.
+        outside_s: Seconds that this rank has spent outside of calls, up to the last one.
         now: The current call, if any.
         awaited: The messages that the current call waits for.
         timed_out: Whether the last wait timed out.
@@ -111,6 +114,7 @@ class Activity:
         self._latest: deque[Record] = deque(maxlen=_KEPT)
         self.keep: Callable[[Record], None] = self._latest.append
         self.since = time.monotonic()
+        self.outside_s = 0.0
         self.broken = self.closed = self.timed_out = False
         self.record: EventRecorder | None = None
 
@@ -122,7 +126,9 @@ class Activity:
     # -- reports of the engine -----------------------------------------------------------------
     def note(self, name: str, number: int | None, detail: object, place: Place) -> None:
         """Record a call, as of `format_call`."""
-        self.keep((name, number, detail, place))
+        now = time.monotonic()
+        outside_s = self.outside_s if self.inside else self.outside_s + now - self.since
+        self.keep((name, number, detail, place, now, outside_s))
         if number is not None:
             self.calls = number
         else:
@@ -137,12 +143,14 @@ class Activity:
         awaited: tuple[PendingMessage, ...] = (),
     ) -> Record:
         """Mark a call, as of `format_call`, as running, or waited for; return its record."""
-        self.now = (name, number, detail, place)
+        now = time.monotonic()
+        self.outside_s = outside_s = self.outside_s + now - self.since
+        self.now = (name, number, detail, place, now, outside_s)
         self.awaited = awaited
-        self.since = time.monotonic()
+        self.since = now
         self.inside = True
         if self.record is not None:
-            self.record.put("enter", self.group.name, self.group.rank, number, format_call(*self.now))
+            self.record.put("enter", self.group.name, self.group.rank, number, format_call(name, number, detail, place))
         return self.now
 
     def leave(self) -> None:
@@ -151,7 +159,7 @@ class Activity:
         self.since = time.monotonic()
         # The error of a failed call has been reported already.
         if self.record is not None and self.now is not None and not self.broken:
-            self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(*self.now))
+            self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(*self.now[:4]))
 
     def fail(self, *, timed_out: bool) -> None:
         """Mark the communicator as failed. Reports tell of it even if the program lets go of the communicator."""
@@ -172,7 +180,7 @@ class Activity:
     # -- what others want to know --------------------------------------------------------------
     def last(self, count: int = _SHOWN) -> list[str]:
         """The last calls, the newest at the end."""
-        return [format_call(*noted) for noted in self.latest[-count:]]
+        return [format_call(*noted[:4]) for noted in self.latest[-count:]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole activity as plain values."""
@@ -193,7 +201,7 @@ class Activity:
             "aside": self.in_background,
             "gave_up": not self.inside,
             "for_s": max(0.0, time.monotonic() - self.since),
-            "call": None if shown is None else format_call(*shown),
+            "call": None if shown is None else format_call(*shown[:4]),
             "number": None if shown is None else shown[1],
             "awaited": [list(one) for one in self.awaited] if inside else [],
             "posted": [[*key, count] for key, count in list(self.posted.items())],
@@ -202,7 +210,7 @@ class Activity:
         }
 
 
-_LAST_FAILED: deque[Activity] = deque(maxlen=_KEPT)
+_LAST_FAILED: deque[Activity] = deque(maxlen=_FAILED)
 """Kept alive: a rank whose communicator has failed and is gone has still made calls."""
 
 

@@ -62,6 +62,10 @@ class Options:
     hosts: tuple[tuple[int, ...], ...] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
+    def host_of(self, member: int) -> str | None:
+        """Return the name that `hosts` gives to the host of a rank of the job."""
+        return next((f"host {number}" for number, ranks in enumerate(self.hosts or ()) if member in ranks), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:

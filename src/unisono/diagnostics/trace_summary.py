@@ -182,7 +182,7 @@ _CALLS = 5
 _DEVIATIONS = 4.5
 _LATER_THAN = 0.75
 _SHARE_OF_STEP = 0.02
-_STEADY_SHARE = 0.1
+_STEADY_SHARE = 0.08
 
 
 def find_straggler(
@@ -195,7 +195,7 @@ def find_straggler(
     must be 2 % of the time from one call to the next.
 
     The order alone proves too little with few calls, or with two ranks, because there is no third one to compare with.
-    Then the lateness must be 10 %, and steady: at least half of its median at four of five calls; and in all more than
+    Then the lateness must be 8 %, and steady: at least half of its median at four of five calls; and in all more than
     the rank itself waited for a core, because two ranks that share cores may keep their order.
 
     Args:

@@ -1,0 +1,264 @@
+"""Which rank holds up the others, by the time that each spends outside of calls, and what it does there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import sqrt
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+import torch.utils.data
+
+from unisono.core.flight_recorder import Activity, is_internal, is_users, site_of, site_text, thread_frames, users_frame
+from unisono.diagnostics.trace_summary import find_straggler
+from unisono.host.processors import core_wait_s
+
+__all__ = ["SlowRank"]
+
+_log = logging.getLogger("unisono")
+
+_BLOCKS = 20
+"""Parts of the latest calls, each of which counts as one observation."""
+_FEWEST = 100
+"""Calls that are looked at, also if fewer were made since the figures were asked for."""
+_SAMPLES_EVERY_S = 0.005
+_DEVIATIONS = 4.0
+_LOADER = os.path.dirname(torch.utils.data.__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OF_CALLS = tuple(_PACKAGE + name for name in ("comm", "core", "collectives", "control", "rpc", "transports"))
+
+_Doing = Counter[tuple[str, str]]
+"""Samples of a thread, by what it did ("computing", "in a collective", "in the loader", "waiting") and the line."""
+
+
+class _Comm(Protocol):
+    """The part of a communicator that carries the figures."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None: ...
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
+
+
+class _Part(NamedTuple):
+    """One rank's part: of each call its number, when it was made, and the time spent outside of calls before it."""
+
+    numbers: list[int]
+    times: list[float]
+    outside: list[float]
+    core_wait_share: float
+    doing: list[tuple[str, str, int]]
+
+
+class SlowRank:
+    """Search for the rank that holds up the others of one communicator.
+
+    A rank that is late at a collective has spent more time outside of calls than the others, which have waited inside
+    for as long. So each rank's latest calls tell how long it was outside, no clocks are compared, and it does not
+    matter whether calls block. The sums of 20 parts of these calls go to `find_straggler`.
+
+    While a rank is named, each rank looks 200 times a second at the stack of the thread that makes the calls. What the
+    named rank does more often than the others is what makes it late.
+
+    Args:
+        activity: Of the communicator.
+    """
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+        self._since = time.monotonic(), core_wait_s()
+        self._until = 0
+        self._samples: _StackSamples | None = None
+        self._named: tuple[int, str | None] | None = None
+
+    def metrics(self, comm: _Comm) -> dict[str, Any]:
+        """Return the figures of the latest calls, as `Communicator.metrics`. Collective."""
+        activity = self._activity
+        oldest = min(self._until, activity.calls - _FEWEST)
+        records = [record for record in activity.latest if record[1] is not None and record[1] >= oldest]
+        part = _Part(
+            [record[1] or 0 for record in records],
+            [record[4] for record in records],
+            [record[5] for record in records],
+            self._core_wait_share(comm.backend == "sim"),
+            [] if self._samples is None else self._samples.found(),
+        )
+        # As lists, which take half as long to encode as named tuples of the same.
+        parts = comm.gather_object(list(part))
+        found: dict[str, Any] | None = None
+        if parts is not None:
+            names = {record[1]: _name(record[0], site_text(record[3])) for record in records}
+            found = _figures([_Part(*each) for each in parts], names)
+            # What this took is no time of the program's.
+            activity.since = time.monotonic()
+        told: dict[str, Any] = comm.broadcast_object(found, 0)
+        self._until = activity.calls
+        self._follow(told["straggler"], comm)
+        return told
+
+    def _core_wait_share(self, simulated: bool) -> float:
+        """Return the fraction of the time since the last call for which this thread has waited for a core."""
+        begun_s, before_s = self._since
+        now_s = time.monotonic()
+        waited_s = core_wait_s()
+        self._since = now_s, waited_s
+        if simulated or before_s is None or waited_s is None:
+            return 0.0
+        return max(0.0, waited_s - before_s) / max(now_s - begun_s, 1e-9)
+
+    def _follow(self, straggler: Mapping[str, Any] | None, comm: _Comm) -> None:
+        """Log a rank that is newly named, and sample the stack for as long as one is."""
+        named = None if straggler is None else (straggler["rank"], straggler["doing"])
+        if straggler is not None and named != self._named and comm.rank == 0:
+            _log.warning("%s", _sentence(straggler))
+        other = named is None or self._named is None or named[0] != self._named[0]
+        self._named = named
+        if other and self._samples is not None:
+            self._samples.stop()
+            self._samples = None
+        # Threads of a simulation would take turns with its ranks.
+        if other and named is not None and comm.backend != "sim":
+            self._samples = _StackSamples(self._activity)
+
+
+class _StackSamples:
+    """Samples of what the thread that makes a communicator's calls does, until `stop` or the communicator's end."""
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = weakref.ref(activity)
+        self._counts: _Doing = Counter()
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="unisono samples", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._over.set()
+
+    def found(self) -> list[tuple[str, str, int]]:
+        """Return what was done where, and how often it was seen."""
+        return [(doing, line, count) for (doing, line), count in self._counts.copy().items()]
+
+    def _run(self) -> None:
+        while not self._over.wait(_SAMPLES_EVERY_S):
+            activity = self._activity()
+            if activity is None or activity.closed or activity.broken:
+                return
+            self._counts[_doing(activity)] += 1
+
+
+def _doing(activity: Activity) -> tuple[str, str]:
+    """Return what the thread that owns the communicator does, and the user's line."""
+    if activity.inside:
+        return "waiting", ""
+    frame = thread_frames().get(activity.owner)
+    line = site_of(users_frame(frame)) or ""
+    found = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_LOADER):
+            return "in the loader", line
+        if found is None and (is_internal(name) or is_users(name)):
+            found = "in a collective" if name.startswith(_OF_CALLS) else "computing"
+        frame = frame.f_back
+    return found or "computing", line
+
+
+def _name(operation: str, site: str | None) -> str:
+    return f"{operation} at {site}" if site else operation
+
+
+def _figures(parts: Sequence[_Part], names: Mapping[int | None, str]) -> dict[str, Any]:
+    """Return the figures of the calls that all ranks still have."""
+    common = sorted(set(parts[0].numbers).intersection(*(part.numbers for part in parts)))
+    places = [{number: place for place, number in enumerate(part.numbers)} for part in parts]
+    outside = [[part.outside[place[n]] for n in common] for part, place in zip(parts, places, strict=True)]
+    times = [parts[0].times[places[0][number]] for number in common]
+    seconds = times[-1] - times[0] if times else 0.0
+    return {
+        "calls": len(common),
+        "seconds": seconds,
+        "outside_s": [each[-1] - each[0] if each else 0.0 for each in outside],
+        "straggler": _straggler(parts, outside, times, [names[number] for number in common]),
+    }
+
+
+def _straggler(
+    parts: Sequence[_Part], outside: Sequence[Sequence[float]], times: Sequence[float], names: Sequence[str]
+) -> dict[str, Any] | None:
+    """Return the rank that holds up the others, where, by how much, and what it does; None if there is none."""
+    calls = len(times) - 1
+    if calls < _BLOCKS or len(parts) == 1:
+        return None
+    seconds = times[-1] - times[0]
+    blocks = []
+    for first, last in pairwise(calls * block // _BLOCKS for block in range(_BLOCKS + 1)):
+        spent = {rank: each[last] - each[first] for rank, each in enumerate(outside)}
+        blocks.append({rank: (times[first] + spent_s) * 1e6 for rank, spent_s in spent.items()})
+    waits = {rank: part.core_wait_share * seconds for rank, part in enumerate(parts)}
+    found = find_straggler({"": blocks}, waits)
+    if found is None:
+        return None
+    rank = found["rank"]
+    before = [[later - earlier for earlier, later in pairwise(each)] for each in outside]
+    late: Counter[str] = Counter()
+    for name, *spent_s in zip(names[1:], *before, strict=True):
+        late[name] += spent_s[rank] - median(_others(rank, spent_s))
+    late_s = sum(late.values())
+    doing, line = _excess(rank, [Counter({(d, at): count for d, at, count in part.doing}) for part in parts])
+    return {
+        "rank": rank,
+        "where": max(late, key=lambda name: late[name]),
+        "late_s": late_s,
+        "share": late_s / seconds,
+        "doing": doing,
+        "line": line,
+    }
+
+
+def _excess(rank: int, counts: Sequence[_Doing]) -> tuple[str | None, str | None]:
+    """Return what a rank does more often than the others, and at which line; None unless samples prove it."""
+    if not all(counts):
+        return None, None
+    totals = [count.total() for count in counts]
+    kinds = [Counter[str]() for _ in counts]
+    for count, kind in zip(counts, kinds, strict=True):
+        for (doing, _), number in count.items():
+            kind[doing] += number
+    more = {d: _more(rank, [kind[d] for kind in kinds], totals) for d in kinds[rank] if d != "waiting"}
+    if max(more.values(), default=0.0) < _DEVIATIONS:
+        return None, None
+    doing = max(more, key=lambda d: more[d])
+    lines = {key for key in counts[rank] if key[0] == doing}
+    return doing, max(lines, key=lambda key: _more(rank, [count[key] for count in counts], totals))[1] or None
+
+
+def _more(rank: int, seen: Sequence[int], totals: Sequence[int]) -> float:
+    """Return by how many standard deviations a rank was seen more often than the median of the others."""
+    shares = [count / total for count, total in zip(seen, totals, strict=True)]
+    usual = median(_others(rank, shares))
+    both = (shares[rank] + usual) / 2
+    deviation = sqrt(max(both * (1 - both), 1e-6) * (1 / totals[rank] + 1 / min(totals)))
+    return (shares[rank] - usual) / deviation
+
+
+def _others(rank: int, values: Sequence[float]) -> list[float]:
+    return [value for other, value in enumerate(values) if other != rank]
+
+
+def _sentence(straggler: Mapping[str, Any]) -> str:
+    """Return what is logged."""
+    doing = "" if straggler["doing"] is None else f". It is {straggler['doing']} then"
+    at = "" if straggler["line"] is None else f", at {straggler['line']}"
+    share = f"{straggler['share']:.1%} of the time"
+    return f"rank {straggler['rank']} holds up the others for {share}, before {straggler['where']}{doing}{at}"

@@ -520,6 +520,10 @@ NB_MODULE(_native, module) {
     module.doc() = "Collectives in shared memory and over connections; see src/native.";
     module.attr("BUILD") = UNISONO_BUILD;
     module.def("copy_gradients", &copy_gradients);
+    module.def("stop_deadlines", [](double stood, double stopped_at) {
+        stood_s.store(stood);
+        stopped_at_s.store(stopped_at);
+    });
     nb::class_<SharedWords>(module, "SharedWords")
         .def(nb::init<nb::handle>())
         .def("__getitem__", &SharedWords::load)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         checkpoint,
         compression,
         data,
+        debugger,
         elastic,
         engines,
         errors,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from unisono.comm.tracing import trace
     from unisono.communicator import Communicator
     from unisono.core.types import Recv, ReduceOp, Send, Work
+    from unisono.debugger import breakpoint  # noqa: A004  # as Python's, for all ranks
     from unisono.diagnostics.metrics import Metrics
     from unisono.elastic.admission import join
     from unisono.errors import CommError
@@ -59,10 +61,12 @@ __all__ = [
     "algorithms",
     "autograd",
     "average_gradients",
+    "breakpoint",
     "broadcast_parameters",
     "checkpoint",
     "compression",
     "data",
+    "debugger",
     "elastic",
     "engines",
     "errors",
@@ -95,6 +99,7 @@ _HOME = {
     "Work": "unisono.core.types",
     "agree_step": "unisono.gradients",
     "average_gradients": "unisono.gradients",
+    "breakpoint": "unisono.debugger",
     "broadcast_parameters": "unisono.gradients",
     "init": "unisono.launcher.api",
     "join": "unisono.elastic.admission",
@@ -110,6 +115,7 @@ _PACKAGES = {
     "checkpoint": "unisono.checkpoint",
     "compression": "unisono.compression",
     "data": "unisono.data",
+    "debugger": "unisono.debugger",
     "elastic": "unisono.elastic",
     "engines": "unisono.engines",
     "errors": "unisono.errors",

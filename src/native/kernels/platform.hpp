@@ -1,6 +1,7 @@
 // Platform-dependent code: spin-wait hints, non-temporal stores, half floats, futexes, clocks.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <ctime>
@@ -29,6 +30,17 @@ inline double monotonic_s() {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// What a debugger that holds the ranks of this process sets: the seconds for which the clock of deadlines has stood
+// still, and since when it does now; negative if it does not.
+inline std::atomic<double> stood_s{0};
+inline std::atomic<double> stopped_at_s{-1};
+
+// The clock of deadlines.
+inline double deadline_clock_s() {
+    const double stopped = stopped_at_s.load(std::memory_order_relaxed);
+    return (stopped < 0 ? monotonic_s() : stopped) - stood_s.load(std::memory_order_relaxed);
 }
 
 inline void futex_wait(const void* word, uint32_t expected, long nanoseconds) {

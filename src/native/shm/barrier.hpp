@@ -106,7 +106,7 @@ class SharedBarrier {
             // The peer may have arrived before it left.
             if (at(peer, kLeft).load(std::memory_order_acquire) && !ready())
                 return failed(Status::peer_left, peer, start);
-            if (monotonic_s() > deadline) return failed(Status::timeout, peer, start);
+            if (deadline_clock_s() > deadline) return failed(Status::timeout, peer, start);
             if (callbacks.interrupted()) return Status::interrupted;
             sleep(ready);
         }

@@ -97,7 +97,7 @@ class MessageRings {
                 const uint64_t read = ring.read().load(std::memory_order_relaxed);
                 if (ring.written().load(std::memory_order_acquire) != read) return true;
             }
-            return progress_.load(std::memory_order_acquire) != progress || monotonic_s() > deadline;
+            return progress_.load(std::memory_order_acquire) != progress || deadline_clock_s() > deadline;
         };
         callbacks.before_sleep();
         for (const double end = monotonic_s() + kYieldS; monotonic_s() < end; sched_yield())

@@ -336,7 +336,7 @@ class Executor {
                 if (moved) idle = 0;
                 continue;
             }
-            if (monotonic_s() > call_->deadline) return ended(Status::timeout, first_awaited());
+            if (deadline_clock_s() > call_->deadline) return ended(Status::timeout, first_awaited());
             if (!moved && sleep()) return Status::interrupted;
             idle = 0;
         }

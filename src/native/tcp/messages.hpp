@@ -92,7 +92,7 @@ class SocketMessages {
             if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
             if (++idle < tries_) continue;
             waited_s_ = monotonic_s() - started;
-            if (monotonic_s() > deadline) return Status::timeout;
+            if (deadline_clock_s() > deadline) return Status::timeout;
             if (network_.sleep({wanted}, deadline, callbacks)) return Status::interrupted;
         }
         return Status::ok;

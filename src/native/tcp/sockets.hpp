@@ -82,7 +82,7 @@ class Sockets {
         }
         callbacks.before_sleep();
         // As a double: a deadline may be farther away than an int has milliseconds.
-        const double left = (deadline - monotonic_s()) * 1000 + 1;
+        const double left = (deadline - deadline_clock_s()) * 1000 + 1;
         const int slice = static_cast<int>(std::max(0.0, std::min<double>(kSliceMs, left)));
         const int ready = poll(polled_.data(), polled_.size(), slice);
         return ready <= 0 && callbacks.interrupted();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from unisono.comm.agreement import Agreements
 from unisono.comm.slow_rank import SlowRank
 from unisono.comm.teardown import Teardown
 from unisono.comm.tuner import Tuner
+from unisono.control.debug_socket import DEBUGGED
 from unisono.control.sockets import invalidate_after_fork
 from unisono.core.call import Agreed, Call, Fingerprint, disagreement
 from unisono.core.collective import Collective
@@ -29,6 +31,7 @@ from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, error_of, raise_caused, text_of, to_cause
 from unisono.core.flight_recorder import NOT_THE_USERS, Activity, Place, Record, callers_place, format_call, site_text
 from unisono.core.group import Group
+from unisono.core.hold import HELD, HOLD
 from unisono.core.staging import BufferGuard, Staging
 from unisono.core.tensors import numels
 from unisono.core.threads import SerialWorker
@@ -41,10 +44,16 @@ from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutErro
 from unisono.serialization import decode, encode
 from unisono.wrappers.trace import observed, waits_of
 
-__all__ = ["ANY_THREAD", "Engine", "FailureRelay"]
+__all__ = ["ANY_THREAD", "ON_TIMEOUT", "STAND_STILL", "Engine", "FailureRelay"]
 
 ANY_THREAD = -1
 """Value of the owning thread's id that permits calls from any thread."""
+
+ON_TIMEOUT = "UNISONO_ON_TIMEOUT"
+"""Environment variable: "debug" holds all ranks for a debugger where a call has timed out, before it fails."""
+
+STAND_STILL = frozenset({"thread", "shm", "tcp", "sim"})
+"""Backends whose deadlines stand still while ranks are held."""
 
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
 _NEVER: list[tuple[int, Agreed]] = []
@@ -125,6 +134,7 @@ class Engine:
         # What is open at the end of the process is closed then by its control plane's handle.
         self._dropped.atexit = False
         invalidate_after_fork(self)
+        HOLD.add(self)
 
     def wrap(self, transport: Transport, control: ControlPlane) -> None:
         """Use these from now on: they forward to the present ones, or the present ones to them."""
@@ -143,6 +153,8 @@ class Engine:
 
     def own(self, operation: str) -> None:
         """Raise unless this thread may call; the first one to call becomes the owner."""
+        while self.owner == HELD:
+            HOLD.wait()
         here = get_ident()
         if self.owner is None:
             self.owner = self.activity.owner = here
@@ -556,6 +568,9 @@ class Engine:
     def on_failure(self, cause: Cause) -> None:
         """Break the group, and end every wait in it; the control plane calls this from a thread of its own."""
         unfinished = self._pending > 0 and not self._retired
+        if HOLD.held:
+            # Ranks that were held would not learn of it.
+            DEBUGGED.go()
         if self.broken is None and (not self.closed or unfinished):
             self.broken = cause
             self.activity.broken = True
@@ -573,6 +588,8 @@ class Engine:
         if not self.closed:
             self.activity.log_event("error", f"{type(error).__name__} in {where}: {text_of(error)}".partition("\n")[0])
         if self.broken is None:
+            if isinstance(error, CommTimeoutError) and os.environ.get(ON_TIMEOUT) == "debug":
+                self.hold(f"timed out in {where}: {text_of(error)}".partition("\n")[0])
             self.activity.fail(timed_out=isinstance(error, CommTimeoutError))
             error = with_hang_report(error, self.control, self.group)
         own = to_cause(error, self.group.rank, where)
@@ -595,6 +612,30 @@ class Engine:
             # Messages are counted by themselves.
             call = 1 + (self.activity.messages if operation in _MESSAGES else self._calls)
         return error.locate(**self._here, operation=operation, call=call)
+
+    def hold(self, why: str, show: Callable[[], None] | None = None) -> None:
+        """Hold all ranks for a debugger, and return when it lets them go; or do nothing where deadlines go on.
+
+        Args:
+            why: What this rank has come to.
+            show: Shows a prompt here, where ranks are threads; None where one has to attach.
+        """
+        if not self.can_hold:
+            return
+        rank = self.group.members[self.group.rank]
+        self.control.hold(f"rank {rank} {why}")
+        if show is not None and self.transport.in_process:
+            show()
+        else:
+            told = f"rank {rank} {why}. All ranks are held; attach with: unisono debug {os.getpid()}"
+            sys.stderr.write(f"{told}\n")
+            sys.stderr.flush()
+        HOLD.wait()
+
+    @property
+    def can_hold(self) -> bool:
+        """Whether deadlines of this backend can stand still."""
+        return sys.platform == "linux" and set(self.options.backend.split("+")) <= STAND_STILL
 
     # -- end -----------------------------------------------------------------------------------
     def close(self, patience: float) -> None:

@@ -22,7 +22,7 @@ from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
 
-__all__ = ["ClientConnection", "SocketControl", "connect", "reach"]
+__all__ = ["ClientConnection", "SocketControl", "connect", "place_of", "reach"]
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class SocketControl(ControlClient):
 
     @property
     def _where(self) -> str:
-        return f"the control plane at {self.address[0]}:{self.address[1]}"
+        return place_of(self.address)
 
     def register_rank(self, job: str, rank: int, size: int, process: str) -> str:
         """Join the next world of a job, and return its name: "world1", then "world2", ...
@@ -296,6 +296,11 @@ class ClientConnection:
 
     def close(self) -> None:
         self._peer.close()
+
+
+def place_of(address: tuple[str, int]) -> str:
+    """Return the name of the control plane at an address."""
+    return f"the control plane at {address[0]}:{address[1]}"
 
 
 def _milliseconds(seconds: float) -> int:

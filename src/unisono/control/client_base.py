@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from unisono import serialization
+from unisono.control.debug_socket import DEBUGGED
 from unisono.control.state import Reply
 from unisono.core.control import ControlPlane, NewMembership
 from unisono.core.failure import Cause, error_of, text_of
@@ -97,8 +99,10 @@ class ControlClient(ControlPlane, ABC):
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         """Return whether the answer has arrived in time."""
-        if waiter.reply is None:
-            waiter.awake.wait(timeout)
+        deadline = time.monotonic() + timeout
+        while waiter.reply is None and not waiter.awake.wait(deadline - time.monotonic()):
+            if time.monotonic() >= deadline:
+                break
         return waiter.reply is not None
 
     @property
@@ -179,6 +183,8 @@ class ControlClient(ControlPlane, ABC):
         number, outcome, body = reply
         if outcome == "asked":
             return lambda: self._notify(("answer", body, serialization.encode(self._activities.report())))
+        if outcome == "held":
+            return lambda: DEBUGGED.hold(self, self._where, self._activities, cast("str | None", body))
         if number:
             self._silent = False
             waiter = self._waiters.get(number)
@@ -322,6 +328,11 @@ class ControlClient(ControlPlane, ABC):
         name, members, rank, terms = self._ask(timeout, _forget, "apply", unanswered=unanswered)
         return NewMembership(name, tuple(members)), rank, terms
 
+    def hold(self, reason: str | None) -> None:
+        if reason is not None:
+            DEBUGGED.hold(self, self._where, self._activities, reason)
+        self._request("hold", reason)
+
     # -- what the ranks are doing ------------------------------------------------------------------
     def watch(self, activity: Activity) -> None:
         self._activities.add(activity)
@@ -378,7 +389,7 @@ def news_of(content: bytes) -> Reply:
     match news:
         case "failed", (str(name), str(kind), rank, str(message)) if _is_rank(rank):
             return 0, "failed", (name, kind, rank, message)
-        case ("asked", int(body)) | ("goodbye", None as body):
+        case ("asked", int(body)) | ("goodbye", None as body) | ("held", (None | str()) as body):
             return 0, news[0], body
     raise ValueError("a malformed notification")
 

@@ -19,13 +19,23 @@ from unisono import serialization
 from unisono.errors import CommError, UnavailableError
 from unisono.host.processes import process_stat
 
-__all__ = ["InspectSocket", "find_control", "find_jobs"]
+__all__ = [
+    "InspectSocket",
+    "check_linux",
+    "find_control",
+    "find_jobs",
+    "is_this_user",
+    "names",
+    "opened",
+    "path_of",
+    "user_of",
+]
 
 _MOST = 16
 _WITHIN_S = 2.0
 _MAX_BYTES = 4096
 _LENGTH = struct.Struct("<I")
-_LISTED = re.compile(r"@unisono/(\d+)/(\d+)")
+_KIND = "unisono"
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -39,7 +49,7 @@ class InspectSocket:
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
         self._content = serialization.encode((*address, secret))
-        self._socket = _opened()
+        self._socket = opened(_KIND)
 
     @property
     def socket(self) -> socket.socket | None:
@@ -56,7 +66,7 @@ class InspectSocket:
         with peer:
             peer.setblocking(False)
             try:
-                if _is_this_user(peer):
+                if is_this_user(peer):
                     peer.send(_LENGTH.pack(len(self._content)) + self._content)
             except OSError:
                 # The process has disconnected already.
@@ -67,17 +77,19 @@ class InspectSocket:
             self._socket.close()
 
 
-def _name(pid: int, number: int) -> str:
-    return f"\0unisono/{pid}/{number}"
+def path_of(kind: str, pid: int, number: int) -> str:
+    """Return the name of a process's socket in the abstract namespace."""
+    return f"\0{kind}/{pid}/{number}"
 
 
-def _opened() -> socket.socket | None:
+def opened(kind: str) -> socket.socket | None:
+    """Return a new socket of this process that listens under a name of a kind; None where there are no such sockets."""
     if sys.platform != "linux":
         return None
     for number in range(_MOST):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listener.bind(_name(os.getpid(), number))
+            listener.bind(path_of(kind, os.getpid(), number))
             listener.listen(4)
             listener.setblocking(False)
         except OSError:
@@ -88,15 +100,16 @@ def _opened() -> socket.socket | None:
     return None
 
 
-def _peer(other: socket.socket) -> tuple[int, int]:
+def user_of(other: socket.socket) -> tuple[int, int]:
     """Return process id and user id of the peer, as reported by the kernel."""
     raw = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return pid, user
 
 
-def _is_this_user(other: socket.socket) -> bool:
-    return _peer(other)[1] in (0, os.geteuid())
+def is_this_user(other: socket.socket) -> bool:
+    """Return whether the peer is a process of this user, or of root."""
+    return user_of(other)[1] in (0, os.geteuid())
 
 
 def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
@@ -106,9 +119,9 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
         CommError: There is no such process, or it takes no part in a job, or it belongs to another user.
         UnavailableError: Not on Linux.
     """
-    _check_platform()
+    check_linux()
     own = [(pid, number) for number in range(_MOST)]
-    for other, number in [*own, *(name for name in _names() if pid in _ancestors(name[0]))]:
+    for other, number in [*own, *(name for name in names(_KIND) if pid in _ancestors(name[0]))]:
         found = _ask(other, number)
         if found is not None:
             return found
@@ -124,9 +137,9 @@ def find_jobs() -> dict[tuple[tuple[str, int], bytes], list[int]]:
     Raises:
         UnavailableError: Not on Linux.
     """
-    _check_platform()
+    check_linux()
     jobs: dict[tuple[tuple[str, int], bytes], list[int]] = {}
-    for pid, number in _names():
+    for pid, number in names(_KIND):
         with contextlib.suppress(CommError):
             found = _ask(pid, number)
             if found is not None and pid not in jobs.setdefault(found, []):
@@ -134,15 +147,16 @@ def find_jobs() -> dict[tuple[tuple[str, int], bytes], list[int]]:
     return jobs
 
 
-def _check_platform() -> None:
+def check_linux() -> None:
+    """Raise `UnavailableError` on another platform."""
     if sys.platform != "linux":
         raise UnavailableError("querying a running process needs Linux")
 
 
-def _names() -> list[tuple[int, int]]:
-    """Return process and number of every such socket of this host, as the kernel lists them."""
-    names = {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
-    matches = filter(None, map(_LISTED.fullmatch, names))
+def names(kind: str) -> list[tuple[int, int]]:
+    """Return process and number of every socket of a kind on this host, as the kernel lists them."""
+    listed = {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
+    matches = filter(None, map(re.compile(rf"@{kind}/(\d+)/(\d+)").fullmatch, listed))
     return sorted((int(match[1]), int(match[2])) for match in matches)
 
 
@@ -159,11 +173,11 @@ def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_WITHIN_S)
         try:
-            connection.connect(_name(pid, number))
+            connection.connect(path_of(_KIND, pid, number))
         except OSError:
             return None
         # Any process may bind a name in this namespace; the kernel knows which one did.
-        return _read(connection, pid) if _peer(connection)[0] == pid and _is_this_user(connection) else None
+        return _read(connection, pid) if user_of(connection)[0] == pid and is_this_user(connection) else None
 
 
 def _read(connection: socket.socket, pid: int) -> tuple[tuple[str, int], bytes]:

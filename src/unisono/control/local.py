@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from unisono.control.client_base import CLOSED, ControlClient, SharedObjects
+from unisono.control.debug_socket import DEBUGGED
 from unisono.control.state import ControlState, Outgoing
 
 __all__ = ["LocalControl", "LocalHub"]
@@ -57,6 +59,11 @@ class LocalHub:
         """Handle a request, and deliver the replies."""
         self._deliver(lambda: self._state.handle(client, number, words))
 
+    def hold(self, reason: str | None) -> None:
+        """Hold all ranks, or let them go, without a request: that would take time of simulated ranks."""
+        for control in list(self._controls.values()):
+            control.be_held(reason)
+
     def lost(self, client: int) -> None:
         """Fail all groups of a rank that has ended without closing its handle."""
         self._controls.pop(client, None)
@@ -99,6 +106,13 @@ class LocalControl(ControlClient):
 
     def share(self, key: str, make: Callable[[], T]) -> T:
         return self._hub.share(key, make)
+
+    def hold(self, reason: str | None) -> None:
+        self._hub.hold(reason)
+
+    def be_held(self, reason: str | None) -> None:
+        """Be held, as all ranks of the hub are, or go on."""
+        DEBUGGED.hold(self, f"process {os.getpid()}", self._activities, reason)
 
     def close(self) -> None:
         if self._ended is None:

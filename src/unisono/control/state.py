@@ -202,6 +202,12 @@ class ControlState:
     def _on_enough(self, client: int, request: int, other: int) -> Outgoing:
         return [*self._surveys.end_query(client, other), (client, (request, "ok", None))]
 
+    # -- debugging ---------------------------------------------------------------------------------
+    def _on_hold(self, client: int, request: int, reason: str | None) -> Outgoing:
+        """Tell all clients that are in any group."""
+        told = [(other, (0, "held", reason)) for other in self._groups.first_of_all()]
+        return [*told, (client, (request, "ok", None))]
+
     # -- new groups instead of old ones ------------------------------------------------------------
     def _on_rebuild(
         self,

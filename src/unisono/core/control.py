@@ -134,6 +134,10 @@ class ControlPlane(ABC):
         Keys are group and rank. Without a group: every client of the control plane that is in any group.
         """
 
+    @abstractmethod
+    def hold(self, reason: str | None) -> None:
+        """Hold every rank of the job at its next call, for a debugger that is told the reason; let go if it is None."""
+
     # -- here ----------------------------------------------------------------------------------
     @abstractmethod
     def share(self, key: str, make: Callable[[], T]) -> T:

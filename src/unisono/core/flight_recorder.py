@@ -234,10 +234,14 @@ class ActivityRegistry:
         with self._lock:
             self._known.add(activity)
 
+    def open(self) -> list[Activity]:
+        """Return those of open communicators, the last used at the end."""
+        with self._lock:
+            return sorted((a for a in self._known if not a.closed), key=lambda a: (a.since, a.group.name))
+
     def report(self) -> dict[str, Any]:
         """Return this rank's activity: its communicators, last used at the end, and the stack of their thread."""
-        with self._lock:
-            known = sorted((a for a in self._known if not a.closed), key=lambda a: (a.since, a.group.name))
+        known = self.open()
         owner = known[-1].owner if known else threading.main_thread().ident
         groups = [activity.to_dict() for activity in known]
         return {"pid": os.getpid(), "groups": groups, **_position(owner or 0)}

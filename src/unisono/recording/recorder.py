@@ -54,7 +54,7 @@ REPLIES: dict[str, int | None] = {
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables by which a script finds its rank."""
 
-_FORWARDED = ("set", "join", "leave", "watch", "share", "close")
+_FORWARDED = ("set", "join", "leave", "watch", "hold", "share", "close")
 
 
 class Recording:

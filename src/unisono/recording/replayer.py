@@ -490,6 +490,9 @@ class _Control(ControlPlane):
     def query(self, group: Group | None, patience: float) -> Any:
         return self._reply("query", [group], dict)
 
+    def hold(self, reason: str | None) -> None:
+        """Hold nothing: there are no other ranks, and any debugger works."""
+
     def share(self, key: str, make: Callable[[], T]) -> T:
         if key not in self._shared:
             self._shared[key] = make()

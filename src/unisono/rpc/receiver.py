@@ -426,9 +426,12 @@ class PendingCall:
 
     def sleep(self, seconds: float) -> None:
         """Wait until it has ended, or the time is up."""
-        if self._ended.wait(seconds):
-            # Another thread may wait for the same future.
-            self._ended.set()
+        deadline = time.monotonic() + seconds
+        while not self._ended.wait(deadline - time.monotonic()):
+            if time.monotonic() >= deadline:
+                return
+        # Another thread may wait for the same future.
+        self._ended.set()
 
     def late(self) -> CommTimeoutError:
         """Return the error of a call that has timed out."""

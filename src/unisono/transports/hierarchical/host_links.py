@@ -82,7 +82,7 @@ class HostLinks:
             for swap in alike:
                 watch.register(swap.peer, select.POLLIN | (select.POLLOUT if swap.rest else 0))
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not watch.poll(left_s * 1000 + 1):
+            if left_s <= 0 or not (watch.poll(left_s * 1000 + 1) or time.monotonic() < deadline):
                 self._give_up(alike, time.monotonic() - started)
         return True
 

@@ -1,0 +1,250 @@
+"""A debugger's way into a process whose ranks are held: a Unix socket for processes of the same user.
+
+Who connects can run any code here. So the socket exists only while the ranks are held, the kernel says which user
+connects, and nothing of this goes over the control plane, but for the words "hold" and "go on".
+
+Requests and answers are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import socket
+import threading
+import traceback
+from functools import partial
+from typing import Any
+
+from unisono.control.inspect_socket import is_this_user, names, opened, path_of, user_of
+from unisono.core.control import ControlPlane
+from unisono.core.failure import Cause
+from unisono.core.flight_recorder import ActivityRegistry, format_call, site_of, thread_frames, users_frame
+from unisono.core.hold import HOLD
+from unisono.core.threads import spawn_thread
+from unisono.errors import CommError
+
+__all__ = ["DEBUGGED", "DebugConnection", "DebuggedProcess", "held_processes"]
+
+_KIND = "unisono-debug"
+_MOST_TEXT = 20_000
+_MOST_BYTES = 1 << 20
+_STACK = 12
+_WITHIN_S = 30.0
+"""Seconds within which a process answers: code that a debugger runs there may take some."""
+
+_Json = dict[str, Any]
+
+
+class _HeldRank:
+    """One held rank: its handle, and what it does."""
+
+    def __init__(self, control: ControlPlane, activities: ActivityRegistry) -> None:
+        self.control = control
+        self.activities = activities
+
+    @property
+    def thread(self) -> int:
+        """The thread that makes its calls."""
+        known = self.activities.open()
+        return known[-1].owner if known else 0
+
+    def describe(self) -> _Json:
+        """Return where the rank is, and in which call."""
+        known = self.activities.open()
+        frame = users_frame(thread_frames().get(self.thread))
+        inside = [activity.now for activity in known if activity.inside and activity.now is not None]
+        held = HOLD.waits(self.thread)
+        return {
+            "state": "held" if held else f"in {format_call(*inside[-1][:4])}" if inside else "running",
+            "site": site_of(frame),
+            "function": None if frame is None else frame.f_code.co_qualname,
+            "file": None if frame is None else frame.f_code.co_filename,
+            "line": None if frame is None else frame.f_lineno,
+        }
+
+    def stack(self) -> list[str]:
+        """Return the program's frames, the innermost at the end."""
+        frame = users_frame(thread_frames().get(self.thread))
+        found: list[str] = []
+        while frame is not None and len(found) < _STACK:
+            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+            frame = frame.f_back
+        return found[::-1]
+
+    def evaluate(self, code: str) -> str:
+        """Return the value of an expression as text, or what statements print; names are those of the rank's frame."""
+        frame = users_frame(thread_frames().get(self.thread))
+        if frame is None:
+            return "its thread has ended"
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                try:
+                    compiled = compile(code, "<debugger>", "eval")
+                except SyntaxError:
+                    exec(compile(code, "<debugger>", "exec"), frame.f_globals, frame.f_locals)
+                else:
+                    value = eval(compiled, frame.f_globals, frame.f_locals)
+                    if value is not None:
+                        printed.write(repr(value))
+        except BaseException as error:
+            printed.write("".join(traceback.format_exception_only(error)).rstrip())
+        return printed.getvalue()[:_MOST_TEXT]
+
+    def end(self) -> None:
+        """Break every group of the rank."""
+        for activity in self.activities.open():
+            group = activity.group
+            cause = Cause("AbortedError", group.rank, f"the debugger has ended the job at rank {group.rank}")
+            self.control.report_failure(group, cause)
+
+
+class DebuggedProcess:
+    """The held ranks of this process, and the socket by which a debugger reaches them."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _HeldRank] = {}
+        self._reason = self._job = ""
+        self._listener: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def hold(self, control: ControlPlane, job: str, activities: ActivityRegistry, reason: str | None) -> None:
+        """Hold one rank of this process, or let all of them go if there is no reason.
+
+        Args:
+            control: The rank's handle.
+            job: The same in all processes of the job.
+            activities: Of the rank.
+            reason: Shown to who attaches.
+        """
+        if reason is None:
+            self.go()
+            return
+        known = activities.open()
+        if not known:
+            return
+        group = known[0].group
+        self._ranks[group.members[group.rank]] = _HeldRank(control, activities)
+        self._reason = reason
+        self._job = job
+        HOLD.stop(None if control.simulated else known)
+        with self._lock:
+            if self._listener is not None:
+                return
+            listener = self._listener = opened(_KIND)
+        if listener is not None:
+            spawn_thread(partial(self._serve, listener), "unisono debugger")
+
+    def go(self) -> None:
+        """Let the ranks of this process go on, and close the socket."""
+        with self._lock:
+            listener = self._listener
+            self._listener = None
+        self._ranks.clear()
+        if listener is not None:
+            # The thread that accepts is woken by this, and closes it.
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+        HOLD.go()
+
+    def _serve(self, listener: socket.socket) -> None:
+        listener.setblocking(True)
+        with listener:
+            while self._listener is listener:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                spawn_thread(partial(self._answer_all, peer), "unisono debugger")
+
+    def _answer_all(self, peer: socket.socket) -> None:
+        with peer, contextlib.suppress(OSError, ValueError):
+            if not is_this_user(peer):
+                return
+            with peer.makefile("rwb") as stream:
+                while line := stream.readline(_MOST_BYTES):
+                    stream.write(json.dumps(self._answer(json.loads(line))).encode() + b"\n")
+                    stream.flush()
+
+    def _answer(self, asked: _Json) -> _Json:
+        do = asked.get("do")
+        if do == "ranks":
+            ranks = {str(number): rank.describe() for number, rank in sorted(self._ranks.items())}
+            return {"reason": self._reason, "job": self._job, "ranks": ranks}
+        rank = self._ranks.get(asked.get("rank", -1))
+        if rank is None:
+            return {"error": f"rank {asked.get('rank')} is not held in this process"}
+        if do == "evaluate":
+            return {"text": rank.evaluate(str(asked["code"]))}
+        if do == "stack":
+            return {"stack": rank.stack()}
+        if do == "step":
+            return {"stepped": HOLD.step(rank.thread)}
+        if do in ("go", "quit"):
+            if do == "quit":
+                rank.end()
+            rank.control.hold(None)
+            return {}
+        return {"error": f"there is no request {do!r}"}
+
+
+DEBUGGED = DebuggedProcess()
+"""Of the process, as its clock and its sockets are."""
+
+
+class DebugConnection:
+    """A debugger's connection to one process whose ranks are held.
+
+    Args:
+        pid, number: As `held_processes` lists them.
+
+    Raises:
+        CommError: There is no such socket, or it is another user's.
+    """
+
+    def __init__(self, pid: int, number: int) -> None:
+        self.pid = pid
+        self.number = number
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(_WITHIN_S)
+        try:
+            self._socket.connect(path_of(_KIND, pid, number))
+        except OSError as error:
+            self._socket.close()
+            raise CommError(f"process {pid} holds no ranks: {error}") from error
+        # Any process may bind a name in this namespace; the kernel knows which one did.
+        if user_of(self._socket)[0] != pid or not is_this_user(self._socket):
+            self._socket.close()
+            raise CommError(f"the socket of process {pid} belongs to another process or user")
+        self._stream = self._socket.makefile("rwb")
+
+    def ask(self, do: str, **more: Any) -> _Json:
+        """Return the answer to one request.
+
+        Raises:
+            CommError: The process has ended, or lets its ranks go.
+        """
+        try:
+            self._stream.write(json.dumps({"do": do, **more}).encode() + b"\n")
+            self._stream.flush()
+            line = self._stream.readline()
+        except (OSError, ValueError) as error:
+            raise CommError(f"process {self.pid} has ended, or this connection to it") from error
+        if not line:
+            raise CommError(f"process {self.pid} has ended, or was let go")
+        answer: _Json = json.loads(line)
+        if "error" in answer:
+            raise CommError(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.close()
+        self._socket.close()
+
+
+def held_processes() -> list[tuple[int, int]]:
+    """Return process and number of each socket of this host behind which ranks are held."""
+    return names(_KIND)

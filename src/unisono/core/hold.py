@@ -1,0 +1,188 @@
+"""Ranks that a debugger holds: they wait at their next call, and the clock of deadlines stands still."""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Protocol
+
+from unisono.core.flight_recorder import Activity, users_frame
+from unisono.host.native import native
+
+__all__ = ["HELD", "HOLD", "Hold"]
+
+HELD = -2
+"""Owner of a communicator whose next call waits: no thread's, so that no call takes the fast path."""
+
+
+class _Holdable(Protocol):
+    """The part of an engine that is held."""
+
+    owner: int | None
+    activity: Activity
+
+
+class _DeadlineClock:
+    """The clock of deadlines: `time.monotonic`, which stands still for some time.
+
+    Deadlines are times of `time.monotonic` everywhere in the library, so that simulated ranks need no other; from the
+    first stop on, that function, for the whole process, does not count the time for which it stood still.
+    """
+
+    def __init__(self) -> None:
+        self._stood_s = 0.0
+        self._stopped_at: float | None = None
+        self._real: Callable[[], float] | None = None
+
+    def stop(self) -> None:
+        if self._real is None:
+            self._real = time.monotonic
+            # With the names under which these modules have imported it.
+            for module, name in ((time, "monotonic"), (threading, "_time"), (queue, "time")):
+                setattr(module, name, self.read)
+        if self._stopped_at is None:
+            self._stopped_at = self._real()
+            self._tell()
+
+    def go(self) -> None:
+        if self._real is not None and self._stopped_at is not None:
+            self._stood_s += self._real() - self._stopped_at
+            self._stopped_at = None
+            self._tell()
+
+    def read(self) -> float:
+        assert self._real is not None
+        stopped_at = self._stopped_at
+        return (self._real() if stopped_at is None else stopped_at) - self._stood_s
+
+    def _tell(self) -> None:
+        core = native()
+        if core is not None:
+            core.stop_deadlines(self._stood_s, -1.0 if self._stopped_at is None else self._stopped_at)
+
+
+class Hold:
+    """The hold of this process. Its locks are bare ones, which work in simulations, too.
+
+    Attributes:
+        held: Whether the ranks are held.
+    """
+
+    def __init__(self) -> None:
+        self.held = False
+        self._engines: weakref.WeakSet[_Holdable] = weakref.WeakSet()
+        self._owners: list[tuple[_Holdable, int | None]] = []
+        self._gates: dict[int, _thread.LockType] = {}
+        self._steps: set[int] = set()
+        self._clock = _DeadlineClock()
+        self._lock = _thread.allocate_lock()
+
+    def add(self, engine: _Holdable) -> None:
+        """Include an engine, for as long as the object exists."""
+        self._engines.add(engine)
+
+    def engines_of(self, thread: int) -> list[Any]:
+        """Return the engines that a thread owns, held ones too, that of the largest group first."""
+        owners = {id(engine): owner for engine, owner in self._owners}
+        found = [engine for engine in list(self._engines) if owners.get(id(engine), engine.owner) == thread]
+        return sorted(found, key=lambda engine: -engine.activity.group.size)
+
+    def stop(self, activities: Iterable[Activity] | None) -> None:
+        """Hold the engines of these activities. Without them, nothing but threads that call `wait`: a simulation.
+
+        Ranks that wait in a call go on to wait, without a deadline that passes.
+        """
+        with self._lock:
+            if activities is not None:
+                self._clock.stop()
+                known = set(map(id, activities))
+                for engine in list(self._engines):
+                    if id(engine.activity) in known and engine.owner != HELD:
+                        self._owners.append((engine, engine.owner))
+                        engine.owner = HELD
+            self.held = True
+
+    def go(self) -> None:
+        """Let all ranks go on."""
+        with self._lock:
+            self.held = False
+            for engine, owner in self._owners:
+                engine.owner = owner
+            self._owners.clear()
+            self._clock.go()
+            gates = list(self._gates.values())
+            self._gates.clear()
+        for gate in gates:
+            gate.release()
+
+    def step(self, thread: int) -> bool:
+        """Let a thread that waits here run to its next line; return whether there is one."""
+        with self._lock:
+            gate = self._gates.pop(thread, None)
+            if gate is None:
+                return False
+            self._steps.add(thread)
+            for engine, owner in self._owners:
+                if owner in (thread, None):
+                    engine.owner = owner
+        gate.release()
+        return True
+
+    def waits(self, thread: int) -> bool:
+        """Return whether a thread is held, so that it may step."""
+        return thread in self._gates
+
+    def wait(self) -> None:
+        """Wait until the ranks are let go, or this thread is to run to its next line."""
+        here = _thread.get_ident()
+        gate = _thread.allocate_lock()
+        with self._lock:
+            if not self.held:
+                return
+            gate.acquire()
+            self._gates[here] = gate
+            for engine, owner in self._owners:
+                if owner == here:
+                    engine.owner = HELD
+        try:
+            gate.acquire()
+        finally:
+            # After an interrupt.
+            self._gates.pop(here, None)
+        if here in self._steps:
+            self._steps.discard(here)
+            _call_at_next_line(users_frame(sys._getframe(1)), self.wait)
+
+
+HOLD = Hold()
+"""Of the process, as its clock is."""
+
+
+def _call_at_next_line(frame: FrameType | None, action: Callable[[], None]) -> None:
+    """Call `action` in this thread before the next line of a frame, or of its callers once it has returned."""
+    before = sys.gettrace()
+
+    def trace(here: FrameType, event: str, argument: Any) -> Any:
+        if here is not stop[0]:
+            return None
+        if event == "return":
+            stop[0] = here.f_back
+            if stop[0] is not None:
+                stop[0].f_trace = trace
+        elif event == "line":
+            here.f_trace = None
+            sys.settrace(before)
+            action()
+            return None
+        return trace
+
+    stop = [frame]
+    if frame is not None:
+        frame.f_trace = trace
+        sys.settrace(trace)

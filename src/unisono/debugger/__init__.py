@@ -1,0 +1,64 @@
+"""Stop all ranks, look at any of them, and go on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from threading import get_ident
+
+from unisono.comm.engine import STAND_STILL
+from unisono.communicator import Communicator, engine_of
+from unisono.core.flight_recorder import call_site
+from unisono.core.hold import HOLD
+from unisono.debugger.prompt import Prompt
+from unisono.debugger.session import Session, attach
+from unisono.errors import CommError, UnavailableError
+
+__all__ = ["Session", "attach", "breakpoint"]
+
+
+def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # as Python's, for all ranks
+    """Stop here, and stop all other ranks at their next call; return when a debugger lets them go.
+
+    Deadlines stand still meanwhile. If the ranks are threads of this process, or simulated, and its standard input is a
+    terminal, the debugger's prompt is shown here. Else attach from another terminal of the same user on this host with
+    `unisono debug PID`, or from Python with `attach`; on several hosts, on each of them for the ranks there. While
+    ranks are held, each process has a Unix socket at which processes of the same user, as the kernel says, can run code
+    in it. With PYTHONBREAKPOINT=0 this does nothing, as Python's `breakpoint`.
+
+    Args:
+        comm: A communicator of the job; if None, one that this thread has made calls with.
+
+    Raises:
+        UnavailableError: Deadlines of the communicator's backend cannot stand still: it is none of shm, tcp, thread and
+            sim, or the platform is not Linux.
+        CommError: This thread has no communicator, or the debugger has ended the job.
+
+    Example:
+        >>> def program(comm):
+        ...     loss = 0.5 + comm.rank
+        ...     un.breakpoint(comm)
+        >>> # In a terminal: unisono debug, then `all loss`, `go`
+    """
+    if os.environ.get("PYTHONBREAKPOINT") == "0":
+        return
+    engines = HOLD.engines_of(get_ident()) if comm is None else [engine_of(comm)]
+    if not engines:
+        raise CommError("no communicator belongs to this thread yet: pass one to unisono.breakpoint")
+    engine = engines[0]
+    engine.check("breakpoint")
+    if not engine.can_hold:
+        raise UnavailableError(
+            f"ranks are held on {', '.join(sorted(STAND_STILL))}, on Linux, where deadlines can stand still; "
+            f"not on {engine.options.backend}"
+        )
+    rank = engine.group.members[engine.group.rank]
+    terminal = sys.stdin is not None and sys.stdin.isatty()
+    engine.hold(f"has reached a breakpoint at {call_site()}", partial(_show, rank) if terminal else None)
+    engine.check("breakpoint")
+
+
+def _show(rank: int) -> None:
+    with attach(os.getpid()) as session:
+        Prompt(session, rank, lets_go=True).cmdloop()

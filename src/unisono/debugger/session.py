@@ -1,0 +1,219 @@
+"""A debugger's connection to the held ranks of one job."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Container
+from contextlib import suppress
+from itertools import chain
+from types import TracebackType
+from typing import Any
+
+from unisono.control.client import place_of
+from unisono.control.debug_socket import DebugConnection, held_processes
+from unisono.control.inspect_socket import find_control
+from unisono.core.types import Timeout
+from unisono.core.work import resolve_timeout
+from unisono.errors import CommError, UnavailableError
+
+__all__ = ["Session", "attach"]
+
+_LOOK_EVERY_S = 0.01
+
+
+class Session:
+    """A debugger's connection to the held ranks of one job on this host, as `attach` makes it.
+
+    A context manager that closes it. The ranks are held as before then, and another debugger can attach.
+
+    Args:
+        job: Name of the job.
+        connections: To its processes.
+
+    Attributes:
+        reason: Why the ranks are held.
+
+    Example:
+        >>> # session = un.debugger.attach(pid)
+        >>> # session.evaluate(2, "loss.item()"), session.evaluate_all("step")
+        >>> # session.go()
+    """
+
+    def __init__(self, job: str, connections: list[DebugConnection]) -> None:
+        self._job = job
+        self._connections = connections
+        self._of: dict[int, DebugConnection] = {}
+        self.reason = ""
+        self.ranks()
+
+    def ranks(self) -> dict[int, dict[str, Any]]:
+        """Return for each rank "state" (held, in a call, running), "site", "function", "file" and "line".
+
+        Also for those whose processes were told to hold since the last time.
+        """
+        known = {(connection.pid, connection.number) for connection in self._connections}
+        for job, more in _held_jobs(known).items():
+            for connection in more:
+                if job == self._job:
+                    self._connections.append(connection)
+                else:
+                    connection.close()
+        found: dict[int, dict[str, Any]] = {}
+        for connection in self._connections:
+            answer = connection.ask("ranks")
+            self.reason = answer["reason"]
+            for rank, described in answer["ranks"].items():
+                found[int(rank)] = described
+                self._of[int(rank)] = connection
+        return dict(sorted(found.items()))
+
+    def evaluate(self, rank: int, code: str) -> str:
+        """Return the value of an expression as text, or what statements print, in the frame where a rank is.
+
+        Args:
+            rank: Number of the rank in the job.
+            code: Python code. It cannot set local variables.
+
+        Raises:
+            ValueError: There is no such rank here.
+            CommError: Its process has ended, or was let go.
+        """
+        text: str = self._at(rank).ask("evaluate", rank=rank, code=code)["text"]
+        return text
+
+    def evaluate_all(self, code: str) -> dict[int, str]:
+        """Return for each rank what `evaluate` does.
+
+        Args:
+            code: Python code.
+        """
+        return {rank: self.evaluate(rank, code) for rank in sorted(self._of)}
+
+    def stack(self, rank: int) -> list[str]:
+        """Return the frames of a rank's program as "file:line in function", the innermost at the end.
+
+        Args:
+            rank: Number of the rank in the job.
+        """
+        stack: list[str] = self._at(rank).ask("stack", rank=rank)["stack"]
+        return stack
+
+    def step(self, rank: int, timeout: Timeout = 1.0) -> bool:
+        """Let a held rank run to its next line, and wait until it is there.
+
+        Args:
+            rank: Number of the rank in the job.
+            timeout: Seconds to wait for it, or a `timedelta`. A call in this line waits for ranks that are held.
+
+        Returns:
+            Whether it is there.
+        """
+        deadline = time.perf_counter() + resolve_timeout(timeout)
+        stepped: bool = self._at(rank).ask("step", rank=rank)["stepped"]
+        while stepped and self.ranks()[rank]["state"] != "held":
+            if time.perf_counter() > deadline:
+                return False
+            time.sleep(_LOOK_EVERY_S)
+        return stepped
+
+    def go(self) -> None:
+        """Let all ranks go on."""
+        self._end("go")
+
+    def quit(self) -> None:
+        """End the job: every rank raises `AbortedError`.
+
+        Example:
+            >>> # session.quit()
+        """
+        self._end("quit")
+
+    def close(self) -> None:
+        """Disconnect."""
+        for connection in self._connections:
+            connection.close()
+
+    def _end(self, how: str) -> None:
+        rank, connection = next(iter(self._of.items()))
+        connection.ask(how, rank=rank)
+        self.close()
+
+    def _at(self, rank: int) -> DebugConnection:
+        if rank not in self._of:
+            raise ValueError(f"rank {rank} is not held on this host; {sorted(self._of)} are")
+        return self._of[rank]
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attach(pid: int | None = None) -> Session:
+    """Connect to the ranks of a job that are held on this host.
+
+    Args:
+        pid: A process of the job, or what started the ranks; None if only one job is held.
+
+    Returns:
+        The session.
+
+    Raises:
+        CommError: No job is held, or several are and none was named.
+        UnavailableError: Not on Linux.
+
+    Example:
+        >>> un.debugger.attach(1)
+        Traceback (most recent call last):
+        ...
+        unisono.errors.CommError: process 1 is in no job whose ranks are held...
+    """
+    if sys.platform != "linux":
+        raise UnavailableError("attaching to held ranks needs Linux")
+    jobs = _held_jobs()
+    try:
+        job = _chosen(jobs, pid)
+        return Session(job, jobs.pop(job))
+    finally:
+        for connection in chain.from_iterable(jobs.values()):
+            connection.close()
+
+
+def _held_jobs(without: Container[tuple[int, int]] = ()) -> dict[str, list[DebugConnection]]:
+    """Return connections to the other processes of this user on this host that hold ranks, by job."""
+    jobs: dict[str, list[DebugConnection]] = {}
+    for process in held_processes():
+        if process in without:
+            continue
+        # It may be let go meanwhile, or be another user's.
+        with suppress(CommError):
+            connection = DebugConnection(*process)
+            answer = connection.ask("ranks")
+            if answer["ranks"]:
+                jobs.setdefault(answer["job"], []).append(connection)
+            else:
+                connection.close()
+    return jobs
+
+
+def _chosen(jobs: dict[str, list[DebugConnection]], pid: int | None) -> str:
+    """Return the job of a process, which need hold no rank itself; the only job if no process is named."""
+    if pid is None:
+        if len(jobs) > 1:
+            named = sorted(connection.pid for connections in jobs.values() for connection in connections)
+            raise CommError(f"several jobs are held; pass a process of one of them: {named}")
+        if not jobs:
+            raise CommError("no job is held on this host that this user may debug")
+        return next(iter(jobs))
+    for job, connections in jobs.items():
+        if pid in {connection.pid for connection in connections}:
+            return job
+    with suppress(CommError):
+        (host, port), _ = find_control(pid)
+        if (job := place_of((host, port))) in jobs:
+            return job
+    raise CommError(f"process {pid} is in no job whose ranks are held, or that this user may debug")

@@ -1,0 +1,329 @@
+"""Ranks are held by `un.breakpoint`, looked at, stepped, let go and ended."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from waiting import wait_until
+
+import unisono as un
+from unisono.control.debug_socket import held_processes
+from unisono.debugger.prompt import Prompt
+from unisono.errors import AbortedError, CommError, CommTimeoutError, PeerLostError, UnavailableError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets that have no file exist on Linux alone")
+
+TIMEOUT_S = 1.0
+BACKENDS = ["thread", "shm", "tcp", "sim"]
+
+
+def training(comm: un.Communicator, folder: Path, steps: int = 30) -> int:
+    """Rank 1 comes to a breakpoint in step 5."""
+    own = comm.rank * 10
+    total = 0
+    for step in range(steps):
+        tensor = torch.ones(4)
+        comm.all_reduce(tensor)
+        total += int(tensor.sum())
+        if step == 5 and comm.rank == 1:
+            tell_process(folder)
+            un.breakpoint()
+            own = own + 1
+            own = own * 2
+    return total + own
+
+
+def start(backend: str, program: Any, *args: Any, ranks: int = 3, timeout: float = TIMEOUT_S) -> Any:
+    if backend == "sim":
+        return un.simulate(program, ranks, args=args, timeout=timeout).results
+    return un.launch(program, ranks, backend, args=args, timeout=timeout)
+
+
+def tell_process(folder: Path) -> None:
+    """Write this rank's process to a file, at once."""
+    part = folder / f"{os.getpid()} {threading.get_ident()}"
+    part.write_text(str(os.getpid()))
+    part.rename(folder / "pid")
+
+
+@contextmanager
+def held(
+    backend: str, folder: Path, program: Any = training, **how: Any
+) -> Iterator[tuple[un.debugger.Session, Future[Any]]]:
+    """A job that comes to a breakpoint, and a session attached to it."""
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(start, backend, program, folder, **how)
+        try:
+            assert wait_until((folder / "pid").exists)
+            with attached(int((folder / "pid").read_text())) as session:
+                yield session, job
+        finally:
+            assert wait_until(lambda: job.done() or end(folder))
+
+
+def end(folder: Path) -> None:
+    """End a job that is still held."""
+    with suppress(CommError):
+        un.debugger.attach(int((folder / "pid").read_text())).quit()
+
+
+def attached(pid: int) -> un.debugger.Session:
+    found: list[un.debugger.Session] = []
+
+    def attach() -> bool:
+        with suppress(CommError):
+            found.append(un.debugger.attach(pid))
+        return bool(found)
+
+    assert wait_until(attach)
+    return found[0]
+
+
+def settled(session: un.debugger.Session, ranks: int) -> bool:
+    """Whether all ranks are held, or in a call."""
+    states = [described["state"] for described in session.ranks().values()]
+    return len(states) == ranks and "running" not in states
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_are_held_past_their_timeouts_and_go_on(backend: str, tmp_path: Path) -> None:
+    with held(backend, tmp_path) as (session, job):
+        assert wait_until(lambda: settled(session, 3))
+        assert session.reason.startswith("rank 1 has reached a breakpoint at test_debugger.py:")
+        ranks = session.ranks()
+        assert ranks[1]["state"] == "held"
+        assert {ranks[rank]["function"] for rank in range(3)} == {"training"}
+        assert session.evaluate_all("own, comm.rank") == {0: "(0, 0)", 1: "(10, 1)", 2: "(20, 2)"}
+        assert session.evaluate(1, "print('step', step)") == "step 5\n"
+        assert session.evaluate(0, "own / 0") == "ZeroDivisionError: division by zero"
+        assert session.stack(2)[-1].endswith(" in training")
+        line = ranks[1]["line"]
+        assert session.step(1)
+        assert session.ranks()[1]["line"] == line + 1
+        assert session.step(1)
+        assert session.evaluate(1, "own") == "11"
+        # The other ranks wait in a call for longer than its timeout.
+        time.sleep(1.5 * TIMEOUT_S)
+        session.go()
+        assert job.result(20) == [30 * 12 + 0, 30 * 12 + 22, 30 * 12 + 20]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_quit_ends_every_rank(backend: str, tmp_path: Path) -> None:
+    with held(backend, tmp_path) as (session, job):
+        pid = int((tmp_path / "pid").read_text())
+        session.quit()
+        with pytest.raises(AbortedError, match="the debugger has ended the job"):
+            job.result(20)
+    assert wait_until(lambda: pid not in dict(held_processes()))
+
+
+def late(comm: un.Communicator, folder: Path) -> list[int]:
+    if comm.rank == 1:
+        tell_process(folder)
+        time.sleep(2 * TIMEOUT_S)
+    comm.barrier()
+    return comm.all_gather_object(comm.rank)
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm"])
+def test_timeout_holds_the_ranks_before_it_fails(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_ON_TIMEOUT", "debug")
+    with held(backend, tmp_path, late) as (session, job):
+        assert " timed out in barrier: " in session.reason
+        assert session.evaluate(1, "comm.rank") == "1"
+        session.go()
+        with pytest.raises(CommTimeoutError, match="rank 1"):
+            job.result(20)
+
+
+def test_ranks_that_are_held_notice_a_lost_one(tmp_path: Path) -> None:
+    with held("shm", tmp_path) as (session, job):
+        assert wait_until(lambda: settled(session, 3))
+        os.kill(int(session.evaluate(2, "__import__('os').getpid()")), signal.SIGKILL)
+        with pytest.raises(PeerLostError, match="rank 2"):
+            job.result(20)
+
+
+def at_the_same_time(comm: un.Communicator, folder: Path) -> int:
+    tell_process(folder)
+    un.breakpoint(comm)
+    comm.barrier()
+    return comm.rank
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_ranks_come_to_a_breakpoint(backend: str, tmp_path: Path) -> None:
+    with held(backend, tmp_path, at_the_same_time, timeout=20.0) as (session, job):
+
+        def goes() -> bool:
+            with suppress(CommError):
+                un.debugger.attach(int((tmp_path / "pid").read_text())).go()
+            return job.done()
+
+        session.go()
+        assert wait_until(goes)
+        assert job.result() == [0, 1, 2]
+
+
+def test_prompt(tmp_path: Path) -> None:
+    commands = "ranks\nall own\nrank 1\nwhere\nlist\nstep\np step\nown = 7\nrank 9\nrank x\nstep_ + 1\n\nhelp\ngo\n"
+    with held("thread", tmp_path) as (session, job):
+        assert wait_until(lambda: settled(session, 3))
+        shown = io.StringIO()
+        Prompt(session, stdin=io.StringIO(commands), stdout=shown).cmdloop()
+        job.result(20)
+    text = shown.getvalue()
+    assert "rank 1 has reached a breakpoint at test_debugger.py:" in text
+    assert re.search(r"rank 0: (held,|in all_reduce #7 \(sum.*\)) at test_debugger\.py:", text)
+    assert "rank 1: 10\n" in text
+    assert "rank 2: 20\n" in text
+    assert "->" in text
+    assert "un.breakpoint()" in text
+    assert "rank 1> held, at test_debugger.py:" in text
+    assert "rank 1> 5\n" in text
+    assert "rank 9 is not held on this host; [0, 1, 2] are" in text
+    assert "rank takes a number, not 'x'" in text
+    assert "NameError: name 'step_' is not defined" in text
+    assert "Documented commands" in text
+
+
+def test_backends_whose_deadlines_go_on_are_refused() -> None:
+    def program(comm: un.Communicator) -> None:
+        un.breakpoint(comm)
+
+    with pytest.raises(UnavailableError, match=r"ranks are held on shm, sim, tcp, thread, on Linux.* not on gloo"):
+        un.launch(program, 1, "gloo")
+
+
+def test_thread_without_a_communicator_is_refused() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CommError, match="no communicator belongs to this thread yet"):
+        pool.submit(un.breakpoint).result()
+
+
+def test_variable_turns_breakpoints_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+    assert un.launch(training, 2, "thread", args=(tmp_path,)) == [30 * 8, 30 * 8 + 22]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_other_users_cannot_attach(tmp_path: Path) -> None:
+    lines = [
+        "import os, socket, sys",
+        "os.setuid(65534)",
+        "peer = socket.socket(socket.AF_UNIX)",
+        "peer.connect(sys.argv[1].replace('@', chr(0)))",
+        'peer.sendall(b\'{"do": "ranks"}\\n\')',
+        "print(peer.recv(100))",
+    ]
+    with held("thread", tmp_path) as (session, _):
+        ((pid, number),) = [each for each in held_processes() if each[0] == os.getpid()]
+        name = f"@unisono-debug/{pid}/{number}"
+        command = [sys.executable, "-c", "\n".join(lines), name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        closed = ("BrokenPipeError", "ConnectionResetError")
+        assert done.stdout == "b''\n" or done.stderr.strip().rpartition("\n")[2].startswith(closed)
+        session.go()
+
+
+SCRIPT = """
+import os, pathlib, sys
+import torch
+import unisono as un
+
+comm = un.init()
+for step in range(1000):
+    comm.all_reduce(torch.ones(4))
+    if step == 5 and comm.rank == 1:
+        pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+        un.breakpoint()
+"""
+
+RUNNERS = {
+    "unisono run": ["-m", "unisono", "run", "-n", "2"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "pytest": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"],
+}
+TEST = """
+import os, pathlib
+import torch
+import unisono as un
+
+def program(comm):
+    for step in range(1000):
+        comm.all_reduce(torch.ones(4))
+        if step == 5 and comm.rank == 1:
+            pathlib.Path(os.environ["HELD"]).write_text(str(os.getpid()))
+            un.breakpoint()
+
+def test_it():
+    un.launch(program, 2, "shm")
+"""
+
+
+def quit_under(runner: str, folder: Path) -> None:
+    """Start a job, end it by the command `unisono debug`, and see that nothing is left."""
+    held_at = folder / "pid"
+    script = folder / "test_script.py"
+    script.write_text(TEST if runner == "pytest" else SCRIPT)
+    command = [sys.executable, *RUNNERS[runner], str(script), *([] if runner == "pytest" else [str(held_at)])]
+    env = {**os.environ, "HELD": str(held_at)}
+    job = subprocess.Popen(
+        command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        assert wait_until(held_at.exists, 60.0)
+        attached(int(held_at.read_text())).close()
+        debug = [sys.executable, "-m", "unisono", "debug", held_at.read_text()]
+        done = subprocess.run(
+            debug, input="all comm.rank\nquit\n", capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "rank 0: 0\nrank 1: 1\n" in done.stdout
+        shown = job.communicate(timeout=60)[0].decode()
+        assert job.returncode != 0
+        assert "the debugger has ended the job" in shown
+        assert wait_until(lambda: not processes_of(job.pid))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+def processes_of(session: int) -> list[int]:
+    """Processes of a session that are no zombies."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_quit_leaves_no_process(runner: str, tmp_path: Path) -> None:
+    quit_under(runner, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_quit_leaves_no_process_in_any_of_many_runs(runner: str, tmp_path: Path) -> None:
+    for run in range(17):
+        folder = tmp_path / str(run)
+        folder.mkdir()
+        quit_under(runner, folder)

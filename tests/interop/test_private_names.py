@@ -83,6 +83,7 @@ NAMES: dict[str, tuple[Any, str, str]] = {
 }
 PRIVATE_MODULES = {
     "torch._C",
+    "torch._C._dynamo",
     "torch._C._distributed_c10d",
     "torch.utils._python_dispatch",
     "torch.utils._pytree",

@@ -1749,7 +1749,7 @@ class Communicator:
         """Return figures of the latest calls, and the rank that holds up the others, if there is one. Collective.
 
         For a training loop, every 100 steps or so. Looks at the calls since the last time, at least 100 and at most
-        2,048 with messages; a step should come in them 20 times. A rank is named that is later than the others by 2 %
+        2,048; a step should come in them 20 times. A rank is named that is later than the others by 2 %
         of the time (of two ranks, by 8 %), more steadily than chance allows. Rank 0 logs that once, as a warning of the
         logger `unisono`. From then on ranks look at their stacks 200 times a second, and the next calls of this method
         tell what the rank does meanwhile. Times are those of the host: a kernel that waits on a GPU takes none.

@@ -108,7 +108,9 @@ def test_status_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_inspect_socket_returns_the_control_address(monkeypatch: pytest.MonkeyPatch) -> None:
     # This process may have a part in other jobs, whose doors come first.
-    monkeypatch.setattr("unisono.control.inspect_socket._name", lambda pid, number: f"\0unisono test/{pid}/{number}")
+    monkeypatch.setattr(
+        "unisono.control.inspect_socket.path_of", lambda kind, pid, number: f"\0{kind} test/{pid}/{number}"
+    )
     with (
         closing(ControlServer(b"of the tests")) as server,
         closing(SocketControl(server.address, b"of the tests", 10.0)) as me,
@@ -121,7 +123,7 @@ def test_inspect_socket_returns_the_control_address(monkeypatch: pytest.MonkeyPa
 
 
 def test_inspect_socket_rejects_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.control.inspect_socket._is_this_user", lambda other: False)
+    monkeypatch.setattr("unisono.control.inspect_socket.is_this_user", lambda other: False)
     door = InspectSocket(("127.0.0.1", 1), b"secret")
     try:
         with pytest.raises(CommError):

@@ -272,7 +272,7 @@ class Engine:
             activity.leave()
         if status is Status.OK:
             activity.messages += 1
-            activity.keep(record)
+            activity.keep_message(record)
             if name == "recv":
                 increment_version(tensor)
         else:
@@ -568,7 +568,7 @@ class Engine:
     def on_failure(self, cause: Cause) -> None:
         """Break the group, and end every wait in it; the control plane calls this from a thread of its own."""
         unfinished = self._pending > 0 and not self._retired
-        if HOLD.held:
+        if HOLD.holds(self):
             # Ranks that were held would not learn of it.
             DEBUGGED.go()
         if self.broken is None and (not self.closed or unfinished):

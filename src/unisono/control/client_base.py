@@ -184,7 +184,7 @@ class ControlClient(ControlPlane, ABC):
         if outcome == "asked":
             return lambda: self._notify(("answer", body, serialization.encode(self._activities.report())))
         if outcome == "held":
-            return lambda: DEBUGGED.hold(self, self._where, self._activities, cast("str | None", body))
+            return lambda: DEBUGGED.hold([(self, self._activities)], self._where, cast("str | None", body))
         if number:
             self._silent = False
             waiter = self._waiters.get(number)
@@ -330,7 +330,7 @@ class ControlClient(ControlPlane, ABC):
 
     def hold(self, reason: str | None) -> None:
         if reason is not None:
-            DEBUGGED.hold(self, self._where, self._activities, reason)
+            DEBUGGED.hold([(self, self._activities)], self._where, reason)
         self._request("hold", reason)
 
     # -- what the ranks are doing ------------------------------------------------------------------

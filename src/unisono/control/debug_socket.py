@@ -14,6 +14,7 @@ import json
 import socket
 import threading
 import traceback
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -110,26 +111,26 @@ class DebuggedProcess:
         self._listener: socket.socket | None = None
         self._lock = threading.Lock()
 
-    def hold(self, control: ControlPlane, job: str, activities: ActivityRegistry, reason: str | None) -> None:
-        """Hold one rank of this process, or let all of them go if there is no reason.
+    def hold(self, ranks: Iterable[tuple[ControlPlane, ActivityRegistry]], job: str, reason: str | None) -> None:
+        """Hold ranks of this process, or let all of them go if there is no reason.
 
         Args:
-            control: The rank's handle.
+            ranks: The handle of each, and what it does.
             job: The same in all processes of the job.
-            activities: Of the rank.
             reason: Shown to who attaches.
         """
         if reason is None:
             self.go()
             return
-        known = activities.open()
-        if not known:
-            return
-        group = known[0].group
-        self._ranks[group.members[group.rank]] = _HeldRank(control, activities)
         self._reason = reason
         self._job = job
-        HOLD.stop(None if control.simulated else known)
+        for control, activities in ranks:
+            if known := activities.open():
+                group = known[0].group
+                self._ranks[group.members[group.rank]] = _HeldRank(control, activities)
+                HOLD.stop(None if control.simulated else known)
+        if not self._ranks:
+            return
         with self._lock:
             if self._listener is not None:
                 return

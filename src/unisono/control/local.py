@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from unisono.control.client_base import CLOSED, ControlClient, SharedObjects
 from unisono.control.debug_socket import DEBUGGED
 from unisono.control.state import ControlState, Outgoing
+from unisono.core.flight_recorder import ActivityRegistry
 
 __all__ = ["LocalControl", "LocalHub"]
 
@@ -61,8 +62,8 @@ class LocalHub:
 
     def hold(self, reason: str | None) -> None:
         """Hold all ranks, or let them go, without a request: that would take time of simulated ranks."""
-        for control in list(self._controls.values()):
-            control.be_held(reason)
+        ranks = [control.as_held() for control in list(self._controls.values())]
+        DEBUGGED.hold(ranks, f"process {os.getpid()}", reason)
 
     def lost(self, client: int) -> None:
         """Fail all groups of a rank that has ended without closing its handle."""
@@ -110,9 +111,9 @@ class LocalControl(ControlClient):
     def hold(self, reason: str | None) -> None:
         self._hub.hold(reason)
 
-    def be_held(self, reason: str | None) -> None:
-        """Be held, as all ranks of the hub are, or go on."""
-        DEBUGGED.hold(self, f"process {os.getpid()}", self._activities, reason)
+    def as_held(self) -> tuple[LocalControl, ActivityRegistry]:
+        """Return what a debugger needs of this rank."""
+        return self, self._activities
 
     def close(self) -> None:
         if self._ended is None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from operator import itemgetter
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 _KEPT = 2048
-_FAILED = 16
+_FEW = 16
 _SHOWN = 5
 _FRAMES = 12
 _DEADLOCK_S = 0.5
@@ -97,7 +98,8 @@ class Activity:
         awaited: The messages that the current call waits for.
         timed_out: Whether the last wait timed out.
         in_background: Whether the call runs in a thread of the library, while the owner may do other things.
-        keep: Adds a call to the latest calls.
+        keep: Adds a collective to the latest ones.
+        keep_message: Adds a batch of messages, of which fewer are kept.
         record: EventRecorder of the events that must survive this process, if any.
     """
 
@@ -111,8 +113,10 @@ class Activity:
         self.awaited: tuple[PendingMessage, ...] = ()
         self.posted: dict[tuple[str, int, int], int] = {}
         self.now: Record | None = None
-        self._latest: deque[Record] = deque(maxlen=_KEPT)
-        self.keep: Callable[[Record], None] = self._latest.append
+        self._collectives: deque[Record] = deque(maxlen=_KEPT)
+        self._messages: deque[Record] = deque(maxlen=_FEW)
+        self.keep: Callable[[Record], None] = self._collectives.append
+        self.keep_message: Callable[[Record], None] = self._messages.append
         self.since = time.monotonic()
         self.outside_s = 0.0
         self.broken = self.closed = self.timed_out = False
@@ -121,17 +125,19 @@ class Activity:
     @property
     def latest(self) -> list[Record]:
         """The last calls, the newest at the end."""
-        return list(self._latest)
+        return sorted([*self._collectives, *self._messages], key=itemgetter(4))
 
     # -- reports of the engine -----------------------------------------------------------------
     def note(self, name: str, number: int | None, detail: object, place: Place) -> None:
         """Record a call, as of `format_call`."""
         now = time.monotonic()
         outside_s = self.outside_s if self.inside else self.outside_s + now - self.since
-        self.keep((name, number, detail, place, now, outside_s))
+        record = name, number, detail, place, now, outside_s
         if number is not None:
+            self.keep(record)
             self.calls = number
         else:
+            self.keep_message(record)
             self.messages += 1
 
     def enter(
@@ -210,7 +216,7 @@ class Activity:
         }
 
 
-_LAST_FAILED: deque[Activity] = deque(maxlen=_FAILED)
+_LAST_FAILED: deque[Activity] = deque(maxlen=_FEW)
 """Kept alive: a rank whose communicator has failed and is gone has still made calls."""
 
 

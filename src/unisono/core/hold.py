@@ -25,6 +25,7 @@ class _Holdable(Protocol):
     """The part of an engine that is held."""
 
     owner: int | None
+    closed: bool
     activity: Activity
 
 
@@ -88,9 +89,11 @@ class Hold:
         self._engines.add(engine)
 
     def engines_of(self, thread: int) -> list[Any]:
-        """Return the engines that a thread owns, held ones too, that of the largest group first."""
+        """Return the open engines that a thread owns, held ones too, that of the largest group first."""
         owners = {id(engine): owner for engine, owner in self._owners}
-        found = [engine for engine in list(self._engines) if owners.get(id(engine), engine.owner) == thread]
+        # Numbers of threads are used again: one that has ended may have left its engines.
+        usable = [engine for engine in list(self._engines) if not engine.closed]
+        found = [engine for engine in usable if owners.get(id(engine), engine.owner) == thread]
         return sorted(found, key=lambda engine: -engine.activity.group.size)
 
     def stop(self, activities: Iterable[Activity] | None) -> None:
@@ -133,6 +136,10 @@ class Hold:
                     engine.owner = owner
         gate.release()
         return True
+
+    def holds(self, engine: _Holdable) -> bool:
+        """Return whether an engine is held."""
+        return any(each is engine for each, _ in list(self._owners))
 
     def waits(self, thread: int) -> bool:
         """Return whether a thread is held, so that it may step."""

@@ -88,7 +88,7 @@ class Session:
         Args:
             code: Python code.
         """
-        return {rank: self.evaluate(rank, code) for rank in sorted(self._of)}
+        return {rank: self.evaluate(rank, code) for rank in self.ranks()}
 
     def stack(self, rank: int) -> list[str]:
         """Return the frames of a rank's program as "file:line in function", the innermost at the end.
@@ -135,6 +135,8 @@ class Session:
             connection.close()
 
     def _end(self, how: str) -> None:
+        if not self.ranks():
+            raise CommError("the ranks were let go")
         rank, connection = next(iter(self._of.items()))
         connection.ask(how, rank=rank)
         self.close()

@@ -1,21 +1,29 @@
 """Attach to a job whose ranks un.breakpoint() holds, and look at any of them.
 
-unisono debug                (the only job of this user that is held on this host)
-unisono debug 12345          (the job of a process)
-unisono debug 12345 --rank 3
+At its prompt, `help` lists the commands; what is none of them is evaluated on the chosen rank.
+
+  unisono debug                (the only job of this user that is held on this host)
+  unisono debug 12345          (the job of a process)
+  unisono debug 12345 --rank 3
+  unisono debug --json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the process, and the rank."""
-    parser.add_argument("pid", type=int, nargs="?", help="a process of the job (default: the only job that is held)")
-    parser.add_argument("--rank", type=int, help="the rank to look at first (default: the first one)")
+    add = parser.add_argument
+    add(
+        "pid", type=int, nargs="?", help="a process of the job, or what started it (default: the only job that is held)"
+    )
+    add("--rank", type=int, help="the rank to look at first (default: the first one)")
+    add("--json", action="store_true", help="print where each rank is as JSON, and leave the ranks held")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -24,5 +32,8 @@ def run(given: argparse.Namespace) -> int:
     from unisono.debugger.prompt import Prompt
 
     with attach(given.pid) as session:
-        Prompt(session, given.rank).cmdloop()
+        if given.json:
+            print(json.dumps({"reason": session.reason, "ranks": session.ranks()}, indent=2))
+        else:
+            Prompt(session, given.rank).cmdloop()
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ import unisono as un
 from unisono.control.debug_socket import held_processes
 from unisono.debugger.prompt import Prompt
 from unisono.errors import AbortedError, CommError, CommTimeoutError, PeerLostError, UnavailableError
+from unisono.tools.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets that have no file exist on Linux alone")
 
@@ -54,7 +56,7 @@ def start(backend: str, program: Any, *args: Any, ranks: int = 3, timeout: float
 
 
 def tell_process(folder: Path) -> None:
-    """Write this rank's process to a file, at once."""
+    """Write this rank's process to a file, which has all of it as soon as it exists."""
     part = folder / f"{os.getpid()} {threading.get_ident()}"
     part.write_text(str(os.getpid()))
     part.rename(folder / "pid")
@@ -94,7 +96,7 @@ def attached(pid: int) -> un.debugger.Session:
 
 
 def settled(session: un.debugger.Session, ranks: int) -> bool:
-    """Whether all ranks are held, or in a call."""
+    """Return whether all ranks are held, or in a call."""
     states = [described["state"] for described in session.ranks().values()]
     return len(states) == ranks and "running" not in states
 
@@ -116,7 +118,7 @@ def test_ranks_are_held_past_their_timeouts_and_go_on(backend: str, tmp_path: Pa
         assert session.ranks()[1]["line"] == line + 1
         assert session.step(1)
         assert session.evaluate(1, "own") == "11"
-        # The other ranks wait in a call for longer than its timeout.
+        # The other ranks wait in a call for longer than its timeout, which has to pass in real time.
         time.sleep(1.5 * TIMEOUT_S)
         session.go()
         assert job.result(20) == [30 * 12 + 0, 30 * 12 + 22, 30 * 12 + 20]
@@ -135,6 +137,7 @@ def test_quit_ends_every_rank(backend: str, tmp_path: Path) -> None:
 def late(comm: un.Communicator, folder: Path) -> list[int]:
     if comm.rank == 1:
         tell_process(folder)
+        # Later than the others wait for.
         time.sleep(2 * TIMEOUT_S)
     comm.barrier()
     return comm.all_gather_object(comm.rank)
@@ -220,6 +223,20 @@ def test_variable_turns_breakpoints_off(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert un.launch(training, 2, "thread", args=(tmp_path,)) == [30 * 8, 30 * 8 + 22]
 
 
+def test_command_shows_ranks_and_refuses_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with held("thread", tmp_path) as (session, job):
+        assert wait_until(lambda: settled(session, 3))
+        assert main(["debug", str(os.getpid()), "--rank", "9"]) == 2
+        assert "rank 9 is not held on this host; [0, 1, 2] are" in capsys.readouterr().err
+        assert main(["debug", str(os.getpid()), "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["ranks"]["1"]["state"] == "held"
+        session.go()
+        job.result(20)
+    assert main(["debug", "1"]) == 1
+    assert "process 1 is in no job whose ranks are held" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_other_users_cannot_attach(tmp_path: Path) -> None:
     lines = [
@@ -275,8 +292,8 @@ def test_it():
 """
 
 
-def quit_under(runner: str, folder: Path) -> None:
-    """Start a job, end it by the command `unisono debug`, and see that nothing is left."""
+def left_after_quit(runner: str, folder: Path) -> list[int]:
+    """Start a job, end it by the command `unisono debug`, and return the processes that are left."""
     held_at = folder / "pid"
     script = folder / "test_script.py"
     script.write_text(TEST if runner == "pytest" else SCRIPT)
@@ -297,7 +314,8 @@ def quit_under(runner: str, folder: Path) -> None:
         shown = job.communicate(timeout=60)[0].decode()
         assert job.returncode != 0
         assert "the debugger has ended the job" in shown
-        assert wait_until(lambda: not processes_of(job.pid))
+        wait_until(lambda: not processes_of(job.pid))
+        return processes_of(job.pid)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
@@ -316,7 +334,7 @@ def processes_of(session: int) -> list[int]:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_quit_leaves_no_process(runner: str, tmp_path: Path) -> None:
-    quit_under(runner, tmp_path)
+    assert left_after_quit(runner, tmp_path) == []
 
 
 @pytest.mark.soak
@@ -326,4 +344,4 @@ def test_quit_leaves_no_process_in_any_of_many_runs(runner: str, tmp_path: Path)
     for run in range(17):
         folder = tmp_path / str(run)
         folder.mkdir()
-        quit_under(runner, folder)
+        assert left_after_quit(runner, folder) == []

@@ -634,7 +634,7 @@ class Engine:
 
     @property
     def can_hold(self) -> bool:
-        """Whether deadlines of this backend can stand still."""
+        """Return whether deadlines of this backend can stand still."""
         return sys.platform == "linux" and set(self.options.backend.split("+")) <= STAND_STILL
 
     # -- end -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which rank holds up the others, by the time that each spends outside of calls, and what it does there."""
+"""Search for the rank that holds up the others, by the time that each spends outside of calls."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ class _Comm(Protocol):
 
     @property
     def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
     @property
     def backend(self) -> str: ...
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None: ...

@@ -1,6 +1,6 @@
 """A debugger's way into a process whose ranks are held: a Unix socket for processes of the same user.
 
-Who connects can run any code here. So the socket exists only while the ranks are held, the kernel says which user
+A debugger can run any code here. So the socket exists only while the ranks are held, the kernel says which user
 connects, and nothing of this goes over the control plane, but for the words "hold" and "go on".
 
 Requests and answers are lines of JSON.
@@ -90,7 +90,9 @@ class _HeldRank:
                     value = eval(compiled, frame.f_globals, frame.f_locals)
                     if value is not None:
                         printed.write(repr(value))
-        except BaseException as error:
+        except (
+            BaseException
+        ) as error:  # the debugger's own code, whatever it raises, ends neither the rank nor the session
             printed.write("".join(traceback.format_exception_only(error)).rstrip())
         return printed.getvalue()[:_MOST_TEXT]
 
@@ -117,7 +119,7 @@ class DebuggedProcess:
         Args:
             ranks: The handle of each, and what it does.
             job: The same in all processes of the job.
-            reason: Shown to who attaches.
+            reason: Shown to a debugger that attaches.
         """
         if reason is None:
             self.go()
@@ -192,7 +194,7 @@ class DebuggedProcess:
 
 
 DEBUGGED = DebuggedProcess()
-"""Of the process, as its clock and its sockets are."""
+"""The one of this process, whose clock and sockets are one, too."""
 
 
 class DebugConnection:

@@ -136,7 +136,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def hold(self, reason: str | None) -> None:
-        """Hold every rank of the job at its next call, for a debugger that is told the reason; let go if it is None."""
+        """Hold every rank of the job at its next call, and show a debugger the reason; let all go if it is None."""
 
     # -- here ----------------------------------------------------------------------------------
     @abstractmethod

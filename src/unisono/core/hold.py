@@ -168,7 +168,7 @@ class Hold:
 
 
 HOLD = Hold()
-"""Of the process, as its clock is."""
+"""The one of this process, whose clock is one, too."""
 
 
 def _call_at_next_line(frame: FrameType | None, action: Callable[[], None]) -> None:

@@ -50,7 +50,7 @@ class Session:
     def ranks(self) -> dict[int, dict[str, Any]]:
         """Return for each rank "state" (held, in a call, running), "site", "function", "file" and "line".
 
-        Also for those whose processes were told to hold since the last time.
+        Includes ranks whose processes hold them only since the last time.
         """
         known = {(connection.pid, connection.number) for connection in self._connections}
         for job, more in _held_jobs(known).items():

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
+
+from unisono.tools.cli import refusing
 
 __all__ = ["add_arguments", "run"]
 
@@ -35,5 +38,9 @@ def run(given: argparse.Namespace) -> int:
         if given.json:
             print(json.dumps({"reason": session.reason, "ranks": session.ranks()}, indent=2))
         else:
-            Prompt(session, given.rank).cmdloop()
+            with refusing(ValueError):
+                prompt = Prompt(session, given.rank)
+            # An interrupt leaves the ranks held, as the end of the input does.
+            with suppress(KeyboardInterrupt):
+                prompt.cmdloop()
     return 0

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -216,6 +217,32 @@ def test_backends_whose_deadlines_go_on_are_refused() -> None:
 def test_thread_without_a_communicator_is_refused() -> None:
     with ThreadPoolExecutor(1) as pool, pytest.raises(CommError, match="no communicator belongs to this thread yet"):
         pool.submit(un.breakpoint).result()
+
+
+def test_clock_stands_still_again_after_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation that was there before puts the clock back that it has found."""
+    with held("thread", tmp_path) as (session, job):
+        session.go()
+        job.result(20)
+    (tmp_path / "pid").unlink()
+    monkeypatch.setattr(time, "monotonic", lambda: time.clock_gettime(time.CLOCK_MONOTONIC))
+    with held("thread", tmp_path) as (session, job):
+        assert wait_until(lambda: settled(session, 3))
+        # Longer than the timeout, which has to pass in real time.
+        time.sleep(1.5 * TIMEOUT_S)
+        session.go()
+        assert len(job.result(20)) == 3
+
+
+@pytest.mark.parametrize("line", [b"[]\n", b"{}\n", b'{"do": "evaluate"}\n', b'{"do": "step", "rank": []}\n'])
+def test_wrong_requests_are_answered_by_an_error(line: bytes, tmp_path: Path) -> None:
+    with held("thread", tmp_path) as (session, _), socket.socket(socket.AF_UNIX) as peer:
+        ((pid, number),) = [each for each in held_processes() if each[0] == os.getpid()]
+        peer.settimeout(20.0)
+        peer.connect(f"\0unisono-debug/{pid}/{number}")
+        peer.sendall(line)
+        assert "error" in json.loads(peer.recv(1000))
+        session.go()
 
 
 def test_variable_turns_breakpoints_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -171,16 +171,19 @@ class DebuggedProcess:
                     stream.write(json.dumps(self._answer(json.loads(line))).encode() + b"\n")
                     stream.flush()
 
-    def _answer(self, asked: _Json) -> _Json:
+    def _answer(self, asked: Any) -> _Json:
+        if not isinstance(asked, dict):
+            return {"error": "a request is an object with what to do"}
         do = asked.get("do")
         if do == "ranks":
             ranks = {str(number): rank.describe() for number, rank in sorted(self._ranks.items())}
             return {"reason": self._reason, "job": self._job, "ranks": ranks}
-        rank = self._ranks.get(asked.get("rank", -1))
+        number = asked.get("rank")
+        rank = self._ranks.get(number) if isinstance(number, int) else None
         if rank is None:
-            return {"error": f"rank {asked.get('rank')} is not held in this process"}
+            return {"error": f"rank {number} is not held in this process"}
         if do == "evaluate":
-            return {"text": rank.evaluate(str(asked["code"]))}
+            return {"text": rank.evaluate(str(asked.get("code", "")))}
         if do == "stack":
             return {"stack": rank.stack()}
         if do == "step":

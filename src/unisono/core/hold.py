@@ -39,11 +39,13 @@ class _DeadlineClock:
     def __init__(self) -> None:
         self._stood_s = 0.0
         self._stopped_at: float | None = None
-        self._real: Callable[[], float] | None = None
+        self._real: Callable[[], float] = time.monotonic
 
     def stop(self) -> None:
-        if self._real is None:
+        # Also again: the end of a simulation puts the function of before its beginning back.
+        if time.monotonic != self.read:
             self._real = time.monotonic
+            self._stood_s = 0.0
             # With the names under which these modules have imported it.
             for module, name in ((time, "monotonic"), (threading, "_time"), (queue, "time")):
                 setattr(module, name, self.read)
@@ -52,13 +54,12 @@ class _DeadlineClock:
             self._tell()
 
     def go(self) -> None:
-        if self._real is not None and self._stopped_at is not None:
+        if self._stopped_at is not None:
             self._stood_s += self._real() - self._stopped_at
             self._stopped_at = None
             self._tell()
 
     def read(self) -> float:
-        assert self._real is not None
         stopped_at = self._stopped_at
         return (self._real() if stopped_at is None else stopped_at) - self._stood_s
 

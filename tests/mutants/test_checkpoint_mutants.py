@@ -213,7 +213,7 @@ def closing(folder: Path) -> None:
 
 
 def bomb(folder: Path) -> None:
-    unit("hostile").test_short_values_that_expand_in_memory(folder, "strings", 300_000)
+    unit("hostile").test_short_values_that_expand_in_memory(folder, "lists", 300_000)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [

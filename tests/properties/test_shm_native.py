@@ -58,6 +58,10 @@ def same(one: torch.Tensor, other: torch.Tensor, op: str) -> bool:
         finite = torch.isfinite(other)
         if not torch.equal(torch.isfinite(one), finite):
             return False
+        if op == "product":
+            # Torch rounds the last few elements of a tensor, beyond whole vectors, otherwise than the others.
+            precision = 4 * torch.finfo(one.dtype).eps
+            return torch.allclose(one[finite], other[finite], rtol=precision, atol=0.0)
         one, other = torch.view_as_real(one[finite]), torch.view_as_real(other[finite])
     if not one.is_floating_point():
         return torch.equal(one, other)

@@ -70,13 +70,14 @@ def under_notebook(folder: Path, chosen: list[Mistake]) -> dict[str, str]:
     command = "import os; os.environ['IPYTHONDIR'] = '.'; from nbclient.cli import main; main()"
     said = run(folder, sys.executable, "-c", command, "--inplace", "--timeout=100", str(file))
     assert not re.search("^Traceback", said), said
-    return {
-        mistake.name: "\n".join(
-            "\n".join(output.traceback) if output.output_type == "error" else output.get("text", "")
-            for output in cell.outputs
-        )
-        for mistake, cell in zip(chosen, nbformat.read(file, as_version=4).cells, strict=True)
-    }
+    outputs = [cell.outputs for cell in nbformat.read(file, as_version=4).cells]
+    blocks = {}
+    for mistake, own, following in zip(chosen, outputs, [*outputs[1:], []], strict=True):
+        errors = ["\n".join(output.traceback) for output in own if output.output_type == "error"]
+        # What a rank prints may arrive when the next cell runs.
+        printed = [output.text for output in (*own, *following) if output.output_type == "stream"]
+        blocks[mistake.name] = "\n".join(errors or printed)
+    return blocks
 
 
 # An error goes to the hook of uncaught ones, as it does from a script that fails.

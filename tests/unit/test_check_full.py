@@ -163,3 +163,22 @@ def test_buffer_changed_before_wait_is_found(name: str) -> None:
 def test_check_mode_must_agree() -> None:
     with pytest.raises(ValueError, match="check must be"):
         un.init(check="most")  # type: ignore[arg-type]  # wrong or narrower on purpose
+
+
+@pytest.mark.parametrize(
+    ("ops", "algorithms", "text"),
+    [
+        (("sum", "max"), ("ring", "direct"), "ranks differ in op: "),
+        (("sum", "sum"), ("ring", "direct"), "ranks differ in algorithm: "),
+    ],
+)
+def test_algorithm_is_named_where_nothing_else_differs(
+    ops: tuple[str, str], algorithms: tuple[str, str], text: str
+) -> None:
+    """It is chosen by the operation otherwise."""
+
+    def program(comm: un.Communicator) -> None:
+        comm.all_reduce(torch.ones(3), ops[comm.rank], algorithm=algorithms[comm.rank])
+
+    with pytest.raises(un.errors.MismatchError, match=text):
+        un.launch(program, 2, "thread")

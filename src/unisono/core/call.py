@@ -170,6 +170,9 @@ def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:
         if "operation" in differing:
             # The rest follows from it.
             differing = ["operation"]
+        elif differing != ["algorithm"]:
+            # It is chosen by the others.
+            differing = [name for name in differing if name != "algorithm"]
         quoted = _sides({rank: _side(p, "algorithm" in differing) for rank, p in enumerate(prints)})
         text = f"ranks differ in {', '.join(differing)}: {quoted}"
         return f"{text}. All ranks must make the same calls in the same order"

@@ -67,16 +67,17 @@ def under_notebook(folder: Path, chosen: list[Mistake]) -> dict[str, str]:
     cells = [new_code_cell(mistake.cell(), metadata={"tags": ["raises-exception"]}) for mistake in chosen]
     file = folder / "notebook.ipynb"
     nbformat.write(new_notebook(cells=cells), file)
-    command = "import os; os.environ['IPYTHONDIR'] = '.'; from nbclient.cli import main; main()"
+    # Under pytest, as this variable tells, a kernel does not show what its processes print.
+    command = (
+        "import os; os.environ['IPYTHONDIR'] = '.'; os.environ.pop('PYTEST_CURRENT_TEST'); "
+        "from nbclient.cli import main; main()"
+    )
     said = run(folder, sys.executable, "-c", command, "--inplace", "--timeout=100", str(file))
     assert not re.search("^Traceback", said), said
-    outputs = [cell.outputs for cell in nbformat.read(file, as_version=4).cells]
     blocks = {}
-    for mistake, own, following in zip(chosen, outputs, [*outputs[1:], []], strict=True):
-        errors = ["\n".join(output.traceback) for output in own if output.output_type == "error"]
-        # What a rank prints may arrive when the next cell runs.
-        printed = [output.text for output in (*own, *following) if output.output_type == "stream"]
-        blocks[mistake.name] = "\n".join(errors or printed)
+    for mistake, cell in zip(chosen, nbformat.read(file, as_version=4).cells, strict=True):
+        errors = ["\n".join(output.traceback) for output in cell.outputs if output.output_type == "error"]
+        blocks[mistake.name] = "\n".join(errors or [output.get("text", "") for output in cell.outputs])
     return blocks
 
 

@@ -168,8 +168,8 @@ def test_check_mode_must_agree() -> None:
 @pytest.mark.parametrize(
     ("ops", "algorithms", "text"),
     [
-        (("sum", "max"), ("ring", "direct"), "ranks differ in op: "),
-        (("sum", "sum"), ("ring", "direct"), "ranks differ in algorithm: "),
+        (("sum", "max"), ("ring", "recursive_doubling"), "ranks differ in op: "),
+        (("sum", "sum"), ("ring", "recursive_doubling"), "ranks differ in algorithm: "),
     ],
 )
 def test_algorithm_is_named_where_nothing_else_differs(

@@ -9,7 +9,7 @@ from unisono.core.types import Message, Work
 from unisono.wrappers.base import Wrapper
 
 CHECK = "messages_and_collectives_are_separate"
-ERROR = r"waited 1\.\d s (for 4 B from rank 0|in call 2 for rank 1)"
+ERROR = r"waited 1\.\d s (for 4 B from rank 0|in call 2 for rank 1|for rank 1, which has not arrived)"
 
 
 class Mutant(Wrapper):

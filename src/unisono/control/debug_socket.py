@@ -237,8 +237,10 @@ class DebugConnection:
             self._stream.flush()
             line = self._stream.readline()
         except (OSError, ValueError) as error:
+            self.close()
             raise CommError(f"process {self.pid} has ended, or this connection to it") from error
         if not line:
+            self.close()
             raise CommError(f"process {self.pid} has ended, or was let go")
         answer: _Json = json.loads(line)
         if "error" in answer:

@@ -45,7 +45,11 @@ class Session:
         self._connections = connections
         self._of: dict[int, DebugConnection] = {}
         self.reason = ""
-        self.ranks()
+        try:
+            self.ranks()
+        except CommError:
+            self.close()
+            raise
 
     def ranks(self) -> dict[int, dict[str, Any]]:
         """Return for each rank "state" (held, in a call, running), "site", "function", "file" and "line".
@@ -135,11 +139,13 @@ class Session:
             connection.close()
 
     def _end(self, how: str) -> None:
-        if not self.ranks():
-            raise CommError("the ranks were let go")
-        rank, connection = next(iter(self._of.items()))
-        connection.ask(how, rank=rank)
-        self.close()
+        try:
+            rank = next(iter(self.ranks()), None)
+            if rank is None:
+                raise CommError("the ranks were let go")
+            self._of[rank].ask(how, rank=rank)
+        finally:
+            self.close()
 
     def _at(self, rank: int) -> DebugConnection:
         if rank not in self._of:

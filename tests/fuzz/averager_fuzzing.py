@@ -22,6 +22,8 @@ from unisono.testing import pool
 __all__ = ["drawn", "failures"]
 
 _BATCH = 20
+_COMPILING_S = 60.0
+"""Timeout of ranks whose models are compiled: one may still compile when another one is done."""
 
 
 def drawn(seed: int, backend: str, size: int, *, compiled: bool = False) -> Case:
@@ -57,15 +59,16 @@ def failures(
 
 def _run(batch: Sequence[Case], backend: str, size: int, make: Averager) -> list[list[Outcome]]:
     """The outcomes by rank of the first programs, up to the last one that ranks ran."""
+    ranks = pool(backend, 3, **({"timeout": _COMPILING_S} if batch[0].compiled else {}))
     try:
-        by_rank = pool(backend, 3).run(run_batch, batch, make, size=size)
+        by_rank = ranks.run(run_batch, batch, make, size=size)
     except Exception as error:
         if len(batch) > 1:
             return _run(batch[:1], backend, size, make)
         return [[Outcome(problem=f"the ranks ended by {error!r}")] * size]
     found = [list(outcomes) for outcomes in zip(*by_rank, strict=False)]
     if any(outcome.apart for outcome in found[-1]):
-        pool(backend, 3).close()
+        ranks.close()
     return found
 
 

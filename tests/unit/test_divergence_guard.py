@@ -221,3 +221,21 @@ def test_models_with_different_shapes_are_named() -> None:
             DivergenceGuard(torch.nn.Linear(3, 2), comm, every=0)
 
     run_ranks(program, 2)
+
+
+def test_a_guard_moves_to_other_ranks() -> None:
+    def program(comm: un.Communicator) -> str:
+        model = torch.nn.Linear(2, 1)
+        un.broadcast_parameters(model, comm)
+        guard = DivergenceGuard(model, comm, every=1)
+        guard.step()
+        guard.move_to(comm.split(comm.rank // 2))
+        model.bias.data += comm.rank // 2
+        guard.step()
+        model.bias.data += comm.rank
+        with pytest.raises(MismatchError) as error:
+            guard.step()
+        return str(error.value)
+
+    said = run_ranks(program, 4)
+    assert all("after step 3: 'bias': rank 1 differs from rank 0" in each for each in said)

@@ -171,8 +171,12 @@ def seconds_left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def positive_timeout(timeout: Timeout) -> float:
+def positive_timeout(timeout: Timeout, name: str = "timeout") -> float:
     """Return the timeout in seconds, as `resolve_timeout`; raise `ValueError` also if it is 0.
+
+    Args:
+        timeout: Seconds, or a timedelta.
+        name: Of the argument, for the error.
 
     Example:
         >>> positive_timeout(timedelta(seconds=0))
@@ -182,7 +186,7 @@ def positive_timeout(timeout: Timeout) -> float:
     """
     seconds = resolve_timeout(timeout)
     if not seconds > 0:
-        raise ValueError(f"timeout must be a positive number of seconds or a timedelta, not {timeout!r}")
+        raise ValueError(f"{name} must be a positive number of seconds or a timedelta, not {timeout!r}")
     return seconds
 
 

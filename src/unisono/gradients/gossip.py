@@ -119,11 +119,6 @@ class Gossip(PeriodicAverager):
             settings=settings,
         )
 
-    @property
-    def rounds(self) -> int:
-        """Number of rounds so far."""
-        return self._fragments[0].rounds
-
     def mix(self) -> None:
         """Run a round now, regardless of the schedule. Every rank calls it.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from typing_extensions import Unpack
 
@@ -64,10 +66,10 @@ class LocalSGD(PeriodicAverager):
         settings = {"average_state": average_state}
         super().__init__(model, comm, every, buffers=buffers, bucket_cap_mb=bucket_cap_mb, settings=settings)
 
-    def step(self) -> bool:
+    def step(self, samples: int | None = None) -> bool:
         if self._average_state and self._optimizer is None:
             raise ValueError("average_state=True needs the optimizer: call attach(optimizer) first")
-        return super().step()
+        return super().step(samples)
 
     def average(self) -> None:
         """Average now, regardless of the schedule; for the end of training, for instance. Collective."""
@@ -106,12 +108,13 @@ class DiLoCo(PeriodicAverager):
     Args:
         model: A module, or its parameters, equal on all ranks. Integer parameters stay unchanged.
         comm: The ranks that train.
-        every: 50, or an `every(...)`, or a function of the step's number (from 1).
+        every: 50, or an `every(...)`, or a function of the step's number (from 1); or a `timedelta`, for ranks of
+            different speed (see `PeriodicAverager`).
         outer_lr, outer_momentum, nesterov: Settings of the outer SGD.
         outer: Factory of another outer optimizer, from the anchor's tensors; the three before it then have no effect.
-        options: Of `PeriodicAverager`: `fragments`, `reduce`, `compression`, `overlap_steps`, `alpha`, `anchor_dtype`,
-            `bucket_cap_mb`. Streaming DiLoCo (Douillard et al., 2025) is, for instance, `every=100, fragments=4,
-            overlap_steps=5, alpha=0.5, compression="int4"`.
+        options: Of `PeriodicAverager`: `fragments`, `reduce`, `compression`, `overlap_steps`, `max_lag`, `alpha`,
+            `anchor_dtype`, `bucket_cap_mb`. Streaming DiLoCo (Douillard et al., 2025) is, for instance, `every=100,
+            fragments=4, overlap_steps=5, alpha=0.5, compression="int4"`.
 
     Raises:
         MismatchError: Ranks have different parameters (values too: see `un.broadcast_parameters`) or arguments.
@@ -143,7 +146,7 @@ class DiLoCo(PeriodicAverager):
         self,
         model: Model,
         comm: Communicator,
-        every: int | Schedule = 50,
+        every: int | Schedule | timedelta = 50,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,

@@ -112,8 +112,12 @@ class PeriodicAction(ABC):
         self._hook: RemovableHandle | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         when = repr(self._schedule) if isinstance(self._schedule, PeriodicSchedule) else "a function"
-        settings = {"every": when, **(settings or {})}
-        agree_on_parameters(named, comm, settings, of=type(self).__name__, frozen=False)
+        self._settings = {"every": when, **(settings or {})}
+        self._connect(comm)
+
+    def _connect(self, comm: Communicator) -> None:
+        """Agree with the ranks of a communicator, and make one of our own of it. Collective."""
+        agree_on_parameters(self.named, comm, self._settings, of=type(self).__name__, frozen=False)
         self._comm = comm.dup()
 
     @property
@@ -180,6 +184,21 @@ class PeriodicAction(ABC):
             state: A result of `state_dict` of any rank.
         """
         self.steps = int(state["steps"])
+
+    def move_to(self, comm: Communicator) -> None:
+        """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
+
+        Collective over it; new ranks create their own object in the meantime.
+
+        Args:
+            comm: The new communicator.
+
+        Raises:
+            MismatchError: Ranks have different parameters or arguments.
+        """
+        self._comm.abort(f"{type(self).__name__} moves to other ranks")
+        self._comm.close()
+        self._connect(comm)
 
     def close(self) -> None:
         """Release the communicator and the optimizer. Every rank calls it. Idempotent."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
+from threading import Condition, Timer
 from typing import Any, Protocol, TypedDict
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 
@@ -15,7 +20,8 @@ from unisono.communicator import Communicator, engine_of
 from unisono.compression.codec import Codec, Spec
 from unisono.core.staging import current_streams, entered, wait_for
 from unisono.core.threads import SerialWorker
-from unisono.core.work import Completion
+from unisono.core.types import Timeout
+from unisono.core.work import Completion, positive_timeout
 from unisono.gradients.periodic import PeriodicAction, PeriodicSchedule, Schedule, schedule_of, whole_number
 from unisono.gradients.reducer import codec_for
 from unisono.gradients.robust import ClippedMean, TrimmedMean
@@ -24,6 +30,8 @@ from unisono.utils.flatten import MIB, buckets, flat_apply
 from unisono.utils.parameters import Model, Named, check_parameters, named_tensors
 
 __all__ = ["ExchangeOptions", "Fragment", "Outer", "PeriodicAverager", "Reduction", "floating", "mean"]
+
+_log = logging.getLogger("unisono")
 
 _CALLS = 4
 """Collectives that the average of one message makes at most, each of which has the communicator's timeout."""
@@ -45,6 +53,7 @@ class ExchangeOptions(TypedDict, total=False):
     reduce: str | Reduction
     compression: Spec | None
     overlap_steps: int
+    max_lag: Timeout | None
     alpha: float | None
     anchor_dtype: torch.dtype | None
     bucket_cap_mb: float
@@ -75,6 +84,11 @@ class _PendingExchange:
         in_place: Whether the contributions are the parameters themselves, so that nothing is left to apply.
         sent: The parameters when the exchange began, if what they learn meanwhile is added to the result.
         streams: Streams of accelerators on which the result is computed.
+        samples: Weight of this rank's contribution, where ranks take turns at agreed times; 0 if it is late.
+        of_all: The same of all ranks together; without a sample there is no result.
+        behind_s: Time from the beginning of the turn until this rank took it.
+        leaving: Whether this rank has no more to contribute.
+        rates: Learning rates of the outer optimizer, one for each group of its parameters.
     """
 
     due: int
@@ -84,6 +98,60 @@ class _PendingExchange:
     in_place: bool = False
     sent: list[torch.Tensor] | None = None
     streams: list[torch.Stream] = field(default_factory=list)
+    samples: float = 0
+    of_all: float = 1
+    behind_s: float = 0
+    leaving: bool = False
+    rates: list[float] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Turns:
+    """Times at which ranks of different speed exchange one fragment after another.
+
+    A turn begins one interval after the one before, which an exchange makes known to all ranks. A rank that has
+    nothing to send `max_lag_s` later takes part without a contribution, so that no other one waits for it.
+
+    Attributes:
+        interval_s, max_lag_s: In seconds.
+        number: Of the turn.
+        due_s: When it begins; infinite while an exchange is under way, None while no turns are taken.
+        late: Runs when its time is over.
+        leaving: Whether this rank waits for the others in `finish`.
+        left: Number of turns in a row in which all ranks did.
+    """
+
+    interval_s: float
+    max_lag_s: float
+    number: int = 0
+    due_s: float | None = None
+    late: Timer | None = None
+    leaving: bool = False
+    left: int = 0
+
+    def is_due(self) -> bool:
+        """Whether the turn has begun."""
+        return self.due_s is not None and time.monotonic() >= self.due_s
+
+    def begin(self, last_s: float, expire: Callable[[int], None]) -> None:
+        """Wait for a turn, which begins an interval after the last one, or now if the exchange took longer."""
+        self.due_s = max(last_s + self.interval_s, time.monotonic())
+        self.late = Timer(self.due_s + self.max_lag_s - time.monotonic(), expire, [self.number])
+        self.late.daemon = True
+        self.late.start()
+
+    def take(self) -> float:
+        """Wait for no turn while the exchange of this one is under way; return how late it is taken, in seconds."""
+        behind_s = 0.0 if self.due_s is None else max(0.0, time.monotonic() - self.due_s)
+        self.end()
+        self.due_s = math.inf
+        return behind_s
+
+    def end(self) -> None:
+        """Take no more turns."""
+        self.due_s = None
+        if self.late is not None:
+            self.late.cancel()
 
 
 @dataclass(eq=False)
@@ -96,6 +164,7 @@ class Fragment:
         anchor: Their part of the anchor, if there is one.
         codecs: One for each message, None where it is sent as it is.
         rounds: Number of exchanges applied.
+        samples: Number that this rank has trained on since it sent its last contribution.
         exchange: The one under way.
     """
 
@@ -104,6 +173,7 @@ class Fragment:
     anchor: list[torch.Tensor]
     codecs: list[Codec | None] = field(default_factory=list)
     rounds: int = 0
+    samples: float = 0
     exchange: _PendingExchange | None = None
 
 
@@ -119,7 +189,9 @@ class PeriodicAverager(PeriodicAction):
     Args:
         model: A module, or its parameters. Integer ones stay unchanged.
         comm: The ranks that take part.
-        every: A number of steps, an `every(...)`, or a function of the step's number (from 1).
+        every: A number of steps, an `every(...)`, or a function of the step's number (from 1). Or a `timedelta`, for
+            ranks of different speed: each takes as many steps as it can in that time, and its contribution counts by
+            its number of samples. Needs `outer`, and `reduce="mean"`.
         buffers: Also average a module's floating-point buffers.
         outer: Maker of the outer optimizer, from the anchor's tensors. Ranks must start from equal parameters then.
         fragments: Number of parts of about equal bytes, in the order of the parameters; or for each part a list of
@@ -132,6 +204,9 @@ class PeriodicAverager(PeriodicAction):
             they are.
         overlap_steps: Steps that a result may take to arrive while training continues, at most until the fragment is
             due again. 0: each exchange is waited for.
+        max_lag: With a `timedelta`: seconds, or a timedelta, that an exchange waits for a rank that is late. After that
+            it takes place without this rank's contribution; the rank continues from the anchor after its next step.
+            None: as long as from one exchange to the next.
         alpha: Share of this rank's own parameters when a result is applied, from 0 to less than 1; Streaming DiLoCo
             has 0.5. None: the result, plus what this rank has learnt since it sent.
         anchor_dtype: Of the anchor's real tensors. None: float32, or the parameter's dtype if that is wider.
@@ -146,10 +221,12 @@ class PeriodicAverager(PeriodicAction):
     Attributes:
         anchor: With `outer`, for each floating-point parameter its value when all ranks were last equal; else empty.
         outer: The outer optimizer; its learning rate may be scheduled as any other's.
+        missed: With a `timedelta`: number of exchanges that took place without this rank's contribution, because it was
+            late. Logger "unisono" has a warning of each.
 
     Cost: each interval one average of the parameters' elements, in the anchor's dtype if there is one. Memory: with
     `outer` the anchor, the outer optimizer's state, and once more the fragments under way; with `overlap_steps` and
-    without `alpha` another copy of these.
+    without `alpha` another copy of these. With a `timedelta` an exchange also gathers some 24 bytes a rank.
 
     Example:
         >>> def program(comm):
@@ -170,7 +247,7 @@ class PeriodicAverager(PeriodicAction):
         self,
         model: Model,
         comm: Communicator,
-        every: int | Schedule = 8,
+        every: int | Schedule | timedelta = 8,
         *,
         buffers: bool = False,
         outer: Outer | None = None,
@@ -178,22 +255,26 @@ class PeriodicAverager(PeriodicAction):
         reduce: str | Reduction = "mean",
         compression: Spec | None = None,
         overlap_steps: int = 0,
+        max_lag: Timeout | None = None,
         alpha: float | None = None,
         anchor_dtype: torch.dtype | None = None,
         bucket_cap_mb: float = 25,
         settings: Mapping[str, object] | None = None,
     ) -> None:
+        interval = every if isinstance(every, timedelta) else None
+        schedule = schedule_of(1 if isinstance(every, timedelta) else every)
+        if outer is None or reduce != "mean":
+            # Both send changes from an anchor, and compute their mean.
+            _refuse("compression=", compression)
+            _refuse("every=timedelta(...)", interval)
         model = model if isinstance(model, torch.nn.Module) else named_tensors(model)
         named = floating(named_tensors(model, buffers=buffers))
         check_parameters(named)
         whole_number("overlap_steps", overlap_steps, 0)
         if alpha is not None and not 0 <= alpha < 1:
             raise ValueError(f"alpha must be None or from 0 to less than 1, not {alpha}")
-        if compression is not None and (outer is None or reduce != "mean"):
-            raise ValueError(
-                "a codec sends changes from an anchor, and computes their mean: compression= needs outer=, such as "
-                "DiLoCo's, and goes with reduce='mean' only"
-            )
+        if interval is None and max_lag is not None:
+            raise ValueError("max_lag= is for ranks of different speed: it needs a timedelta in every=")
         if anchor_dtype is not None and not anchor_dtype.is_floating_point:
             raise ValueError(f"anchor_dtype must be a dtype of real numbers, not {anchor_dtype}")
         self._lag = overlap_steps
@@ -204,29 +285,33 @@ class PeriodicAverager(PeriodicAction):
         self.outer = None if outer is None else outer(self.anchor)
         codec = codec_for(compression)
         self._fragments: list[Fragment] = []
-        for members, due in _divide(named, fragments, schedule_of(every)):
+        for members, due in _divide(named, fragments, schedule):
             fragment = Fragment(members, due, [self.anchor[i] for i in members] if self.anchor else [])
             if codec is not None:
                 messages = self._messages(fragment.anchor)
                 fragment.codecs = [codec.clone() if m[0].is_floating_point() else None for m in messages]
             self._fragments.append(fragment)
+        self._turns: _Turns | None = None
+        if interval is not None:
+            interval_s = positive_timeout(interval, "every") / len(self._fragments)
+            max_lag_s = interval_s if max_lag is None else positive_timeout(max_lag, "max_lag")
+            self._turns = _Turns(interval_s, max_lag_s)
         shared = {
+            "interval": str(interval),
             "outer": _described(self.outer),
             "fragments": repr(fragments),
             "reduce": reduce if isinstance(reduce, str) else getattr(reduce, "__qualname__", repr(reduce)),
             "compression": repr(codec),
             "overlap_steps": overlap_steps,
+            "max_lag": str(max_lag),
             "alpha": alpha,
             "anchor_dtype": str(anchor_dtype),
             "bucket_cap_mb": bucket_cap_mb,
         }
-        super().__init__(model, comm, every, buffers=buffers, settings={**shared, **(settings or {})})
-        self._limit_s = _CALLS * engine_of(self._comm).options.timeout_s
-        self._worker = SerialWorker(f"unisono {type(self).__name__} rank {comm.rank}")
-        self._comm.before_close(partial(_end, self._worker, self._limit_s * len(self._fragments)))
-        finalize(self, self._worker.end)
-        if overlap_steps:
-            self._comm.allow_any_thread()
+        # Held while training, the thread that exchanges, or the timer of a turn changes fragments.
+        self._lock = Condition()
+        self.missed = 0
+        super().__init__(model, comm, schedule, buffers=buffers, settings={**shared, **(settings or {})})
         try:
             if self.anchor:
                 advice = "un.broadcast_parameters(model, comm) makes them equal"
@@ -236,25 +321,46 @@ class PeriodicAverager(PeriodicAction):
             self._comm.close()
             raise
 
+    def _connect(self, comm: Communicator) -> None:
+        super()._connect(comm)
+        self._error: BaseException | None = None
+        self._limit_s = _CALLS * engine_of(self._comm).options.timeout_s
+        self._worker = SerialWorker(f"unisono {type(self).__name__} rank {comm.rank}")
+        self._comm.before_close(partial(_end, self._worker, self._turns, self._limit_s * len(self._fragments)))
+        finalize(self, self._worker.end)
+        if self._lag or self._turns is not None:
+            self._comm.allow_any_thread()
+
     # -- steps ---------------------------------------------------------------------------------
-    def step(self) -> bool:
+    @property
+    def rounds(self) -> int:
+        """Number of intervals whose results have all been applied."""
+        return self._fragments[-1].rounds
+
+    def step(self, samples: int | None = None) -> bool:
         """Count a step, send the fragments that are due, and apply the results that are. Call it after each step.
 
-        Collective where a fragment is due or applied.
+        Collective where a fragment is due or applied. With a `timedelta` no rank waits for another one's step; ranks
+        stop at the same number of `rounds`, or when they have no more samples, and call `finish`.
+
+        Args:
+            samples: With a `timedelta` only: number of samples of this step, such as `len(batch)`. None is 1.
 
         Returns: Whether a result was applied.
 
         Raises:
             CommError: An exchange failed, also one in the background; its notes say which. Every later step raises it.
+            TypeError: Samples were passed without a `timedelta`.
         """
+        if samples is not None and self._turns is None:
+            raise TypeError("samples weight the contributions of ranks of different speed: pass a timedelta in every=")
+        if self._error is not None:
+            raise self._error
         self.steps += 1
         applied = False
         with torch.no_grad():
-            for fragment in self._fragments:
-                if fragment.exchange is not None and fragment.exchange.done.exception() is not None:
-                    fragment.exchange.done.wait()
-            for fragment in self._fragments:
-                if fragment.due(self.steps):
+            with self._lock:
+                for fragment in self._due(1 if samples is None else samples):
                     applied |= self._apply(fragment)
                     self._start(fragment, self._lag, self._alpha)
             for fragment in self._fragments:
@@ -262,20 +368,36 @@ class PeriodicAverager(PeriodicAction):
                     applied |= self._apply(fragment)
         return applied
 
+    def _due(self, samples: int) -> list[Fragment]:
+        """Count the samples of a step, and return the fragments that are sent after it."""
+        turns = self._turns
+        if turns is None:
+            return [fragment for fragment in self._fragments if fragment.due(self.steps)]
+        for fragment in self._fragments:
+            fragment.samples += samples
+        if turns.due_s is None:
+            self._begin_turn(time.monotonic())
+        return [self._in_turn] if turns.is_due() else []
+
     def finish(self) -> None:
         """Wait for the exchanges under way, and apply their results now. Collective.
+
+        With a `timedelta`: contribute what this rank has learnt since, and take part in exchanges until all ranks have
+        called it. All are equal then. The next step begins anew.
 
         Raises:
             CommError: An exchange failed.
         """
         with torch.no_grad():
+            if self._turns is not None:
+                self._leave(self._turns)
             for fragment in self._fragments:
                 self._apply(fragment)
 
     def _act(self) -> None:
         """Exchange all fragments now, and continue from the results: without a share of this rank's own."""
         self.finish()
-        for fragment in self._fragments:
+        for fragment in self._fragments if self._turns is None else ():
             self._start(fragment, 0, None)
             self._apply(fragment)
 
@@ -285,25 +407,35 @@ class PeriodicAverager(PeriodicAction):
         return [named[i][1].detach() for i in fragment.members]
 
     # -- an exchange ---------------------------------------------------------------------------
-    def _start(self, fragment: Fragment, lag: int, alpha: float | None) -> None:
-        """Begin an exchange: in another thread if its result may lag."""
-        if (failure := self._comm.exception()) is not None:
+    def _start(self, fragment: Fragment, lag: int, alpha: float | None, *, late: bool = False) -> None:
+        """Begin an exchange: in another thread if its result may lag. What is late contributes nothing."""
+        if not late and (failure := self._comm.exception()) is not None:
             raise failure.locate(rank=self._comm.rank, size=self._comm.size, operation="all_reduce")
         here = self._tensors(fragment)
         in_place = self.outer is None and not lag and not alpha
-        if self.outer is None:
+        if late:
+            given = [torch.zeros_like(there) for there in fragment.anchor]
+        elif self.outer is None:
             given = here if in_place else [p.clone() for p in here]
         else:
             # Ranks have started from the anchor in the parameter's dtype: what rounding took off is no change.
             given = [a.to(p.dtype).to(a.dtype) - p.to(a.dtype) for a, p in zip(fragment.anchor, here, strict=True)]
         # The exchanges of all fragments may be under way before it.
         done = Completion(self._limit_s * len(self._fragments) * len(self._messages(given)))
-        streams = current_streams(p.device for p in given) if lag else []
+        aside = lag > 0 or self._turns is not None
+        streams = current_streams(p.device for p in given) if aside else []
         own = [torch.Stream(device=stream.device) for stream in streams]
         sent = [p.clone() for p in here] if lag and alpha is None else None
         exchange = _PendingExchange(self.steps + lag, given, done, alpha, in_place, sent, own)
+        if self._turns is not None:
+            exchange.behind_s = self._turns.take()
+            if not late:
+                exchange.samples = fragment.samples
+                exchange.leaving = self._turns.leaving
+                exchange.rates = self._rates()
+                fragment.samples = 0
         task = partial(self._exchange, fragment, exchange, streams)
-        if lag:
+        if aside:
             self._worker.run(task)
         else:
             task()
@@ -313,17 +445,27 @@ class PeriodicAverager(PeriodicAction):
     def _exchange(self, fragment: Fragment, exchange: _PendingExchange, after: list[torch.Stream]) -> None:
         """Reduce the contributions, in one message after another, behind what is queued on streams."""
         error: BaseException | None = None
+        began_s = 0.0
         what = f"averaging fragment {self._fragments.index(fragment)}, whose result is for step {exchange.due}"
         try:
             with torch.no_grad(), ErrorContext(what), entered(exchange.streams):
                 wait_for(after)
-                for index, message in enumerate(self._messages(exchange.tensors)):
+                if self._turns is not None:
+                    behind_s = self._weigh(exchange, self._turns)
+                    began_s = time.monotonic() - behind_s
+                for index, message in enumerate(self._messages(exchange.tensors) if exchange.of_all else ()):
                     codec = fragment.codecs[index] if fragment.codecs else None
                     shapes = [t.shape for t in message]
                     flat_apply(message, partial(self._reduce_message, codec, shapes, fragment.rounds))
         except BaseException as raised:
             error = raised
+        self._error = self._error or error
         exchange.done.complete(error)
+        if self._turns is not None:
+            with self._lock:
+                if error is None:
+                    self._end_turn(self._turns, began_s)
+                self._lock.notify_all()
 
     def _reduce_message(self, codec: Codec | None, shapes: list[torch.Size], turn: int, memory: torch.Tensor) -> None:
         flat = memory.detach().view(-1)
@@ -339,34 +481,137 @@ class PeriodicAverager(PeriodicAction):
             return False
         exchange.done.wait()
         wait_for(exchange.streams)
+        with self._lock:
+            if fragment.exchange is not exchange:
+                # Its result is in the anchor, and this rank was late for the next one.
+                return self._apply(fragment)
+            self._step_anchor(fragment, exchange)
+            if exchange.in_place:
+                return True
+            results = exchange.tensors if self.outer is None else fragment.anchor
+            for index, (here, there) in enumerate(zip(self._tensors(fragment), results, strict=True)):
+                if exchange.sent is not None:
+                    here.copy_(there + (here - exchange.sent[index]))
+                else:
+                    here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
+            if exchange.sent is None and not exchange.alpha:
+                fragment.samples = 0
+        return True
+
+    def _step_anchor(self, fragment: Fragment, exchange: _PendingExchange) -> None:
+        """Step a fragment of the anchor with the result of an exchange that has ended."""
         fragment.exchange = None
         fragment.rounds += 1
-        if exchange.in_place:
-            return True
-        results = exchange.tensors
-        if self.outer is not None:
-            for there, change in zip(fragment.anchor, results, strict=True):
-                there.grad = change
-            self.outer.step()
-            self.outer.zero_grad()
-            results = fragment.anchor
-        for index, (here, there) in enumerate(zip(self._tensors(fragment), results, strict=True)):
-            if exchange.sent is not None:
-                here.copy_(there + (here - exchange.sent[index]))
-            else:
-                here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
-        return True
+        if self.outer is None or not exchange.of_all:
+            return
+        for group, rate in zip(self.outer.param_groups, exchange.rates, strict=False):
+            group["lr"] = rate
+        for there, change in zip(fragment.anchor, exchange.tensors, strict=True):
+            there.grad = change
+        self.outer.step()
+        self.outer.zero_grad()
 
     def _messages(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         return list(buckets(tensors, self._cap))
+
+    # -- turns of ranks of different speed -----------------------------------------------------
+    @property
+    def _in_turn(self) -> Fragment:
+        """The fragment whose turn it is."""
+        number = 0 if self._turns is None else self._turns.number
+        return self._fragments[number % len(self._fragments)]
+
+    def _rates(self) -> list[float]:
+        """The learning rates of the outer optimizer."""
+        return [float(group["lr"]) for group in self.outer.param_groups if "lr" in group] if self.outer else []
+
+    def _begin_turn(self, last_s: float) -> None:
+        """Wait for the next turn. A timer that is left behind keeps no averager alive."""
+        if self._turns is not None:
+            self._turns.begin(last_s, partial(_take_late, ref(self)))
+
+    def _take_turn_late(self, number: int) -> None:
+        """Take part without a contribution: training has not come to an end of a step in time."""
+        with self._lock, torch.no_grad():
+            turns = self._turns
+            if turns is None or turns.number != number or turns.due_s in (None, math.inf):
+                return
+            fragment = self._in_turn
+            if fragment.exchange is not None:
+                # Training has not applied even the result of the turn before.
+                wait_for(fragment.exchange.streams)
+                self._step_anchor(fragment, fragment.exchange)
+            self.missed += 1
+            _log.warning(
+                "rank %d was more than %g s late for exchange %d: its latest %g samples do not count",
+                self._comm.rank,
+                turns.max_lag_s,
+                turns.number,
+                fragment.samples,
+            )
+            self._start(fragment, 0, None, late=True)
+
+    def _weigh(self, exchange: _PendingExchange, turns: _Turns) -> float:
+        """Scale the contribution by its share of all samples; agree on who leaves, and on learning rates.
+
+        Returns: How long ago the turn began on all ranks, in seconds: the last one to come was the longest behind.
+        """
+        told = [exchange.samples, exchange.leaving, exchange.behind_s, *(exchange.rates or self._rates())]
+        mine = torch.tensor(told, dtype=torch.float64, device=self._comm.device)
+        everyone = mine.new_empty(self._comm.size * mine.numel())
+        # Who leaves is there before the others' turn.
+        limit_s = engine_of(self._comm).options.timeout_s + turns.interval_s + turns.max_lag_s
+        self._comm.all_gather_single(everyone, mine, timeout=limit_s)
+        rows: list[list[float]] = everyone.view(self._comm.size, -1).tolist()
+        turns.left = turns.left + 1 if all(row[1] for row in rows) else 0
+        exchange.of_all = sum(row[0] for row in rows)
+        for row in rows:
+            if row[0]:
+                # A rank that was late has another place in a schedule: ranks take the rates of the first that was not.
+                exchange.rates = row[3:]
+                break
+        for tensor in exchange.tensors if exchange.of_all else ():
+            tensor.mul_(exchange.samples * self._comm.size / exchange.of_all)
+        return max(row[2] for row in rows)
+
+    def _end_turn(self, turns: _Turns, began_s: float) -> None:
+        """Go on to the next turn, unless all ranks have left, each with all of its fragments."""
+        turns.number += 1
+        if turns.left >= len(self._fragments):
+            turns.end()
+            turns.leaving = False
+            turns.left = 0
+        else:
+            self._begin_turn(began_s)
+
+    def _leave(self, turns: _Turns) -> None:
+        """Take turns as soon as they come, until all ranks have left."""
+        turns.leaving = True
+        with self._lock:
+            if turns.due_s is None:
+                self._begin_turn(time.monotonic())
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: turns.due_s != math.inf or self._error is not None)
+                if self._error is not None:
+                    raise self._error
+                if turns.due_s is None:
+                    return
+                fragment = self._in_turn
+                self._apply(fragment)
+                self._start(fragment, 0, None)
+            self._apply(fragment)
 
     # -- state and end -------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which to resume. Waits for the exchanges under way; tensors are not copied.
 
+        With a `timedelta` after `finish` only: ranks are between intervals then, and equal.
+
         It is the same on all ranks, except for codecs, for `Gossip`, and for exchanges under way without `alpha`: put
         it into a checkpoint as `un.checkpoint.PerRank` then.
         """
+        self._refuse_while_taking_turns()
         state = {**super().state_dict(), "rank": 0, "fragments": [], "rounds": [], "under_way": [], "codecs": []}
         named = floating(self.named)
         for fragment in self._fragments:
@@ -385,6 +630,10 @@ class PeriodicAverager(PeriodicAction):
             state["outer"] = self.outer.state_dict()
         return state
 
+    def _refuse_while_taking_turns(self) -> None:
+        if self._turns is not None and self._turns.due_s is not None:
+            raise RuntimeError("ranks are inside of an interval. Call finish() on all ranks: they are equal after it")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where a job stopped; load the model's own parameters as usual. Every rank loads its own state.
 
@@ -396,7 +645,9 @@ class PeriodicAverager(PeriodicAction):
 
         Raises:
             ValueError: The state is of another model, of other fragments, or of another outer optimizer.
+            RuntimeError: With a `timedelta`: training has begun, and `finish` was not called.
         """
+        self._refuse_while_taking_turns()
         named = floating(self.named)
         anchor = state.get("anchor", {})
         found = {name: tuple(t.shape) for name, t in anchor.items()}
@@ -427,10 +678,63 @@ class PeriodicAverager(PeriodicAction):
                 if codec is not None and state["rank"] == self._comm.rank:
                     codec.load_state_dict(one)
 
+    def move_to(self, comm: Communicator) -> None:
+        """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
-def _end(worker: SerialWorker, limit_s: float) -> None:
+        Collective over it; new ranks create their own averager in the meantime. Results that have arrived are applied,
+        and other exchanges are made anew: what this rank has learnt stays in its parameters. A rank that has fewer
+        results than another one, such as a new one, continues from the anchor. What codecs owe is lost.
+
+        Args:
+            comm: The new communicator.
+
+        Raises:
+            MismatchError: Ranks have different parameters or arguments.
+        """
+        self._comm.abort(f"{type(self).__name__} moves to other ranks")
+        self._comm.close()
+        with torch.no_grad():
+            for fragment in self._fragments:
+                exchange = fragment.exchange
+                if exchange is not None and exchange.done.is_completed() and exchange.done.exception() is None:
+                    self._apply(fragment)
+                elif exchange is not None:
+                    fragment.samples += exchange.samples
+                    fragment.exchange = None
+                fragment.codecs = [codec and codec.clone() for codec in fragment.codecs]
+        if self._turns is not None:
+            self._turns = _Turns(self._turns.interval_s, self._turns.max_lag_s)
+        self._connect(comm)
+        progress = self._comm.all_gather_object((sum(fragment.rounds for fragment in self._fragments), self.steps))
+        leader = progress.index(max(progress))
+        state = self._comm.broadcast_object(self.state_dict() if comm.rank == leader else None, src=leader)
+        if progress[comm.rank][0] < progress[leader][0]:
+            self.load_state_dict(state)
+            with torch.no_grad():
+                for fragment in self._fragments:
+                    fragment.samples = 0
+                    for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
+                        here.copy_(there)
+        self.steps = progress[leader][1]
+
+
+def _refuse(argument: str, given: object) -> None:
+    if given is not None:
+        raise ValueError(
+            f"{argument} needs outer=, such as DiLoCo's, and reduce='mean': it averages changes from an anchor"
+        )
+
+
+def _end(worker: SerialWorker, turns: _Turns | None, limit_s: float) -> None:
+    if turns is not None:
+        turns.end()
     worker.end()
     worker.join(limit_s)
+
+
+def _take_late(averager: ref[PeriodicAverager], number: int) -> None:
+    if (there := averager()) is not None:
+        there._take_turn_late(number)
 
 
 def floating(named: Named) -> Named:

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from unisono.control.encryption import encrypted, tls_context
 from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, FrameProtector, Hello, tune
 
 __all__ = ["Acceptor", "AuthenticationError", "Handshake", "connect"]
@@ -68,7 +69,6 @@ class Handshake:
 
     def start(self) -> None:
         """Send the client's hello."""
-        tune(self.peer)
         self.peer.sendall(self._hello.hello)
 
     def advance(self) -> FrameProtector | None:
@@ -129,8 +129,11 @@ def connect(
         AuthenticationError: Something else answers, or the secrets differ.
     """
     deadline = time.monotonic() + timeout
+    context = tls_context(server=False)
     peer = socket.create_connection(address, timeout)
     try:
+        tune(peer)
+        peer = encrypted(peer, context, max(_LEAST_S, deadline - time.monotonic()))
         handshake = Handshake(peer, secret, client=True, rank=rank)
         handshake.start()
         channel = None
@@ -165,6 +168,7 @@ class Acceptor:
         self._secret = secret
         self._selector = selector
         self._on_refused = on_refused
+        self._context = tls_context(server=True)
         self._pending: dict[socket.socket, Handshake] = {}
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
@@ -179,6 +183,7 @@ class Acceptor:
         try:
             peer, _ = self._listener.accept()
             tune(peer)
+            peer = encrypted(peer, self._context)
         except OSError as error:
             # Out of descriptors: make room, rather than be notified of the same connection forever.
             if error.errno in (errno.EMFILE, errno.ENFILE):

@@ -15,6 +15,7 @@ from select import select
 from selectors import EVENT_READ
 
 from unisono import serialization
+from unisono.control.encryption import tls_context
 from unisono.control.handshake import Acceptor, Handshake
 from unisono.control.inspect_socket import InspectSocket
 from unisono.control.sockets import MAX_FRAME_BYTES, FrameProtector, check_platform, invalidate_after_fork, listen
@@ -61,6 +62,8 @@ class ControlServer:
         on_lost: Callable[[str], None] = lambda label: None,
     ) -> None:
         check_platform()
+        # Its errors come before anything is open.
+        tls_context(server=True)
         self._listener = listen(host, port)
         self._address: tuple[str, int] = self._listener.getsockname()[:2]
         self._state = ControlState(on_lost=on_lost)

@@ -42,6 +42,10 @@ __all__ = [
 
 # Seconds after which a host that vanishes without a message is noticed, approximately.
 _SILENCE_S = 20
+_FAR_S = 0.005
+"""Round trip from which a link is long."""
+_ROUND_TRIP_AT = 68
+"""Place of tcpi_rtt, in microseconds, in the kernel's struct tcp_info."""
 
 
 class ForkUnsafeResource(Protocol):
@@ -82,7 +86,7 @@ def check_platform() -> None:
 
 
 def tune(peer: socket.socket) -> None:
-    """Disable Nagle's delay of small messages, and enable detection of a lost host."""
+    """Disable Nagle's delay of small messages, enable detection of a lost host, and keep a long link full."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
@@ -94,6 +98,19 @@ def tune(peer: socket.socket) -> None:
     for name, value in options.items():
         if hasattr(socket, name):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if _round_trip_s(peer) >= _FAR_S:
+        # It sends at the rate that it measures. Others take each lost packet for a queue: of 50 Mbit/s, with 100 ms for
+        # a round trip and 0.1 % loss, cubic gets 4, and 38 with eight connections. Not every kernel has or allows it.
+        with contextlib.suppress(OSError):
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+
+
+def _round_trip_s(peer: socket.socket) -> float:
+    """Return how long a packet took to a peer and back while it connected; 0 where the kernel does not tell."""
+    if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_CONGESTION"):
+        return 0.0
+    told = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_AT + 4)
+    return float(struct.unpack_from("=I", told, _ROUND_TRIP_AT)[0]) * 1e-6
 
 
 PORT_RANGE = "UNISONO_PORT_RANGE"

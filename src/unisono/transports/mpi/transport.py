@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
+from unisono.control.encryption import refuse_unencrypted
 from unisono.core.call import Call, Fingerprint
 from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.failure import Cause, error_of, left_error
@@ -87,6 +88,7 @@ class MpiTransport(Transport):
             return cls(
                 group, MpiCommunicators(CommHandle.create(mpi.COMM_SELF, [0], 0), [0], group.name), control, options
             )
+        refuse_unencrypted("mpi")
         world = mpi.COMM_WORLD
         control.join(group)
         numbers = control.exchange(group, "MPI's world", (world.Get_rank(), world.Get_size()), options.timeout_s)

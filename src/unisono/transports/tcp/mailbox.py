@@ -106,7 +106,7 @@ class TcpMailbox(Mailbox):
     """Mailbox over one connection per pair of ranks, made once, after both have proved to know the job's secret.
 
     Names of functions and sizes are authenticated per message (as on the control plane); the bytes of long
-    tensors are not, and nothing is encrypted. No port is open once all ranks are connected.
+    tensors are not, and nothing is encrypted unless UNISONO_TLS is set. No port is open once all ranks are connected.
 
     Cost: one system call to send, and two to receive.
     """

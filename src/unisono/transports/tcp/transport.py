@@ -24,10 +24,10 @@ class TcpTransport(NativeTransport):
     """Transport over two connections between each two ranks: one for collectives, one for messages.
 
     They are made when the group connects, after both ends have proved to know the job's secret. What travels on them is
-    neither encrypted nor authenticated. The native core carries out each collective in one call, in which ranks also
-    compare their calls: nothing is written before all agree. It moves blocking messages, too, while no others are in
-    flight. Reductions for which it has no kernel are put together from messages. Cost: p - 1 connections of each kind
-    on each rank; about 15 us for a short message on one host.
+    neither encrypted nor authenticated, unless UNISONO_TLS is set. The native core carries out each collective in one
+    call, in which ranks also compare their calls: nothing is written before all agree. It moves blocking messages, too,
+    while no others are in flight. Reductions for which it has no kernel are put together from messages. Cost: p - 1
+    connections of each kind on each rank; about 15 us for a short message on one host.
     """
 
     calls: TcpCollectives

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from unisono.control.encryption import refuse_unencrypted
 from unisono.control.sockets import invalidate_after_fork
 from unisono.control.torch_store import ControlStore
 from unisono.core.call import Call
@@ -99,6 +100,7 @@ class TorchTransport(Transport):
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> TorchTransport:
+        refuse_unencrypted(options.backend)
         # The communicator reports failures; only members of the group can meet.
         control.join(group)
         made = cls._made(group, control, options, lazy=False)

@@ -1,0 +1,277 @@
+"""TLS for connections between ranks: a thread relays each of them, so that everything else sees a plain socket."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import select
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from unisono.control.sockets import invalidate_after_fork
+from unisono.errors import CommError
+
+__all__ = ["TLS", "EncryptedSocket", "encrypted", "refuse_unencrypted", "tls_context"]
+
+_log = logging.getLogger("unisono")
+
+TLS = "UNISONO_TLS"
+"""The variable with a file in PEM format: this rank's key and certificate, and the certificates that it trusts."""
+
+_BYTES = 256 << 10
+"""Most bytes that wait in one direction of a connection, but for those of one read."""
+_FLUSH_S = 2.0
+"""How long a process that ends waits for its last bytes to be sent."""
+
+
+def tls_context(*, server: bool) -> ssl.SSLContext | None:
+    """Return the settings of one side of connections, which proves its own certificate and asks for the other one's.
+
+    Returns: None unless connections between ranks are encrypted.
+
+    Raises:
+        CommError: The file that `UNISONO_TLS` names cannot be used.
+    """
+    path = os.environ.get(TLS)
+    if not path:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Ranks prove by a key, and by the job's secret, to be of the job; they may be reached at any address.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(path)
+        context.load_verify_locations(path)
+    except OSError as error:
+        raise CommError(f"{TLS} is {path!r}, which is no file with a key and its certificate: {error}") from error
+    return context
+
+
+def refuse_unencrypted(backend: str) -> None:
+    """Raise `ValueError` for a backend with connections that are not of ours, where those are to be encrypted."""
+    if os.environ.get(TLS):
+        raise ValueError(
+            f"backend {backend!r} does not encrypt, and {TLS} is set: pass 'tcp' or 'shm+tcp', or unset it"
+        )
+
+
+def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout: float | None = None) -> socket.socket:
+    """Return the socket on which to talk to a peer: that of a relay, which takes over the connection.
+
+    Args:
+        connection: The connection. It is closed if the result is another socket.
+        context: As `tls_context` returns it; None if connections are not encrypted: the result is the connection.
+        timeout: Seconds to wait until the peer is trusted. None for no wait: else the socket ends.
+
+    Raises:
+        OSError: The peer has no certificate that this rank trusts, does not speak TLS, or does not answer.
+    """
+    if context is None:
+        return connection
+    if not _relays:
+        _relays.append(_Relay())
+    pipe = _relays[0].add(connection, context)
+    if timeout is not None:
+        try:
+            pipe.trusted.result(timeout)
+        except OSError as error:
+            pipe.near.close()
+            said = getattr(error, "reason", None) or str(error) or "no answer"
+            raise OSError(f"TLS: {said}. Do all ranks have {TLS}, with certificates that the others trust?") from error
+    return pipe.near
+
+
+class EncryptedSocket(socket.socket):
+    """The near end of a relay, with the addresses of the connection that it encrypts."""
+
+    def __init__(self, near: socket.socket, connection: socket.socket) -> None:
+        super().__init__(near.family, near.type, near.proto, near.detach())
+        self._addresses = connection.getsockname(), connection.getpeername()
+
+    def getsockname(self) -> Any:
+        return self._addresses[0]
+
+    def getpeername(self) -> Any:
+        return self._addresses[1]
+
+
+class _Pipe:
+    """A connection to a peer, and the pair of sockets of which a rank has the near end.
+
+    Attributes:
+        near: The rank's socket.
+        trusted: Has a result when both sides have proved their certificates, or else the error.
+    """
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        near, self._far = socket.socketpair()
+        self.near = EncryptedSocket(near, connection)
+        self._connection = socket.socket(fileno=connection.detach())
+        for end in (self._connection, self._far):
+            end.setblocking(False)
+        self.trusted: Future[None] = Future()
+        self._arrived = ssl.MemoryBIO()
+        self._to_send = ssl.MemoryBIO()
+        server = context.protocol is ssl.PROTOCOL_TLS_SERVER
+        self._tls = context.wrap_bio(self._arrived, self._to_send, server_side=server)
+        # For the rank, and for the peer.
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self._peer_ended = False
+        self._rank_ended = False
+
+    def watched(self) -> dict[socket.socket, int]:
+        """Return the events to wait for, by socket; none if nothing more can be moved."""
+        reads = not self._peer_ended and len(self._incoming) < _BYTES
+        takes = self.trusted.done() and not self._rank_ended and len(self._outgoing) < _BYTES
+        return {
+            self._connection: selectors.EVENT_READ * reads | selectors.EVENT_WRITE * bool(self._outgoing),
+            self._far: selectors.EVENT_READ * takes | selectors.EVENT_WRITE * bool(self._incoming),
+        }
+
+    def move(self) -> None:
+        """Move what can be moved now.
+
+        Raises:
+            OSError: The connection or the rank's end has failed, or the peer is not trusted.
+        """
+        if not self._peer_ended and len(self._incoming) < _BYTES:
+            data = _read(self._connection)
+            self._peer_ended = data == b""
+            self._arrived.write(data or b"")
+        try:
+            self._decrypt()
+            if self.trusted.done() and not self._rank_ended and len(self._outgoing) < _BYTES:
+                data = _read(self._far)
+                self._rank_ended = data == b""
+                self._tls.write(data or b"")
+        finally:
+            # Also what tells the peer why it is not trusted.
+            self._outgoing += self._to_send.read()
+            _write(self._connection, self._outgoing, ended=self._rank_ended)
+        _write(self._far, self._incoming, ended=self._peer_ended)
+
+    def _decrypt(self) -> None:
+        with suppress(ssl.SSLWantReadError):
+            if not self.trusted.done():
+                self._tls.do_handshake()
+                self.trusted.set_result(None)
+            while data := self._tls.read(_BYTES):
+                self._incoming += data
+            self._peer_ended = True
+        if self._peer_ended and not self.trusted.done():
+            raise ConnectionError("the connection was closed before the peer was trusted")
+
+    def is_idle(self) -> bool:
+        """Return whether all that the rank has written is sent."""
+        try:
+            return self._rank_ended or not (self._outgoing or select.select([self._far], [], [], 0)[0])
+        except ValueError:
+            # It was closed meanwhile.
+            return True
+
+    def close(self, error: OSError | None = None) -> None:
+        """Close the connection, and the relay's end; the rank's ends by itself."""
+        if error is not None and not self.trusted.done():
+            self.trusted.set_exception(error)
+        self._connection.close()
+        self._far.close()
+
+
+class _Relay:
+    """Thread that relays the connections of this process."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ear = socket.socketpair()
+        self._ear.setblocking(False)
+        self._selector.register(self._ear, selectors.EVENT_READ)
+        self._new: deque[_Pipe] = deque()
+        self._pipes: set[_Pipe] = set()
+        invalidate_after_fork(self)
+        atexit.register(self._flush)
+        threading.Thread(target=self._run, name="unisono tls", daemon=True).start()
+
+    def add(self, connection: socket.socket, context: ssl.SSLContext) -> _Pipe:
+        """Relay one more connection."""
+        pipe = _Pipe(connection, context)
+        self._new.append(pipe)
+        self._bell.send(b"!")
+        return pipe
+
+    def _run(self) -> None:
+        while True:
+            ready = {key.data for key, _ in self._selector.select() if key.data is not None}
+            _read(self._ear)
+            while self._new:
+                ready.add(self._new.popleft())
+            for pipe in ready:
+                self._serve(pipe)
+
+    def _serve(self, pipe: _Pipe) -> None:
+        self._pipes.add(pipe)
+        failure = None
+        try:
+            pipe.move()
+        except OSError as error:
+            failure = error
+            if isinstance(error, ssl.SSLError):
+                _log.warning("TLS with %s: %s", pipe.near.getpeername(), error.reason or error)
+        watched = pipe.watched()
+        over = failure is not None or not any(watched.values())
+        for end, events in watched.items():
+            known = self._selector.get_map().get(end)
+            if known is not None and (over or not events):
+                self._selector.unregister(end)
+            elif known is not None and known.events != events:
+                self._selector.modify(end, events, pipe)
+            elif known is None and events and not over:
+                self._selector.register(end, events, pipe)
+        if over:
+            self._pipes.remove(pipe)
+            pipe.close(failure)
+
+    def _flush(self) -> None:
+        deadline = time.monotonic() + _FLUSH_S
+        while time.monotonic() < deadline and not all(pipe.is_idle() for pipe in tuple(self._pipes)):
+            time.sleep(0.005)
+
+    def invalidate_after_fork(self) -> None:
+        """Close every descriptor of a forked child, in which no thread relays."""
+        _relays.clear()
+        for pipe in (*self._pipes, *self._new):
+            pipe.close()
+        self._bell.close()
+        self._ear.close()
+
+
+_relays: list[_Relay] = []
+"""The relay of this process, if it has connections that are encrypted: one thread for all communicators."""
+
+
+def _read(end: socket.socket) -> bytes | None:
+    """Return what can be read now: nothing at the end, None if nothing has come."""
+    try:
+        return end.recv(_BYTES)
+    except BlockingIOError:
+        return None
+
+
+def _write(end: socket.socket, pending: bytearray, *, ended: bool) -> None:
+    """Send what can be sent now, and remove it; shut down sending after the last of it."""
+    if pending:
+        with suppress(BlockingIOError):
+            del pending[: end.send(pending)]
+    if ended and not pending:
+        # The other side may have closed already.
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_WR)

@@ -4,8 +4,8 @@
 
 Speed: hosts are those of `unisono.testing.Network`, with one rank each, and 0.1 % of the packets are lost. A
 transformer of 10 M parameters is trained without communication, by streaming DiLoCo (four fragments, overlapped, int4),
-without communication again, by plain DiLoCo, and by DDP on gloo. Printed for each: steps per second, their share of those
-without communication on the same cores, and the bytes of a step that host 0 sends, with all headers.
+without communication again, by plain DiLoCo, and by DDP on gloo. Printed for each: steps per second, their share of
+those without communication on the same cores, and the bytes of a step that host 0 sends, with all headers.
 
 Loss: a transformer of 0.5 M parameters learns the characters of the help texts that Python ships, on ranks of this
 host, by the same three. Printed: the mean loss on a part that no rank has trained on, for each seed.

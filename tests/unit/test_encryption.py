@@ -200,6 +200,32 @@ def test_a_silent_server_is_waited_for_no_longer_than_the_timeout() -> None:
         connect(silent.getsockname(), SECRET, 0.2, 1)
 
 
+@pytest.mark.soak
+@pytest.mark.usefixtures("tls")
+def test_a_silent_client_is_dropped(server: Server) -> None:
+    with socket.create_connection(server.address) as silent:
+        silent.settimeout(WITHIN_S)
+        # A wrong end of the connection would be an error, or a timeout.
+        assert silent.recv(1) == b""
+    assert not server.accepted
+
+
+@pytest.mark.usefixtures("tls")
+def test_a_closed_end_closes_the_connection(server: Server) -> None:
+    peer, _ = connect(server.address, SECRET, WITHIN_S, 1)
+    accepted = server.first()
+    accepted.setblocking(True)
+    accepted.settimeout(WITHIN_S)
+    peer.sendall(b"the last words")
+    peer.close()
+    arrived = b""
+    while data := accepted.recv(1 << 10):
+        arrived += data
+    assert arrived == b"the last words"
+    with pytest.raises(OSError, match=r"[Bb]roken pipe|reset"):
+        accepted.sendall(bytes(100 << 20))
+
+
 def program(comm: un.Communicator) -> tuple[float, list[int], float]:
     total = torch.full((300_000,), float(comm.rank))
     comm.all_reduce(total)

@@ -28,6 +28,9 @@ TLS = "UNISONO_TLS"
 
 _BYTES = 256 << 10
 """Most bytes that wait in one direction of a connection, but for those of one read."""
+_TRUST_WITHIN_S = 10.0
+"""How long a peer may take to prove its certificate: more than for the secret, which is inside."""
+_TIDY_EVERY_S = 1.0
 _FLUSH_S = 2.0
 """How long a process that ends waits for its last bytes to be sent."""
 
@@ -128,6 +131,7 @@ class _Pipe:
         self._outgoing = bytearray()
         self._peer_ended = False
         self._rank_ended = False
+        self._deadline = time.monotonic() + _TRUST_WITHIN_S
 
     def watched(self) -> dict[socket.socket, int]:
         """Return the events to wait for, by socket; none if nothing more can be moved."""
@@ -171,6 +175,17 @@ class _Pipe:
         if self._peer_ended and not self.trusted.done():
             raise ConnectionError("the connection was closed before the peer was trusted")
 
+    def is_abandoned(self) -> bool:
+        """Return whether the peer has not proved its certificate in time, or the rank has closed its end."""
+        if not self.trusted.done():
+            return time.monotonic() > self._deadline
+        if self._outgoing or not self._rank_ended:
+            return False
+        # One that is shut down for sending only has not hung up.
+        hung_up = select.poll()
+        hung_up.register(self._far, 0)
+        return bool(hung_up.poll(0))
+
     def is_idle(self) -> bool:
         """Return whether all that the rank has written is sent."""
         try:
@@ -210,35 +225,45 @@ class _Relay:
 
     def _run(self) -> None:
         while True:
-            ready = {key.data for key, _ in self._selector.select() if key.data is not None}
+            ready = {key.data for key, _ in self._selector.select(_TIDY_EVERY_S) if key.data is not None}
             _read(self._ear)
             while self._new:
                 ready.add(self._new.popleft())
             for pipe in ready:
                 self._serve(pipe)
+            for pipe in [pipe for pipe in self._pipes if pipe.is_abandoned()]:
+                self._drop(pipe, TimeoutError("no answer in time"))
 
     def _serve(self, pipe: _Pipe) -> None:
         self._pipes.add(pipe)
-        failure = None
         try:
             pipe.move()
         except OSError as error:
-            failure = error
             if isinstance(error, ssl.SSLError):
                 _log.warning("TLS with %s: %s", pipe.near.getpeername(), error.reason or error)
+            self._drop(pipe, error)
+            return
         watched = pipe.watched()
-        over = failure is not None or not any(watched.values())
+        if not any(watched.values()):
+            self._drop(pipe)
+            return
         for end, events in watched.items():
-            known = self._selector.get_map().get(end)
-            if known is not None and (over or not events):
-                self._selector.unregister(end)
-            elif known is not None and known.events != events:
-                self._selector.modify(end, events, pipe)
-            elif known is None and events and not over:
-                self._selector.register(end, events, pipe)
-        if over:
-            self._pipes.remove(pipe)
-            pipe.close(failure)
+            self._watch(pipe, end, events)
+
+    def _watch(self, pipe: _Pipe, end: socket.socket, events: int) -> None:
+        known = self._selector.get_map().get(end)
+        if known is None and events:
+            self._selector.register(end, events, pipe)
+        elif known is not None and not events:
+            self._selector.unregister(end)
+        elif known is not None and known.events != events:
+            self._selector.modify(end, events, pipe)
+
+    def _drop(self, pipe: _Pipe, error: OSError | None = None) -> None:
+        for end in pipe.watched():
+            self._watch(pipe, end, 0)
+        self._pipes.remove(pipe)
+        pipe.close(error)
 
     def _flush(self) -> None:
         deadline = time.monotonic() + _FLUSH_S

@@ -325,6 +325,8 @@ class PeriodicAverager(PeriodicAction):
         super()._connect(comm)
         self._error: BaseException | None = None
         self._limit_s = _CALLS * engine_of(self._comm).options.timeout_s
+        if self._turns is not None:
+            self._limit_s += self._turns.interval_s + self._turns.max_lag_s
         self._worker = SerialWorker(f"unisono {type(self).__name__} rank {comm.rank}")
         self._comm.before_close(partial(_end, self._worker, self._turns, self._limit_s * len(self._fragments)))
         finalize(self, self._worker.end)

@@ -19,12 +19,13 @@ from typing import Any
 from unisono.control.sockets import invalidate_after_fork
 from unisono.errors import CommError
 
-__all__ = ["TLS", "EncryptedSocket", "encrypted", "refuse_unencrypted", "tls_context"]
+__all__ = ["ADVICE", "TLS", "EncryptedSocket", "encrypted", "refuse_unencrypted", "tls_context"]
 
 _log = logging.getLogger("unisono")
 
 TLS = "UNISONO_TLS"
 """The variable with a file in PEM format: this rank's key and certificate, and the certificates that it trusts."""
+ADVICE = f"Do all ranks have {TLS}, with certificates that the others trust?"
 
 _BYTES = 256 << 10
 """Most bytes that wait in one direction of a connection, but for those of one read."""
@@ -89,7 +90,7 @@ def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout
         except OSError as error:
             pipe.near.close()
             said = getattr(error, "reason", None) or str(error) or "no answer"
-            raise OSError(f"TLS: {said}. Do all ranks have {TLS}, with certificates that the others trust?") from error
+            raise OSError(f"TLS: {said}. {ADVICE}") from error
     return pipe.near
 
 

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from unisono.control.encryption import encrypted, tls_context
+from unisono.control.encryption import ADVICE, encrypted, tls_context
 from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, FrameProtector, Hello, tune
 
 __all__ = ["Acceptor", "AuthenticationError", "Handshake", "connect"]
@@ -140,8 +140,10 @@ def connect(
         while channel is None:
             peer.settimeout(max(_LEAST_S, deadline - time.monotonic()))
             channel = handshake.advance()
-    except BaseException:
+    except BaseException as error:
         peer.close()
+        if context is not None and isinstance(error, ConnectionError):
+            raise ConnectionError(f"TLS: {error}. {ADVICE}") from error
         raise
     return peer, channel
 

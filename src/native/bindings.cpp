@@ -414,11 +414,13 @@ class TcpCore : public Calls {
     // The sockets of collectives, and those of messages. `choose` returns the program for a collective, an operation, a
     // dtype, a root or -1, and a number of bytes.
     TcpCore(int rank, const std::vector<int>& sockets, const std::vector<int>& messages, bool oversubscribed,
-            const std::vector<std::pair<std::string, int64_t>>& dtypes, nb::callable choose)
+            size_t slice_bytes, const std::vector<std::pair<std::string, int64_t>>& dtypes, nb::callable choose)
         : Calls(rank, static_cast<int>(sockets.size()), dtypes),
           executor_(rank, static_cast<int>(sockets.size()), oversubscribed, sockets),
           messages_(messages, oversubscribed),
-          choose_(std::move(choose)) {}
+          choose_(std::move(choose)) {
+        executor_.set_slice_bytes(slice_bytes);
+    }
 
     // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
     int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
@@ -547,7 +549,7 @@ NB_MODULE(_native, module) {
         .def_prop_ro("missing", &Core::missing)
         .def_prop_ro("waited_s", &Core::waited_s);
     add_calls(nb::class_<TcpCore>(module, "TcpCore"))
-        .def(nb::init<int, const std::vector<int>&, const std::vector<int>&, bool,
+        .def(nb::init<int, const std::vector<int>&, const std::vector<int>&, bool, size_t,
                       const std::vector<std::pair<std::string, int64_t>>&, nb::callable>())
         .def("send", &TcpCore::send)
         .def("receive", &TcpCore::receive)

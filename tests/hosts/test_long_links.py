@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import unisono as un
 from unisono.testing.namespaced_ranks import HostRanks, Network, obstacle
@@ -16,7 +17,11 @@ ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 def congestion_controls(comm: un.Communicator) -> set[str]:
     """Return the algorithms of the connections between the hosts, as the kernel names them."""
-    comm.barrier()
+    # In one slice, or in several, as the link is.
+    for count in (1, 100_000, 3_000_001):
+        total = torch.full((count,), comm.rank + 1.0)
+        comm.all_reduce(total)
+        assert torch.equal(total, torch.full((count,), 3.0))
     told = subprocess.run(["ss", "-tinH", "state", "established"], capture_output=True, text=True, check=True).stdout
     comm.barrier()
     lines = told.splitlines()

@@ -244,6 +244,6 @@ def test_frame_that_is_none_of_the_call_is_refused(frame: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        core = module.TcpCore(0, [-1, ours.fileno()], [], False, [("float32", 4)], print)
+        core = module.TcpCore(0, [-1, ours.fileno()], [], False, 1 << 20, [("float32", 4)], print)
         theirs.sendall(frame)
         assert core.compare(1, [], time.monotonic() + 5.0) == 1

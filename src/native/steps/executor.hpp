@@ -102,6 +102,9 @@ class Executor {
         return status;
     }
 
+    // The length of a slice of a long call, the same on all ranks. Each costs a latency in each step.
+    void set_slice_bytes(size_t nbytes) { slice_bytes_ = nbytes; }
+
     // From any thread: ends the present call, and all later ones.
     void abort() {
         aborted_.store(true, std::memory_order_release);
@@ -123,7 +126,6 @@ class Executor {
     static constexpr int kTries = 50;
     static constexpr size_t kPieceBytes = 32 << 10;
     static constexpr size_t kEagerBytes = 64 << 10;
-    static constexpr size_t kSliceBytes = 1 << 20;
     static constexpr double kFarewellS = 0.01;
     // Between two looks at the clock while bytes move.
     static constexpr int kBusyPasses = 64;
@@ -177,7 +179,7 @@ class Executor {
             total += chunk.count * call.width;
             longest = std::max(longest, chunk.count);
         }
-        const size_t length = std::max<size_t>(1, kSliceBytes / call.width / std::max<size_t>(1, call.chunks.size()));
+        const size_t length = std::max<size_t>(1, slice_bytes_ / call.width / std::max<size_t>(1, call.chunks.size()));
         eager_ = !call.agreed && call.program && total <= kEagerBytes;
         spreads_ = !call.agreed && !(eager_ && call.hears_all && call.sends.empty());
         sets_aside_ = true;
@@ -545,6 +547,7 @@ class Executor {
     }
 
     const int rank_, size_, tries_;
+    size_t slice_bytes_ = 1 << 20;
     Network network_;
     std::vector<Link> links_;
     // The step in which ranks tell each other lengths.

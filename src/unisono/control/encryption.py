@@ -95,10 +95,11 @@ def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout
 
 
 class EncryptedSocket(socket.socket):
-    """The near end of a relay, with the addresses of the connection that it encrypts."""
+    """The near end of a relay, with the addresses and the options of the connection that it encrypts."""
 
     def __init__(self, near: socket.socket, connection: socket.socket) -> None:
         super().__init__(near.family, near.type, near.proto, near.detach())
+        self._connection = connection
         self._addresses = connection.getsockname(), connection.getpeername()
 
     def getsockname(self) -> Any:
@@ -106,6 +107,9 @@ class EncryptedSocket(socket.socket):
 
     def getpeername(self) -> Any:
         return self._addresses[1]
+
+    def getsockopt(self, level: int, *option: int) -> Any:
+        return self._connection.getsockopt(level, *option)
 
 
 class _Pipe:
@@ -118,8 +122,8 @@ class _Pipe:
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
         near, self._far = socket.socketpair()
-        self.near = EncryptedSocket(near, connection)
         self._connection = socket.socket(fileno=connection.detach())
+        self.near = EncryptedSocket(near, self._connection)
         for end in (self._connection, self._far):
             end.setblocking(False)
         self.trusted: Future[None] = Future()

@@ -20,6 +20,7 @@ from typing import Protocol
 from unisono.errors import CommError, UnavailableError
 
 __all__ = [
+    "FAR_S",
     "HELLO_BYTES",
     "MAX_FRAME_BYTES",
     "PORT_RANGE",
@@ -36,13 +37,14 @@ __all__ = [
     "port_range",
     "recv_exactly",
     "refuse_if_shared",
+    "round_trip_s",
     "secret_bytes",
     "tune",
 ]
 
 # Seconds after which a host that vanishes without a message is noticed, approximately.
 _SILENCE_S = 20
-_FAR_S = 0.005
+FAR_S = 0.005
 """Round trip from which a link is long."""
 _ROUND_TRIP_AT = 68
 """Place of tcpi_rtt, in microseconds, in the kernel's struct tcp_info."""
@@ -98,14 +100,14 @@ def tune(peer: socket.socket) -> None:
     for name, value in options.items():
         if hasattr(socket, name):
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if _round_trip_s(peer) >= _FAR_S:
+    if round_trip_s(peer) >= FAR_S:
         # It sends at the rate that it measures. Others take each lost packet for a queue: of 50 Mbit/s, with 100 ms for
         # a round trip and 0.1 % loss, cubic gets 4, and 38 with eight connections. Not every kernel has or allows it.
         with contextlib.suppress(OSError):
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
-def _round_trip_s(peer: socket.socket) -> float:
+def round_trip_s(peer: socket.socket) -> float:
     """Return how long a packet took to a peer and back while it connected; 0 where the kernel does not tell."""
     if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_CONGESTION"):
         return 0.0

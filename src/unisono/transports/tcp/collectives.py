@@ -10,7 +10,7 @@ from typing import NoReturn, Self
 
 from unisono.collectives.native_calls import NativeCalls, Programs, known_dtypes
 from unisono.control.mesh import say_farewell
-from unisono.control.sockets import invalidate_after_fork
+from unisono.control.sockets import FAR_S, invalidate_after_fork, round_trip_s
 from unisono.core.call import Fingerprint
 from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.group import Group
@@ -26,6 +26,11 @@ __all__ = ["TcpCollectives", "connected"]
 _FAREWELL = struct.pack("<QIIQ", 0, 0, 4, 0)
 """A frame of src/native/steps/link.hpp."""
 
+_SLICE_BYTES = 1 << 20
+"""What stays in the cache between two steps."""
+_FAR_SLICE_BYTES = 64 << 20
+"""On a long link, where each step of a slice takes a latency, which is more than memory ever takes."""
+
 
 class TcpCollectives(NativeCalls):
     """Native collectives of one group. Every rank makes the same number of calls, in the same order.
@@ -36,6 +41,7 @@ class TcpCollectives(NativeCalls):
         group, control, timeout_s: The ranks, their control plane, and their time limit.
         connections: By rank; they do not block, and end with this object.
         messages: Moves messages, over connections of its own; None if there are none.
+        slice_bytes: The length of a slice of a long call, the same on all ranks.
     """
 
     latency_s = 30e-6
@@ -48,6 +54,7 @@ class TcpCollectives(NativeCalls):
         timeout_s: float,
         connections: Mapping[int, socket.socket],
         messages: TcpMessages | None,
+        slice_bytes: int = _SLICE_BYTES,
     ) -> None:
         module = native()
         rank = group.rank
@@ -56,7 +63,7 @@ class TcpCollectives(NativeCalls):
         programs = Programs(module, rank, size, self.latency_s, self.second_per_byte)
         sockets = [connections[peer].fileno() if peer != rank else -1 for peer in range(size)]
         moved = [] if messages is None else messages.sockets(size)
-        core = module.TcpCore(rank, sockets, moved, size > cores(), known_dtypes(), programs.cheapest)
+        core = module.TcpCore(rank, sockets, moved, size > cores(), slice_bytes, known_dtypes(), programs.cheapest)
         super().__init__(core, rank, size, programs, messages)
         self._group = group
         self._control = control
@@ -78,7 +85,11 @@ class TcpCollectives(NativeCalls):
         messages = None
         if with_messages:
             messages = TcpMessages(group.rank, connected(group, control, options, "messages"))
-        return cls(group, control, options.timeout_s, connected(group, control, options, "calls"), messages)
+        connections = connected(group, control, options, "calls")
+        farthest_s = max(map(round_trip_s, connections.values()), default=0.0)
+        is_far = max(control.exchange(group, "round trips", farthest_s, options.timeout_s)) >= FAR_S
+        slice_bytes = _FAR_SLICE_BYTES if is_far else _SLICE_BYTES
+        return cls(group, control, options.timeout_s, connections, messages, slice_bytes)
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:
         """As of `FastPath`."""

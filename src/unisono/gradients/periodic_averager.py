@@ -130,7 +130,7 @@ class _Turns:
     left: int = 0
 
     def is_due(self) -> bool:
-        """Whether the turn has begun."""
+        """Return whether the turn has begun."""
         return self.due_s is not None and time.monotonic() >= self.due_s
 
     def begin(self, last_s: float, expire: Callable[[int], None]) -> None:

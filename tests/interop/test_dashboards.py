@@ -42,6 +42,8 @@ for name, value in wanted.items():
     "Weights & Biases": """
 import glob, json
 
+# The service writes the file to its end before it ends.
+wandb.teardown()
 # The file holds records of protobuf, in which each value is JSON text.
 (file,) = glob.glob(folder + "/wandb/offline-run-*/*.wandb")
 data = open(file, "rb").read()

@@ -94,7 +94,7 @@ if __name__ == "__main__":
         for name in sys.argv[2:]:
             print(f"\n== {name}", file=sys.stderr)
             try:
-                un.launch(runpy.run_path(f"{name}.py", run_name="__main__")["train"], 2, on=on, timeout=20)
+                un.launch(runpy.run_path(f"{name}.py", run_name="__main__")["train"], 2, on=on, timeout=40)
             except Exception:
                 sys.excepthook(*sys.exc_info())
         print("\n== ", file=sys.stderr)

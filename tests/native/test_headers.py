@@ -72,5 +72,5 @@ def ran(compiler: list[str], emulator: list[str], name: str, folder: Path, *argu
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (built.returncode, built.stderr) == (0, "")
     command = [*emulator, str(folder / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout, done.stderr

@@ -2,7 +2,7 @@
 
     python benchmarks/encryption_cost.py [--runs 7]
 
-Printed for each size: the median of both, and the ratio. The ranks are started anew for each run, encrypted and not in
+Printed for each size: the median of both, and the ratio. Ranks are started for each run, encrypted and not in
 turns. It needs the program `openssl`, for a certificate.
 """
 

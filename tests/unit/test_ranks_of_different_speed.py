@@ -174,7 +174,7 @@ def test_a_straggler_is_waited_for_until_max_lag_and_continues_from_the_anchor()
     assert slow == [(11, 555.5), (43, 577.5)]
 
 
-def test_a_rank_that_is_late_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_rank_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     def program(comm: un.Communicator) -> int:
         weight = torch.zeros(1, dtype=torch.float64)
         speeds = averager([weight], comm, 10, max_lag=4)
@@ -252,7 +252,7 @@ def test_a_schedule_of_the_outer_rate_is_one_on_all_ranks() -> None:
     assert set(third[1]) <= set(first[1])
 
 
-def test_a_second_training_begins_anew() -> None:
+def test_training_goes_on_after_finish() -> None:
     def program(comm: un.Communicator) -> list[float]:
         weight = torch.zeros(1, dtype=torch.float64)
         speeds = averager([weight], comm, 10)

@@ -30,10 +30,10 @@ ADVICE = f"Do all ranks have {TLS}, with certificates that the others trust?"
 _BYTES = 256 << 10
 """Most bytes that wait in one direction of a connection, but for those of one read."""
 _TRUST_WITHIN_S = 10.0
-"""How long a peer may take to prove its certificate: more than for the secret, which is inside."""
+"""Time for a peer to prove its certificate: more than for the secret, which is inside."""
 _TIDY_EVERY_S = 1.0
 _FLUSH_S = 2.0
-"""How long a process that ends waits for its last bytes to be sent."""
+"""Time for the last bytes of a process that ends to be sent."""
 
 
 def tls_context(*, server: bool) -> ssl.SSLContext | None:
@@ -273,6 +273,7 @@ class _Relay:
     def _flush(self) -> None:
         deadline = time.monotonic() + _FLUSH_S
         while time.monotonic() < deadline and not all(pipe.is_idle() for pipe in tuple(self._pipes)):
+            # The relay's thread sends meanwhile.
             time.sleep(0.005)
 
     def invalidate_after_fork(self) -> None:

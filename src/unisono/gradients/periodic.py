@@ -196,9 +196,13 @@ class PeriodicAction(ABC):
         Raises:
             MismatchError: Ranks have different parameters or arguments.
         """
+        self._disconnect()
+        self._connect(comm)
+
+    def _disconnect(self) -> None:
+        """End all calls of the ranks so far, some of which may be lost."""
         self._comm.abort(f"{type(self).__name__} moves to other ranks")
         self._comm.close()
-        self._connect(comm)
 
     def close(self) -> None:
         """Release the communicator and the optimizer. Every rank calls it. Idempotent."""

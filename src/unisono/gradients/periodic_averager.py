@@ -385,7 +385,7 @@ class PeriodicAverager(PeriodicAction):
         """Wait for the exchanges under way, and apply their results now. Collective.
 
         With a `timedelta`: contribute what this rank has learnt since, and take part in exchanges until all ranks have
-        called it. All are equal then. The next step begins anew.
+        called it. All are equal then. The next step begins another interval.
 
         Raises:
             CommError: An exchange failed.
@@ -684,7 +684,7 @@ class PeriodicAverager(PeriodicAction):
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
         Collective over it; new ranks create their own averager in the meantime. Results that have arrived are applied,
-        and other exchanges are made anew: what this rank has learnt stays in its parameters. A rank that has fewer
+        and other exchanges are made again: what this rank has learnt stays in its parameters. A rank that has fewer
         results than another one, such as a new one, continues from the anchor. What codecs owe is lost.
 
         Args:
@@ -693,8 +693,7 @@ class PeriodicAverager(PeriodicAction):
         Raises:
             MismatchError: Ranks have different parameters or arguments.
         """
-        self._comm.abort(f"{type(self).__name__} moves to other ranks")
-        self._comm.close()
+        self._disconnect()
         with torch.no_grad():
             for fragment in self._fragments:
                 exchange = fragment.exchange

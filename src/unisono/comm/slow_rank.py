@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import sqrt
@@ -29,6 +29,8 @@ _BLOCKS = 20
 _FEWEST = 100
 """Calls that are looked at, also if fewer were made since the figures were asked for."""
 _SAMPLES_EVERY_S = 0.005
+_SAMPLES_KEPT = 4096
+"""The samples of 20 seconds."""
 _DEVIATIONS = 4.0
 _LOADER = os.path.dirname(torch.utils.data.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -90,7 +92,7 @@ class SlowRank:
             [record[4] for record in records],
             [record[5] for record in records],
             self._core_wait_share(comm.backend == "sim"),
-            [] if self._samples is None else self._samples.found(),
+            [] if self._samples is None else self._samples.since(oldest),
         )
         # As lists, which take half as long to encode as named tuples of the same.
         parts = comm.gather_object(list(part))
@@ -135,7 +137,7 @@ class _StackSamples:
 
     def __init__(self, activity: Activity) -> None:
         self._activity = weakref.ref(activity)
-        self._counts: _Doing = Counter()
+        self._samples: deque[tuple[int, str, str]] = deque(maxlen=_SAMPLES_KEPT)
         self._over = threading.Event()
         threading.Thread(target=self._run, name="unisono samples", daemon=True).start()
 
@@ -143,16 +145,17 @@ class _StackSamples:
         """End the thread."""
         self._over.set()
 
-    def found(self) -> list[tuple[str, str, int]]:
-        """Return what was done where, and how often it was seen."""
-        return [(doing, line, count) for (doing, line), count in self._counts.copy().items()]
+    def since(self, call: int) -> list[tuple[str, str, int]]:
+        """Return what was done where from a call on, and how often it was seen."""
+        counts = Counter((doing, line) for calls, doing, line in self._samples.copy() if calls >= call)
+        return [(doing, line, count) for (doing, line), count in counts.items()]
 
     def _run(self) -> None:
         while not self._over.wait(_SAMPLES_EVERY_S):
             activity = self._activity()
             if activity is None or activity.closed or activity.broken:
                 return
-            self._counts[_doing(activity)] += 1
+            self._samples.append((activity.calls, *_doing(activity)))
 
 
 def _doing(activity: Activity) -> tuple[str, str]:

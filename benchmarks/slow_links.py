@@ -3,9 +3,10 @@
     python benchmarks/slow_links.py [--hosts 2 4] [--rounds 5] [--seeds 3] [--only speed loss]
 
 Speed: hosts are those of `unisono.testing.Network`, with one rank each, and 0.1 % of the packets are lost. A
-transformer of 10 M parameters is trained without communication, by streaming DiLoCo (four fragments, overlapped, int4),
-without communication again, by plain DiLoCo, and by DDP on gloo. Printed for each: steps per second, their share of
-those without communication on the same cores, and the bytes of a step that host 0 sends, with all headers.
+transformer of 10 M parameters is trained without communication and by streaming DiLoCo (four fragments, overlapped,
+int4) by turns, since the speed of cores changes; then by plain DiLoCo, and by DDP on gloo. Printed for each: steps per
+second, their share of those without communication on the same cores, and the bytes of a step that host 0 sends, with
+all headers.
 
 Loss: a transformer of 0.5 M parameters learns the characters of the help texts that Python ships, on ranks of this
 host, by the same three. Printed: the mean loss on a part that no rank has trained on, for each seed.
@@ -36,7 +37,9 @@ EVERY = 100
 STREAMING: dict[str, Any] = {"fragments": 4, "overlap_steps": 10, "compression": un.compression.error_feedback("int4")}
 LINK: dict[str, Any] = {"rate": "50mbit", "delay": "50ms", "loss": 0.001}
 DDP_STEPS = 4
-ALONE_STEPS = 100
+ALONE_STEPS = 20
+IDLE_AT = 90
+"""Number of a round's steps after which no exchange is under way."""
 TIMEOUT_S = 3000.0
 PORT = 29500
 LEAST_SHARE = 0.95
@@ -46,20 +49,22 @@ MOST_LOSS = 1.01
 Step = Callable[[], object]
 
 
-def timed(comm: un.Communicator, step: Step, count: int, end: Step = lambda: None) -> tuple[float, float]:
-    """Return steps per second, and bytes per step, of all steps and what ends them."""
+Taken = tuple[int, float, int]
+
+
+def timed(comm: un.Communicator, step: Step, count: int, end: Step = lambda: None) -> Taken:
+    """Return the number of steps, and the seconds and bytes that they and what ends them took."""
     comm.barrier()
     before = counted()
     started = time.perf_counter()
     for _ in range(count):
         step()
     end()
-    passed = time.perf_counter() - started
-    return count / passed, (counted() - before) / count
+    return count, time.perf_counter() - started, counted() - before
 
 
-def speeds(comm: un.Communicator, rounds: int) -> dict[str, tuple[float, float]]:
-    """Return steps per second and bytes per step of each kind of training."""
+def speeds(comm: un.Communicator, rounds: int) -> dict[str, list[Taken]]:
+    """Return what each kind of training took, in parts."""
     torch.manual_seed(0)
     model = transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -71,24 +76,29 @@ def speeds(comm: un.Communicator, rounds: int) -> dict[str, tuple[float, float]]
         optimizer.step()
 
     step()
-    found = {"alone": timed(comm, step, ALONE_STEPS)}
+    alone: list[Taken] = []
+    streaming: list[Taken] = []
     un.broadcast_parameters(model, comm)
     with un.gradients.DiLoCo(model, comm, EVERY, **STREAMING) as diloco:
-        handle = diloco.attach(optimizer)
-        found["streaming"] = timed(comm, step, rounds * EVERY, diloco.finish)
-        handle.remove()
-    found["alone again"] = timed(comm, step, ALONE_STEPS)
+        for count in [IDLE_AT] + [EVERY] * (rounds - 1) + [EVERY - IDLE_AT]:
+            alone.append(timed(comm, step, ALONE_STEPS))
+            handle = diloco.attach(optimizer)
+            is_last = count == EVERY - IDLE_AT
+            streaming.append(timed(comm, step, count, diloco.finish if is_last else lambda: None))
+            handle.remove()
+    alone.append(timed(comm, step, ALONE_STEPS))
+    found = {"alone": alone, "streaming": streaming}
     un.broadcast_parameters(model, comm)
     with un.gradients.DiLoCo(model, comm, EVERY) as diloco:
         handle = diloco.attach(optimizer)
-        found["DiLoCo"] = timed(comm, step, EVERY)
+        found["DiLoCo"] = [timed(comm, step, EVERY)]
         handle.remove()
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     address = f"tcp://{os.environ['MASTER_ADDR']}:{PORT}"
     dist.init_process_group("gloo", init_method=address, rank=comm.rank, world_size=comm.size)
     wrapped = ddp(model, None)
     step(wrapped)
-    found["DDP on gloo"] = timed(comm, lambda: step(wrapped), DDP_STEPS)
+    found["DDP on gloo"] = [timed(comm, lambda: step(wrapped), DDP_STEPS)]
     dist.destroy_process_group()
     return found
 
@@ -101,11 +111,16 @@ def show_speeds(hosts: int, rounds: int) -> None:
             found = ranks.results(TIMEOUT_S)[0]
     if not isinstance(found, dict):
         raise SystemExit(f"a rank failed: {found!r}")
-    alone = statistics.mean(found[name][0] for name in ("alone", "alone again"))
-    for name, (rate, nbytes) in found.items():
-        print(f"{name:12} {rate:7.2f} steps/s, {rate / alone:6.1%} of alone, {nbytes:12,.0f} bytes a step")
-    share = found["streaming"][0] / alone
-    saving = found["DDP on gloo"][1] / found["streaming"][1]
+    rates = {}
+    sizes = {}
+    for name, parts in found.items():
+        steps, seconds, nbytes = map(sum, zip(*parts, strict=True))
+        rates[name] = steps / seconds
+        sizes[name] = nbytes / steps
+        share = rates[name] / rates["alone"]
+        print(f"{name:12} {rates[name]:7.2f} steps/s, {share:6.1%} of alone, {sizes[name]:12,.0f} bytes a step")
+    share = rates["streaming"] / rates["alone"]
+    saving = sizes["DDP on gloo"] / sizes["streaming"]
     print(f"streaming keeps {share:.1%}, bound {LEAST_SHARE:.0%}: {'kept' if share >= LEAST_SHARE else 'MISSED'}")
     print(
         f"DDP sends {saving:.0f} times as much, bound {LEAST_SAVING}: {'kept' if saving >= LEAST_SAVING else 'MISSED'}"

@@ -68,7 +68,7 @@ def test_concurrent_subgroups_equal_their_references(backend: str, data: st.Data
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_whole_grid_equals_its_references(backend: str, call: str, size: int) -> None:
@@ -84,14 +84,14 @@ def check_all(comm: un.Communicator, cases: list[Case]) -> list[Report]:
 
 
 def grid(call: str, size: int) -> Iterator[Case]:
-    """All algorithms, dtypes, ops, roots and counts, each with some layout, and blocking or not."""
+    """All algorithms, dtypes, ops and counts, each with some root and layout, and blocking or not."""
     chance = Random(f"{call} {size}")
     kinds = [
         (dtype, op) for dtype in DTYPES for op in (ops_for(dtype) if COLLECTIVES[call].reduces else ops_for(dtype)[:1])
     ]
     family = COLLECTIVES[call].family
     algorithms = [None, *serving(family, size, rounded=False, uneven=False)]
-    for algorithm, (dtype, op), root in product(algorithms, kinds, range(size if COLLECTIVES[call].root else 1)):
+    for algorithm, (dtype, op) in product(algorithms, kinds):
         for count in sorted({0, 1, size - 1, size, size + 1, 1000, CHUNK_BYTES // dtype.itemsize + 1}):
             uneven = chance.random() < 0.5
             rounded = dtype.is_floating_point or dtype.is_complex
@@ -103,7 +103,7 @@ def grid(call: str, size: int) -> Iterator[Case]:
                 count,
                 dtype,
                 op,
-                root,
+                chance.randrange(size) if COLLECTIVES[call].root else 0,
                 chance.choice(LAYOUTS),
                 algorithm,
                 async_op=chance.random() < 0.5,

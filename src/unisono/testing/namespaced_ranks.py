@@ -47,7 +47,8 @@ __all__ = [
 
 _ports = itertools.count(29600)
 """Ports of the jobs of this process: a port that the previous job has left may not be free yet."""
-_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
+"""Seconds that one operation of a test may take: a hanging test should fail soon."""
 
 
 class HostRanks:
@@ -87,7 +88,7 @@ class HostRanks:
         self._readers: list[Connection] = []
         for rank, host in enumerate(hosts):
             reader, writer = context.Pipe(duplex=False)
-            given = {"timeout": _TIMEOUT_S, **options(rank)}
+            given = {"timeout": TIMEOUT_S, **options(rank)}
             environment = {**place, "RANK": str(rank)}
             orders = (network.name(host), environment, backend, given, program, args, writer)
             process = context.Process(target=live, args=orders, name=f"unisono rank {rank}")
@@ -576,10 +577,6 @@ def obstacle(*, slow: bool = False) -> str | None:
 def _run(*words: str) -> str:
     command: Sequence[str] = words
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-TIMEOUT_S = 10.0
-"""Seconds that one operation of a test may take: a hanging test should fail soon."""
 
 
 def run_ranks(fn: Callable[..., Any], size: int, backend: str = "thread", *args: Any, **options: Any) -> list[Any]:

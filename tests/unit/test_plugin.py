@@ -157,7 +157,7 @@ def test_deadlock_is_reported_soon_on_few_ranks(inner: pytest.Pytester) -> None:
         from hypothesis import given
         from unisono.testing import strategies
 
-        @pytest.mark.ranks("inputs", timeout=3)
+        @pytest.mark.ranks("inputs", timeout=1)
         @given(inputs=strategies.inputs(max_size=4))
         def test_ring(comm, inputs):
             if comm.size > 1:

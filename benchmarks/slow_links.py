@@ -170,7 +170,7 @@ def losses(comm: un.Communicator, kind: str, seed: int, steps: int, length: int 
         optimizer.step()
         warmup.step()
     if kind == "streaming":
-        averager.outer_step()
+        averager.finish()
     with torch.no_grad():
         starts = torch.arange(cut, len(everything) - length - 1, length)
         parts = [loss_of(model, everything, (part.unsqueeze(1) + places)).item() for part in starts.split(64)[:-1]]

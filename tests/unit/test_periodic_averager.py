@@ -362,6 +362,25 @@ def test_an_exchange_of_all_fragments_now_makes_ranks_equal(alpha: float | None)
     assert alpha is not None or first == [2.0] * 7
 
 
+@pytest.mark.parametrize("alpha", [None, 0.5])
+def test_end_of_training_gives_all_ranks_the_anchor(alpha: float | None) -> None:
+    def program(comm: un.Communicator) -> tuple[list[float], list[float]]:
+        weights = [torch.zeros(3), torch.zeros(4)]
+        diloco = DiLoCo(weights, comm, 4, 1.0, 0.0, False, fragments=2, overlap_steps=1, alpha=alpha)
+        for _ in range(6):
+            for weight in weights:
+                weight += comm.rank
+            diloco.step()
+        diloco.finish()
+        return torch.cat(weights).tolist(), torch.cat(diloco.anchor).tolist()
+
+    results = run_ranks(program, 2)
+    assert results == [results[0]] * 2
+    assert results[0][0] == results[0][1]
+    # The first fragment was sent after step 4, the second after steps 2 and 6.
+    assert alpha is not None or results[0][0] == [2.0] * 3 + [3.0] * 4
+
+
 def test_closed_averagers_send_nothing() -> None:
     def program(comm: un.Communicator) -> float:
         weight = torch.full((2,), float(comm.rank))

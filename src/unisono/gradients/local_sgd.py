@@ -162,6 +162,8 @@ class DiLoCo(PeriodicAverager):
     def outer_step(self) -> None:
         """Step the outer optimizer now, regardless of the schedule. Collective.
 
+        Its momentum counts as after a whole interval. So soon after another outer step it takes the anchor too far.
+
         Example:
             >>> def program(comm):
             ...     w = torch.zeros(1, requires_grad=True)

@@ -382,23 +382,33 @@ class PeriodicAverager(PeriodicAction):
         return [self._in_turn] if turns.is_due() else []
 
     def finish(self) -> None:
-        """Wait for the exchanges under way, and apply their results now. Collective.
+        """Wait for the exchanges under way, and apply their results now, for the end of training. Collective.
 
-        With a `timedelta`: contribute what this rank has learnt since, and take part in exchanges until all ranks have
-        called it. All are equal then. The next step begins another interval.
+        With `outer`, parameters are those of the anchor then, equal on all ranks. What this rank has learnt since it
+        sent a fragment last is lost, unless `outer_step` was called before. With a `timedelta`, ranks contribute it
+        here, and take part in exchanges until all have called this. The next step begins another interval.
 
         Raises:
             CommError: An exchange failed.
         """
         with torch.no_grad():
-            if self._turns is not None:
-                self._leave(self._turns)
+            self._end_exchanges()
             for fragment in self._fragments:
-                self._apply(fragment)
+                self._return_to_anchor(fragment)
+
+    def _end_exchanges(self) -> None:
+        if self._turns is not None:
+            self._leave(self._turns)
+        for fragment in self._fragments:
+            self._apply(fragment)
+
+    def _return_to_anchor(self, fragment: Fragment) -> None:
+        for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
+            here.copy_(there)
 
     def _act(self) -> None:
         """Exchange all fragments now, and continue from the results: without a share of this rank's own."""
-        self.finish()
+        self._end_exchanges()
         for fragment in self._fragments if self._turns is None else ():
             self._start(fragment, 0, None)
             self._apply(fragment)
@@ -714,8 +724,7 @@ class PeriodicAverager(PeriodicAction):
             with torch.no_grad():
                 for fragment in self._fragments:
                     fragment.samples = 0
-                    for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
-                        here.copy_(there)
+                    self._return_to_anchor(fragment)
         self.steps = progress[leader][1]
 
 

@@ -84,7 +84,8 @@ def speeds(comm: un.Communicator, rounds: int) -> dict[str, list[Taken]]:
             alone.append(timed(comm, step, ALONE_STEPS))
             handle = diloco.attach(optimizer)
             is_last = count == EVERY - IDLE_AT
-            streaming.append(timed(comm, step, count, diloco.finish if is_last else lambda: None))
+            # A state waits for the last exchange.
+            streaming.append(timed(comm, step, count, diloco.state_dict if is_last else lambda: None))
             handle.remove()
     alone.append(timed(comm, step, ALONE_STEPS))
     found = {"alone": alone, "streaming": streaming}

@@ -362,23 +362,37 @@ def test_an_exchange_of_all_fragments_now_makes_ranks_equal(alpha: float | None)
     assert alpha is not None or first == [2.0] * 7
 
 
-@pytest.mark.parametrize("alpha", [None, 0.5])
-def test_end_of_training_gives_all_ranks_the_anchor(alpha: float | None) -> None:
+@pytest.mark.parametrize("steps", [5, 6, 8])
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_end_of_training_averages_what_was_learnt_since(steps: int, compression: str | None) -> None:
+    """The mean of what all ranks have learnt, whenever the fragments were sent."""
+
     def program(comm: un.Communicator) -> tuple[list[float], list[float]]:
         weights = [torch.zeros(3), torch.zeros(4)]
-        diloco = DiLoCo(weights, comm, 4, 1.0, 0.0, False, fragments=2, overlap_steps=1, alpha=alpha)
-        for _ in range(6):
+        how: Any = {"fragments": 2, "overlap_steps": 1, "compression": compression}
+        diloco = DiLoCo(weights, comm, 4, outer_lr=1.0, outer_momentum=0.0, nesterov=False, **how)
+        for _ in range(steps):
             for weight in weights:
                 weight += comm.rank
             diloco.step()
         diloco.finish()
         return torch.cat(weights).tolist(), torch.cat(diloco.anchor).tolist()
 
-    results = run_ranks(program, 2)
-    assert results == [results[0]] * 2
-    assert results[0][0] == results[0][1]
-    # The first fragment was sent after step 4, the second after steps 2 and 6.
-    assert alpha is not None or results[0][0] == [2.0] * 3 + [3.0] * 4
+    assert run_ranks(program, 2) == [([steps / 2] * 7, [steps / 2] * 7)] * 2
+
+
+def test_end_of_training_leaves_the_outer_momentum_out() -> None:
+    def program(comm: un.Communicator) -> float:
+        weight = torch.zeros(1, dtype=torch.float64)
+        diloco = DiLoCo([weight], comm, every=100)
+        weight += comm.rank
+        diloco.outer_step()
+        before = weight.item()
+        weight += comm.rank
+        diloco.finish()
+        return weight.item() - before
+
+    assert run_ranks(program, 2) == pytest.approx([0.5, 0.5], abs=1e-12)
 
 
 def test_closed_averagers_send_nothing() -> None:
@@ -658,7 +672,8 @@ def test_bytes_per_step_are_the_formulas() -> None:
             before = counter.total()
             for _ in range(100):
                 averager.step()
-            averager.finish()
+            # It waits for the last exchange.
+            averager.state_dict()
             sent.append(counter.total() - before)
         for parameter in own.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -89,6 +89,7 @@ class _PendingExchange:
         behind_s: Time from the beginning of the turn until this rank took it.
         leaving: Whether this rank has no more to contribute.
         rates: Learning rates of the outer optimizer, one for each group of its parameters.
+        is_last: Whether the anchor moves by the mean change, without the outer optimizer.
     """
 
     due: int
@@ -103,6 +104,7 @@ class _PendingExchange:
     behind_s: float = 0
     leaving: bool = False
     rates: list[float] = field(default_factory=list)
+    is_last: bool = False
 
 
 @dataclass(eq=False)
@@ -384,27 +386,25 @@ class PeriodicAverager(PeriodicAction):
     def finish(self) -> None:
         """Wait for the exchanges under way, and apply their results now, for the end of training. Collective.
 
-        With `outer`, parameters are those of the anchor then, equal on all ranks. What this rank has learnt since it
-        sent a fragment last is lost, unless `outer_step` was called before. With a `timedelta`, ranks contribute it
-        here, and take part in exchanges until all have called this. The next step begins another interval.
+        With `outer`, ranks are equal then. What they have learnt since they sent a fragment last is averaged, in one
+        more exchange of all fragments, and the anchor moves by the mean: not by the outer optimizer, whose momentum is
+        that of a whole interval. With a `timedelta`, ranks take part in exchanges until all have called this. The next
+        step begins another interval.
 
         Raises:
             CommError: An exchange failed.
         """
         with torch.no_grad():
             self._end_exchanges()
-            for fragment in self._fragments:
-                self._return_to_anchor(fragment)
+            for fragment in self._fragments if self.outer is not None and self._turns is None else ():
+                self._start(fragment, 0, None, is_last=True)
+                self._apply(fragment)
 
     def _end_exchanges(self) -> None:
         if self._turns is not None:
             self._leave(self._turns)
         for fragment in self._fragments:
             self._apply(fragment)
-
-    def _return_to_anchor(self, fragment: Fragment) -> None:
-        for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
-            here.copy_(there)
 
     def _act(self) -> None:
         """Exchange all fragments now, and continue from the results: without a share of this rank's own."""
@@ -419,7 +419,9 @@ class PeriodicAverager(PeriodicAction):
         return [named[i][1].detach() for i in fragment.members]
 
     # -- an exchange ---------------------------------------------------------------------------
-    def _start(self, fragment: Fragment, lag: int, alpha: float | None, *, late: bool = False) -> None:
+    def _start(
+        self, fragment: Fragment, lag: int, alpha: float | None, *, late: bool = False, is_last: bool = False
+    ) -> None:
         """Begin an exchange: in another thread if its result may lag. What is late contributes nothing."""
         if not late and (failure := self._comm.exception()) is not None:
             raise failure.locate(rank=self._comm.rank, size=self._comm.size, operation="all_reduce")
@@ -438,7 +440,7 @@ class PeriodicAverager(PeriodicAction):
         streams = current_streams(p.device for p in given) if aside else []
         own = [torch.Stream(device=stream.device) for stream in streams]
         sent = [p.clone() for p in here] if lag and alpha is None else None
-        exchange = _PendingExchange(self.steps + lag, given, done, alpha, in_place, sent, own)
+        exchange = _PendingExchange(self.steps + lag, given, done, alpha, in_place, sent, own, is_last=is_last)
         if self._turns is not None:
             exchange.behind_s = self._turns.take()
             if not late:
@@ -515,6 +517,10 @@ class PeriodicAverager(PeriodicAction):
         fragment.exchange = None
         fragment.rounds += 1
         if self.outer is None or not exchange.of_all:
+            return
+        if exchange.is_last:
+            for there, change in zip(fragment.anchor, exchange.tensors, strict=True):
+                there.sub_(change)
             return
         for group, rate in zip(self.outer.param_groups, exchange.rates, strict=False):
             group["lr"] = rate
@@ -724,7 +730,8 @@ class PeriodicAverager(PeriodicAction):
             with torch.no_grad():
                 for fragment in self._fragments:
                     fragment.samples = 0
-                    self._return_to_anchor(fragment)
+                    for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
+                        here.copy_(there)
         self.steps = progress[leader][1]
 
 

@@ -4,9 +4,9 @@
 
 Speed: hosts are those of `unisono.testing.Network`, with one rank each, and 0.1 % of the packets are lost. A
 transformer of 10 M parameters is trained without communication and by streaming DiLoCo (four fragments, overlapped,
-int4) by turns, since the speed of cores changes; then by plain DiLoCo, and by DDP on gloo. Printed for each: steps per
-second, their share of those without communication on the same cores, and the bytes of a step that host 0 sends, with
-all headers.
+int4) by turns, since the speed of cores changes; then by plain DiLoCo, and by DDP on gloo. The first round, in which
+ranks agree on codecs, is not counted. Printed for each: steps per second, their share of those without communication on
+the same cores, and the bytes of a step that host 0 sends, with all headers.
 
 Loss: a transformer of 0.5 M parameters learns the characters of the help texts that Python ships, on ranks of this
 host, by the same three. Printed: the mean loss on a part that no rank has trained on, for each seed.
@@ -52,14 +52,13 @@ Step = Callable[[], object]
 Taken = tuple[int, float, int]
 
 
-def timed(comm: un.Communicator, step: Step, count: int, end: Step = lambda: None) -> Taken:
-    """Return the number of steps, and the seconds and bytes that they and what ends them took."""
+def timed(comm: un.Communicator, step: Step, count: int) -> Taken:
+    """Return the number of steps, and the seconds and bytes that they took."""
     comm.barrier()
     before = counted()
     started = time.perf_counter()
     for _ in range(count):
         step()
-    end()
     return count, time.perf_counter() - started, counted() - before
 
 
@@ -80,14 +79,14 @@ def speeds(comm: un.Communicator, rounds: int) -> dict[str, list[Taken]]:
     streaming: list[Taken] = []
     un.broadcast_parameters(model, comm)
     with un.gradients.DiLoCo(model, comm, EVERY, **STREAMING) as diloco:
-        for count in [IDLE_AT] + [EVERY] * (rounds - 1) + [EVERY - IDLE_AT]:
-            alone.append(timed(comm, step, ALONE_STEPS))
+        for part in range(rounds + 1):
             handle = diloco.attach(optimizer)
-            is_last = count == EVERY - IDLE_AT
-            # A state waits for the last exchange.
-            streaming.append(timed(comm, step, count, diloco.state_dict if is_last else lambda: None))
+            # Exchanges begin and end within a part. In the first one ranks agree on codecs, too.
+            taken = timed(comm, step, EVERY if part else IDLE_AT)
             handle.remove()
-    alone.append(timed(comm, step, ALONE_STEPS))
+            alone.append(timed(comm, step, ALONE_STEPS))
+            if part:
+                streaming.append(taken)
     found = {"alone": alone, "streaming": streaming}
     un.broadcast_parameters(model, comm)
     with un.gradients.DiLoCo(model, comm, EVERY) as diloco:

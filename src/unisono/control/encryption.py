@@ -82,7 +82,7 @@ def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout
     if context is None:
         return connection
     if not _relays:
-        _relays.append(_Relay())
+        _relays.append(_TLSRelay())
     pipe = _relays[0].add(connection, context)
     if timeout is not None:
         try:
@@ -207,7 +207,7 @@ class _Pipe:
         self._far.close()
 
 
-class _Relay:
+class _TLSRelay:
     """Thread that relays the connections of this process."""
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class _Relay:
         self._ear.close()
 
 
-_relays: list[_Relay] = []
+_relays: list[_TLSRelay] = []
 """The relay of this process, if it has connections that are encrypted: one thread for all communicators."""
 
 

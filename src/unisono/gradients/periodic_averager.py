@@ -505,7 +505,7 @@ class PeriodicAverager(PeriodicAction):
             results = exchange.tensors if self.outer is None else fragment.anchor
             for index, (here, there) in enumerate(zip(self._tensors(fragment), results, strict=True)):
                 if exchange.sent is not None:
-                    here.copy_(there + (here - exchange.sent[index]))
+                    here.sub_(exchange.sent[index]).add_(there)
                 else:
                     here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
             if exchange.sent is None and not exchange.alpha:

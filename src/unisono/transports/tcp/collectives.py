@@ -27,7 +27,7 @@ _FAREWELL = struct.pack("<QIIQ", 0, 0, 4, 0)
 """A frame of src/native/steps/link.hpp."""
 
 _SLICE_BYTES = 1 << 20
-"""What stays in the cache between two steps."""
+"""Bytes that stay in the cache between two steps."""
 _FAR_SLICE_BYTES = 64 << 20
 """On a long link, where each step of a slice takes a latency, which is more than memory ever takes."""
 

@@ -39,4 +39,6 @@ def train(accelerator: Accelerator, shuffle: bool = True) -> float:
 
 
 if __name__ == "__main__":
-    train(Accelerator(cpu=True), shuffle="--in-order" not in sys.argv)
+    accelerator = Accelerator(cpu=True)
+    train(accelerator, shuffle="--in-order" not in sys.argv)
+    accelerator.end_training()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,3 +39,5 @@ if __name__ == "__main__":
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     train(fabric, shuffle="--in-order" not in sys.argv)
+    # Else gloo's threads may free tensors when Python has ended, which aborts the process.
+    dist.destroy_process_group()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -182,6 +183,31 @@ def test_interrupted_driver_learns_where_ranks_are(backend: str) -> None:
             assert ranks.run(total) == [2.0] * 2
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_driver_may_be_interrupted_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = threading.Event()
+    driver, start = threading.current_thread(), threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        if threading.current_thread() is driver:
+            assert running.wait(10)
+            raise KeyboardInterrupt
+
+    def for_ever(comm: un.Communicator) -> None:
+        running.set()
+        while True:
+            pass
+
+    with RankPool(2, "thread") as ranks:
+        monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            ranks.run(for_ever)
+        monkeypatch.undo()
+        (note,) = caught.value.__notes__
+        assert " in for_ever" in note
+        assert ranks.run(total) == [2.0] * 2
 
 
 def test_ranks_that_cannot_start_report_why() -> None:

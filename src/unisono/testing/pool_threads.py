@@ -45,8 +45,9 @@ def run_limited(
         except BaseException as error:
             ended.put(([], error))
 
-    threading.Thread(target=start, name="unisono launch", daemon=True).start()
     try:
+        # Inside: ranks may run, and the caller be interrupted, before this returns.
+        threading.Thread(target=start, name="unisono launch", daemon=True).start()
         results, error = ended.get(timeout=limit_s)
     except Empty:
         raise overdue(limit_s, _stacks(running)) from None

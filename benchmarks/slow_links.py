@@ -34,7 +34,7 @@ from unisono.testing import Network
 from unisono.testing.namespaced_ranks import HostRanks, obstacle
 
 EVERY = 100
-STREAMING: dict[str, Any] = {"fragments": 4, "overlap_steps": 10, "compression": "int4"}
+STREAMING: dict[str, Any] = {"fragments": 4, "overlap_steps": 20, "compression": "int4"}
 LINK: dict[str, Any] = {"rate": "50mbit", "delay": "50ms", "loss": 0.001}
 DDP_STEPS = 4
 ALONE_STEPS = 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,19 @@ def test_killed_rank_is_reported(ranks: RankPool) -> None:
     assert ranks.run(total) == [3.0] * 3
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_rank_that_ended_between_programs_is_reported(size: int) -> None:
+    with RankPool(3, "gloo") as ranks:
+        pid, _ = ranks.run(who)[2]
+        handle = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([handle], [], [], 10)[0]
+        os.close(handle)
+        with pytest.raises(PeerLostError, match="rank 2"):
+            ranks.run(total, size=size)
+        assert ranks.run(total, size=size) == [size] * size
+
+
 def test_unpicklable_result_is_explained(ranks: RankPool) -> None:
     with pytest.raises(TypeError, match="the result of rank 0, frame, cannot be sent back"):
         ranks.run(lambda comm: sys._getframe(), size=1)
@@ -186,7 +201,9 @@ def test_interrupted_driver_learns_where_ranks_are(backend: str) -> None:
 
 
 def test_driver_may_be_interrupted_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = threading.Event()
+    """Rank 0 has begun when the driver is interrupted, and rank 1 begins afterwards: both end."""
+    held, running, left = threading.Event(), threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
     driver, start = threading.current_thread(), threading.Thread.start
 
     def start_and_interrupt(thread: threading.Thread) -> None:
@@ -195,18 +212,59 @@ def test_driver_may_be_interrupted_before_it_waits(monkeypatch: pytest.MonkeyPat
             assert running.wait(10)
             raise KeyboardInterrupt
 
+    def hold_up(comm: un.Communicator) -> un.Communicator:
+        threads.append(threading.current_thread())
+        if comm.rank == 1:
+            held.set()
+            left.wait(10)
+        held.wait(10)
+        return comm
+
     def for_ever(comm: un.Communicator) -> None:
-        running.set()
+        if comm.rank == 0:
+            running.set()
         while True:
             pass
 
     with RankPool(2, "thread") as ranks:
+        monkeypatch.setattr(un.Communicator, "__enter__", hold_up)
         monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
         with pytest.raises(KeyboardInterrupt) as caught:
             ranks.run(for_ever)
         monkeypatch.undo()
+        left.set()
         (note,) = caught.value.__notes__
         assert " in for_ever" in note
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert ranks.run(total) == [2.0] * 2
+
+
+def test_driver_may_be_interrupted_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+
+    def send_once(link: Connection, data: bytes) -> None:
+        if sent:
+            raise KeyboardInterrupt
+        sent.append(data)
+        send(link, data)
+
+    def for_ever(comm: un.Communicator) -> None:
+        while True:
+            pass
+
+    send = Connection.send_bytes
+    with RankPool(2, "gloo") as ranks:
+        pids = [pid for pid, _ in ranks.run(who)]
+        monkeypatch.setattr(Connection, "send_bytes", send_once)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            ranks.run(for_ever)
+        monkeypatch.undo()
+        assert "Rank 0 was at:" in caught.value.__notes__[0]
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
         assert ranks.run(total) == [2.0] * 2
 
 

@@ -51,10 +51,10 @@ def join(
         CommError: There is no such job, or the secrets differ.
 
     Example:
-        >>> un.join(pid=1, timeout=0.1)
+        >>> un.join(pid=2**22, timeout=0.1)
         Traceback (most recent call last):
         ...
-        unisono.errors.CommError: process 1 is in no unisono job that this user may query ...
+        unisono.errors.CommError: process 4194304 is in no unisono job that this user may query ...
     """
     timeout_s = positive_timeout(timeout)
     if (init_method is None) == (pid is None):

@@ -29,10 +29,14 @@ def run_limited(
         CommTimeoutError: The program took longer than `limit_s`; the message says where its ranks are.
     """
     running: dict[int, int] = {}
+    over = threading.Event()
 
     def program(comm: Communicator, *args: Any) -> Any:
         running[comm.rank] = threading.get_ident()
         try:
+            # Ranks that start later than the caller leaves are not among those that it ends.
+            if over.is_set():
+                raise SystemExit
             return fn(comm, *args)
         finally:
             del running[comm.rank]
@@ -55,6 +59,7 @@ def run_limited(
         interruption.add_note(where(_stacks(running)))
         raise
     finally:
+        over.set()
         for thread in list(running.values()):
             # Ends a loop in Python. A thread that is blocked in C ends with this process.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))

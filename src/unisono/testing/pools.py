@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -271,8 +271,10 @@ class PoolProcesses:
         If they are not, they have been closed. After an error of the program itself they are usable.
         """
         ended: list[Outcome] = []
-        pending = dict(enumerate(self._send(program, size)))
+        pending = {rank: self._links[rank] for rank in range(size)}
         try:
+            # Inside: ranks that have the program run, while the caller may be interrupted.
+            self._send(program, size)
             broken = self._collect(pending, ended, limit_s, on_failure)
         except BaseException as error:
             error.add_note(where(self._stop(list(pending))))
@@ -291,15 +293,16 @@ class PoolProcesses:
                 outcome.error = self._ends[outcome.rank] or outcome.error
         return ended, False
 
-    def _send(self, program: bytes, size: int) -> list[Connection]:
-        """Send a program to the first `size` ranks; return their connections."""
+    def _send(self, program: bytes, size: int) -> None:
+        """Send a program to the first `size` ranks."""
         key = size, self._failures
         # Creating the communicator of the first `size` ranks needs all ranks: once, and again after a failure.
         called = size if key in self._connected else self._size
         self._connected.add(key)
         for rank in range(called):
-            self._links[rank].send_bytes(pickle.dumps((*key, program)))
-        return [self._links[rank] for rank in range(size)]
+            # A rank that has ended since its last program is reported where its answer is awaited.
+            with suppress(ConnectionError):
+                self._links[rank].send_bytes(pickle.dumps((*key, program)))
 
     def _collect(self, pending: dict[int, Connection], ended: list[Outcome], limit_s: float, on_failure: str) -> bool:
         """Move ranks from `pending` to `ended` until the time is over; return whether a communicator is broken."""
@@ -327,11 +330,10 @@ class PoolProcesses:
 
     def _stop(self, ranks: list[int]) -> dict[int, str]:
         """End all ranks; return the stacks of some."""
-        for rank in ranks:
-            os.kill(self._pids[rank], signal.SIGUSR1)
+        self._signal(ranks, signal.SIGUSR1)
         time.sleep(_DUMP_S)
         stacks = {rank: _shown((Path(self._folder.name) / f"stacks-{rank}").read_text()) for rank in ranks}
-        self._kill()
+        self._signal(self._pids, signal.SIGKILL)
         self.close()
         return stacks
 
@@ -341,14 +343,14 @@ class PoolProcesses:
             link.close()
         self._thread.join(_LEAVE_S)
         if self._thread.is_alive():
-            self._kill()
+            self._signal(self._pids, signal.SIGKILL)
             self._thread.join(_LEAVE_S)
         self._folder.cleanup()
 
-    def _kill(self) -> None:
-        for pid in self._pids.values():
+    def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
+        for rank in ranks:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(self._pids[rank], number)
 
 
 def _shown(dump: str) -> str:

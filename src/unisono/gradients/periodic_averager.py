@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -83,6 +84,7 @@ class _PendingExchange:
         alpha: As for `PeriodicAverager`.
         in_place: Whether the contributions are the parameters themselves, so that nothing is left to apply.
         sent: The parameters when the exchange began, if what they learn meanwhile is added to the result.
+        expected: With `sent`: the result that training went on from.
         streams: Streams of accelerators on which the result is computed.
         samples: Weight of this rank's contribution, where ranks take turns at agreed times; 0 if it is late.
         of_all: The same of all ranks together; without a sample there is no result.
@@ -98,6 +100,7 @@ class _PendingExchange:
     alpha: float | None
     in_place: bool = False
     sent: list[torch.Tensor] | None = None
+    expected: list[torch.Tensor] | None = None
     streams: list[torch.Stream] = field(default_factory=list)
     samples: float = 0
     of_all: float = 1
@@ -210,7 +213,9 @@ class PeriodicAverager(PeriodicAction):
             it takes place without this rank's contribution; the rank continues from the anchor after its next step.
             None: as long as from one exchange to the next.
         alpha: Share of this rank's own parameters when a result is applied, from 0 to less than 1; Streaming DiLoCo
-            has 0.5. None: the result, plus what this rank has learnt since it sent.
+            has 0.5. None: training goes on from the result that follows if all ranks send what this one does, and the
+            difference is added when the true one arrives (after Kale et al., Eager updates, 2025): a lag costs less
+            loss so. `outer` steps twice then, once to look ahead.
         anchor_dtype: Of the anchor's real tensors. None: float32, or the parameter's dtype if that is wider.
         bucket_cap_mb: Size of a message in MiB.
         settings: Other values that must be the same on all ranks, by name.
@@ -228,7 +233,7 @@ class PeriodicAverager(PeriodicAction):
 
     Cost: each interval one average of the parameters' elements, in the anchor's dtype if there is one. Memory: with
     `outer` the anchor, the outer optimizer's state, and once more the fragments under way; with `overlap_steps` and
-    without `alpha` another copy of these. With a `timedelta` an exchange also gathers some 24 bytes a rank.
+    without `alpha` two more copies of these. With a `timedelta` an exchange also gathers some 24 bytes a rank.
 
     Example:
         >>> def program(comm):
@@ -439,8 +444,10 @@ class PeriodicAverager(PeriodicAction):
         aside = lag > 0 or self._turns is not None
         streams = current_streams(p.device for p in given) if aside else []
         own = [torch.Stream(device=stream.device) for stream in streams]
-        sent = [p.clone() for p in here] if lag and alpha is None else None
-        exchange = _PendingExchange(self.steps + lag, given, done, alpha, in_place, sent, own, is_last=is_last)
+        exchange = _PendingExchange(self.steps + lag, given, done, alpha, in_place, streams=own, is_last=is_last)
+        if lag and alpha is None:
+            exchange.sent = [p.clone() for p in here]
+            exchange.expected = exchange.sent if self.outer is None else self._go_ahead(fragment, here, given)
         if self._turns is not None:
             exchange.behind_s = self._turns.take()
             if not late:
@@ -504,11 +511,11 @@ class PeriodicAverager(PeriodicAction):
                 return True
             results = exchange.tensors if self.outer is None else fragment.anchor
             for index, (here, there) in enumerate(zip(self._tensors(fragment), results, strict=True)):
-                if exchange.sent is not None:
-                    here.sub_(exchange.sent[index]).add_(there)
+                if exchange.expected is not None:
+                    here.sub_(exchange.expected[index]).add_(there)
                 else:
                     here.copy_(torch.lerp(there, here.to(there.dtype), exchange.alpha) if exchange.alpha else there)
-            if exchange.sent is None and not exchange.alpha:
+            if exchange.expected is None and not exchange.alpha:
                 fragment.samples = 0
         return True
 
@@ -524,10 +531,29 @@ class PeriodicAverager(PeriodicAction):
             return
         for group, rate in zip(self.outer.param_groups, exchange.rates, strict=False):
             group["lr"] = rate
-        for there, change in zip(fragment.anchor, exchange.tensors, strict=True):
-            there.grad = change
-        self.outer.step()
-        self.outer.zero_grad()
+        _step(self.outer, fragment.anchor, exchange.tensors)
+
+    def _go_ahead(
+        self, fragment: Fragment, here: list[torch.Tensor], changes: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Move this rank to the result that follows if all ranks contribute what it does, and return that.
+
+        The anchor and its optimizer stay as they are.
+        """
+        assert self.outer is not None
+        settings = [dict(group) for group in self.outer.param_groups]
+        state = [copy.deepcopy(self.outer.state.get(there)) for there in fragment.anchor]
+        before = [there.clone() for there in fragment.anchor]
+        _step(self.outer, fragment.anchor, [change.clone() for change in changes])
+        for parameter, there in zip(here, fragment.anchor, strict=True):
+            parameter.copy_(there)
+        for group, values in zip(self.outer.param_groups, settings, strict=True):
+            group.clear()
+            group.update(values)
+        for there, old, kept in zip(fragment.anchor, before, state, strict=True):
+            there.copy_(old)
+            self.outer.state[there] = kept or {}
+        return [parameter.clone() for parameter in here]
 
     def _messages(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         return list(buckets(tensors, self._cap))
@@ -639,7 +665,7 @@ class PeriodicAverager(PeriodicAction):
                 wait_for(exchange.streams)
             state["fragments"].append([named[i][0] for i in fragment.members])
             state["rounds"].append(fragment.rounds)
-            state["under_way"].append(exchange and [exchange.due, exchange.tensors, exchange.sent])
+            state["under_way"].append(exchange and [exchange.due, exchange.tensors, exchange.expected])
             state["codecs"].append([codec and codec.state_dict() for codec in fragment.codecs])
         if any(fragment.codecs for fragment in self._fragments):
             state["rank"] = self._comm.rank
@@ -690,8 +716,9 @@ class PeriodicAverager(PeriodicAction):
             fragment.rounds = int(rounds)
             fragment.exchange = None
             if under_way is not None:
-                due, tensors, sent = under_way
-                fragment.exchange = _PendingExchange(int(due), tensors, Completion.ended(), self._alpha, sent=sent)
+                due, tensors, expected = under_way
+                arrived = _PendingExchange(int(due), tensors, Completion.ended(), self._alpha, expected=expected)
+                fragment.exchange = arrived
             for codec, one in zip(fragment.codecs, codecs, strict=True):
                 if codec is not None and state["rank"] == self._comm.rank:
                     codec.load_state_dict(one)
@@ -718,6 +745,9 @@ class PeriodicAverager(PeriodicAction):
                 elif exchange is not None:
                     fragment.samples += exchange.samples
                     fragment.exchange = None
+                    gone = zip(self._tensors(fragment), exchange.sent or (), exchange.expected or (), strict=False)
+                    for here, sent, expected in gone:
+                        here.add_(sent - expected)
                 fragment.codecs = [codec and codec.clone() for codec in fragment.codecs]
         if self._turns is not None:
             self._turns = _Turns(self._turns.interval_s, self._turns.max_lag_s)
@@ -740,6 +770,14 @@ def _refuse(argument: str, given: object) -> None:
         raise ValueError(
             f"{argument} needs outer=, such as DiLoCo's, and reduce='mean': it averages changes from an anchor"
         )
+
+
+def _step(outer: torch.optim.Optimizer, anchor: list[torch.Tensor], changes: list[torch.Tensor]) -> None:
+    """Step the anchor, or a part of it, with changes as its gradient."""
+    for there, change in zip(anchor, changes, strict=True):
+        there.grad = change
+    outer.step()
+    outer.zero_grad()
 
 
 def _end(worker: SerialWorker, turns: _Turns | None, limit_s: float) -> None:

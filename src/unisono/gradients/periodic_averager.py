@@ -83,8 +83,8 @@ class _PendingExchange:
         done: Completed by the thread that reduces.
         alpha: As for `PeriodicAverager`.
         in_place: Whether the contributions are the parameters themselves, so that nothing is left to apply.
-        sent: The parameters when the exchange began, if what they learn meanwhile is added to the result.
-        expected: With `sent`: the result that training went on from.
+        expected: The parameters that training went on from, if what they learn meanwhile is added to the result.
+        own: With an outer optimizer and `expected`: this rank's contributions, which may have to be made again.
         streams: Streams of accelerators on which the result is computed.
         samples: Weight of this rank's contribution, where ranks take turns at agreed times; 0 if it is late.
         of_all: The same of all ranks together; without a sample there is no result.
@@ -99,8 +99,8 @@ class _PendingExchange:
     done: Completion
     alpha: float | None
     in_place: bool = False
-    sent: list[torch.Tensor] | None = None
     expected: list[torch.Tensor] | None = None
+    own: list[torch.Tensor] = field(default_factory=list)
     streams: list[torch.Stream] = field(default_factory=list)
     samples: float = 0
     of_all: float = 1
@@ -446,8 +446,11 @@ class PeriodicAverager(PeriodicAction):
         own = [torch.Stream(device=stream.device) for stream in streams]
         exchange = _PendingExchange(self.steps + lag, given, done, alpha, in_place, streams=own, is_last=is_last)
         if lag and alpha is None:
-            exchange.sent = [p.clone() for p in here]
-            exchange.expected = exchange.sent if self.outer is None else self._go_ahead(fragment, here, given)
+            if self.outer is None:
+                exchange.expected = [p.clone() for p in here]
+            else:
+                exchange.own = [change.clone() for change in given]
+                exchange.expected = self._go_ahead(fragment, here, exchange.own)
         if self._turns is not None:
             exchange.behind_s = self._turns.take()
             if not late:
@@ -538,22 +541,26 @@ class PeriodicAverager(PeriodicAction):
     ) -> list[torch.Tensor]:
         """Move this rank to the result that follows if all ranks contribute what it does, and return that.
 
-        The anchor and its optimizer stay as they are.
+        The anchor and its optimizer stay as they are: the step is made on copies, which take their places meanwhile.
         """
         assert self.outer is not None
         settings = [dict(group) for group in self.outer.param_groups]
-        state = [copy.deepcopy(self.outer.state.get(there)) for there in fragment.anchor]
-        before = [there.clone() for there in fragment.anchor]
-        _step(self.outer, fragment.anchor, [change.clone() for change in changes])
-        for parameter, there in zip(here, fragment.anchor, strict=True):
-            parameter.copy_(there)
+        places = [there.data for there in fragment.anchor]
+        states = [self.outer.state.get(there) for there in fragment.anchor]
+        for there, state in zip(fragment.anchor, states, strict=True):
+            there.data = there.clone()
+            self.outer.state[there] = copy.deepcopy(state or {})
+        _step(self.outer, fragment.anchor, changes)
         for group, values in zip(self.outer.param_groups, settings, strict=True):
             group.clear()
             group.update(values)
-        for there, old, kept in zip(fragment.anchor, before, state, strict=True):
-            there.copy_(old)
-            self.outer.state[there] = kept or {}
-        return [parameter.clone() for parameter in here]
+        expected = []
+        for parameter, there, place, state in zip(here, fragment.anchor, places, states, strict=True):
+            expected.append(there.data.to(parameter.dtype))
+            parameter.copy_(expected[-1])
+            there.data = place
+            self.outer.state[there] = state or {}
+        return expected
 
     def _messages(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         return list(buckets(tensors, self._cap))
@@ -745,9 +752,11 @@ class PeriodicAverager(PeriodicAction):
                 elif exchange is not None:
                     fragment.samples += exchange.samples
                     fragment.exchange = None
-                    gone = zip(self._tensors(fragment), exchange.sent or (), exchange.expected or (), strict=False)
-                    for here, sent, expected in gone:
-                        here.add_(sent - expected)
+                    ahead = zip(
+                        self._tensors(fragment), fragment.anchor, exchange.own, exchange.expected or (), strict=False
+                    )
+                    for here, there, own, expected in ahead:
+                        here.add_(there - own - expected)
                 fragment.codecs = [codec and codec.clone() for codec in fragment.codecs]
         if self._turns is not None:
             self._turns = _Turns(self._turns.interval_s, self._turns.max_lag_s)

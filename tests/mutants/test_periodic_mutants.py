@@ -151,10 +151,16 @@ def forgets_what_was_learnt_meanwhile(patch: Patch) -> None:
 
     def apply(self: Any, fragment: Any) -> bool:
         if fragment.exchange is not None:
-            fragment.exchange.sent = None
+            fragment.exchange.expected = None
         return right(self, fragment)
 
     patch.setattr(periodic_averager.PeriodicAverager, "_apply", apply)
+    streams(alpha=None)
+
+
+def stays_where_it_is(patch: Patch) -> None:
+    """Does not look ahead while an exchange is under way."""
+    patch.setattr(periodic_averager.PeriodicAverager, "_go_ahead", lambda self, _, here, __: [p.clone() for p in here])
     streams(alpha=None)
 
 
@@ -323,6 +329,7 @@ def goes_backward_alone(patch: Patch) -> None:
         mixes_the_other_way,
         sends_all_fragments_together,
         forgets_what_was_learnt_meanwhile,
+        stays_where_it_is,
         anchors_in_the_parameters_dtype,
         loads_what_another_rank_is_owed,
         counts_its_own_neighbours_only,

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from unisono.core.flight_recorder import thread_frames
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -39,3 +45,65 @@ def test_a_collection_meanwhile_is_no_deadlock(start: Start) -> None:
         """
     )
     assert process.communicate(timeout=60) == ("True\n", "")
+
+
+@pytest.fixture
+def eager_collector() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_callers_stay_the_same_while_their_thread_runs_on(eager_collector: None) -> None:
+    """Also if a collection lets it run, which each new object may begin."""
+    waits, on, elsewhere, over = (threading.Event() for _ in range(4))
+
+    def outer() -> None:
+        middle()
+
+    def middle() -> None:
+        inner()
+
+    def inner() -> None:
+        waits.set()
+        on.wait(10)
+
+    def another(depth: int) -> None:
+        if depth:
+            another(depth - 1)
+        else:
+            elsewhere.set()
+            over.wait(10)
+
+    def run() -> None:
+        outer()
+        another(20)
+
+    def collecting(phase: str, info: object) -> None:
+        if threading.current_thread() is walker and not on.is_set():
+            on.set()
+            elsewhere.wait(10)
+
+    walker = threading.current_thread()
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert waits.wait(10)
+    frame = thread_frames()[thread.ident or 0]
+    names = []
+    gc.callbacks.append(collecting)
+    gc.disable()
+    gc.set_threshold(1)
+    try:
+        while frame is not None:
+            names.append(frame.f_code.co_name)
+            gc.enable()
+            caller = frame.f_back
+            gc.disable()
+            frame = caller
+    finally:
+        gc.enable()
+        gc.callbacks.remove(collecting)
+        on.set()
+        over.set()
+        thread.join()
+    assert names[names.index("inner") :][:4] == ["inner", "middle", "outer", "run"]

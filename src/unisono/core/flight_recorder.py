@@ -256,18 +256,13 @@ class ActivityRegistry:
 def _position(thread: int) -> dict[str, Any]:
     """Return the place of a thread now, which runs on meanwhile."""
     frame = thread_frames().get(thread)
-    try:
-        at = users_frame(frame)
-        return {
-            "site": site_of(at),
-            "function": None if at is None else at.f_code.co_qualname,
-            "stack": _stack(frame),
-            "callers": _stack(None if at is None else at.f_back, is_users),
-        }
-    except AttributeError:
-        # CPython 3.11 has given a code object for the caller of a frame that ended at that moment. A report says less
-        # then, and must not take the place of the error that it is about.
-        return {"site": None, "function": None, "stack": [], "callers": []}
+    at = users_frame(frame)
+    return {
+        "site": site_of(at),
+        "function": None if at is None else at.f_code.co_qualname,
+        "stack": _stack(frame),
+        "callers": _stack(None if at is None else at.f_back, is_users),
+    }
 
 
 # Of the process, as the collector's switch is.
@@ -275,16 +270,21 @@ _frames_lock = threading.Lock()
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """Return the frame of each thread, by the thread's identifier.
+    """Return the frame of each thread, by the thread's identifier. Threads run on: a frame's callers stay the same.
 
-    CPython 3.11 makes them under a lock that the start of a thread takes too. If a collection runs meanwhile, and a
-    finalizer lets another thread run that wants this lock, all threads wait for ever; so none may run.
+    CPython 3.11 makes frames as they are asked for: these under a lock that the start of a thread takes too, and a
+    caller's from where its thread keeps it. If a collection runs meanwhile, and a finalizer lets that thread run on,
+    all threads wait for ever, or the caller is read from where it was. So none may run until all frames are made.
     """
     with _frames_lock:
         collects = gc.isenabled()
         gc.disable()
         try:
             frames = sys._current_frames()
+            for frame in frames.values():
+                caller: FrameType | None = frame
+                while caller is not None:
+                    caller = caller.f_back
         finally:
             if collects:
                 gc.enable()

@@ -55,7 +55,7 @@ def eager_collector() -> Iterator[None]:
 
 
 def test_callers_stay_the_same_while_their_thread_runs_on(eager_collector: None) -> None:
-    """Also if a collection lets it run, which each new object may begin."""
+    """A collection lets it run, which any new object may begin."""
     waits, on, elsewhere, over = (threading.Event() for _ in range(4))
 
     def outer() -> None:

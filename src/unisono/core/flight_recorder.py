@@ -274,7 +274,7 @@ def thread_frames() -> dict[int, FrameType]:
 
     CPython 3.11 makes frames as they are asked for: these under a lock that the start of a thread takes too, and a
     caller's from where its thread keeps it. If a collection runs meanwhile, and a finalizer lets that thread run on,
-    all threads wait for ever, or the caller is read from where it was. So none may run until all frames are made.
+    all threads deadlock, or the caller is read from where it was. So none may run until all frames are made.
     """
     with _frames_lock:
         collects = gc.isenabled()

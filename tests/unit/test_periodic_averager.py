@@ -172,6 +172,26 @@ def test_a_lag_changes_nothing_where_ranks_learn_the_same(outer: Any) -> None:
             torch.testing.assert_close(outer_state, state, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+def test_ranks_are_equal_after_a_lag_in_any_dtype(dtype: torch.dtype) -> None:
+    changes = torch.randn(31, 3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def program(comm: un.Communicator, lag: int, same: bool) -> torch.Tensor:
+        weight = torch.ones(5, dtype=dtype)
+        diloco = DiLoCo([weight], comm, 8, overlap_steps=lag)
+        for change in changes[:, 0 if same else comm.rank]:
+            weight += 0.1 * change
+            diloco.step()
+        diloco.finish()
+        return weight
+
+    prompt = run_ranks(program, 3, "thread", 0, True)[0]
+    assert torch.equal(run_ranks(program, 3, "thread", 3, True)[2], prompt)
+    first, second, third = run_ranks(program, 3, "thread", 3, False)
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+
+
 def test_what_a_rank_has_learnt_outlives_an_exchange_that_failed() -> None:
     def program(comm: un.Communicator) -> tuple[float, float, float]:
         weight = torch.zeros(1, dtype=torch.float64)

@@ -62,7 +62,7 @@ changelog: $(STAMP) ## print the changelog of the next release, as the fragments
 	@$(PY) -m towncrier build --draft $(ARGS)
 
 docs: site ## run every example in the documents and docstrings, and build the site
-	$(PY) -m pytest tests/house/test_examples.py $(ARGS)
+	$(PY) -m pytest tests/docs/test_examples.py $(ARGS)
 
 package: ## build the sdist and the wheel, and try the wheel in a fresh environment
 	.ci/package $(PYTHON)

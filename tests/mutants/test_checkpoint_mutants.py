@@ -34,7 +34,7 @@ def unit(name: str) -> ModuleType:
     """The unit tests, by the end of their file's name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(UNIT)
-        return load(UNIT / f"test_checkpoint_{name}.py")
+        return load(UNIT / "checkpoint" / f"test_{name}.py")
 
 
 @pytest.fixture
@@ -45,20 +45,20 @@ def folder() -> Iterator[Path]:
 
 def power(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("power_loss").test_power_loss_at_any_instant(folder, patch, 1)
+        unit("saver_power_loss").test_power_loss_at_any_instant(folder, patch, 1)
 
 
 def damages(folder: Path) -> None:
-    unit("damage").damages(folder, 40)
+    unit("reader_damage").damages(folder, 40)
 
 
 def no_space(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("crashes").test_full_disk_leaves_nothing_behind(folder, patch)
+        unit("saver_crashes").test_full_disk_leaves_nothing_behind(folder, patch)
 
 
 def differences(folder: Path) -> None:
-    unit("ranks").test_different_ranks_are_named_and_nothing_is_written(
+    unit("collective").test_different_ranks_are_named_and_nothing_is_written(
         folder, lambda s: s["big"].__setitem__(60_000, 0.5), "'big': rank 1 differs from ranks 0, 2"
     )
 
@@ -181,39 +181,39 @@ def shapes_do_not_matter(patch: Patch) -> None:
 
 
 def unchecked_sizes(folder: Path) -> None:
-    unit("damage").damages(folder, 25)
+    unit("reader_damage").damages(folder, 25)
 
 
 def lies(folder: Path) -> None:
-    unit("hostile").test_manifest_that_contradicts_its_files(folder, "belong to none, or to two")
+    unit("manifest_hostile").test_manifest_that_contradicts_its_files(folder, "belong to none, or to two")
 
 
 def in_background(folder: Path) -> None:
-    unit("background").test_async_save_saves_a_snapshot(folder)
+    unit("saver_background").test_async_save_saves_a_snapshot(folder)
 
 
 def one_after_another(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("background").test_async_save_keeps_the_earlier_checkpoint(folder, patch)
+        unit("saver_background").test_async_save_keeps_the_earlier_checkpoint(folder, patch)
 
 
 def once(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("reading").test_each_byte_is_read_once_per_host(folder, patch, 0)
+        unit("reader").test_each_byte_is_read_once_per_host(folder, patch, 0)
 
 
 def in_memory(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("reading").test_data_read_by_one_rank_is_shared_in_memory(folder, patch, 0)
+        unit("reader").test_data_read_by_one_rank_is_shared_in_memory(folder, patch, 0)
 
 
 def closing(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        unit("background").test_close_waits_for_a_save(folder, patch, "whole")
+        unit("saver_background").test_close_waits_for_a_save(folder, patch, "whole")
 
 
 def bomb(folder: Path) -> None:
-    unit("hostile").test_short_values_that_expand_in_memory(folder, "lists", 300_000)
+    unit("manifest_hostile").test_short_values_that_expand_in_memory(folder, "lists", 300_000)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [
@@ -228,15 +228,15 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[Path], None]]] = [
     (the_copy_is_a_view, in_background),
     (saves_overtake_each_other, one_after_another),
     (bytes_are_not_checked, damages),
-    (headers_are_not_checked, lambda folder: unit("damage").test_header_is_checked(folder)),
+    (headers_are_not_checked, lambda folder: unit("reader_damage").test_header_is_checked(folder)),
     (sizes_are_not_checked, unchecked_sizes),
     (the_manifest_is_believed, lies),
     (every_rank_reads_all, once),
     (ranks_do_not_wait_for_each_other, in_memory),
     pytest.param(values_may_take_any_memory, bomb, marks=pytest.mark.soak, id="values_may_take_any_memory-bomb"),
     (a_save_is_left_behind, closing),
-    (strided_memory_is_forgotten, lambda folder: unit("values").test_every_memory_layout(folder)),
-    (shapes_do_not_matter, lambda folder: unit("objects").test_wrong_model_changes_nothing(folder)),
+    (strided_memory_is_forgotten, lambda folder: unit("tree").test_every_memory_layout(folder)),
+    (shapes_do_not_matter, lambda folder: unit("restore").test_wrong_model_changes_nothing(folder)),
 ]
 
 

@@ -21,7 +21,7 @@ from unisono.errors import CommError
 from unisono.gradients import gossip, local_sgd, periodic, periodic_averager, sync_batch_norm, topology
 from unisono.utils import flatten
 
-UNIT = Path(__file__).parents[1] / "unit"
+UNIT = Path(__file__).parents[1] / "unit" / "gradients"
 Patch = pytest.MonkeyPatch
 
 
@@ -66,7 +66,7 @@ def uses_the_callers_line(patch: Patch) -> None:
 
 
 def formula(nesterov: bool = True) -> None:
-    unit("diloco").test_matches_the_published_algorithm(2, 0.7, 0.9, nesterov)
+    unit("local_sgd_diloco").test_matches_the_published_algorithm(2, 0.7, 0.9, nesterov)
 
 
 def goes_the_wrong_way(patch: Patch) -> None:
@@ -120,7 +120,7 @@ def loads_no_anchor(patch: Patch) -> None:
         right(self, {**state, "anchor": {name: there.clone() for name, there in here}})
 
     patch.setattr(local_sgd.DiLoCo, "load_state_dict", load_state_dict)
-    unit("diloco").test_state_dict_resumes()
+    unit("local_sgd_diloco").test_state_dict_resumes()
 
 
 def streams(interval: int = 6, lag: int = 3, alpha: float | None = 0.5) -> None:
@@ -233,28 +233,28 @@ def waits_for_all(patch: Patch) -> None:
 
 def hashes_without_places(patch: Patch) -> None:
     patch.setattr(divergence, "_keys", lambda: torch.tensor([3]).expand(1 << 16))
-    unit("divergence_guard").test_hash_depends_on_positions_and_pairs()
+    unit("guards_divergence").test_hash_depends_on_positions_and_pairs()
 
 
 def hashes_by_even_keys(patch: Patch) -> None:
     """Words of 64 bits times keys of 64: two signs that change cancel out."""
     patch.setattr(divergence, "_keys", lambda: torch.arange(1, 1 << 17, 2) << 33)
-    unit("divergence_guard").test_hash_depends_on_positions_and_pairs()
+    unit("guards_divergence").test_hash_depends_on_positions_and_pairs()
 
 
 def hashes_chunks_alike(patch: Patch) -> None:
     patch.setattr(divergence, "_odd", lambda source: 1)
-    unit("divergence_guard").test_hash_of_long_tensors(65537)
+    unit("guards_divergence").test_hash_of_long_tensors(65537)
 
 
 def hashes_values(patch: Patch) -> None:
     """Numbers, not bits."""
     patch.setattr(
-        unit("divergence_guard"),
+        unit("guards_divergence"),
         "tensor_hash",
         lambda t: (t.double() * torch.arange(1, t.numel() + 1)).sum().to(torch.int64),
     )
-    unit("divergence_guard").test_equal_bits_are_equal_and_zeros_are_not()
+    unit("guards_divergence").test_equal_bits_are_equal_and_zeros_are_not()
 
 
 def blames_the_others(patch: Patch) -> None:
@@ -266,7 +266,7 @@ def blames_the_others(patch: Patch) -> None:
 
     patch.setattr(divergence, "odd_ranks", odd_ranks)
     expected = "rank 0 differs from ranks 1, 2, 3 (by up to 1)"
-    unit("divergence_guard").test_differing_ranks([2.0, 1.0, 1.0, 1.0], expected)
+    unit("guards_divergence").test_differing_ranks([2.0, 1.0, 1.0, 1.0], expected)
 
 
 def statistics(counts: tuple[int, ...] = (4, 2)) -> None:

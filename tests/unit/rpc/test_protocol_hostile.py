@@ -247,7 +247,7 @@ def test_request_cannot_reach_unexposed_objects() -> None:
         texts = []
         if comm.rank == 0:
             client = rpc.context.current_agent().client
-            for target in ("os:system", "builtins:eval", "test_rpc_hostile:RAN.append", "@call", "@fetch", "", ":"):
+            for target in ("os:system", "builtins:eval", f"{__name__}:RAN.append", "@call", "@fetch", "", ":"):
                 with pytest.raises((rpc.NotExposedError, rpc.RemoteError)) as caught:
                     client.call(1, target, None, (torch.ones(1),), {}, LIMIT_S)
                 texts.append(str(caught.value))

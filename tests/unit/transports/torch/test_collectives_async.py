@@ -30,7 +30,7 @@ def test_wait_names_missing_rank_call_and_line() -> None:
 
     told, other = run_ranks(program, 2, "gloo", timeout=1)
     assert "all_reduce #2" in told
-    assert "test_async_all_reduce.py:" in told
+    assert "test_collectives_async.py:" in told
     assert other == "left alone"
 
 

@@ -90,7 +90,7 @@ def test_markdown() -> None:
 @pytest.fixture
 def checkouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of `benchmarks/` that runs other checkouts."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[4] / "benchmarks")
     return import_module("_checkouts")
 
 

@@ -68,8 +68,8 @@ def test_subgroup_communicator() -> None:
 
 MPI_PROGRAM = """
     import sys, unisono as un
-    sys.path.insert(0, {folder!r})
-    from test_rpc_transports import expected, program
+    sys.path[:0] = {folders!r}
+    from test_agent_transports import expected, program
     comm = un.init("mpi", timeout=60)
     assert program(comm) == expected(2)[0]
     print("all is well", flush=True)
@@ -83,7 +83,9 @@ MPI_PROGRAM = """
 @pytest.mark.soak
 def test_under_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(MPI_PROGRAM.format(folder=str(Path(__file__).parent))))
+    script.write_text(
+        textwrap.dedent(MPI_PROGRAM.format(folders=[str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+    )
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     command = [str(Path(sys.executable).parent / "mpirun"), "-n", "2", "--map-by", ":OVERSUBSCRIBE"]
     done = subprocess.run(

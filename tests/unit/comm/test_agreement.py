@@ -116,14 +116,14 @@ def names(comm: un.Communicator) -> None:
 
 
 WRONG: dict[Callable[[un.Communicator], None], str] = {
-    number: r"ranks differ in 'settings', at \['lr'\]\[1\]: ranks 0, 1: 0.2; rank 2: 1.2 \(at test_agree",
+    number: r"ranks differ in 'settings', at \['lr'\]\[1\]: ranks 0, 1: 0.2; rank 2: 1.2 \(at test_agreement",
     tensor: r"ranks differ in 'state', at \['w'\]: ranks 0, 1: float32 tensor of shape \(5,\), digest \w+; rank 2: ",
     key: r"ranks differ in 'keys', at \['a'\]: ranks 0, 1: 1; rank 2: not there",
     length: r"ranks differ in 'lists', at \['v'\]\[2\]: ranks 0, 1: not there; rank 2: 5",
     kind: "ranks differ in 'kinds': ranks 0, 1: list of 1; rank 2: 3",
     zero: "ranks differ in 'zero': ranks 0, 1: 0.0; rank 2: -0.0",
     dtype: r"ranks differ in 'dtype': ranks 0, 1: float32 tensor of shape \(2,\), .*; rank 2: float64",
-    missing: r"ranks 0, 1: agree\('settings'\) at test_agree.*; rank 2: all_reduce",
+    missing: r"ranks 0, 1: agree\('settings'\) at test_agreement.*; rank 2: all_reduce",
     fewer: "ranks agree on different things: ranks 0, 1: 'second' at .*; rank 2: nothing more",
     names: "ranks agree on different things: ranks 0, 1: 'of 0' at .*; rank 2: 'of 1'",
 }

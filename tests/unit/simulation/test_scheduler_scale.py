@@ -56,7 +56,7 @@ def test_deadlock_report_of_many_ranks_is_short(ranks: int) -> None:
         assert f"rank {ranks - 1} waits in recv at" in str(error)
         assert len(str(error)) < 500
     for error in un.simulate(ring, ranks, on_failure="continue").results:
-        assert "rank 1 waits in recv at test_simulate_scale.py:" in str(error)
+        assert "rank 1 waits in recv at test_scheduler_scale.py:" in str(error)
         assert f"and {ranks - 16} ranks more wait" in str(error)
         assert len(str(error)) < 2000
 

@@ -29,11 +29,11 @@ def test_deadlock_names_every_rank() -> None:
         assert isinstance(error, DeadlockError), error
         assert error.rank == rank
         said = str(error)
-        assert "rank 0 waits in recv at test_simulate_failures.py:" in said
+        assert "rank 0 waits in recv at test_scheduler_failures.py:" in said
         assert "for 4 B from rank 1" in said
-        assert "rank 1 waits in recv at test_simulate_failures.py:" in said
+        assert "rank 1 waits in recv at test_scheduler_failures.py:" in said
         assert "for 4 B from rank 0" in said
-        assert "rank 2 waits in all_reduce at test_simulate_failures.py:" in said
+        assert "rank 2 waits in all_reduce at test_scheduler_failures.py:" in said
         assert "for ranks 0, 1 to join" in said
         assert any("seed 5" in note for note in error.__notes__)
 
@@ -44,7 +44,7 @@ def test_unreleased_lock_is_a_deadlock() -> None:
         lock.acquire()
         lock.acquire()
 
-    said = r"rank 0 waits at test_simulate_failures.py:.* for something in its own process"
+    said = r"rank 0 waits at test_scheduler_failures.py:.* for something in its own process"
     with pytest.raises(DeadlockError, match=said):
         un.simulate(program, 1)
 
@@ -123,7 +123,7 @@ def test_frozen_rank_is_named() -> None:
     assert run.time_s < 10.0
     for error in run.results:
         assert isinstance(error, DeadlockError)
-        assert "rank 1 waits in all_reduce at test_simulate_failures.py" in str(error)
+        assert "rank 1 waits in all_reduce at test_scheduler_failures.py" in str(error)
         assert "it is frozen, as configured" in str(error)
 
 

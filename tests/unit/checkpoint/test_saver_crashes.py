@@ -19,7 +19,7 @@ import unisono as un
 from unisono.checkpoint import NoCheckpointError, StorageError
 from unisono.testing import run_ranks
 
-CRASHER = Path(__file__).with_name("checkpoint_crasher.py")
+CRASHER = Path(__file__).parents[1] / "checkpoint_crasher.py"
 Patch = pytest.MonkeyPatch
 
 

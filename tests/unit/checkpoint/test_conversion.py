@@ -23,7 +23,7 @@ from unisono.errors import UnavailableError
 from unisono.testing import run_ranks
 from unisono.tools.cli import main
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ddp_checkpoint.py"
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "ddp_checkpoint.py"
 
 
 def state() -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 import unisono as un
 from unisono.testing import run_ranks
 
-TRAINER = Path(__file__).with_name("checkpoint_trainer.py")
+TRAINER = Path(__file__).parents[1] / "checkpoint_trainer.py"
 
 
 @pytest.fixture

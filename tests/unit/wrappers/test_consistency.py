@@ -147,7 +147,7 @@ def test_buffer_changed_before_wait_is_found(name: str) -> None:
             tensor[0] = 5.0
             changed.set()
             with pytest.raises(
-                MismatchError, match=r"test_check_full.py:\d+ .* was changed between the call and the end"
+                MismatchError, match=r"test_consistency.py:\d+ .* was changed between the call and the end"
             ):
                 work.wait()
         else:

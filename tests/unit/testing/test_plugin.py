@@ -263,7 +263,7 @@ def test_torch_is_imported_before_time_limits_of_tests_begin(inner: pytest.Pytes
 
 
 def test_page_about_testing_shows_tests_that_pass(inner: pytest.Pytester) -> None:
-    page = (Path(__file__).parents[2] / "docs/how-to/test-on-threads.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/how-to/test-on-threads.md").read_text()
     blocks = [block.partition("```")[0] for block in page.split("```python")[1:]]
     code = "".join(block for block in blocks if "@pytest.mark.ranks" in block)
     inner.makepyfile(code)

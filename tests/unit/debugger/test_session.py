@@ -106,7 +106,7 @@ def settled(session: un.debugger.Session, ranks: int) -> bool:
 def test_ranks_are_held_past_their_timeouts_and_go_on(backend: str, tmp_path: Path) -> None:
     with held(backend, tmp_path) as (session, job):
         assert wait_until(lambda: settled(session, 3))
-        assert session.reason.startswith("rank 1 has reached a breakpoint at test_debugger.py:")
+        assert session.reason.startswith("rank 1 has reached a breakpoint at test_session.py:")
         ranks = session.ranks()
         assert ranks[1]["state"] == "held"
         assert {ranks[rank]["function"] for rank in range(3)} == {"training"}
@@ -192,13 +192,13 @@ def test_prompt(tmp_path: Path) -> None:
         Prompt(session, stdin=io.StringIO(commands), stdout=shown).cmdloop()
         job.result(20)
     text = shown.getvalue()
-    assert "rank 1 has reached a breakpoint at test_debugger.py:" in text
-    assert re.search(r"rank 0: (held,|in all_reduce #7 \(sum.*\)) at test_debugger\.py:", text)
+    assert "rank 1 has reached a breakpoint at test_session.py:" in text
+    assert re.search(r"rank 0: (held,|in all_reduce #7 \(sum.*\)) at test_session\.py:", text)
     assert "rank 1: 10\n" in text
     assert "rank 2: 20\n" in text
     assert "->" in text
     assert "un.breakpoint()" in text
-    assert "rank 1> held, at test_debugger.py:" in text
+    assert "rank 1> held, at test_session.py:" in text
     assert "rank 1> 5\n" in text
     assert "rank 9 is not held on this host; [0, 1, 2] are" in text
     assert "rank takes a number, not 'x'" in text

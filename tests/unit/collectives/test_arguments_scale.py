@@ -68,10 +68,12 @@ def only_some(comm: un.Communicator) -> tuple[str, list[float]]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_factors_that_differ_are_refused_before_anything_moves(backend: str) -> None:
     for text, left in pool(backend, 4).run(different):
-        assert re.search(r"ranks differ in 'scale': ranks 0, 1, 2: 0.5; rank 3: 1.5 \(at test_scale", text), text
+        assert re.search(r"ranks differ in 'scale': ranks 0, 1, 2: 0.5; rank 3: 1.5 \(at test_arguments_scale", text), (
+            text
+        )
         assert left == [1.0] * 3
     for text, left in pool(backend, 4).run(only_some):
-        assert re.search(r"agree\('scale'\) at test_scale.*", text), text
+        assert re.search(r"agree\('scale'\) at test_arguments_scale.*", text), text
         assert left == [1.0] * 3
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from unisono.tools.cli import main
 
-MUTANTS = Path(__file__).parents[1] / "mutants" / "algorithms"
+MUTANTS = Path(__file__).parents[4] / "mutants" / "algorithms"
 
 
 def test_name_is_proved_for_each_of_its_collectives(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Every name in backticks in a docstring is one that the code still has."""
+"""What docstrings and comments name is there: names in backticks, arguments, attributes, and paths of files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import keyword
 import pkgutil
 import re
 import socket
+import subprocess
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,3 +183,164 @@ class Lid(Box): ...
 def seal(tight): ...
 '''
     assert (gone({"box.py": ast.parse(code)}) == []) == there
+
+
+SECTION = re.compile(r"[A-Z]\w+:")
+ENTRY = re.compile(r"((?:\*{0,2}\w+(?:, )?)+)(?: \([^)]*\))?: *(\w*)")
+# An argument that is called is described by what it does; a value is not.
+DOES = frozenset({"Returns", "Called", "Allocates", "Makes"})
+VALUES = frozenset({"str", "int", "float", "bool", "bytes"})
+
+
+def entries(docstring: str) -> Iterator[tuple[str, list[str], str]]:
+    """Each entry of the sections `Args` and `Attributes`: section, names, and first word of the description."""
+    section = ""
+    below = within = 0
+    for line in docstring.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if SECTION.fullmatch(line.strip()):
+            section = line.strip(" :")
+            below = indent
+            within = 0
+        elif section in ("Args", "Attributes") and line.strip():
+            within = within or indent
+            if indent <= below:
+                section = ""
+            elif indent == within and (entry := ENTRY.match(line.strip())):
+                yield section, re.findall(r"\w+", entry[1]), entry[2]
+
+
+def parameters(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, ast.expr | None] | None:
+    """Parameters of a function or of a class's constructor with their annotations; None for a class without one."""
+    functions: list[ast.FunctionDef | ast.AsyncFunctionDef]
+    if isinstance(node, ast.ClassDef):
+        functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        functions = [each for each in functions if each.name in ("__init__", "__new__")]
+    else:
+        functions = [node]
+    found = {}
+    for function in functions:
+        of = function.args
+        for each in (*of.posonlyargs, *of.args, *of.kwonlyargs, of.vararg, of.kwarg):
+            if each is not None:
+                found[each.arg] = each.annotation
+    return found if functions else None
+
+
+def undefined(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Entries of `Args` and `Attributes` that the signature or the class does not have, or that cannot be called."""
+    classes = members(trees)
+    found = []
+    for path, tree in trees.items():
+        for node in nodes(tree):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            given = parameters(node)
+            for section, names, verb in entries(ast.get_docstring(node) or ""):
+                for name in names:
+                    if section == "Attributes" or given is None:
+                        there = has(classes, node.name, name)
+                    else:
+                        kind = given.get(name)
+                        value = isinstance(kind, ast.Name) and kind.id in VALUES
+                        there = name in given and not (value and verb in DOES)
+                    if not there:
+                        found.append(f"{path}:{node.lineno}: {node.name}: {section}: {name}")
+    return found
+
+
+def test_entries_of_docstrings_are_arguments_and_attributes() -> None:
+    found = undefined(trees())
+    assert not found, "docstrings describe what is gone, or a value as if it was called:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("entry", "there"),
+    [
+        ("Args:\n        size: Number of lids.\n            of this box", True),
+        ("Args:\n        size, lid: Both.", True),
+        ("Args:\n        make: Returns a lid.", True),
+        ("Attributes:\n        size: Number of lids.", True),
+        ("Args:\n        crew: Who opens it.", False),
+        ("Args:\n        size: Returns a size.", False),
+        ("Attributes:\n        lid: Not stored.", False),
+    ],
+)
+def test_an_entry_that_is_gone_is_found(entry: str, there: bool) -> None:
+    code = f'''
+class Box:
+    """A box.
+
+    {entry}
+    """
+    def __init__(self, size: int, lid: object, make: Callable[[], object]) -> None:
+        self.size = size
+'''
+    assert (undefined({"box.py": ast.parse(code)}) == []) == there
+
+
+ROOT = Path(__file__).parents[2]
+PATH = re.compile(r"(?<![\w/.*{}<>-])(?:[\w.-]+/)*[\w-]+\.(?:py|hpp|cpp|md|toml|yml)\b(?!\w)")
+# A file of nanobind's.
+FOREIGN = frozenset({"nb_combined.cpp"})
+
+
+COMMENT = {
+    ".py": re.compile(r"(?:^ *|  )#(.*)", re.MULTILINE),
+    ".hpp": re.compile(r"//(.*)"),
+    ".cpp": re.compile(r"//(.*)"),
+}
+ANY_LINE = re.compile(r"(.+)")
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each comment; of each line in settings, whose values name files as well."""
+    text = path.read_text()
+    for found in COMMENT.get(path.suffix, ANY_LINE).finditer(text):
+        yield text.count("\n", 0, found.start(1)) + 1, found[1]
+
+
+def missing_files(root: Path, names: list[str]) -> list[str]:
+    """Paths in comments, in docstrings of the package and in settings that lead to no file of the tree."""
+    ends = {"/".join(parts[start:]) for parts in (name.split("/") for name in names) for start in range(len(parts))}
+    found = []
+    for name in names:
+        path = root / name
+        if not (path.name == "Makefile" or path.suffix in (".py", ".hpp", ".cpp", ".toml", ".yml")):
+            continue
+        lines = list(comments(path))
+        if path.suffix == ".py" and name.startswith("src/"):
+            tree = trees().get(name.removeprefix("src/")) or ast.parse(path.read_text())
+            lines += [(text.lineno, str(text.value)) for text in docstrings(tree)]
+        for number, line in lines:
+            # A docstring may name a file of its example; a path with a folder is one of ours.
+            named = [each for each in PATH.findall(line) if "/" in each or "\n" not in line]
+            found += [f"{name}:{number}: {each}" for each in named if each not in ends | FOREIGN]
+    return found
+
+
+def test_paths_lead_to_files() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    found = missing_files(ROOT, [name for name in listed if (ROOT / name).is_file()])
+    assert not found, "comments name files that are gone:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "there"),
+    [
+        ("src/box.py", "# See lid.hpp.", True),
+        ("src/box.py", "# See native/lid.hpp.", True),
+        ("src/box.py", '"""As native/lid.hpp does."""', True),
+        ("src/box.py", "# See old/lid.hpp.", False),
+        ("src/box.py", '"""As src/lid.hpp does."""', False),
+        ("src/native/lid.hpp", "// As in box.py.", True),
+        ("src/native/lid.hpp", "int x;  // As in boxes.py.", False),
+        ("box.toml", '"src/box.py" = 1', True),
+        ("box.toml", '"src/boxes.py" = 1', False),
+    ],
+)
+def test_a_path_that_is_gone_is_found(tmp_path: Path, name: str, text: str, there: bool) -> None:
+    for each in ("src/box.py", "src/native/lid.hpp", "box.toml"):
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / each).write_text(text if each == name else "")
+    assert (missing_files(tmp_path, ["src/box.py", "src/native/lid.hpp", "box.toml"]) == []) == there

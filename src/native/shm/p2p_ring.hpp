@@ -1,5 +1,5 @@
 // Messages between two ranks: a ring of bytes for each direction of each pair, with the layout of
-// transports/shm/byte_ring.py. A message has two parts: its header, as in transports/shm/p2p_ring.py, and its bytes.
+// `Ring` in transports/shm/p2p_ring.py. A message has two parts: its header, as in the same file, and its bytes.
 #pragma once
 
 #include <algorithm>

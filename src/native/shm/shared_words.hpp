@@ -10,8 +10,8 @@
 
 namespace unisono {
 
-// Words of shared memory by which ranks synchronize in Python: see transports/shm/words.py. Processors may reorder plain
-// accesses, and those of Python are plain. The buffer keeps the memory mapped.
+// Words of shared memory by which ranks synchronize in Python: see `words_of` in transports/shm/segment.py. Processors
+// may reorder plain accesses, and those of Python are plain. The buffer keeps the memory mapped.
 class SharedWords {
   public:
     explicit SharedWords(nanobind::handle memory) {

@@ -219,7 +219,7 @@ class Schedule:
         self._scratch = scratch
 
     def numbers(self) -> list[int]:
-        """Return the steps as src/native/tcp/program.hpp reads them, with the ranks of the calls."""
+        """Return the steps as src/native/steps/program.hpp reads them, with the ranks of the calls."""
         found: list[int] = []
         for step in self._steps:
             found += (int(step.reduce), len(step.send), len(step.recv))

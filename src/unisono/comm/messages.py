@@ -37,9 +37,6 @@ class AnySource:
 
     Receives of one tag are served in the order of calls. Of several ranks that have sent, the rank that follows the
     last match of this tag is chosen, so that no rank starves the others.
-
-    Attributes:
-        crew: Completes the receives with a requested future.
     """
 
     def __init__(self, engine: Engine) -> None:

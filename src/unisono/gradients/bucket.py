@@ -32,7 +32,7 @@ class GradientBucket:
         parameters: These parameters, of one dtype and device.
         allocate: Allocates one-dimensional memory for a number of elements of a dtype.
         scale: Factor applied to each contribution when it is copied in.
-        name: Returns a name for its parameters, for errors.
+        name: Names of its first and last parameter, for error messages.
 
     Attributes:
         memory: The whole message: the gradients, two header elements for each, and some for requests.

@@ -1,0 +1,156 @@
+"""Pytest plugin that measures what each test costs: wall time, processor time with all descendants, processes.
+
+    make costs [ARGS=tests/unit/gradients]
+
+It prints the sums and the dearest tests, and writes all of them to `.cache/test-costs.tsv`. Each xdist worker enters a
+cgroup of its own, which every process that it starts inherits; so ranks, their children and what a forkserver starts
+count wherever they end up. What a fixture of a module costs is counted in the first and the last test that use it.
+
+Needs Linux with a cgroup v2 hierarchy in which this user may make groups (root may).
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+TABLE = Path(__file__).parents[1] / ".cache" / "test-costs.tsv"
+SHOWN = 40
+_POLL_S = 0.01
+
+
+class Cost(NamedTuple):
+    """What a test took."""
+
+    wall_s: float
+    processor_s: float
+    processes: int
+    test: str
+
+    def row(self) -> str:
+        return f"{self.wall_s:.3f}\t{self.processor_s:.3f}\t{self.processes}\t{self.test}"
+
+
+class Group:
+    """A cgroup that this process enters, and all that it starts."""
+
+    def __init__(self, parent: Path, name: str) -> None:
+        self.parent = parent
+        self.path = parent / name
+        self.seen: set[str] = set()
+        self.path.mkdir()
+        (self.path / "cgroup.procs").write_text(str(os.getpid()))
+        # A plain thread, which `threading.enumerate` does not list: tests compare that list.
+        _thread.start_new_thread(self._watch, ())
+
+    def processor_s(self) -> float:
+        usage = (self.path / "cpu.stat").read_text().split()
+        return int(usage[usage.index("usage_usec") + 1]) / 1e6
+
+    def close(self) -> None:
+        """Leave and remove it; what is still running in it moves to the parent."""
+        for process in (self.path / "cgroup.procs").read_text().split():
+            (self.parent / "cgroup.procs").write_text(process)
+        self.path.rmdir()
+
+    def _watch(self) -> None:
+        # Processes that live for less than a poll are missed; they cost next to nothing.
+        while True:
+            try:
+                self.seen.update((self.path / "cgroup.procs").read_text().split())
+            except OSError:
+                return
+            time.sleep(_POLL_S)
+
+
+class Costs:
+    """Measures the tests of this process; the one that collects the results of others prints them."""
+
+    def __init__(self, group: Group, table: Path, *, reports: bool) -> None:
+        self.group = group
+        self.table = table
+        self.reports = reports
+        self.started = time.monotonic()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        began = time.monotonic()
+        processor_s = self.group.processor_s()
+        before = len(self.group.seen)
+        result = yield
+        cost = Cost(
+            time.monotonic() - began,
+            self.group.processor_s() - processor_s,
+            len(self.group.seen) - before,
+            item.nodeid,
+        )
+        with self.table.open("a") as table:
+            print(cost.row(), file=table)
+        return result
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.reports:
+            return
+        wall_s = time.monotonic() - self.started
+        rows = [line.split("\t") for line in self.table.read_text().splitlines()]
+        costs = [Cost(float(wall), float(processor), int(processes), test) for wall, processor, processes, test in rows]
+        costs.sort(key=lambda cost: -cost.processor_s)
+        self.table.write_text("".join(f"{cost.row()}\n" for cost in costs))
+        folders: dict[str, list[Cost]] = {}
+        for cost in costs:
+            folders.setdefault(str(Path(cost.test.partition("::")[0]).parent), []).append(cost)
+        tests_s = sum(cost.processor_s for cost in costs)
+        out = terminalreporter.write_line
+        terminalreporter.section("costs: wall s, processor s, processes")
+        for folder, those in sorted(folders.items(), key=lambda each: -sum(cost.processor_s for cost in each[1])):
+            out(_sum(folder, those).row())
+        out("")
+        for cost in costs[:SHOWN]:
+            out(cost.row())
+        total_s = self.group.processor_s()
+        out(f"{wall_s:.0f} s of wall time; {total_s:.0f} s of processor time, {tests_s:.0f} s of it in tests")
+        out(f"the rest is start-up, collection and reports; each test is in {self.table}")
+
+    def pytest_unconfigure(self) -> None:
+        self.group.close()
+
+
+def _sum(name: str, costs: list[Cost]) -> Cost:
+    return Cost(
+        sum(cost.wall_s for cost in costs),
+        sum(cost.processor_s for cost in costs),
+        sum(cost.processes for cost in costs),
+        f"{name} ({len(costs)} tests)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    name = worker or f"unisono-tests-{os.getpid()}"
+    try:
+        group = Group(_current_group(), name)
+    except OSError as error:
+        raise pytest.UsageError(
+            f"measuring needs a cgroup v2 hierarchy in which groups can be made: {error}"
+        ) from error
+    if worker is None:
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.unlink(missing_ok=True)
+    config.pluginmanager.register(Costs(group, TABLE, reports=worker is None), "costs-of-tests")
+
+
+def _current_group() -> Path:
+    """Folder of the cgroup v2 that this process is in."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    roots = [fields[1] for fields in mounts if fields[2] == "cgroup2"]
+    if not roots:
+        raise OSError("none is mounted")
+    groups = Path("/proc/self/cgroup").read_text().splitlines()
+    inside = next(line.removeprefix("0::") for line in groups if line.startswith("0::"))
+    return Path(roots[0]) / inside.lstrip("/")

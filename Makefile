@@ -19,7 +19,7 @@ STAMP := $(VENV)/installed-in-$(shell pwd -P | cksum | cut -d ' ' -f 1)
 # The tests start hundreds of interpreters, each of which would compile everything anew if nothing were kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test soak gpu matrix bench lint format prose changelog docs docs-check package site clean
+.PHONY: help install demo test soak slow gpu matrix bench lint format prose changelog docs docs-check package site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -32,9 +32,12 @@ demo: $(STAMP) ## train on two ranks, and prove the result
 test: $(STAMP) ## all tests but the long ones: a few minutes
 	$(PY) -m pytest -n 3 --dist worksteal $(ARGS)
 
-soak: $(STAMP) ## all tests, the long ones too
+slow: $(STAMP) ## what each test costs, and which of tests/unit take over 2 s without a reason (Linux, as root)
+	PYTHONPATH=tests $(PY) -m pytest -p costs -n 3 --dist worksteal $(ARGS)
+
+soak: $(STAMP) ## all tests, the long ones and those of pages too
 	$(INSTALL) '.[browser,dashboards,frameworks,ray,recipes,submitit]'
-	$(PY) -m pytest -m 'not gpu' --hypothesis-profile soak --timeout 1800 $(ARGS)
+	$(PY) -m pytest -m 'not gpu' -o norecursedirs='.*' --hypothesis-profile soak --timeout 1800 $(ARGS)
 
 gpu: ## the tests on a GPU, or on a fake one, with the torch that PYTHON has (8 minutes at most)
 	@$(PYTHON) tests/gpu/run.py $(ARGS)
@@ -61,8 +64,8 @@ prose: $(STAMP) ## print what a list of words would say more plainly in document
 changelog: $(STAMP) ## print the changelog of the next release, as the fragments in changes/ make it
 	@$(PY) -m towncrier build --draft $(ARGS)
 
-docs: site ## run every example in the documents and docstrings, and build the site
-	$(PY) -m pytest tests/docs/test_examples.py $(ARGS)
+docs: site ## build the site, and run every example in the documents, docstrings, docs/examples and notebooks
+	$(PY) -m pytest -n 3 --dist worksteal tests/docs $(ARGS)
 
 package: ## build the sdist and the wheel, and try the wheel in a fresh environment
 	.ci/package $(PYTHON)

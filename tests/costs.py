@@ -1,10 +1,13 @@
 """Pytest plugin that measures what each test costs: wall time, processor time with all descendants, processes.
 
-    make costs [ARGS=tests/unit/gradients]
+    make slow [ARGS=tests/unit/gradients]
 
-It prints the sums and the dearest tests, and writes all of them to `.cache/test-costs.tsv`. Each xdist worker enters a
-cgroup of its own, which every process that it starts inherits; so ranks, their children and what a forkserver starts
-count wherever they end up. What a fixture of a module costs is counted in the first and the last test that use it.
+It prints the sums, the dearest tests, and those of `tests/unit` that take over 2 s without the mark `slow(reason)`;
+all tests are in `.cache/test-costs.tsv`. Nothing fails by these figures: they depend on what else the machine does.
+
+Each xdist worker enters a cgroup of its own, which every process that it starts inherits. So ranks, their children
+and whatever a forkserver starts are counted. RUSAGE_CHILDREN would leave out half: ranks are no children of the
+process that waits for them. The cost of a module's fixture is counted in the first and the last test that use it.
 
 Needs Linux with a cgroup v2 hierarchy in which this user may make groups (root may).
 """
@@ -22,19 +25,23 @@ import pytest
 
 TABLE = Path(__file__).parents[1] / ".cache" / "test-costs.tsv"
 SHOWN = 40
+SLOW_S = 2.0
+_ROWS = "UNISONO_TEST_COSTS"
+"""Variable by which workers learn the file to which they append."""
 _POLL_S = 0.01
 
 
 class Cost(NamedTuple):
-    """What a test took."""
+    """What a test took; `reason` is that of its mark `slow`."""
 
     wall_s: float
     processor_s: float
     processes: int
     test: str
+    reason: str = ""
 
     def row(self) -> str:
-        return f"{self.wall_s:.3f}\t{self.processor_s:.3f}\t{self.processes}\t{self.test}"
+        return f"{self.wall_s:.3f}\t{self.processor_s:.3f}\t{self.processes}\t{self.test}\t{self.reason}"
 
 
 class Group:
@@ -70,16 +77,15 @@ class Group:
 
 
 class Costs:
-    """Measures the tests of this process; the one that collects the results of others prints them."""
+    """Measures the tests of this process, and appends a row of each to a file."""
 
-    def __init__(self, group: Group, table: Path, *, reports: bool) -> None:
+    def __init__(self, group: Group, rows: Path) -> None:
         self.group = group
-        self.table = table
-        self.reports = reports
-        self.started = time.monotonic()
+        self.rows = rows
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        slow = item.get_closest_marker("slow")
         began = time.monotonic()
         processor_s = self.group.processor_s()
         before = len(self.group.seen)
@@ -89,36 +95,52 @@ class Costs:
             self.group.processor_s() - processor_s,
             len(self.group.seen) - before,
             item.nodeid,
+            "" if slow is None else str(slow.args[0]),
         )
-        with self.table.open("a") as table:
-            print(cost.row(), file=table)
+        with self.rows.open("a") as rows:
+            print(cost.row(), file=rows)
         return result
 
+    def pytest_unconfigure(self) -> None:
+        self.group.close()
+
+
+class Report:
+    """Prints what all processes have measured."""
+
+    def __init__(self, group: Group, rows: Path) -> None:
+        self.group = group
+        self.rows = rows
+        self.started = time.monotonic()
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self.reports:
-            return
         wall_s = time.monotonic() - self.started
-        rows = [line.split("\t") for line in self.table.read_text().splitlines()]
-        costs = [Cost(float(wall), float(processor), int(processes), test) for wall, processor, processes, test in rows]
-        costs.sort(key=lambda cost: -cost.processor_s)
-        self.table.write_text("".join(f"{cost.row()}\n" for cost in costs))
+        out = terminalreporter.write_line
+        costs = sorted(self._costs(), key=lambda cost: -cost.processor_s)
+        TABLE.write_text("".join(f"{cost.row()}\n" for cost in costs))
         folders: dict[str, list[Cost]] = {}
         for cost in costs:
             folders.setdefault(str(Path(cost.test.partition("::")[0]).parent), []).append(cost)
-        tests_s = sum(cost.processor_s for cost in costs)
-        out = terminalreporter.write_line
         terminalreporter.section("costs: wall s, processor s, processes")
         for folder, those in sorted(folders.items(), key=lambda each: -sum(cost.processor_s for cost in each[1])):
             out(_sum(folder, those).row())
         out("")
         for cost in costs[:SHOWN]:
             out(cost.row())
-        total_s = self.group.processor_s()
-        out(f"{wall_s:.0f} s of wall time; {total_s:.0f} s of processor time, {tests_s:.0f} s of it in tests")
-        out(f"the rest is start-up, collection and reports; each test is in {self.table}")
+        out("")
+        for cost in costs:
+            if cost.wall_s > SLOW_S and cost.test.startswith("tests/unit/") and not cost.reason:
+                out(f"{cost.wall_s:.1f} s, and no mark says why: {cost.test}")
+        tests_s = sum(cost.processor_s for cost in costs)
+        out(
+            f"{wall_s:.0f} s of wall time; {self.group.processor_s():.0f} s of processor time, {tests_s:.0f} s in tests"
+        )
+        out(f"the rest is start-up, collection and reports; each test is in {TABLE}")
 
-    def pytest_unconfigure(self) -> None:
-        self.group.close()
+    def _costs(self) -> list[Cost]:
+        rows = [line.split("\t") for line in self.rows.read_text().splitlines()]
+        self.rows.unlink()
+        return [Cost(float(row[0]), float(row[1]), int(row[2]), *row[3:]) for row in rows]
 
 
 def _sum(name: str, costs: list[Cost]) -> Cost:
@@ -132,17 +154,17 @@ def _sum(name: str, costs: list[Cost]) -> Cost:
 
 def pytest_configure(config: pytest.Config) -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    name = worker or f"unisono-tests-{os.getpid()}"
     try:
-        group = Group(_current_group(), name)
+        group = Group(_current_group(), worker or f"unisono-tests-{os.getpid()}")
     except OSError as error:
-        raise pytest.UsageError(
-            f"measuring needs a cgroup v2 hierarchy in which groups can be made: {error}"
-        ) from error
+        raise pytest.UsageError(f"measuring needs a cgroup v2 in which groups can be made: {error}") from error
     if worker is None:
         TABLE.parent.mkdir(exist_ok=True)
-        TABLE.unlink(missing_ok=True)
-    config.pluginmanager.register(Costs(group, TABLE, reports=worker is None), "costs-of-tests")
+        os.environ[_ROWS] = str(TABLE.with_suffix(f".{os.getpid()}"))
+        Path(os.environ[_ROWS]).touch()
+        config.pluginmanager.register(Report(group, Path(os.environ[_ROWS])), "report-of-costs")
+    # A process that hands out all tests runs none.
+    config.pluginmanager.register(Costs(group, Path(os.environ[_ROWS])), "costs-of-tests")
 
 
 def _current_group() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -20,9 +21,20 @@ def modules(source: Path = SOURCE) -> dict[str, Path]:
     }
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file. All of src takes seconds, and several tests look at it: do not change it."""
+    return ast.parse(path.read_text(), path)
+
+
+def trees() -> dict[str, ast.Module]:
+    """Return the trees of all modules, by their paths in src."""
+    return {str(path.relative_to(SOURCE)): parsed(path) for path in sorted(SOURCE.rglob("*.py"))}
+
+
 def imported(path: Path) -> Iterator[str]:
     """Yield the dotted names that a file imports: `from a import b` is a.b."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
+
+from import_graph import parsed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -13,13 +16,13 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 NAMED = sorted(set(re.findall(r"`([\w/]+\.(?:py|hpp|cpp)):(\w+)`", PAGE)))
 
 
+@cache
 def defined(path: Path) -> set[str]:
     """Names of functions, classes and variables that a file defines, at any depth."""
-    text = path.read_text()
     if path.suffix != ".py":
-        return set(re.findall(r"\b(\w+)\(", text))
+        return set(re.findall(r"\b(\w+)\(", path.read_text()))
     found = set[str]()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.Assign):

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-from functools import cache
 
-from import_graph import SOURCE, modules
+from import_graph import SOURCE, modules, trees
 from lines import of_native, of_python
 
 # In lines; docstrings do not count.
 MAX_FILE = 1000
 MAX_FUNCTION = 80
-
-
-@cache
-def trees() -> dict[str, ast.Module]:
-    """All modules, by path."""
-    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text(), path) for path in sorted(SOURCE.rglob("*.py"))}
 
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

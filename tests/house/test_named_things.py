@@ -19,19 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from import_graph import SOURCE
+from import_graph import parsed, trees
 from torch.distributed import fsdp
 from torch.distributed.algorithms import join
 from torch.nn import parallel
 from torch.optim import swa_utils
 from torch.utils import data
-
-
-@cache
-def trees() -> dict[str, ast.Module]:
-    """All modules, by path."""
-    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
-
 
 # What docstrings name without the module.
 LIBRARIES = (builtins, enum, socket, torch, torch.nn, dist, fsdp, join, parallel, parallel.DistributedDataParallel)
@@ -310,8 +303,7 @@ def missing_files(root: Path, names: list[str]) -> list[str]:
             continue
         lines = list(comments(path))
         if path.suffix == ".py" and name.startswith("src/"):
-            tree = trees().get(name.removeprefix("src/")) or ast.parse(path.read_text())
-            lines += [(text.lineno, str(text.value)) for text in docstrings(tree)]
+            lines += [(text.lineno, str(text.value)) for text in docstrings(parsed(path))]
         for number, line in lines:
             # A docstring may name a file of its example; a path with a folder is one of ours.
             named = [each for each in PATH.findall(line) if "/" in each or "\n" not in line]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pairwise import short
 
 from unisono.compression import CODECS
 from unisono.compression.codec import DTYPES
@@ -26,14 +29,13 @@ BUCKETS = st.builds(
 @example(size=4, bucket=Bucket([(70, 40), (129,)], torch.float32, "mixed"))
 @example(size=3, bucket=Bucket([()], torch.float16, "huge"))
 @example(size=2, bucket=Bucket([], torch.float32))
-@settings(max_examples=max(5, settings.default.max_examples // 10))
+@settings(max_examples=max(2, settings.default.max_examples // 10))
 def test_conformance(name: str, size: int, bucket: Bucket) -> None:
     check_codec(CODECS[name], size, bucket)
 
 
-@pytest.mark.parametrize("numbers", ["sparse", pytest.param("normal", marks=pytest.mark.soak)])
-# Each of them in `make soak`.
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (i % 2)) for i, n in enumerate(NAMES)])
+# Of fewer bits, of fewer elements, of lower rank. All in `make soak`.
+@short("numbers,name", product(("sparse", "normal"), NAMES), [("sparse", n) for n in ("int8", "topk", "powersgd")])
 def test_error_feedback_converges(name: str, numbers: str) -> None:
     bucket = Bucket([(8, 5)], torch.float64, numbers, seed=3)
     run_ranks(lambda comm: check_feedback(CODECS[name], comm, bucket), 3)

@@ -26,7 +26,7 @@ fractions = (
 equal = st.integers(1, MOST).map(lambda parts: [1 / parts] * parts)
 paths = st.lists(st.integers(1, MOST), min_size=2, max_size=4)
 kinds = st.sampled_from([1, 2, 10, 100])
-FEW = max(5, settings.default.max_examples // 5)
+FEW = max(3, settings.default.max_examples // 5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -250,4 +250,4 @@ def test_faulty_averager_is_detected(
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises((AssertionError, un.CommError, RuntimeError, pytest.fail.Exception)):
-        run_ranks(program, 2, timeout=1)
+        run_ranks(program, 2, timeout=0.5)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from assertions import assertion_of
 from loading import load, mutants
+from pairwise import short
 
 from unisono.compression import CODECS
 from unisono.testing import codecs, run_ranks
@@ -24,7 +26,7 @@ def run_check(check: str, make: Make, bucket: Bucket = BUCKET) -> None:
     if check == "check_bytes":
         codecs.check_bytes(make, SIZE, bucket)
     elif check == "check_feedback":
-        run_ranks(lambda comm: codecs.check_feedback(make, comm, Bucket([(8, 5)], torch.float64), 128), SIZE)
+        run_ranks(lambda comm: codecs.check_feedback(make, comm, Bucket([(8, 5)], torch.float64), 64), SIZE)
     else:
         run_ranks(lambda comm: getattr(codecs, check)(make, comm, bucket), SIZE)
 
@@ -39,15 +41,11 @@ def test_conformance_kills_mutant(path: Path) -> None:
         run_check(mutant.CHECK, mutant.CODEC, bucket)
 
 
-# That feedback converges is among the tests of the checks themselves, and takes long.
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(check, marks=[pytest.mark.soak] * (check == "check_feedback"))
-        for check in sorted({load(path).CHECK for path in MUTANTS})
-    ],
-)
-@pytest.mark.parametrize("name", CODECS.names())
+CHECKED = sorted({load(path).CHECK for path in MUTANTS})
+
+
+# The conformance tests apply the checks to every codec, and that of feedback takes long.
+@short("name,check", product(CODECS.names(), CHECKED), [("int8", c) for c in CHECKED if c != "check_feedback"])
 def test_correct_implementations_survive(name: str, check: str) -> None:
     assert assertion_of(run_check, check, CODECS[name]) == ""
 

@@ -85,7 +85,7 @@ def test_drawn_inputs_kill_mutant(path: Path) -> None:
     assert len(inputs[0]) <= 3
 
 
-@settings(max_examples=50, database=None)
+@settings(max_examples=max(10, settings.default.max_examples // 10), database=None)
 @given(inputs=strategies.inputs(), root=st.integers(0, 3))
 def test_correct_collectives_live(inputs: list[torch.Tensor], root: int) -> None:
     def all_reduce(comm: un.Communicator, tensor: torch.Tensor, root: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ def test_seed_kills_mutant(path: Path) -> None:
 
 
 def test_unmodified_program_passes_every_seed() -> None:
-    assert [seed for seed in SEEDS[:20] if complaints(seed)] == []
+    assert [seed for seed in SEEDS[:8] if complaints(seed)] == []
 
 
 def test_mutants_exist() -> None:

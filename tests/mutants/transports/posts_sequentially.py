@@ -8,8 +8,9 @@ from unisono.core.transport import Transport
 from unisono.core.types import Message, Work
 from unisono.wrappers.base import Wrapper
 
+BACKEND = "sim"
 CHECK = "batch_does_not_deadlock"
-ERROR = r"waited 1\.\d s for 1.0 MiB"
+ERROR = r"no rank can continue.* waits in wait at posts_sequentially.py:\d+ for 1.0 MiB from rank 3"
 
 
 class Mutant(Wrapper):

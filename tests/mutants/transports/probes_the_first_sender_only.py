@@ -5,6 +5,7 @@ from __future__ import annotations
 from unisono.core.transport import Transport
 from unisono.wrappers.base import Wrapper
 
+BACKEND = "sim"
 CHECK = "receive_any_starves_no_sender"
 ERROR = "rank 0 is in probe"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from unisono.core.transport import Transport
 from unisono.wrappers.base import Wrapper
 
+BACKEND = "sim"
 CHECK = "probe_consumes_nothing"
 ERROR = r"before any was sent|rank 2 has left|for 4 B from rank 2"
 

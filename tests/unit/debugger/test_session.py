@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,9 @@ def test_ranks_are_held_past_their_timeouts_and_go_on(backend: str, tmp_path: Pa
         assert session.ranks()[1]["line"] == line + 1
         assert session.step(1)
         assert session.evaluate(1, "own") == "11"
-        # The other ranks wait in a call for longer than its timeout, which has to pass in real time.
-        time.sleep(1.5 * TIMEOUT_S)
+        if backend != "sim":
+            # The other ranks wait in a call for longer than its timeout, which has to pass in real time.
+            time.sleep(1.5 * TIMEOUT_S)
         session.go()
         assert job.result(20) == [30 * 12 + 0, 30 * 12 + 22, 30 * 12 + 20]
 
@@ -299,6 +300,7 @@ for step in range(1000):
 
 RUNNERS = {
     "unisono run": ["-m", "unisono", "run", "-n", "2"],
+    "unisono run, forking": ["-m", "unisono", "run", "-n", "2", "--start", "fork"],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "pytest": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"],
 }
@@ -319,7 +321,7 @@ def test_it():
 """
 
 
-def left_after_quit(runner: str, folder: Path) -> list[int]:
+def left_after_quit(runner: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Start a job, end it by the command `unisono debug`, and return the processes that are left."""
     held_at = folder / "pid"
     script = folder / "test_script.py"
@@ -332,12 +334,11 @@ def left_after_quit(runner: str, folder: Path) -> list[int]:
     try:
         assert wait_until(held_at.exists, 60.0)
         attached(int(held_at.read_text())).close()
-        debug = [sys.executable, "-m", "unisono", "debug", held_at.read_text()]
-        done = subprocess.run(
-            debug, input="all comm.rank\nquit\n", capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert "rank 0: 0\nrank 1: 1\n" in done.stdout
+        monkeypatch.setattr(sys, "stdin", io.StringIO("all comm.rank\nquit\n"))
+        said = io.StringIO()
+        with redirect_stdout(said):
+            assert main(["debug", held_at.read_text()]) == 0
+        assert "rank 0: 0\nrank 1: 1\n" in said.getvalue()
         shown = job.communicate(timeout=60)[0].decode()
         assert job.returncode != 0
         assert "the debugger has ended the job" in shown
@@ -359,15 +360,18 @@ def processes_of(session: int) -> list[int]:
     return found
 
 
-def test_quit_leaves_no_process(tmp_path: Path) -> None:
-    assert left_after_quit("unisono run", tmp_path) == []
+def test_quit_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Forked ranks import torch once, and there is one process more that could be left.
+    assert left_after_quit("unisono run, forking", tmp_path, monkeypatch) == []
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_quit_leaves_no_process_in_any_of_many_runs(runner: str, tmp_path: Path) -> None:
+def test_quit_leaves_no_process_in_any_of_many_runs(
+    runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for run in range(17):
         folder = tmp_path / str(run)
         folder.mkdir()
-        assert left_after_quit(runner, folder) == []
+        assert left_after_quit(runner, folder, monkeypatch) == []

@@ -55,13 +55,13 @@ def _(comm: Any) -> None:
     # Rank 0 hosts a small job, in which both others claim to be rank 1.
     address = comm.broadcast_object(_free_port() if comm.rank == 0 else None)
     claimed = 0 if comm.rank == 0 else 1
+    found = MismatchError("the other one was refused")
     try:
         un.init("gloo", init_method=address, rank=claimed, world_size=2, timeout=5.0, secret="of a test").close()
     except MismatchError as error:
-        raise error.locate(rank=comm.rank, size=comm.size, operation="init", call=1, group="world") from None
+        found = error
     comm.barrier()
-    message = "the other one was refused"
-    raise MismatchError(message, rank=comm.rank, size=comm.size, operation="init", call=1, group="world")
+    raise found.locate(rank=comm.rank, size=comm.size, operation="init", call=1, group="world")
 
 
 # -- helpers ---------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def make_and_close(comm: Any, count: int) -> tuple[int, str]:
         gc.enable()
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
 def test_many_groups_leak_nothing(backend: str, count: int) -> None:
     for _ in range(max(1, count // 100)):

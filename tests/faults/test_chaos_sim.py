@@ -50,9 +50,10 @@ def training(comm: un.Communicator, hooks: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("hooks", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_training_is_correct_or_names_the_failure(hooks: bool) -> None:
-    endings = chaos.check(training, RANKS, hooks, seeds=range(10))
-    assert endings.total() == 10
-    assert endings["right"] >= 3
+    # Each kind of fault that a seed draws, except for lost messages, which survivors meet below.
+    endings = chaos.check(training, RANKS, hooks, seeds=[1, 4, 6, 8, 9])
+    assert endings.total() == 5
+    assert endings["right"] >= 2
 
 
 @pytest.mark.soak
@@ -145,9 +146,10 @@ def nearly(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
 
 @pytest.mark.parametrize("hooks", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_survivors_continue_training(hooks: bool) -> None:
-    # In 3109 a rank is preempted while it aborts a message on its way.
-    endings = chaos.check(recovering, 4, hooks, seeds=[*range(4), 3109], judge=nearly)
-    assert endings.total() == 5
+    # In 1 and 2 ranks are frozen and killed, and messages get lost; in 3109 a rank is preempted while it aborts a
+    # message on its way.
+    endings = chaos.check(recovering, 4, hooks, seeds=[1, 2, 3109], judge=nearly)
+    assert endings.total() == 3
     # A rank was killed, and all others came to the right weights.
     run = un.simulate(recovering, 4, (hooks,), faults={"kill_at": 5, "ranks": [2]}, on_failure="continue", timeout=10)
     calm = un.simulate(recovering, 4, (hooks,)).results

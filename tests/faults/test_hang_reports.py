@@ -9,11 +9,15 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from insides import control_of, engine_of
+from pairwise import short
+from waiting import run_concurrently
 
 from unisono.errors import CommTimeoutError
 from unisono.testing import run_ranks
@@ -246,18 +250,32 @@ def test_at_least_twenty_hangs() -> None:
     assert len(BUGS) == 20
 
 
-def sampled(every: int) -> list[Any]:
-    """All of them in `make soak`, some in `make test`."""
-    return [name if i % every == 0 else pytest.param(name, marks=pytest.mark.soak) for i, name in enumerate(BUGS)]
+SAMPLE = list(BUGS)[::3]
 
 
-@pytest.mark.parametrize("name", sampled(3))
-def test_report_names_rank_and_line_with_threads(name: str) -> None:
+@pytest.fixture(scope="module")
+def sampled() -> dict[str, list[str]]:
+    """What the ranks of the sample were told. They only wait, so all do it at the same time."""
+    calls = [partial(run_ranks, hang, 3, "thread", name) for name in SAMPLE]
+    return dict(zip(SAMPLE, run_concurrently(*calls), strict=True))
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_report_names_rank_and_line_with_threads(sampled: dict[str, list[str]], name: str) -> None:
+    check(name, sampled[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in BUGS if name not in SAMPLE])
+def test_more_reports_name_rank_and_line_with_threads(name: str) -> None:
     check(name, run_ranks(hang, 3, "thread", name))
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("name", sampled(11))
+@short(
+    "name,backend",
+    product(BUGS, ["shm", "gloo"]),
+    [("waits_for_an_event", "shm"), ("waits_in_a_generator", "gloo")],
+)
 def test_report_names_rank_and_line_with_processes(name: str, backend: str) -> None:
     check(name, pool(backend, 3).run(hang, name))
 

@@ -5,46 +5,55 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from recovery_helpers import launched, soaked, total
+from waiting import run_concurrently, wait_until
 
 import unisono as un
 from unisono.errors import CommError
 
-NEWCOMER = """
-import sys, torch
-import unisono as un
-comm = un.join(pid=int(sys.argv[1]), timeout=20)
-tensor = torch.ones(1)
-comm.all_reduce(tensor)
-print(comm.rank, comm.size, comm.backend, tensor.item(), flush=True)
-comm.close()
-"""
+
+def told_pid(folder: str) -> int:
+    """Wait until a rank of another job has told its process."""
+    file = Path(folder) / "pid"
+    assert wait_until(file.exists)
+    return int(file.read_text())
+
+
+def tell_pid(folder: str) -> None:
+    written = Path(folder) / "pid.written"
+    written.write_text(str(os.getpid()))
+    written.rename(written.with_suffix(""))
+
+
+def joins(comm: Any, folder: str) -> tuple[int, int, str, float]:
+    """A process of another job becomes a rank of this one."""
+    with un.join(pid=told_pid(folder), timeout=20) as joined:
+        return joined.rank, joined.size, joined.backend, total(joined)
 
 
 @pytest.mark.parametrize("backend", ["tcp", soaked("shm"), soaked("gloo"), soaked("shm+tcp")])
-def test_new_rank_replaces_a_dead_one(backend: str) -> None:
-    def program(comm: Any) -> tuple[int, int, float, str]:
-        pid = os.getpid()
+def test_new_rank_replaces_a_dead_one(tmp_path: Path, backend: str) -> None:
+    def program(comm: Any, folder: str) -> tuple[int, int, float]:
         if comm.rank == 1:
-            os.kill(pid, signal.SIGKILL)
-        newcomer = None
+            os.kill(os.getpid(), signal.SIGKILL)
         if comm.rank == 0:
-            newcomer = subprocess.Popen([sys.executable, "-c", NEWCOMER, str(pid)], stdout=subprocess.PIPE, text=True)
+            tell_pid(folder)
         try:
             comm.barrier()
         except CommError:
             comm = comm.rebuild(grow=1, timeout=30)
-        found = comm.rank, comm.size, total(comm)
-        return *found, newcomer.communicate(timeout=30)[0] if newcomer is not None else ""
+        return comm.rank, comm.size, total(comm)
 
-    ends = launched(program, 3, backend)
-    assert ends[0] == (0, 3, 3.0, f"2 3 {backend} 3.0\n")
-    assert ends[2] == (1, 3, 3.0, "")
+    ends, newcomer = run_concurrently(
+        lambda: launched(program, 3, backend, str(tmp_path)), lambda: launched(joins, 1, "shm", str(tmp_path))
+    )
+    assert (ends[0], ends[2]) == ((0, 3, 3.0), (1, 3, 3.0))
+    assert newcomer == [(2, 3, backend, 3.0)]
 
 
 def test_join_without_a_group() -> None:
@@ -59,21 +68,21 @@ def test_join_without_a_group() -> None:
         un.join(pid=other.pid)
 
 
-TRAINEE = """
-import sys, torch
-import unisono as un
-comm = un.join(pid=int(sys.argv[1]), timeout=30)
-model = torch.nn.Linear(1, 1)
-sampler = un.data.PartitionSampler(range(12), num_replicas=1, rank=0)
-training = un.elastic.Recovery(comm, model=model, sampler=sampler)
-training.join()
-print(training.step, model.weight.item(), sorted(sampler), flush=True)
-training.comm.close()
-"""
+def trains(comm: Any, folder: str) -> tuple[int, float, list[int]]:
+    """A process of another job comes to a training."""
+    joined = un.join(pid=told_pid(folder), timeout=30)
+    model = torch.nn.Linear(1, 1)
+    sampler = un.data.PartitionSampler(range(12), num_replicas=1, rank=0)
+    training = un.elastic.Recovery(joined, model=model, sampler=sampler)
+    training.join()
+    try:
+        return training.step, model.weight.item(), sorted(sampler)
+    finally:
+        training.comm.close()
 
 
-def test_new_rank_receives_model_and_remaining_samples() -> None:
-    def program(comm: Any) -> tuple[int, float, list[int], str]:
+def test_new_rank_receives_model_and_remaining_samples(tmp_path: Path) -> None:
+    def program(comm: Any, folder: str) -> list[int]:
         model = torch.nn.Linear(1, 1)
         with torch.no_grad():
             model.weight.fill_(7.0)
@@ -81,16 +90,13 @@ def test_new_rank_receives_model_and_remaining_samples() -> None:
         training = un.elastic.Recovery(comm, model=model, sampler=sampler)
         used = list(sampler)[:3]
         training.commit(3)
-        newcomer = None
         if comm.rank == 0:
-            command = [sys.executable, "-c", TRAINEE, str(os.getpid())]
-            newcomer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            tell_pid(folder)
         training.recover(grow=1, timeout=30)
-        left = sorted(sampler)
-        said = newcomer.communicate(timeout=30)[0] if newcomer is not None else ""
-        return training.step, model.weight.item(), used + left, said
+        return used + sorted(sampler)
 
-    first, second = launched(program, 2, "shm")
-    step, weight, samples = first[3].split(" ", 2)
-    assert (step, weight) == ("1", "7.0")
-    assert sorted([*first[2], *second[2], *eval(samples)]) == list(range(12))
+    (first, second), ((step, weight, samples),) = run_concurrently(
+        lambda: launched(program, 2, "shm", str(tmp_path)), lambda: launched(trains, 1, "shm", str(tmp_path))
+    )
+    assert (step, weight) == (1, 7.0)
+    assert sorted([*first, *second, *samples]) == list(range(12))

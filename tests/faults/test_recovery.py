@@ -175,7 +175,9 @@ def test_rebuild_and_first_all_reduce_take_half_a_second() -> None:
         return time.monotonic() - started
 
     # Other programs run on this machine: one of three tries has to do.
-    took = [max(end for end in launched(program, 4, "shm") if isinstance(end, float)) for _ in range(3)]
+    took: list[float] = []
+    while min(took, default=1.0) >= 0.5 and len(took) < 3:
+        took.append(max(end for end in launched(program, 4, "shm") if isinstance(end, float)))
     assert min(took) < 0.5, took
 
 

@@ -34,7 +34,7 @@ def close(found: Any, wanted: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     ("kind", "redundancy", "deaths"),
     [
-        ("model", 1, {1: 3}),
+        soaked("model", 1, {1: 3}),
         ("model", 1, {0: 0, 2: 2}),
         ("gradients", 1, {3: 1, 0: 4}),
         ("states", 1, {2: 2}),
@@ -78,7 +78,7 @@ def dies_at(kind: str, message: int, rank: int) -> Any:
     return un.simulate(train, 4, (kind,), faults=faults, on_failure="continue", timeout=10)
 
 
-@pytest.mark.parametrize(("kind", "message"), [("model", 40), ("gradients", 20)])
+@pytest.mark.parametrize(("kind", "message"), [("model", 40), soaked("gradients", 20)])
 def test_rank_dies_in_the_middle_of_a_step(kind: str, message: int) -> None:
     run, wanted = dies_at(kind, message, 2), alone(kind)
     assert [close(end, wanted) for end in run.results] == [True, True, False, True], run.results
@@ -117,9 +117,10 @@ def test_random_faults(kind: str) -> None:
 
 
 # -- on purpose -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["model", "states"])
-@pytest.mark.parametrize("leavers", [(1, 2), (0,)])
-def test_ranks_leave(kind: str, leavers: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("leavers", "kind"), [((1, 2), "model"), ((0,), "states"), soaked((1, 2), "states"), soaked((0,), "model")]
+)
+def test_ranks_leave(leavers: tuple[int, ...], kind: str) -> None:
     """Neighbours leave together, whose shards no other rank has."""
 
     def program(comm: un.Communicator) -> torch.Tensor | None:
@@ -138,7 +139,7 @@ def test_ranks_leave(kind: str, leavers: tuple[int, ...]) -> None:
     assert all(close(end, alone(kind)) for end in ends if end is not None), ends
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["model", "gradients", soaked("states")])
 def test_newcomer_gets_its_share(kind: str) -> None:
     """Rank 2 joins after two steps. The others only lack the communicator that `rebuild(grow=1)` makes."""
 

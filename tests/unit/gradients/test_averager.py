@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import product
 from unittest.mock import patch
 
 import pytest
 import torch
 from averaged_models import MODELS, TINY, Net, batches, gradients, made, same, stepped, wanted_of
+from pairwise import short
 from torch import nn
 
 import unisono as un
 from unisono.gradients import plan_buckets
 from unisono.testing import pool
 
-# Processes import torch's compiler for checkpointed models, which takes seconds.
-CASES = [
-    pytest.param(name, backend, marks=[pytest.mark.soak] * (name == "checkpointed" and backend != "thread"))
-    for backend in ("thread", "shm", "gloo")
-    for name in MODELS
+# Over gloo, buckets are reduced while gradients still come; processes import torch's compiler for checkpointed models.
+SHORT = [
+    ("plain", "thread"),
+    ("plain", "shm"),
+    ("checkpointed", "thread"),
+    *((name, "gloo") for name in MODELS if name != "checkpointed"),
 ]
 
 
-@pytest.mark.parametrize(("name", "backend"), CASES)
+@short("name, backend", product(MODELS, ["thread", "shm", "gloo"]), SHORT)
 def test_gradients_equal_those_of_one_process(name: str, backend: str) -> None:
     size, make = 3, MODELS[name]
     given = batches(size, 3)

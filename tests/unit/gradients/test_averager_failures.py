@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from averaged_models import gradients, same
 from averager_helpers import BACKENDS, SMALL, Found, OddError, combined, quickly, sample, stack, weight
-from pairwise import pairwise
+from pairwise import short
 
 import unisono as un
 from unisono.testing import pool
@@ -107,7 +108,11 @@ def added(kept: Found, more: Found, times: int = 1) -> Found:
     return [a if b is None else times * b if a is None else a + times * b for a, b in zip(kept, more, strict=True)]
 
 
-@pairwise(backend=BACKENDS, where=WHERE, width=[4, 150], kept=KEPT)
+@short(
+    "backend, where, width, kept",
+    product(BACKENDS, WHERE, [4, 150], KEPT),
+    list(zip(BACKENDS * 2, WHERE, [4, 150] * 3, sorted(KEPT * 2), strict=True)),
+)
 def test_failed_pass_restores_gradients(backend: str, where: str, width: int, kept: str) -> None:
     def program(comm: un.Communicator) -> tuple[bool, Found, Found, Any]:
         trap = Trap(comm, where, width, **WHOLE)
@@ -127,7 +132,11 @@ def test_failed_pass_restores_gradients(backend: str, where: str, width: int, ke
         assert steps == (2 if kept == "left" else 1)
 
 
-@pairwise(backend=BACKENDS, where=WHERE, kept=KEPT)
+@short(
+    "backend, where, kept",
+    product(BACKENDS, WHERE, KEPT),
+    list(zip(BACKENDS * 2, reversed(WHERE), sorted(KEPT * 2), strict=True)),
+)
 def test_failed_pass_in_no_sync_restores_gradients(backend: str, where: str, kept: str) -> None:
     def program(comm: un.Communicator) -> tuple[bool, Found, Found]:
         trap = Trap(comm, where, **WHOLE)
@@ -147,8 +156,7 @@ def test_failed_pass_in_no_sync_restores_gradients(backend: str, where: str, kep
         assert same(found, means)
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("backend", BACKENDS)
+@short("backend, where", product(BACKENDS, WHERE), list(zip(BACKENDS * 2, WHERE, strict=True)))
 def test_weight_survives_a_failed_pass(backend: str, where: str) -> None:
     def program(comm: un.Communicator) -> Found:
         trap = Trap(comm, where, **WHOLE)
@@ -163,7 +171,11 @@ def test_weight_survives_a_failed_pass(backend: str, where: str) -> None:
         assert same(found, means)
 
 
-@pairwise(backend=BACKENDS, where=WHERE, width=[4, 150], weighted=[False, True])
+@short(
+    "backend, where, width, weighted",
+    product(BACKENDS, WHERE, [4, 150], [False, True]),
+    list(zip(BACKENDS * 2, WHERE, [4, 150] * 3, [False, False, True] * 2, strict=True)),
+)
 def test_rank_failing_before_any_bucket_retries_alone(backend: str, where: str, width: int, weighted: bool) -> None:
     def program(comm: un.Communicator) -> Found:
         trap = Trap(comm, where, width, **WHOLE)
@@ -181,8 +193,7 @@ def test_rank_failing_before_any_bucket_retries_alone(backend: str, where: str, 
         assert same(found, means)
 
 
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("where", LATE)
+@short("where, kept", product(LATE, KEPT), list(zip(LATE, KEPT, strict=True)))
 def test_pass_failing_on_all_ranks_after_a_bucket_is_dropped(where: str, kept: str) -> None:
     def program(comm: un.Communicator) -> tuple[bool, Found, Found]:
         trap = Trap(comm, where, **SMALL)
@@ -201,7 +212,9 @@ def test_pass_failing_on_all_ranks_after_a_bucket_is_dropped(where: str, kept: s
         assert same(found, means)
 
 
-@pairwise(where=LATE, kept=KEPT, waits=[False, True])
+@short(
+    "where, kept, waits", product(LATE, KEPT, [False, True]), list(zip(LATE, KEPT, [False, True, False], strict=True))
+)
 def test_rank_failing_after_a_bucket_ends_the_pass_on_all(where: str, kept: str, waits: bool) -> None:
     def program(comm: un.Communicator) -> tuple[str, bool, Found, Found]:
         trap = Trap(comm, where, **SMALL)
@@ -230,7 +243,7 @@ def test_rank_failing_after_a_bucket_ends_the_pass_on_all(where: str, kept: str,
 @pytest.mark.parametrize("growth", [1, 2], ids=["equal buckets", "other buckets"])
 def test_ranks_with_different_graphs_fail_around_the_first_bucket(growth: int) -> None:
     """A process that ends, as by SIGABRT, shows as `PeerLostError` here."""
-    rounds = 10
+    rounds = 4
 
     def program(comm: un.Communicator) -> list[tuple[bool, Found]]:
         trap, found = Trap(comm, "first", growth=growth, find_unused_parameters=True, **SMALL), []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from averager_helpers import BACKENDS, check, loss, quickly, right, sample, stack, weight
 from model_changes import CHANGES, HARMLESS, NAME, prepared
-from pairwise import pairwise
+from pairwise import short
 from torch import nn
 
 import unisono as un
@@ -52,9 +52,10 @@ def renewed(model: nn.Sequential, comm: un.Communicator, averager: un.GradientAv
 
 
 # A swap takes the hooks away, so that no backward pass notices it.
-@pytest.mark.parametrize(
-    ("change", "how"), [case for case in product(CHANGES, NOTICES) if case != ("converted by swap", "backward")]
-)
+REPORTED = [case for case in product(CHANGES, NOTICES) if case != ("converted by swap", "backward")]
+
+
+@short("change, how", REPORTED, [case for case in zip(CHANGES, NOTICES * 4, strict=False) if case in REPORTED])
 def test_replaced_parameters_are_reported(change: str, how: str) -> None:
     def program(comm: un.Communicator) -> tuple[str, bool]:
         model = prepared(stack(), change)
@@ -104,7 +105,11 @@ def test_unchanged_rank_fails_promptly_with_the_reason(change: str) -> None:
         assert fine
 
 
-@pairwise(backend=BACKENDS, how=NOTICES, first=[True, False])
+@short(
+    "backend, how, first",
+    product(BACKENDS, NOTICES, [True, False]),
+    list(zip(["thread", "gloo", "shm", "gloo"], NOTICES, [True, False, False, True], strict=True)),
+)
 def test_every_detection_is_reported_to_the_other_rank(backend: str, how: str, first: bool) -> None:
     change = "set in _parameters"
     for message, fine in pool(backend, 2).run(lambda comm: changed_on_rank_1(comm, change, how, first=first)):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
 from averager_helpers import RANKS
+from pairwise import short
 from torch import nn
 
 import unisono as un
 from unisono.testing import pool
 
 EACH = pytest.mark.parametrize(("backend", "size"), RANKS)
+LAYOUTS = ["flat", "offset", "strided", "apart"]
 GRAPHS = pytest.mark.filterwarnings("ignore:Using backward:UserWarning", "ignore:The .grad attribute:UserWarning")
 
 
@@ -239,8 +242,11 @@ def beside(layout: str, grads: Sequence[torch.Tensor]) -> bool:
     return bool((flat == 7.0).all())
 
 
-@EACH
-@pytest.mark.parametrize("layout", ["flat", "offset", "strided", "apart"])
+@short(
+    "backend, size, layout",
+    product(["thread", "shm", "gloo"], [2, 3], LAYOUTS),
+    list(zip(["gloo", "thread"] * 2, [2, 3] * 2, LAYOUTS, strict=True)),
+)
 def test_memory_of_the_callers_is_filled(backend: str, size: int, layout: str) -> None:
     """In a plain pass, an accumulated and weighted one, and one that raises first; one parameter is never reached."""
 

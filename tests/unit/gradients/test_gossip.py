@@ -118,7 +118,7 @@ def test_mean_is_kept_and_reached(name: str, size: int) -> None:
         values = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
         gossip = Gossip([values], comm, name)
         history = [values.clone()]
-        for _ in range(150):
+        for _ in range(110):
             gossip.mix()
             history.append(values.clone())
         return history

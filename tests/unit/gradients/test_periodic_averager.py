@@ -334,7 +334,7 @@ def test_one_fragment_without_lag_or_codec_is_plain_diloco_bit_for_bit() -> None
 
 
 def test_a_hundred_small_outer_steps_are_kept_in_bfloat16() -> None:
-    """The mean change of a round, 1/128 on one rank of ten, is a tenth of what bfloat16 tells from one."""
+    """The mean change of a round, 1/128 on one rank of four, is a quarter of what bfloat16 tells from one."""
 
     def program(comm: un.Communicator, dtype: torch.dtype | None) -> tuple[float, float]:
         weight = torch.ones(3, dtype=torch.bfloat16)
@@ -344,11 +344,11 @@ def test_a_hundred_small_outer_steps_are_kept_in_bfloat16() -> None:
             diloco.step()
         return diloco.anchor[0][0].item(), weight[0].item()
 
-    for anchor, weight in run_ranks(program, 10, "thread", None):
-        assert anchor == pytest.approx(1 + 100 * 2**-7 / 10, abs=1e-5)
+    for anchor, weight in run_ranks(program, 4, "thread", None):
+        assert anchor == pytest.approx(1 + 100 * 2**-7 / 4, abs=1e-5)
         assert weight == pytest.approx(anchor, abs=2**-8)
     # An anchor of the parameter's dtype, on request, has no trace of them.
-    assert run_ranks(program, 10, "thread", torch.bfloat16) == [(1.0, 1.0)] * 10
+    assert run_ranks(program, 4, "thread", torch.bfloat16) == [(1.0, 1.0)] * 4
 
 
 def test_training_goes_on_while_an_exchange_is_under_way() -> None:
@@ -626,7 +626,9 @@ def test_a_state_of_other_fragments_is_rejected() -> None:
     run_ranks(program, 1)
 
 
-@pytest.mark.parametrize("codec", ["int4", "int8", un.compression.topk(ratio=0.25), "onebit"])
+@pytest.mark.parametrize(
+    "codec", ["int4", pytest.param("int8", marks=pytest.mark.soak), un.compression.topk(ratio=0.25), "onebit"]
+)
 def test_compressed_diloco_converges_to_the_minimum(codec: Any) -> None:
     """Where ranks have one minimum, what is lost shrinks with the changes, and nothing is lost for good."""
 
@@ -634,7 +636,7 @@ def test_compressed_diloco_converges_to_the_minimum(codec: Any) -> None:
         parameters = [part.requires_grad_() for part in torch.from_numpy(start()).split(WIDTHS)]
         compression = un.compression.error_feedback(codec)
         averager = DiLoCo(parameters, comm, 6, 0.4, 0.5, True, fragments=3, overlap_steps=2, compression=compression)
-        run(averager, parameters, torch.optim.SGD(parameters, lr=RATE), 0, 600)
+        run(averager, parameters, torch.optim.SGD(parameters, lr=RATE), 0, 360)
         return np.concatenate([p.detach().numpy() for p in parameters])
 
     assert largest(run_ranks(program, 2), [Quadratic(0).c] * 2) < 1e-4
@@ -644,9 +646,9 @@ def test_four_bits_stay_near_the_uncompressed_fixed_point() -> None:
     def make(named: Any, comm: un.Communicator, _: object) -> PeriodicAverager:
         return DiLoCo(named, comm, 6, 0.4, 0.5, compression=un.compression.error_feedback("int4"))
 
-    plain = streaming(2, 600, 6, rate=0.4, momentum=0.5)
+    plain = streaming(2, 300, 6, rate=0.4, momentum=0.5)
     assert np.abs(plain[0] - start()).max() > 0.9
-    assert largest(run_ranks(lambda comm: train(comm, make, 600), 2), plain) < 0.05
+    assert largest(run_ranks(lambda comm: train(comm, make, 300), 2), plain) < 0.05
 
 
 def test_fragments_by_bytes_and_by_name() -> None:
@@ -728,11 +730,11 @@ class ByteCounter(Wrapper):
 
 
 def test_bytes_per_step_are_the_formulas() -> None:
-    """A transformer of 10 million parameters in four bits, 100 steps apart, and gradients averaged at each step."""
-    layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
-    model = torch.nn.Sequential(torch.nn.Embedding(2000, 256), torch.nn.TransformerEncoder(layer, 12))
+    """A transformer of a million parameters in four bits, 100 steps apart, and gradients averaged at each step."""
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+    model = torch.nn.Sequential(torch.nn.Embedding(2000, 128), torch.nn.TransformerEncoder(layer, 5))
     numel = sum(p.numel() for p in model.parameters())
-    assert 9.9e6 < numel < 10.1e6
+    assert 1.2e6 < numel < 1.3e6
     counters: list[ByteCounter] = []
 
     def counted(inner: Transport) -> Transport:

@@ -47,10 +47,10 @@ def train(
     return {"steps": steps, "trained_s": trained_s, "ended_s": ended_s, "weights": torch.stack(weights)}
 
 
-@pytest.mark.parametrize("fragments", [1, 2, 3])
+@pytest.mark.parametrize("fragments", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_rank_at_a_third_of_the_speed_costs_the_others_nothing(fragments: int) -> None:
     def rates(step_s: list[float]) -> list[float]:
-        found = un.simulate(train, 3, args=(step_s, 12, fragments), kwargs={"overlap_steps": 3}).results
+        found = un.simulate(train, 3, args=(step_s, 8, fragments), kwargs={"overlap_steps": 3}).results
         return [each["steps"] / each["trained_s"] for each in found]
 
     calm = rates([1.0, 1.0, 1.0])
@@ -193,8 +193,8 @@ def test_a_rank_that_stalls_for_many_intervals_is_no_failure() -> None:
     def program(comm: un.Communicator) -> tuple[int, float, float]:
         weight = torch.zeros(1, dtype=torch.float64)
         speeds = averager([weight], comm, 10, max_lag=2, overlap_steps=2)
-        while speeds.rounds < 100:
-            time.sleep(900.0 if comm.rank == 1 and speeds.steps == 25 else 1.0)
+        while speeds.rounds < 50:
+            time.sleep(360.0 if comm.rank == 1 and speeds.steps == 25 else 1.0)
             weight += 1.0
             speeds.step()
         speeds.finish()
@@ -203,8 +203,8 @@ def test_a_rank_that_stalls_for_many_intervals_is_no_failure() -> None:
     results = un.simulate(program, 3, timeout=60).results
     assert len({weight for _, weight, _ in results}) == 1
     assert len({rounds for rounds, _, _ in results}) == 1
-    # Waited for at each of some seventy-five exchanges; without it each took 10 s.
-    assert results[0][2] < 1300
+    # Waited for at each of some thirty exchanges; without it each took 10 s.
+    assert results[0][2] < 640
 
 
 def test_a_rank_without_more_samples_takes_part_until_all_have_finished() -> None:
@@ -366,7 +366,7 @@ def test_intervals_that_differ_are_named() -> None:
     run_ranks(program, 2)
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm", "tcp"])
+@pytest.mark.parametrize("backend", ["thread", pytest.param("shm", marks=pytest.mark.soak), "tcp"])
 def test_with_real_time(backend: str) -> None:
     results = un.launch(real_training, 3, backend)
     assert len({result for result, _ in results}) == 1

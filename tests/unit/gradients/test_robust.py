@@ -123,7 +123,7 @@ def loss_of(weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.binary_cross_entropy_with_logits(POINTS @ weight, LABELS)
 
 
-def trained(reduce: str, hostile: int | None, size: int = 5, rounds: int = 30) -> float:
+def trained(reduce: str, hostile: int | None, size: int = 5, rounds: int = 15) -> float:
     """Logistic regression by DiLoCo; one rank sends noise of 100 times the norm of what it has learnt."""
 
     def program(comm: un.Communicator) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pairwise import pairwise
 
 import unisono as un
 from unisono.errors import MismatchError
@@ -54,12 +55,10 @@ def steps_of(counts: tuple[int, ...], space: tuple[int, ...]) -> list[list[tuple
     return [[(inputs[s][r], outers[s][r].cos()) for s in range(3)] for r in range(len(counts))]
 
 
-@pytest.mark.parametrize("space", TORCHS, ids=lambda space: f"{len(space)}d")
-@pytest.mark.parametrize("counts", UNEVEN, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"momentum": None, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}],
-    ids=["plain", "cumulative", "not affine", "not tracking"],
+@pairwise(
+    counts=UNEVEN,
+    space=TORCHS,
+    options=[{}, {"momentum": None, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}],
 )
 def test_equals_batch_norm_on_the_whole_batch(counts: tuple[int, ...], space: tuple[int, ...], options: dict) -> None:
     def program(comm: un.Communicator) -> list[list[torch.Tensor]]:

@@ -1,20 +1,18 @@
 """A program that crashes while it saves, again and again, and looks at what is left each time.
 
-    python checkpoint_crasher.py DIRECTORY calls:RANKS:EACH|kills:RANKS:COUNT ...
-
-It forks, since a new interpreter would take seconds each time. Prints its findings at the end.
+It forks, since a new interpreter would take seconds each time, and therefore needs a process without other threads.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +164,24 @@ def kills(folder: Path, ranks: int, count: int) -> dict[str, int]:
     return found
 
 
-if __name__ == "__main__":
+def die_while_saving(path: Path) -> None:
+    un.checkpoint.save(path, {"n": torch.ones(3)}, progress=lambda *_: os._exit(3))
+
+
+def forkserver() -> ForkServerContext:
+    """The forkserver of the tests, whose processes have no other threads."""
+    context = multiprocessing.get_context("forkserver")
+    # It may start here, and ranks of later tests find what they need in it.
+    context.set_forkserver_preload(["pytest", "unisono.launcher.preload"])
+    return context
+
+
+def crashes(folder: Path, *what: str) -> list[dict[str, int]]:
+    """Crash as each of `calls:RANKS:EACH` and `kills:RANKS:COUNT` says; what was found."""
     torch.set_num_threads(1)
     found = []
-    for number, what in enumerate(sys.argv[2:]):
-        how, ranks, count = what.split(":")
-        place = Path(sys.argv[1]) / str(number)
+    for number, (how, ranks, count) in enumerate(each.split(":") for each in what):
+        place = folder / str(number)
         place.mkdir()
         found.append({"calls": calls, "kills": kills}[how](place, int(ranks), int(count)))
-    print(json.dumps(found))
+    return found

@@ -202,9 +202,9 @@ def fuzz(folder: Path, count: int, rows: int = 40) -> dict[str, int]:
 
 
 def test_hostile_files(folder: Path) -> None:
-    ends = fuzz(folder, 150)
+    ends = fuzz(folder, 60)
     assert ends.keys() >= {"CorruptError", "FormatError", "StateError"}, ends
-    assert fuzz(folder, 10, ROWS).keys() >= {"FormatError"}
+    assert fuzz(folder, 5, ROWS).keys() >= {"FormatError"}
 
 
 @pytest.mark.soak
@@ -249,20 +249,20 @@ BOMBS: dict[str, Callable[[int], Any]] = {
 }
 
 
-SAMPLE = {"lists": 300_000, "keys and strings": 30_000, "tensors": 30_000}
+SAMPLE = {"lists": 160_000, "keys and strings": 10_000, "tensors": 10_000}
 """By default: only where it is refused does the number matter."""
 DENSE = ("lists", "dicts", "lists of one", "dicts of one", "tuples", "sets")
 """Those that take more memory than so much text may: no number of them is too large for the others."""
 
 
-LONG = [pytest.param(bomb, 300_000, marks=pytest.mark.soak) for bomb in BOMBS if SAMPLE.get(bomb) != 300_000]
+LONG = [pytest.param(bomb, 300_000, marks=pytest.mark.soak) for bomb in BOMBS]
 
 
 @pytest.mark.parametrize(("bomb", "most"), [*SAMPLE.items(), *LONG])
 def test_short_values_that_expand_in_memory(folder: Path, bomb: str, most: int) -> None:
     path = saved(folder / bomb / "alone", 1, 1)
     ends = set()
-    for count in (10_000, most):
+    for count in sorted({10_000, most}):
         rewrite(path, partial(dict.update, state=BOMBS[bomb](count)))
         ends.add(attempt(path, None, GRANTED))
         ends.add(attempt(path, state_of(1), GRANTED))
@@ -294,8 +294,9 @@ def test_cyclic_per_rank_values(folder: Path) -> None:
 
 
 def test_unloadable_values_are_not_saved(folder: Path) -> None:
-    many = {"many": [[] for _ in range(300_000)]}
+    # About 17 MiB of values, where 16 are granted to any checkpoint.
+    many = {"many": [{} for _ in range(90_000)]}
     errors = run_ranks(lambda comm: un.checkpoint.save(folder / "many", many, comm), 2, on_failure="continue")
     assert all(isinstance(error, FormatError) and "keep long lists" in str(error) for error in errors), errors
-    un.checkpoint.save(folder / "many", {**many, "large": torch.zeros(10_000_000)})
-    assert len(un.checkpoint.load(folder / "many")["many"]) == 300_000
+    un.checkpoint.save(folder / "many", {**many, "large": torch.zeros(2_000_000)})
+    assert len(un.checkpoint.load(folder / "many")["many"]) == 90_000

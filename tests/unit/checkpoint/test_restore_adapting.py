@@ -6,15 +6,18 @@ import copy
 import io
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise, short
 from torch import nn
 
 import unisono as un
 from unisono.checkpoint import StateError
+from unisono.testing import pool
 
 
 class Growing(nn.Module):
@@ -140,10 +143,9 @@ def test_module_with_a_load_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(target.a, saved.a)
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@short("backend, ranks", product(["thread", "shm", "gloo"], [2, 3]), [("thread", 3), ("shm", 2), ("gloo", 3)])
 def test_modules_adapt_on_all_ranks(tmp_path: Path, backend: str, ranks: int) -> None:
-    found = un.launch(adapted, ranks, backend, (str(tmp_path / "c"),))
+    found = pool(backend, 3).run(adapted, str(tmp_path / "c"), size=ranks)
     assert found == [([0.0, 1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0])] * ranks
 
 
@@ -260,16 +262,14 @@ def refused(comm: un.Communicator, path: str, kind: str, place: int, by_file: bo
     return f"rank {first} of {comm.size}" in str(caught.value)
 
 
-@pytest.mark.parametrize("by_file", [True, False])
-@pytest.mark.parametrize("place", [0, 4])
-@pytest.mark.parametrize("kind", REFUSALS)
+@pairwise(kind=REFUSALS, place=[0, 4], by_file=[True, False])
 def test_nothing_is_half_loaded(tmp_path: Path, kind: str, place: int, by_file: bool) -> None:
     assert all(un.launch(refused, 3, "thread", (str(tmp_path / "c"), kind, place, by_file)))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_nothing_is_half_loaded_in_processes(tmp_path: Path, backend: str) -> None:
-    assert all(un.launch(refused, 2, backend, (str(tmp_path / "c"), "scaler", 4, True)))
+    assert all(pool(backend, 3).run(refused, str(tmp_path / "c"), "scaler", 4, True, size=2))
 
 
 def test_large_object_that_refuses_says_what_was_changed(tmp_path: Path) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint_crasher import die_while_saving, forkserver
+from pairwise import short
 
 import unisono as un
 from unisono.checkpoint import Checkpointer, CheckpointError
@@ -48,8 +49,7 @@ def alone(comm: un.Communicator, folder: str, rounds: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
-@pytest.mark.parametrize("size", [2, 3])
+@short("backend, size", product(["thread", "shm", "gloo"], [2, 3]), [("thread", 3), ("gloo", 2)])
 def test_ranks_that_save_alone_leave_a_whole_checkpoint(tmp_path: Path, backend: str, size: int) -> None:
     for wrong in pool(backend, 3).run(alone, str(tmp_path / "c"), 20, size=size):
         assert wrong == []
@@ -101,12 +101,11 @@ def test_remote_storage_has_a_lock_too() -> None:
 
 
 def test_dead_writer_blocks_no_later_save(tmp_path: Path) -> None:
-    dying = (
-        "import os, torch, unisono as un; "
-        f"un.checkpoint.save({str(tmp_path)!r}, {{'n': torch.ones(3)}}, progress=lambda *_: os._exit(3))"
-    )
+    dying = forkserver().Process(target=die_while_saving, args=(tmp_path,))
     un.checkpoint.save(tmp_path, {"n": torch.zeros(3)})
-    assert subprocess.run([sys.executable, "-c", dying], check=False).returncode == 3
+    dying.start()
+    dying.join()
+    assert dying.exitcode == 3
     assert (tmp_path / LOCK).exists()
     assert not un.checkpoint.load(tmp_path)["n"].any()
     un.checkpoint.save(tmp_path, {"n": torch.full((3,), 2.0)})

@@ -17,7 +17,8 @@ from pairwise import pairwise
 import unisono as un
 from unisono.checkpoint import CheckpointError, PerRank
 from unisono.checkpoint.storage import LocalSink
-from unisono.testing import run_ranks
+from unisono.testing import pool, run_ranks
+from unisono.tools.cli import main
 
 
 def test_async_save_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +176,7 @@ def call_alone(comm: un.Communicator, path: str, how: str) -> None:
 
 @pairwise(how=["first save", "second save", "Checkpointer"], backend=["thread", "shm", "gloo"], ranks=[2, 3])
 def test_one_rank_alone_is_told_at_once(tmp_path: Path, how: str, backend: str, ranks: int) -> None:
-    for said in un.launch(alone, ranks, backend, (str(tmp_path / "c"), how), timeout=30):
+    for said in pool(backend, 3).run(alone, str(tmp_path / "c"), how, size=ranks):
         assert "all_reduce(sum, float32, 1 elements, shape (1,)) at " in said
         assert "bor" not in said
 
@@ -250,20 +251,25 @@ def fail_alone(comm: un.Communicator, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "end"),
+    ("launched", "end"),
     [
-        pytest.param([], "", marks=pytest.mark.soak),
-        pytest.param([], "comm.close()", marks=pytest.mark.soak),
-        (["-m", "unisono", "run", "-n", "2"], "sys.exit()"),
+        pytest.param(False, "", marks=pytest.mark.soak),
+        pytest.param(False, "comm.close()", marks=pytest.mark.soak),
+        (True, "sys.exit()"),
     ],
 )
-def test_failed_save_is_printed_at_exit(folder: str, launcher: list[str], end: str) -> None:
+def test_failed_save_is_printed_at_exit(
+    folder: str, launched: bool, end: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = Path(folder) / "train.py"
     script.write_text(
         "import sys, torch, unisono as un\ncomm = un.init()\n"
         f"un.checkpoint.async_save({folder!r} + '/file/x', {{'w': torch.ones(3)}}, comm)\n{end}\n"
     )
-    command = [sys.executable, *launcher, str(script)]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert re.search(rf"(CheckpointError|StorageError).*({REFUSED})", ended.stderr + ended.stdout), ended
-    assert bool(ended.returncode) == bool(launcher or end == "comm.close()")
+    if launched:
+        code = main(["run", "-n", "1", str(script)])
+    else:
+        code = subprocess.run([sys.executable, str(script)], check=False, timeout=60).returncode
+    printed = "".join(capfd.readouterr())
+    assert re.search(rf"(CheckpointError|StorageError).*({REFUSED})", printed), printed
+    assert bool(code) == bool(launched or end == "comm.close()")

@@ -58,7 +58,7 @@ def make(comm: un.Communicator, model: nn.Module, stage: int, mesh: Any, **optio
 def train(comm: un.Communicator, stage: int, shards: int | None, *, clip: bool = False, name: str = "odd") -> State:
     model = copy_of(name)
     owner, optimizer = make(comm, model, stage, None if shards is None else mesh_of(comm, shards))
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         loss_of(model, batch(comm.rank, step)).backward()
         if clip:
@@ -86,7 +86,7 @@ def test_two_times_two_ranks_have_the_bits_of_four(backend: str, stage: int) -> 
 @short(
     "stage, ranks, shards",
     [(stage, *mesh) for stage in (1, 2, 3) for mesh in ((4, 2), (6, 3))],
-    [(1, 4, 2), (3, 4, 2)],
+    [(3, 4, 2)],
 )
 def test_a_mesh_trains_as_full_sharding_does(stage: int, ranks: int, shards: int) -> None:
     def program(comm: un.Communicator) -> None:
@@ -107,7 +107,7 @@ def test_a_mesh_trains_as_one_process_does(stage: int, ranks: int, shards: int) 
     def program(comm: un.Communicator) -> State:
         return train(comm, stage, shards, clip=True, name="transformer")
 
-    _, wanted = trained("transformer", ranks)
+    _, wanted = trained("transformer", ranks, steps=2)
     found = un.launch(program, ranks, "thread", timeout=60)
     for state in found:
         assert equal(state, found[0])

@@ -54,15 +54,15 @@ def steps(model: nn.Module, optimizer: Any, comm: un.Communicator, which: range)
 
 def first(comm: un.Communicator, kind: str, path: str) -> list[float]:
     model, optimizer, state = start(kind, comm, 0)
-    steps(model, optimizer, comm, range(2))
+    steps(model, optimizer, comm, range(1))
     un.checkpoint.save(path, state, comm)
-    return steps(model, optimizer, comm, range(2, 4))
+    return steps(model, optimizer, comm, range(1, 3))
 
 
 def second(comm: un.Communicator, kind: str, path: str) -> list[float]:
     model, optimizer, state = start(kind, comm, 1)
     un.checkpoint.load(path, state, comm)
-    return steps(model, optimizer, comm, range(2, 4))
+    return steps(model, optimizer, comm, range(1, 3))
 
 
 def check(folder: Path, saved: str, p: int, loaded: str, q: int) -> None:

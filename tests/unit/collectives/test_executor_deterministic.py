@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext, suppress
+from itertools import product
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from pairwise import short
 
 import unisono as un
 from unisono.gradients import LogicalShards
@@ -35,8 +37,11 @@ def total(comm: un.Communicator, algorithm: str | None, dtype: torch.dtype, op: 
     return tensor
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6, 8])
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+RANKS = [1, 2, 3, 5, 6, 8]
+
+
+@short("ranks, dtype", product(RANKS, DTYPES), list(zip(RANKS, DTYPES * 2, strict=True)))
 def test_sum_is_the_balanced_tree(ranks: int, dtype: torch.dtype) -> None:
     expected = tree([part(rank, dtype) for rank in range(ranks)])
     for algorithm in [None, *un.algorithms.serving("all_reduce", ranks, balanced=True)]:

@@ -44,7 +44,7 @@ def calls_of_every_root(comm: un.Communicator) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["thread", pytest.param("shm", marks=pytest.mark.soak), "gloo"])
 def test_every_root_and_algorithm(backend: str) -> None:
     # Of four ranks, one passes on in a binomial tree what it does not receive itself.
     for rank, found in enumerate(pool(backend, 4).run(calls_of_every_root)):

@@ -199,7 +199,7 @@ def on_processes(comm: un.Communicator, bucket: Bucket) -> list[str]:
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_between_processes(backend: str) -> None:
     bucket = Bucket([(40, 30), (17,)], torch.float32, "mixed")
-    assert pool(backend, 4).run(on_processes, bucket, size=3) == [CODECS.names()] * 3
+    assert pool(backend, 3).run(on_processes, bucket) == [CODECS.names()] * 3
 
 
 @given(st.lists(st.sampled_from([0.0, -0.0, 1.5, -2.5, 1e-45, float("inf"), -float("inf")]), min_size=1))

@@ -15,7 +15,7 @@ from pairwise import pairwise
 from torch.utils.data import DistributedSampler
 
 import unisono as un
-from unisono.testing import run_ranks
+from unisono.testing import pool, run_ranks
 
 COUNT = 8
 
@@ -77,7 +77,7 @@ def epochs(comm: un.Communicator, kind: type[Order], whole: bool) -> list[list[A
 
 @pairwise(size=[2, 3], backend=["shm", "gloo"], kind=[Order, Counting], whole=[False, True])
 def test_ranks_that_draw_the_same_share_it(kind: type[Order], whole: bool, backend: str, size: int) -> None:
-    ranks = run_ranks(epochs, size, backend, kind, whole)
+    ranks = pool(backend, 3).run(epochs, kind, whole, size=size)
     for epoch in range(3):
         taken = [sample for rank in ranks for sample in rank[epoch]]
         assert sorted(np.concatenate(taken) if whole else taken) == list(range(COUNT))

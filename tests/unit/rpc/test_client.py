@@ -150,7 +150,7 @@ def many() -> list[Any]:
     return [values == list(range(1, 10_001)), sorted(results) == sorted([1, 2, 3, 4] * 25)]
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_ten_thousand_calls_in_flight(backend: str) -> None:
     assert pool(backend).run(on_rank_0(many), size=2)[0] == [True, True]
 

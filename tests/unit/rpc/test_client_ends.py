@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import uuid
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from pairwise import short
 from rpc_functions import BACKENDS, add, echo, hold, release
 
 import unisono as un
 from unisono.comm.mailbox import PointToPointMailbox
 from unisono.errors import CommTimeoutError
-from unisono.testing import run_ranks
+from unisono.testing import pool, run_ranks
 
 rpc = un.rpc
 
@@ -37,8 +39,11 @@ def test_call_timed_out_during_send_is_not_pending(call: Any) -> None:
     assert run_ranks(program, 2) == [1, 2]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", ["set_result", "set_exception"])
+@short(
+    "backend, how",
+    product(BACKENDS, ["set_result", "set_exception"]),
+    [("thread", "set_result"), ("shm", "set_exception"), ("gloo", "set_result")],
+)
 def test_externally_completed_future_keeps_its_value(backend: str, how: str) -> None:
     def program(comm: un.Communicator) -> str:
         rpc.init(comm, timeout=30.0)
@@ -55,7 +60,7 @@ def test_externally_completed_future_keeps_its_value(backend: str, how: str) -> 
         rpc.shutdown(timeout=30.0)
         return found
 
-    assert un.launch(program, 2, backend)[0] == "mine"
+    assert pool(backend, 3).run(program, size=2)[0] == "mine"
 
 
 def test_reexposed_name_calls_the_new_function() -> None:

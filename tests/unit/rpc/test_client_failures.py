@@ -179,7 +179,7 @@ def test_shutdown_waits_for_callbacks(ends_it: bool) -> None:
 
         def go_on(first: Any) -> None:
             # The other rank has long been waiting for the end by now, and this one too.
-            wait_until(lambda: agent.termination.over, 0.5)
+            wait_until(lambda: agent.termination.over, 0.2)
             if ends_it:
                 rpc.shutdown(timeout=10.0)
             answers.append(first.value() + (0 if ends_it else agent.rpc_sync(1, add, (1,))))

@@ -102,6 +102,6 @@ def narrow(comm: un.Communicator, calls: int, nbytes: int) -> Any:
     return total
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm", "gloo"])
+@pytest.mark.parametrize("backend", ["thread", pytest.param("shm", marks=pytest.mark.soak), "gloo"])
 def test_narrow_windows_do_not_deadlock(backend: str) -> None:
     assert pool(backend).run(narrow, 2, 100_000, size=2) == [12 * 8 * 20_000] * 2

@@ -81,7 +81,7 @@ plans_of = st.integers(2, 4).flatmap(
 )
 
 
-@settings(max_examples=25, phases=[Phase.generate])
+@settings(max_examples=12, phases=[Phase.generate])
 @given(plans_of)
 def test_random_graphs(case: tuple[int, list[list[Step]]]) -> None:
     size, plans = case

@@ -369,8 +369,15 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     return target;
 }
 
+// Torch's `resize_` takes memory from the allocator, which serves the current device: that of the tensor, so that the
+// memory is freed, poisoned and reused in the order of the stream that has the tensor's work.
+const at::Tensor& resize(const at::Tensor& tensor, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+    c10::DeviceGuard guard(tensor.device());
+    return at::native::resize_(tensor, sizes, format);
+}
+
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
-    if (source.sizes() != target.sizes()) at::native::resize_(target, source.sizes(), std::nullopt);
+    if (source.sizes() != target.sizes()) resize(target, source.sizes(), std::nullopt);
     return copy_from(source, target, false);
 }
 
@@ -414,8 +421,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_reshape_alias", [](const at::Tensor& t, at::IntArrayRef sizes, at::IntArrayRef strides) {
         return at::native::_reshape_alias(t, sizes, strides);
     });
-    m.impl("resize_", [](const at::Tensor& t, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format)
-                          -> const at::Tensor& { return at::native::resize_(t, sizes, format); });
+    m.impl("resize_", &resize);
     m.impl("set_.source_Storage", [](at::Tensor& t, at::Storage source) -> at::Tensor& {
         return at::native::set_(t, source);
     });

@@ -1,7 +1,8 @@
-"""Helpers for tests of launchers: a simulated Slurm, and results of programs."""
+"""Helpers for tests of launchers: a simulated Slurm, a light stand-in for torch, and results of programs."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,24 @@ BATCH = {
     "SLURM_NODELIST": "gnode[10,20,25,37]",
     "SLURM_JOB_NODELIST": "gnode[10,20,25,37]",
 }
+
+# Forked ranks get torch from the process that forks them, whose import takes nearly all of the start. A test that asks
+# only how ranks are forked, run and ended gives that process this instead.
+LIGHT = """
+import importlib.machinery, importlib.util, sys, types
+if "unisono.launcher.template" in sys.orig_argv:
+    for name in ("torch", "unisono.launcher.preload", "unisono.launcher.processes"):
+        sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, None))
+    sys.modules["torch"].cuda = types.SimpleNamespace(is_initialized=lambda: False)
+    sys.modules["unisono.launcher.processes"].reseed_generators = lambda: None
+"""
+
+
+def started_with(folder: Path, text: str) -> dict[str, str]:
+    """Return variables by which every Python runs a text before anything else."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 def task(rank: int, size: int, **more: str) -> dict[str, str]:

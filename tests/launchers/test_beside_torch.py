@@ -83,7 +83,7 @@ def thrice() -> float:
 
 
 def test_the_next_init_meets_at_its_own_address(port: int) -> None:
-    assert on_ranks(thrice, 2, port) == [2.0] * 2
+    assert on_ranks(thrice, 3, port) == [3.0] * 3
 
 
 def test_forged_address_is_not_believed(port: int) -> None:

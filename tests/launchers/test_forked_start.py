@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_helpers import is_running
+from launcher_helpers import LIGHT, is_running, started_with
 from waiting import wait_until
 
 from unisono.host.processors import cores
@@ -68,14 +68,31 @@ torch.set_num_interop_threads(2)
 chance = [random.random(), float(numpy.random.rand()), torch.initial_seed(), float(torch.rand(())), torch.seed()]
 chance += [multiprocessing.current_process().authkey.hex(), os.getpid()]
 json.dump([facts, chance], open(f"{sys.argv[-1]}-{os.environ['RANK']}", "w"))
+def late():
+    threading.main_thread().join()
+    print("thread")
+atexit.register(print, "atexit")
+threading.Thread(target=late).start()
+"""
+# All that a rank finds but its numbers is the same on all of them, so one Python of its own is enough to compare with.
+ALONE = """
+import os, sys
+if sys.argv[-1].endswith("plain") and os.environ["RANK"] == "0":
+    sys.exit()
 """
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "surroundings.py").write_text(SURROUNDINGS)
+    (tmp_path / "surroundings.py").write_text(ALONE + SURROUNDINGS)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def light(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork ranks from a process that has only a stand-in for torch."""
+    monkeypatch.setenv("PYTHONPATH", started_with(folder / "light", LIGHT)["PYTHONPATH"])
 
 
 def run(*words: str, start: str = "fork", **options: Any) -> subprocess.CompletedProcess[str]:
@@ -93,15 +110,20 @@ def run(*words: str, start: str = "fork", **options: Any) -> subprocess.Complete
 )
 def test_forked_rank_finds_what_a_python_of_its_own_finds(folder: Path, script: tuple[str, ...]) -> None:
     (folder / "package").mkdir()
-    (folder / "package" / "module.py").write_text(SURROUNDINGS)
+    (folder / "package" / "module.py").write_text(ALONE + SURROUNDINGS)
     seen = {}
-    for start in ("plain", "fork"):
+    for start, ranks in (("plain", [1]), ("fork", [0, 1])):
         ended = run(*script, "-a", "b", str(folder / start), start=start)
         assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
-        seen[start] = [json.loads(Path(folder, f"{start}-{rank}").read_text()) for rank in range(2)]
-    for rank in range(2):
-        plain, forked = (json.dumps(seen[start][rank][0], indent=1) for start in ("plain", "fork"))
-        assert forked.replace(str(folder / "fork"), str(folder / "plain")) == plain
+        # Handlers and threads run at the end.
+        assert sorted(ended.stdout.splitlines()) == [
+            f"[{rank}] {word}" for rank in ranks for word in ("atexit", "thread")
+        ]
+        seen[start] = [json.loads(Path(folder, f"{start}-{rank}").read_text()) for rank in ranks]
+    ((plain, _),) = seen["plain"]
+    for forked, _ in seen["fork"]:
+        text = json.dumps(forked, indent=1)
+        assert text.replace(str(folder / "fork"), str(folder / "plain")) == json.dumps(plain, indent=1)
     first, second = (chance for _, chance in seen["fork"])
     assert not {*first} & {*second}, "ranks share random numbers, a key or a process"
 
@@ -146,6 +168,7 @@ def test_functions_of_the_script_reach_processes_that_it_starts(folder: Path) ->
     assert sorted(ended.stdout.splitlines()) == sorted(lines)
 
 
+@pytest.mark.usefixtures("light")
 def test_end_of_a_rank_is_that_of_python(folder: Path) -> None:
     """Handlers, threads, files that were left open, and output that was left in a buffer."""
     (folder / "end.py").write_text(
@@ -182,6 +205,7 @@ ENDS = {
 }
 
 
+@pytest.mark.usefixtures("light")
 def test_exit_statuses_and_sentences(folder: Path) -> None:
     lines = [f"if os.environ['RANK'] == '{rank}':\n    {line}\n" for rank, line in enumerate(ENDS)]
     (folder / "end.py").write_text(f"import os, sys\n{''.join(lines)}")
@@ -222,6 +246,7 @@ def started(folder: Path) -> tuple[subprocess.Popen[str], list[int], int]:
     return job, [pid for rank, child, _ in found for pid in (rank, child)], template
 
 
+@pytest.mark.usefixtures("light")
 def test_signal_lets_forked_ranks_save(folder: Path) -> None:
     job, pids, template = started(folder)
     job.terminate()
@@ -231,6 +256,7 @@ def test_signal_lets_forked_ranks_save(folder: Path) -> None:
     assert wait_until(lambda: not any(map(is_running, (*pids, template))))
 
 
+@pytest.mark.usefixtures("light")
 def test_forked_ranks_end_with_their_launcher(folder: Path) -> None:
     job, pids, template = started(folder)
     job.kill()
@@ -281,9 +307,7 @@ THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
 )
 def test_process_that_cannot_be_forked_starts_ranks_plainly(folder: Path, line: str, why: str) -> None:
     (folder / "train.py").write_text("import os, sys\nprint(os.environ['RANK'], 'torch' in sys.modules)")
-    (folder / "sitecustomize.py").write_text(START.format(line))
-    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    ended = run("train.py", env={**os.environ, "PYTHONPATH": path})
+    ended = run("train.py", env={**os.environ, **started_with(folder, START.format(line) + LIGHT)})
     assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, ["[0] 0 False", "[1] 1 False"])
     assert ended.stderr == f"unisono run: each rank starts a Python of its own: {why}\n"
 
@@ -296,22 +320,32 @@ def test_failed_import_is_left_to_the_ranks(folder: Path) -> None:
     assert ended.stderr.startswith("unisono run: each rank starts a Python of its own: the import of torch failed (")
 
 
-@pytest.mark.parametrize(
-    ("flags", "words", "reason"),
-    [
-        (["-W", "error"], [], "Python has -W, -X, -v or -i"),
-        (["-X", "importtime"], [], "Python has -W, -X, -v or -i"),
-        ([], ["--bind-to", "core"], "each rank is bound to processors"),
-        ([], ["--stdin", "0"], "a rank reads standard input"),
-    ],
-)
-def test_request_that_cannot_be_met_is_refused(folder: Path, flags: list[str], words: list[str], reason: str) -> None:
-    command = [sys.executable, *flags, "-m", "unisono", "run", "-n", "2", "--start", "fork", *words, "surroundings.py"]
+@pytest.mark.parametrize("flags", [["-W", "error"], ["-X", "importtime"]])
+def test_flags_that_watch_the_whole_process_are_refused(flags: list[str]) -> None:
+    command = [sys.executable, *flags, "-m", "unisono", "run", "-n", "2", "--start", "fork", "surroundings.py"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
-    assert f"unisono run: --start fork cannot fork these ranks: {reason}" in ended.stderr
+    assert "unisono run: --start fork cannot fork these ranks: Python has -W, -X, -v or -i" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--bind-to", "core"], "each rank is bound to processors"),
+        (["--stdin", "0"], "a rank reads standard input"),
+    ],
+)
+def test_request_that_cannot_be_met_is_refused(
+    words: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The reasons are given in order, and pytest may have been started with one that comes first.
+    monkeypatch.setattr(sys, "warnoptions", [])
+    monkeypatch.setattr(sys, "_xoptions", {})
+    assert main(["run", "-n", "2", "--start", "fork", *words, "surroundings.py"]) == 2
+    assert f"unisono run: --start fork cannot fork these ranks: {reason}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("light")
 def test_more_ranks_than_cores_are_forked_unless_the_script_objects(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

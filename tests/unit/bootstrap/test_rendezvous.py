@@ -27,11 +27,6 @@ pytestmark = pytest.mark.usefixtures("nobody_started_us")
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-pytestmark = pytest.mark.usefixtures("nobody_started_us")
-
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
 # -- the ways --------------------------------------------------------------------------------------
 def test_single_rank() -> None:
     place, other = find(), find()
@@ -77,7 +72,8 @@ RANK = """
 """
 
 
-@pytest.mark.parametrize("method", ["tcp", "file", "env"])
+# Only torch's store needs torch in each process: tests/launchers/test_beside_torch.py meets there, in forks.
+@pytest.mark.parametrize("method", ["tcp", "file", pytest.param("env", marks=pytest.mark.soak)])
 def test_three_processes_and_three_worlds(start: Start, tmp_path: Path, port: int, method: str) -> None:
     urls = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/meet", "env": "env"}
     env = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if method == "env" else {}

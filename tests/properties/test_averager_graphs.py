@@ -79,7 +79,7 @@ def program(
     cap=st.sampled_from([0.00003, 0.0001, 0.0002, 1.0]),
     backend=st.sampled_from(["thread", "shm", "gloo"]),
 )
-@settings(max_examples=max(5, settings.default.max_examples // 4))
+@settings(max_examples=max(3, settings.default.max_examples // 4))
 def test_gradients_of_any_graph_are_averaged(
     size: int, nodes: list[tuple[list[int], str, int]], skips: list[bool], cap: float, backend: str
 ) -> None:

@@ -363,7 +363,7 @@ def smallest_failure(test: Test) -> tuple[int, str]:
     """
     sizes = [0]
 
-    @settings(max_examples=25, derandomize=True, database=None, deadline=None)
+    @settings(max_examples=12, derandomize=True, database=None, deadline=None)
     @given(values=VALUES, seed=st.integers(0, 9))
     def on_ranks(values: Values, seed: int) -> None:
         try:

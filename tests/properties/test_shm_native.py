@@ -140,7 +140,7 @@ def edges(width: int) -> st.SearchStrategy[int]:
     return st.one_of(st.integers(0, 70), st.sampled_from(near))
 
 
-@settings(max_examples=3 * settings.default.max_examples)
+@settings(max_examples=3 * settings.default.max_examples // 2)
 @given(data=st.data(), size=st.integers(2, RANKS), seed=st.integers(0, 99))
 def test_core_reduces_like_the_general_path(ranks: RankPool, data: st.DataObject, size: int, seed: int) -> None:
     dtype = data.draw(st.sampled_from([torch.bool, *INTS, *FLOATS]))
@@ -162,10 +162,10 @@ def test_core_moves_data_like_the_general_path(ranks: RankPool, data: st.DataObj
 
 
 LONG = [
-    # One that begins a second tile for each call, and all of them for one call.
-    pytest.param(call, count, marks=() if call == "all_reduce" or count == TILE + 1 else pytest.mark.soak)
+    # Of elements of four bytes: one that begins a second tile for each call, and all of them for one call.
+    pytest.param(call, count, marks=() if call == "all_reduce" or count == TILE // 4 + 1 else pytest.mark.soak)
     for call in CALLS
-    for count in (TILE // 2, TILE, TILE + 1, 3 * TILE - 1)
+    for count in (TILE // 8, TILE // 4, TILE // 4 + 1, 3 * TILE // 4 - 1)
 ]
 
 

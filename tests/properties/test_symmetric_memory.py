@@ -56,7 +56,7 @@ def complaints_of(
     return complaints
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.soak)])
 @given(
     dtype=st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.uint8]),
     op=st.sampled_from(["sum", "max", "product", "avg"]),

@@ -171,7 +171,7 @@ def simple(comm: un.Communicator, **options: Any) -> tuple[nn.Module, ShardedMod
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     sharded = ShardedModel(model, comm, **options)
-    return model, sharded, sharded.optimizer(torch.optim.SGD, lr=0.5)
+    return model, sharded, sharded.optimizer(torch.optim.SGD, lr=0.5, elementwise=True)
 
 
 def on_two(program: Any, backend: str = "sim") -> list[Any]:

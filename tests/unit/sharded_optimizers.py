@@ -37,7 +37,11 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def shard(comm: Any, model: Any, cls: type[Optimizer] = SGD, *, sharded: bool, **options: Any) -> Any:
-    """Return an optimizer for averaged gradients, with buckets of few parameters."""
+    """Return an optimizer for averaged gradients, with buckets of few parameters.
+
+    Its class is not tried, which takes longer than these tests' training: `test_optimizer_kinds` is about that.
+    """
+    options = {"elementwise": True, **options}
     if not sharded:
         un.GradientAverager(model, comm)
         return un.sharding.ShardedOptimizer(cls, model, comm, **options)

@@ -21,14 +21,14 @@ def cases() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("collective", "name"), cases())
 def test_verified(collective: str, name: str) -> None:
-    for size in range(1, 17):
+    for size in (*range(1, 10), 12, 16):
         prove(collective, name, size)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("collective", "name"), cases())
 def test_verified_for_all_sizes(collective: str, name: str) -> None:
-    for size in range(17, 65):
+    for size in range(10, 65):
         prove(collective, name, size)
 
 

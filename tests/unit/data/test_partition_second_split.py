@@ -6,12 +6,13 @@ import os
 import pickle
 import random
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pairwise import pairwise
+from pairwise import pairwise, short
 from torch.utils.data import DistributedSampler
 
 import unisono as un
@@ -83,7 +84,11 @@ def test_ranks_that_draw_the_same_share_it(kind: type[Order], whole: bool, backe
         assert sorted(np.concatenate(taken) if whole else taken) == list(range(COUNT))
 
 
-@pairwise(size=[2, 3], kind=[OwnGenerator, FreshGenerator, ByProcess], whole=[False, True])
+@short(
+    "size, kind, whole",
+    product([2, 3], [OwnGenerator, FreshGenerator, ByProcess], [False, True]),
+    [(2, OwnGenerator, False), (3, FreshGenerator, True), (2, ByProcess, False)],
+)
 def test_ranks_that_draw_other_samples_fail(kind: type[Order], whole: bool, size: int) -> None:
     errors = run_ranks(epochs, size, "shm", kind, whole, on_failure="continue")
     assert all("ranks have drawn different samples for epoch 0" in str(error) for error in errors)

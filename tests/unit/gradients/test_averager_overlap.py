@@ -15,8 +15,8 @@ import unisono as un
 from unisono.testing import pool
 from unisono.transports.shm import transport
 
-# Processes import torch's compiler for checkpointed models, which takes seconds.
-CASES = [pytest.param(name, marks=[pytest.mark.soak] * ("checkpointed" in name)) for name in MODELS]
+# Over gloo, where buckets overlap as well, `test_averager` trains all of them.
+CASES = [pytest.param(name, marks=[pytest.mark.soak] * (name not in {"plain", "complex and real"})) for name in MODELS]
 
 
 def with_cores_to_spare(comm: un.Communicator) -> un.Communicator:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from pairwise import short
 
 import unisono as un
 from unisono.core.transport import Transport
@@ -125,9 +126,13 @@ def largest(found: list[Array], wanted: list[Array]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("interval", "lag", "alpha"), [(6, 0, None), (6, 2, 0.5), (6, 5, 0.25), (6, 3, 0.0), (6, 4, None), (3, 2, 0.5)]
+STREAMS = [(6, 0, None), (6, 2, 0.5), (6, 5, 0.25), (6, 3, 0.0), (6, 4, None), (3, 2, 0.5)]
+
+
+@short(
+    "size, interval, lag, alpha",
+    [(size, *stream) for size in (1, 2, 4) for stream in STREAMS],
+    [(1, 6, 4, None), *((2, *stream) for stream in STREAMS), (4, 6, 4, None), (4, 6, 2, 0.5)],
 )
 def test_streaming_diloco_is_the_papers(size: int, interval: int, lag: int, alpha: float | None) -> None:
     def make(named: Any, comm: un.Communicator, _: object) -> PeriodicAverager:

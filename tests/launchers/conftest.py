@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from doctor_helpers import ALONE, DOCTOR, Seen
+from launcher_helpers import LIGHT, started_with
 from recipe_helpers import TRAIN
 
 PREFIXES = ("SLURM", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "MASTER_", "UNISONO_")
@@ -86,6 +87,12 @@ def ports() -> Iterator[int]:
 @pytest.fixture
 def port(ports: Iterator[int]) -> int:
     return next(ports)
+
+
+@pytest.fixture
+def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the ranks of scripts from a process that has only a stand-in for torch."""
+    monkeypatch.setenv("PYTHONPATH", started_with(tmp_path / "light", LIGHT)["PYTHONPATH"])
 
 
 @pytest.fixture

@@ -89,12 +89,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def light(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork ranks from a process that has only a stand-in for torch."""
-    monkeypatch.setenv("PYTHONPATH", started_with(folder / "light", LIGHT)["PYTHONPATH"])
-
-
 def run(*words: str, start: str = "fork", **options: Any) -> subprocess.CompletedProcess[str]:
     command = [*RUN, "-n", "2", "--start", start, *words]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, **options)

@@ -71,6 +71,7 @@ def run(folder: Path, *words: str, hosts: str = "far,farther:3", **options: Any)
 
 
 @pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.soak), "fork"])
+@pytest.mark.usefixtures("light")
 def test_ranks_of_all_hosts_find_their_place_and_the_users_surroundings(folder: Path, how: str) -> None:
     ended = run(folder, "--start", how, "facts.py", "-a", env={**os.environ, "OF_THE_USER": "x y'z"})
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
@@ -91,6 +92,7 @@ def test_standard_input_of_a_rank_is_empty(folder: Path) -> None:
     assert run(folder, "-n", "1", "read.py", hosts="far", input="words").stdout == "[0] ''\n"
 
 
+@pytest.mark.usefixtures("light")
 def test_output_passes_whole(folder: Path) -> None:
     (folder / "print.py").write_text(
         # Whole lines: the rest of one that comes late may follow what another rank prints.
@@ -105,6 +107,7 @@ def test_output_passes_whole(folder: Path) -> None:
     assert ended.stderr.count(b"no end") == 2
 
 
+@pytest.mark.usefixtures("light")
 def test_first_error_of_all_hosts_is_shown_once(folder: Path) -> None:
     (folder / "raise.py").write_text("import os\nif os.environ['RANK'] == '2':\n    raise KeyError('lr')\n")
     ended = run(folder, "raise.py")
@@ -128,7 +131,7 @@ def test_exit_statuses(folder: Path) -> None:
 
 def test_all_ranks_start_again_after_a_failure(folder: Path) -> None:
     (folder / "once.py").write_text("import os, sys\nsys.exit(os.environ['UNISONO_RESTARTS'] == '0')")
-    ended = run(folder, "--start", "plain", "--restarts", "1", "once.py")
+    ended = run(folder, "--start", "plain", "--restarts", "1", "once.py", hosts="far,farther")
     assert ended.returncode == 0
     assert "start all ranks again (1 of 1 restarts)" in ended.stderr
 
@@ -158,6 +161,7 @@ def everything(job: subprocess.Popen[str], pids: dict[int, list[int]]) -> set[in
 
 
 @pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.soak), "fork"])
+@pytest.mark.usefixtures("light")
 def test_nothing_is_left_of_a_launcher_that_was_killed(start: Start, folder: Path, how: str) -> None:
     job, pids, _ = started(start, folder, command(folder, "--start", how, "wait.py"))
     running = everything(job, pids)
@@ -167,6 +171,7 @@ def test_nothing_is_left_of_a_launcher_that_was_killed(start: Start, folder: Pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
+@pytest.mark.usefixtures("light")
 def test_signals_reach_ranks_on_all_hosts(start: Start, folder: Path, number: signal.Signals) -> None:
     job, pids, _ = started(start, folder, command(folder, "--grace", "5", "wait.py"))
     running = everything(job, pids)
@@ -247,6 +252,19 @@ with un.init(timeout=60) as comm:
 """
 
 
+# What ranks need to communicate, without torch, which each host would import.
+MEET = """
+import os
+from unisono.bootstrap import find
+from unisono.core.group import Group
+
+place = find(timeout_s=60.0)
+ranks = place.control.exchange(Group.world(place.rank, place.size, place.name), "x", place.rank, 60.0)
+print(ranks, place.address, os.environ.get("UNISONO_INTERFACE"))
+place.close()
+"""
+
+
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
     reason = obstacle()
@@ -260,6 +278,7 @@ def network() -> Iterator[Network]:
 def across(request: pytest.FixtureRequest, network: Network, folder: Path) -> Iterator[Callable[..., list[str]]]:
     """The command that runs two ranks on each host, from the first one."""
     (folder / "train.py").write_text(TRAIN)
+    (folder / "meet.py").write_text(MEET)
     if request.param == "stand-in":
         (folder / "ssh").write_text(STAND_IN.replace("exec", f"exec ip netns exec {network.name(1)}"))
         ssh, daemon = f"{folder}/ssh", None
@@ -298,7 +317,18 @@ def secure_shell(network: Network, folder: Path) -> tuple[str, subprocess.Popen[
     return f"{ssh} -F none -p 2222 -i {folder}/user -o BatchMode=yes {known}", daemon
 
 
-@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.soak), "fork"])
+@pytest.mark.usefixtures("light")
+def test_ranks_of_two_hosts_meet(across: Callable[..., list[str]], network: Network) -> None:
+    environment = {**os.environ, "UNISONO_INTERFACE": "eth0"}
+    line = across("--start", "fork", "meet.py")
+    ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=100, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    expected = [f"[{rank}] [0, 1, 2, 3] {network.addresses[rank // 2]} eth0" for rank in range(4)]
+    assert sorted(ended.stdout.splitlines()) == expected
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["plain", "fork"])
 def test_sums_of_two_hosts(across: Callable[..., list[str]], how: str) -> None:
     environment = {**os.environ, "UNISONO_INTERFACE": "eth0"}
     line = across("--start", how, "train.py")

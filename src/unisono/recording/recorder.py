@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
@@ -67,7 +68,8 @@ class Recording:
         self._after = after
         self._owner = get_ident()
         self._left = steps
-        self._hook = None if steps is None else _after_steps(self._stepped)
+        if steps is not None:
+            _steps.count(self)
 
     @property
     def nbytes(self) -> int:
@@ -78,13 +80,13 @@ class Recording:
         """End the recording; the communicator works on. Idempotent."""
         if self._log is None or self._log.closed:
             return
-        if self._hook is not None:
-            self._hook.remove()
+        _steps.forget(self)
         self._log.put(("end",), None)
         self._log.close()
         self._after()
 
-    def _stepped(self) -> None:
+    def stepped(self) -> None:
+        """Count a step of an optimizer of this process; the last one ends the recording."""
         # Ranks that are threads share the hook.
         if get_ident() == self._owner and self._left is not None:
             self._left -= 1
@@ -100,11 +102,39 @@ class Recording:
         self.close()
 
 
-def _after_steps(action: Callable[[], None]) -> Any:
-    """Call a function after each step of any optimizer of this process."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+class _Steps:
+    """Counter of the steps of all optimizers of this process, for recordings that end after some of them.
 
-    return register_optimizer_step_post_hook(lambda *_: action())
+    One hook serves all recordings and stays registered. Torch iterates over its hooks while it calls them, and where
+    ranks are threads, several threads do so at a time: a hook that was removed when a recording ends, by itself or by
+    another rank, would end the step with "OrderedDict mutated during iteration".
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._registered = False
+        self._counting: list[Recording] = []
+
+    def count(self, recording: Recording) -> None:
+        """Call `stepped` of a recording after each step."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        with self._lock:
+            self._counting.append(recording)
+            if not self._registered:
+                register_optimizer_step_post_hook(self._stepped)
+                self._registered = True
+
+    def forget(self, recording: Recording) -> None:
+        with self._lock, suppress(ValueError):
+            self._counting.remove(recording)
+
+    def _stepped(self, *_: Any) -> None:
+        for recording in tuple(self._counting):
+            recording.stepped()
+
+
+_steps = _Steps()
 
 
 def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recording:

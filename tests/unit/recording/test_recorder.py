@@ -114,6 +114,31 @@ def test_steps_end_a_recording(tmp_path: Path) -> None:
     assert (tmp_path / "replayed").read_text() == "step step "
 
 
+def stepping_beside_hooks(comm: un.Communicator, folder: Path) -> int:
+    """Train past the end of the recording while torch iterates over other hooks, too."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    seen = []
+    with un.record(folder, comm, steps=2):
+        handle = register_optimizer_step_post_hook(lambda *_: seen.append(comm.rank))
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(4):
+            model(torch.ones(1, 6)).sum().backward()
+            un.average_gradients(model, comm)
+            optimizer.step()
+        # Ranks that are threads share torch's hooks: no rank iterates over them any more.
+        comm.barrier()
+        handle.remove()
+    return seen.count(comm.rank)
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm"])
+def test_a_recording_that_ends_in_a_step_ends_no_training(backend: str, tmp_path: Path) -> None:
+    counts = pool(backend, 3, timeout=30.0).run(apart, stepping_beside_hooks, tmp_path)
+    assert all(count >= 4 for count in counts)
+
+
 def killed(comm: un.Communicator, folder: Path) -> str:
     un.record(folder, comm)
     comm.barrier()

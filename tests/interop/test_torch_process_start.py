@@ -100,7 +100,7 @@ def test_torch_multiprocessing(tmp_path: Path) -> None:
         assert torch.load(tmp_path / f"found by {rank}") == expected(rank, 2)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_launch_processes(tmp_path: Path, size: int) -> None:
     with reserved_ports(len(WAYS)) as ports:
         found = un.launch(launched, size, "shm", (tmp_path, ports), timeout=20)

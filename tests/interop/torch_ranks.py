@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import unisono as un
 from unisono.interop import GroupOptions
+from unisono.testing import pool
 
 __all__ = ["SHORT", "message", "on_ranks", "reserved_ports", "summed"]
 
@@ -23,8 +24,11 @@ SHORT = timedelta(seconds=0.5)
 
 
 def on_ranks(program: Program, size: int, folder: Path, *args: Any, transport: str = "auto", **how: Any) -> list[Any]:
-    """`program(*args)` on each rank, inside a default group of torch's."""
-    return un.launch(_inside, size, "shm", (program, str(folder / "store"), transport, args), timeout=30, **how)
+    """`program(*args)` on each rank, in a default group of torch's; on new ranks if there are options of `launch`."""
+    given = program, str(folder / "store"), transport, args
+    if how:
+        return un.launch(_inside, size, "shm", given, timeout=30, **how)
+    return pool("shm", 4, timeout=30).run(_inside, *given, size=size)
 
 
 def _inside(comm: un.Communicator, program: Program, path: str, transport: str, args: tuple[Any]) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import threading
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,23 @@ from unisono.testing.marked_ranks import MarkedRanks
 BACKENDS = ["thread", "sim", "process"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of all programs: a change of the environment would start ranks that are processes again."""
+    shared = tmp_path_factory.mktemp("shared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNISONO_TEST_FOLDER", str(shared))
+        yield shared
+
+
 # Torch warns of what it is about to rename.
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_program_runs_as_under_torchrun(
-    program: Callable[[], None], backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNISONO_TEST_FOLDER", str(tmp_path))
+def test_program_runs_as_under_torchrun(program: Callable[[], None], backend: str, folder: Path) -> None:
+    # What another program or backend has written is not read.
+    shutil.rmtree(folder)
+    folder.mkdir()
     # Each program raises where something is wrong.
     assert un.testing.torch_ranks(SIZE, backend).run(program) == [None] * SIZE
 

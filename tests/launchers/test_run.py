@@ -22,13 +22,19 @@ import sys
 import time
 
 what = sys.argv[1]
-if what in ("early", "two") and os.environ["UNISONO_RESTARTS"] == "0":
+def wait():
+    open(f"{sys.argv[2]}/{os.environ['RANK']}", "w").write(str(os.getpid()))
+    time.sleep(1000)
+
+if what in ("early", "two", "meet") and os.environ["UNISONO_RESTARTS"] == "0":
     from unisono.bootstrap import find
     from unisono.core.group import Group
 
     place = find(timeout_s=30)
     group = Group.world(place.rank, 2, place.name)
     place.control.exchange(group, "early", None, 30.0)
+    if what == "meet":
+        wait()
     if place.rank == 1:
         raise KeyError("first time")
     if what == "two":
@@ -57,8 +63,7 @@ with un.init(timeout=30) as comm:
         except un.errors.PeerLostError:
             sys.exit(print("goes on", flush=True))
     if what == "wait":
-        open(f"{sys.argv[2]}/{comm.rank}", "w").write(str(os.getpid()))
-        time.sleep(1000)
+        wait()
     comm.barrier()
 """
 
@@ -130,7 +135,7 @@ def test_exit_statuses_as_json() -> None:
     assert "[0] sum 3" in ended.stderr
 
 
-# "early" and "two": the first ranks meet and fail without torch, whose import takes most of the time.
+# "early", "two" and "meet": the first ranks meet and fail without torch, whose import takes most of the time.
 @pytest.mark.soak
 @pytest.mark.parametrize("when", ["early", "once"])
 def test_all_ranks_start_again_after_a_failure(when: str) -> None:
@@ -154,11 +159,18 @@ def test_interrupt_of_a_starting_rank_prints_no_traceback(folder: Path) -> None:
     assert "of 2] was ended by SIGINT" in ended.stderr
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
-def test_ranks_end_with_their_launcher(folder: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        (signal.SIGKILL, "meet"),
+        pytest.param(signal.SIGKILL, "wait", marks=pytest.mark.soak),
+        pytest.param(signal.SIGINT, "wait", marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_end_with_their_launcher(folder: Path, how: signal.Signals, what: str) -> None:
     # A shell ignores interrupts for what it starts in the background, tests for instance.
     default = ["env", "--default-signal=INT"]
-    command = [*default, sys.executable, "-m", "unisono", "run", "-n", "2", "train.py", "wait", str(folder)]
+    command = [*default, sys.executable, "-m", "unisono", "run", "-n", "2", "train.py", what, str(folder)]
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     files = [folder / str(rank) for rank in range(2)]
     assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60.0)
@@ -174,6 +186,7 @@ def test_ranks_end_with_their_launcher(folder: Path, how: signal.Signals) -> Non
     [
         (["-n", "0", "train.py"], "-n must be at least 1, not 0"),
         (["-n", "2", "absent.py"], "there is no file 'absent.py'"),
+        (["-n", "1", "absent"], "there is no file 'absent'"),
         (["-n", "2", "--restarts", "-1", "train.py"], "--restarts must be at least 0"),
         (["train.py"], "pass -n, the number of ranks, or --hosts"),
         (["-n", "2", "--hosts", "203.0.113.9", "--host", "own", "train.py"], "0 of --hosts are addresses of this host"),

@@ -65,10 +65,8 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("saved-*"))
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.soak) for number in (signal.SIGHUP, signal.SIGINT))],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_handlers_of_ranks_save_and_leave(folder: Path, number: signal.Signals) -> None:
     job = started(folder, "handlers.py", str(folder))
     job.send_signal(number)
@@ -77,7 +75,7 @@ def test_handlers_of_ranks_save_and_leave(folder: Path, number: signal.Signals) 
     assert saved(folder) == [f"saved-{rank}-{int(number)}" for rank in range(2)]
 
 
-def test_job_goes_on_after_a_signal_of_the_users(folder: Path) -> None:
+def test_job_goes_on_after_a_signal_of_the_users_and_saves_at_its_end(folder: Path) -> None:
     job = started(folder, "handlers.py", str(folder))
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         job.send_signal(number)
@@ -87,6 +85,8 @@ def test_job_goes_on_after_a_signal_of_the_users(folder: Path) -> None:
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=30)
     assert job.returncode == 128 + signal.SIGTERM
+    numbers = sorted(map(int, (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)))
+    assert saved(folder) == [f"saved-{rank}-{number}" for rank in range(2) for number in numbers]
 
 
 @pytest.mark.parametrize("second", [pytest.param(False, marks=pytest.mark.soak), True])
@@ -118,7 +118,12 @@ def test_ignored_signal_stays_ignored(folder: Path) -> None:
         ("SIGKILL", -9),
     ],
 )
-def test_children_of_ranks_end_with_the_job(folder: Path, how: str, status: int) -> None:
+def test_children_of_ranks_end_with_the_job(
+    folder: Path, how: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = folder / "places"
+    places.mkdir()
+    monkeypatch.setenv("TMPDIR", str(places))
     job = started(folder, "children.py", str(folder), how)
     begun = time.monotonic()
     if how.startswith("SIG"):
@@ -128,16 +133,7 @@ def test_children_of_ranks_end_with_the_job(folder: Path, how: str, status: int)
     assert job.returncode == status
     children = [int(path.read_text()) for path in folder.glob("child-*")]
     assert wait_until(lambda: not any(map(is_running, children)))
-
-
-def test_nothing_remains_of_a_launcher_that_was_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = folder / "places"
-    places.mkdir()
-    monkeypatch.setenv("TMPDIR", str(places))
-    job = started(folder, "handlers.py", str(folder))
-    job.kill()
-    job.communicate(timeout=30)
-    assert not [*places.iterdir()]
+    assert not [*places.iterdir()], "files of the launcher remain"
 
 
 # -- output ----------------------------------------------------------------------------------------
@@ -175,7 +171,8 @@ def test_lines_of_ranks_do_not_run_into_each_other(folder: Path) -> None:
         "    sys.stdout.write(f'{number} of {os.environ[\"RANK\"]}'); sys.stdout.flush()\n"
         "    sys.stdout.write('.\\n')\n"
     )
-    lines = run("-n", "3", "lines.py").stdout.decode().splitlines()
+    # Three ranks on two cores would be forked from a process that has imported torch.
+    lines = run("-n", "3", "--start", "plain", "lines.py").stdout.decode().splitlines()
     assert sorted(lines) == sorted(f"[{rank}] {number} of {rank}." for rank in range(3) for number in range(300))
 
 
@@ -227,7 +224,7 @@ def test_ranks_end_with_a_launcher_whose_descriptors_were_closed(folder: Path) -
 SURROUNDINGS = "import sys; print(sys.argv, __file__, sys.path[0], sys.flags.optimize, __debug__, __name__)"
 
 
-@pytest.mark.parametrize(("script", "flags"), [("script.py", ["-O"]), ("links/link.py", []), ("./script.py", ["-P"])])
+@pytest.mark.parametrize(("script", "flags"), [("links/link.py", ["-O"]), ("./script.py", ["-P"])])
 def test_script_sees_what_plain_python_shows(folder: Path, script: str, flags: list[str]) -> None:
     (folder / "script.py").write_text(SURROUNDINGS)
     (folder / "links").mkdir()
@@ -242,7 +239,6 @@ def test_folder_with_a_main_module_runs(folder: Path) -> None:
     (folder / "package" / "__main__.py").write_text("import helper; print(helper.VALUE)")
     (folder / "package" / "helper.py").write_text("VALUE = 7")
     assert run("-n", "1", "package").stdout == b"[0] 7\n"
-    assert b"there is no file 'absent'" in run("-n", "1", "absent").stderr
 
 
 @pytest.mark.soak

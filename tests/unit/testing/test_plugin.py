@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import unisono as un
-import unisono.testing.torch_world  # noqa: F401  # else each run in this process drops it, and torch keeps the first
+import unisono.testing.torch_world  # else each run in this process drops it, and torch keeps the first
 
 pytest_plugins = ["pytester"]
 

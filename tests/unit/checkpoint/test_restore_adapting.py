@@ -119,9 +119,7 @@ def as_torch_loads(saved: nn.Module, target: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, nested=[True, False], strict=[True, False])
 def test_module_loads_as_torch_loads_it(tmp_path: Path, kind: str, nested: bool, strict: bool) -> None:
     def around(module: nn.Module) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(3), module) if nested else module

@@ -195,18 +195,21 @@ def test_reader_beside_a_writer_gets_the_old_or_the_new_checkpoint(tmp_path: Pat
     def state(number: int) -> dict[str, Any]:
         return {"a": torch.full((1000,), float(number)), "number": number, "b": torch.full((7,), float(number))}
 
-    done = threading.Event()
+    begun, done = threading.Event(), threading.Event()
 
     def write() -> None:
         number = 0
         while not done.is_set():
             number += 1
             un.checkpoint.save(tmp_path, state(number))
+            begun.set()
 
     un.checkpoint.save(tmp_path, state(0))
     writer = threading.Thread(target=write)
     writer.start()
     try:
+        # On a busy machine, all loads may be over before the first save is.
+        assert begun.wait(30)
         latest = 0
         for number in range(rounds):
             found = un.checkpoint.load(tmp_path, state(-1) if number % 2 else None)

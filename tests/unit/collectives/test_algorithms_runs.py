@@ -62,7 +62,7 @@ def test_power_of_two_is_demanded_in_one_sentence() -> None:
     un.launch(program, 3, "thread")
 
 
-@pytest.mark.parametrize("size", [3, 6, 8])
+@pytest.mark.parametrize("size", [3, pytest.param(6, marks=pytest.mark.soak), 8])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce"])
 def test_every_algorithm_reduces_any_length(collective: str, size: int) -> None:
     def program(comm: un.Communicator) -> None:

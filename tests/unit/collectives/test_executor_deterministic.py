@@ -136,8 +136,11 @@ def trained(comm: un.Communicator, shards: int | None, dtype: torch.dtype, setti
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("shards", "sizes"), [(8, (2, 4, 8)), (6, (2, 3, 6)), (5, (5,))])
+@short(
+    "shards, sizes, dtype",
+    [(*case, dtype) for case in [(8, (2, 4, 8)), (6, (2, 3, 6)), (5, (5,))] for dtype in DTYPES[:2]],
+    [(8, (2, 4, 8), torch.bfloat16), (6, (2, 3, 6), torch.float32), (5, (5,), torch.float32)],
+)
 def test_bits_do_not_depend_on_the_number_of_ranks(shards: int, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     [alone] = un.launch(trained, 1, "thread", (shards, dtype, {}))
     for size in sizes:

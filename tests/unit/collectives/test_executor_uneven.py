@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from pairwise import short
 
 import unisono as un
 from unisono.collectives.algorithms import ALGORITHMS
@@ -69,8 +71,11 @@ def with_another_tensor(comm: un.Communicator, name: str, other: torch.Tensor) -
     return caught.value.message
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm"])
-@pytest.mark.parametrize("name", ALL)
+@short(
+    "backend, name",
+    product(["thread", "shm"], ALL),
+    [*(("thread", name) for name in ALL), ("shm", "gather_v"), ("shm", "all_gather_v, later")],
+)
 def test_tensors_that_do_not_match_are_one_error_on_every_rank(backend: str, name: str) -> None:
     for other, quoted in (
         (torch.zeros(5, 3), r"float32 \(\d, 3\) on rank 1"),

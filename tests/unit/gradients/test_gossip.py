@@ -38,9 +38,9 @@ def test_named_topologies_keep_the_mean_and_connect_all(name: str) -> None:
     for size in (*range(1, 18), 64):
         product_of_rounds = torch.eye(size, dtype=torch.float64)
         for turn in range(8):
-            lists = TOPOLOGIES[name](size, turn)
-            check_doubly_stochastic(matrix(lists))
-            product_of_rounds = matrix(lists) @ product_of_rounds
+            weights = matrix(TOPOLOGIES[name](size, turn))
+            check_doubly_stochastic(weights)
+            product_of_rounds = weights @ product_of_rounds
         for _ in range(3):
             product_of_rounds @= product_of_rounds
         # 64 rounds and more: a rank's word has come everywhere.
@@ -118,7 +118,8 @@ def test_mean_is_kept_and_reached(name: str, size: int) -> None:
         values = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
         gossip = Gossip([values], comm, name)
         history = [values.clone()]
-        for _ in range(110):
+        # Ranks on a grid that is a line are the slowest.
+        for _ in range(110 if name == "grid" else 40):
             gossip.mix()
             history.append(values.clone())
         return history

@@ -6,11 +6,13 @@ import copy
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pairwise import short
 
 import unisono as un
 from unisono.errors import CommError, MismatchError, PeerLostError
@@ -47,7 +49,7 @@ def train(
     return {"steps": steps, "trained_s": trained_s, "ended_s": ended_s, "weights": torch.stack(weights)}
 
 
-@pytest.mark.parametrize("fragments", [1, pytest.param(2, marks=pytest.mark.soak), 3])
+@short("fragments", [(1,), (2,), (3,)], [(3,)])
 def test_a_rank_at_a_third_of_the_speed_costs_the_others_nothing(fragments: int) -> None:
     def rates(step_s: list[float]) -> list[float]:
         found = un.simulate(train, 3, args=(step_s, 8, fragments), kwargs={"overlap_steps": 3}).results
@@ -89,8 +91,7 @@ def test_a_rank_at_a_third_of_the_speed_leaves_the_loss_as_it_is() -> None:
     assert slow[0] == pytest.approx(calm[0], rel=0.02)
 
 
-@pytest.mark.parametrize("overlap", [0, 2])
-@pytest.mark.parametrize("fragments", [1, 2])
+@short("fragments, overlap", product([1, 2], [0, 2]), [(1, 0), (2, 2)])
 def test_ranks_are_equal_at_the_end(fragments: int, overlap: int) -> None:
     found = un.simulate(train, 3, args=([1.0, 2.5, 0.7], 4, fragments), kwargs={"overlap_steps": overlap}).results
     for each in found:

@@ -124,7 +124,7 @@ def test_reduced_precision_and_accumulation_are_those_of_four_ranks(dtype: torch
         for p in model.parameters():
             p.data = torch.randn(p.shape, generator=generator)
         sharded = ShardedModel(model, comm, mesh=mesh, reduce_dtype=dtype)
-        optimizer = sharded.optimizer(AdamW, lr=0.01)
+        optimizer = sharded.optimizer(AdamW, lr=0.01, elementwise=True)
         with sharded.no_sync():
             model(torch.full((2, 3), 1.0 + comm.rank)).square().mean().backward()
         for _ in range(2):

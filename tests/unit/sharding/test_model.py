@@ -99,7 +99,7 @@ def test_memory_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
             ratios.append(live.now() / 4 / (n / p))
         return ratios
 
-    for ranks in (1, 3):
+    for ranks in (1, 2):
         for ratios in un.launch(program, ranks, "thread"):
             assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 import traceback
+import types
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from printed import printed
+from waiting import wait_until
 
 import unisono as un
 
@@ -167,14 +169,12 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("way", ["file", *(pytest.param(way, marks=pytest.mark.soak) for way in ("pipe", "-c"))])
-def test_launch_from_script_pipe_and_command_line(way: str, tmp_path: object) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize("way", ["pipe", "-c"])
+def test_launch_from_pipe_and_command_line(way: str) -> None:
     text = textwrap.dedent(SCRIPT)
-    path = tmp_path / "script with spaces.py"
-    path.write_text(text)
-    command = {"file": [str(path)], "pipe": ["-"], "-c": ["-c", text]}[way]
     ran = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, *{"pipe": ["-"], "-c": ["-c", text]}[way]],
         input=text if way == "pipe" else None,
         capture_output=True,
         text=True,
@@ -184,40 +184,56 @@ def test_launch_from_script_pipe_and_command_line(way: str, tmp_path: object) ->
     assert (ran.returncode, printed(ran.stdout)) == (0, ["done"]), ran.stderr
 
 
-def test_script_without_a_main_guard_is_an_error(tmp_path: object) -> None:
-    path = tmp_path / "script.py"
-    path.write_text("import unisono as un\nun.launch(print, 2, 'gloo')\n")
-    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == 1
-    assert "under if __name__ == '__main__':" in ran.stderr
+# A second launch of the script, which does not live to flush what it has printed.
+WAITS = """
+    import os, time
+    def wait(comm):
+        pids = comm.all_gather_object(os.getpid())
+        if comm.rank == 0:
+            print(*pids, flush=True)
+        time.sleep(600)
+    if __name__ == "__main__":
+        sys.stdout.flush()
+        un.launch(wait, 2, "gloo")
+"""
 
 
-def test_ranks_end_with_their_parent(tmp_path: object) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(
-        textwrap.dedent("""
-            import os, sys, time, unisono as un
-            def program(comm):
-                pids = comm.all_gather_object(os.getpid())
-                if comm.rank == 0:
-                    print(*pids, flush=True)
-                time.sleep(600)
-            if __name__ == "__main__":
-                un.launch(program, 2, "gloo")
-        """)
-    )
-    parent = subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    # Lines that torch 2.8 prints on two ranks at the same time are torn.
-    line = next(line for line in parent.stdout if re.fullmatch(r"\d+ \d+\n", line))
+def test_launch_from_a_script_with_which_ranks_end(tmp_path: Path) -> None:
+    path = tmp_path / "script with spaces.py"
+    path.write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(WAITS))
+    with subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        lines = []
+        # Lines that torch 2.8 prints on two ranks at the same time are torn.
+        while not re.fullmatch(r"\d+ \d+\n", line := parent.stdout.readline()):
+            assert line, parent.communicate(timeout=60)
+            lines.append(line)
+        assert printed("".join(lines)) == ["done"]
+        parent.kill()
     pids = [int(word) for word in line.split()]
-    parent.kill()
-    parent.wait(10)
-    deadline = time.monotonic() + 10
-    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        os.sched_yield()
-    assert not any(_alive(pid) for pid in pids)
-    parent.stdout.close()
+    assert wait_until(lambda: not any(map(_alive, pids)), 10)
+
+
+UNGUARDED = """
+    import unisono as un
+    try:
+        un.launch(print, 2, "gloo")
+    except un.CommError as error:
+        with open(__file__ + " said", "a") as file:
+            print(error, file=file)
+        raise
+"""
+
+
+def test_script_without_a_main_guard_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = types.ModuleType("__main__")
+    script.__file__ = str(tmp_path / "script.py")
+    Path(script.__file__).write_text(textwrap.dedent(UNGUARDED))
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    with pytest.raises(un.errors.PeerLostError, match="must do so under if __name__ == '__main__':"):
+        un.launch(print, 2, "gloo")
+    # A rank imports the main script, and prints its error where this process did when the first rank was started.
+    assert "put the call under if __name__ == '__main__':" in (tmp_path / "script.py said").read_text()
 
 
 def _alive(pid: int) -> bool:

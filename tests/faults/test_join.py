@@ -17,9 +17,9 @@ import unisono as un
 from unisono.errors import CommError
 
 
-def told_pid(folder: str) -> int:
-    """Wait until a rank of another job has told its process."""
-    file = Path(folder) / "pid"
+def told_pid(folder: Path) -> int:
+    """Wait until a rank of the job has told its process."""
+    file = folder / "pid"
     assert wait_until(file.exists)
     return int(file.read_text())
 
@@ -30,9 +30,9 @@ def tell_pid(folder: str) -> None:
     written.rename(written.with_suffix(""))
 
 
-def joins(comm: Any, folder: str) -> tuple[int, int, str, float]:
+def joins(comm: Any, pid: int) -> tuple[int, int, str, float]:
     """A process of another job becomes a rank of this one."""
-    with un.join(pid=told_pid(folder), timeout=20) as joined:
+    with un.join(pid=pid, timeout=20) as joined:
         return joined.rank, joined.size, joined.backend, total(joined)
 
 
@@ -50,7 +50,7 @@ def test_new_rank_replaces_a_dead_one(tmp_path: Path, backend: str) -> None:
         return comm.rank, comm.size, total(comm)
 
     ends, newcomer = run_concurrently(
-        lambda: launched(program, 3, backend, str(tmp_path)), lambda: launched(joins, 1, "shm", str(tmp_path))
+        lambda: launched(program, 3, backend, str(tmp_path)), lambda: launched(joins, 1, "shm", told_pid(tmp_path))
     )
     assert (ends[0], ends[2]) == ((0, 3, 3.0), (1, 3, 3.0))
     assert newcomer == [(2, 3, backend, 3.0)]
@@ -68,9 +68,9 @@ def test_join_without_a_group() -> None:
         un.join(pid=other.pid)
 
 
-def trains(comm: Any, folder: str) -> tuple[int, float, list[int]]:
+def trains(comm: Any, pid: int) -> tuple[int, float, list[int]]:
     """A process of another job comes to a training."""
-    joined = un.join(pid=told_pid(folder), timeout=30)
+    joined = un.join(pid=pid, timeout=30)
     model = torch.nn.Linear(1, 1)
     sampler = un.data.PartitionSampler(range(12), num_replicas=1, rank=0)
     training = un.elastic.Recovery(joined, model=model, sampler=sampler)
@@ -96,7 +96,7 @@ def test_new_rank_receives_model_and_remaining_samples(tmp_path: Path) -> None:
         return used + sorted(sampler)
 
     (first, second), ((step, weight, samples),) = run_concurrently(
-        lambda: launched(program, 2, "shm", str(tmp_path)), lambda: launched(trains, 1, "shm", str(tmp_path))
+        lambda: launched(program, 2, "shm", str(tmp_path)), lambda: launched(trains, 1, "shm", told_pid(tmp_path))
     )
     assert (step, weight) == (1, 7.0)
     assert sorted([*first, *second, *samples]) == list(range(12))

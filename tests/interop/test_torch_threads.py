@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
+from pairwise import pairwise
 from torch_ranks import message
 
 from unisono.interop import GroupOptions
@@ -64,9 +64,7 @@ def fail(group: UnisonoGroup) -> None:
 WAYS = (shut_down, abort, drop, drop_with_a_message_under_way, fail)
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-@pytest.mark.parametrize("lost", [0, SIZE - 1])
-@pytest.mark.parametrize("end", WAYS)
+@pairwise(end=WAYS, lost=[0, SIZE - 1], transport=["shm", "gloo"])
 def test_ended_thread_is_reported_to_the_others(end: Callable[[UnisonoGroup], None], lost: int, transport: str) -> None:
     store, used = dist.HashStore(), threading.Barrier(SIZE)
 

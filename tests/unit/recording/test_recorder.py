@@ -18,6 +18,7 @@ from recorded_programs import apart, equal, flipped, model_of, plain, program, w
 import unisono as un
 from unisono.errors import CommError, CommTimeoutError, MismatchError, PeerLostError, UnavailableError
 from unisono.testing import pool
+from unisono.tools.cli import main
 
 RANKS = 3
 
@@ -322,20 +323,46 @@ comm.close()
 """
 
 
-def test_command_replays_a_script(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+def multiplied(comm: un.Communicator, folder: Path) -> None:
+    """What the script does with the factor 1."""
+    with un.record(folder, comm):
+        total = torch.full((3,), 1.0 * (comm.rank + 1))
+        comm.all_reduce(total)
+
+
+def record_here(folder: Path, script: Path) -> None:
+    un.launch(multiplied, 2, "thread", args=(folder,))
+
+
+def record_job(folder: Path, script: Path) -> None:
+    job = [sys.executable, "-m", "unisono", "run", "-n", "2", str(script), str(folder), "1"]
+    subprocess.run(job, check=True, capture_output=True, timeout=100)
+
+
+@pytest.mark.parametrize("record", [record_here, pytest.param(record_job, marks=pytest.mark.soak)])
+def test_command_replays_a_script(
+    record: Callable[[Path, Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "recorded"
     script.write_text(SCRIPT)
-    unisono = [sys.executable, "-m", "unisono"]
-    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 100, "cwd": tmp_path}
-    replay = [*unisono, "replay", "recorded", "--rank", "1"]
-    subprocess.run([*unisono, "run", "-n", "2", str(script), "recorded", "1"], check=True, **how)
-    same = subprocess.run([*replay, str(script), "recorded", "1"], check=False, **how)
-    assert (same.returncode, same.stderr) == (0, "")
-    assert same.stdout.splitlines() == [
+    record(folder, script)
+    # The command puts the script in the place of the program, and its surroundings in those of this process.
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    replay = ["replay", str(folder), "--rank", "1"]
+    assert main([*replay, str(script), str(folder), "1"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.splitlines() == [
         "total 3.0",
         "rank 1: 1 collectives and 0 messages as recorded; the script has ended",
     ]
-    other = subprocess.run([*replay, "--json", str(script), "recorded", "2"], check=False, **how)
-    assert other.returncode == 1
-    assert "all_reduce #1 of world" in json.loads(other.stdout)["difference"]
-    assert "script.py" in other.stderr
+    assert main([*replay, "--json", str(script), str(folder), "2"]) == 1
+    said = capsys.readouterr()
+    assert "all_reduce #1 of world" in json.loads(said.out)["difference"]
+    assert "script.py" in said.err

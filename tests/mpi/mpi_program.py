@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -170,12 +171,30 @@ def timeouts() -> list[str]:
     return said
 
 
+def leave() -> None:
+    """Rank 1 leaves with a status, having caught another one; rank 0 does not expect it."""
+    comm = un.init("mpi", timeout=60)
+    comm.barrier()
+    print(f"rank {comm.rank} works at {time.time()}", flush=True)
+    comm.barrier()
+    if comm.rank == 1:
+        try:
+            sys.exit(5)
+        except SystemExit:
+            comm.barrier()
+        sys.exit(3)
+    comm.barrier()
+    while True:
+        comm.all_reduce(torch.ones(2), "max")
+
+
 def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         part.__name__: part for part in (bootstraps, local_rank, adopted, refused, reductions, long_ones, timeouts)
     }
     found = {name: part() for name, part in parts.items()}
     print(f"\n=== {json.dumps(found)}", flush=True)
+    leave()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,24 @@ import pytest
 from unisono.host.mpi_library import find_mpirun
 
 RANKS = 2
+# The job ends within this time of what has ended it, on a busy machine.
+SOON_S = 10.0
 
 
 # Once a process, in whatever order its tests come.
 @pytest.fixture(scope="session")
-def found() -> list[dict[str, Any]]:
-    """Return the results of each rank."""
+def job() -> tuple[mpi_jobs.Ended, float]:
+    """Return how the job ended, and when."""
     program = str(Path(__file__).with_name("mpi_program.py"))
-    ended = mpi_jobs.run([str(find_mpirun()), "-n", str(RANKS), sys.executable, program])
-    assert ended.status == 0, ended.err
-    assert not ended.left
+    return mpi_jobs.run([str(find_mpirun()), "-n", str(RANKS), sys.executable, program]), time.time()
+
+
+@pytest.fixture(scope="session")
+def found(job: tuple[mpi_jobs.Ended, float]) -> list[dict[str, Any]]:
+    """Return the results of each rank."""
+    ended, _ = job
     told = [json.loads(line.removeprefix("=== ")) for line in ended.out.splitlines() if line.startswith("=== ")]
-    assert len(told) == RANKS, ended.out
+    assert len(told) == RANKS, ended.out + ended.err
     return sorted(told, key=lambda one: one["bootstraps"]["mpi"][0])
 
 
@@ -79,3 +87,13 @@ def test_missing_rank_is_named(found: list[dict[str, Any]]) -> None:
     said = found[0]["timeouts"]
     assert len(said) == 2
     assert all("rank 1" in sentence for sentence in said), said
+
+
+def test_nonzero_exit_status_ends_the_job(job: tuple[mpi_jobs.Ended, float]) -> None:
+    ended, moment = job
+    assert ended.status == 3, ended.err
+    assert not ended.left
+    assert "rank 1 of 2 ends the job by sys.exit(3)" in ended.err
+    assert "rank 0 of 2 ends the job" not in ended.err
+    works = [float(word) for word in re.findall(r"works at ([\d.]+)", ended.out)]
+    assert moment - max(works) < SOON_S

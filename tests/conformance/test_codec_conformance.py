@@ -29,13 +29,13 @@ BUCKETS = st.builds(
 @example(size=4, bucket=Bucket([(70, 40), (129,)], torch.float32, "mixed"))
 @example(size=3, bucket=Bucket([()], torch.float16, "huge"))
 @example(size=2, bucket=Bucket([], torch.float32))
-@settings(max_examples=max(2, settings.default.max_examples // 10))
+@settings(max_examples=max(1, settings.default.max_examples // 10))
 def test_conformance(name: str, size: int, bucket: Bucket) -> None:
     check_codec(CODECS[name], size, bucket)
 
 
-# Of fewer bits, of fewer elements, of lower rank. All in `make soak`.
-@short("numbers,name", product(("sparse", "normal"), NAMES), [("sparse", n) for n in ("int8", "topk", "powersgd")])
+# One of fewer bits, and one of fewer elements. All in `make soak`.
+@short("numbers,name", product(("sparse", "normal"), NAMES), [("sparse", "int8"), ("sparse", "topk")])
 def test_error_feedback_converges(name: str, numbers: str) -> None:
     bucket = Bucket([(8, 5)], torch.float64, numbers, seed=3)
     run_ranks(lambda comm: check_feedback(CODECS[name], comm, bucket), 3)

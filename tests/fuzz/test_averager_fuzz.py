@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
 )
 
-# Twenty programs meet most mutants, and few more of them another backend or number of ranks.
-SHORT = [("shm", 2, 20), ("shm", 3, 4), ("thread", 3, 3), ("gloo", 2, 2)]
+# Fifteen programs meet most mutants, and few more of them another backend or number of ranks.
+SHORT = [("shm", 2, 15), ("shm", 3, 4), ("thread", 3, 3), ("gloo", 2, 2)]
 LONG = [("thread", 200), ("shm", 200), ("gloo", 100)]
 SIZES = pytest.mark.parametrize("size", [2, 3])
 MOST = 2  # Failures, each of which may take as long as a timeout.

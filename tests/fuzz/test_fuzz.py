@@ -44,14 +44,14 @@ def test_valid_input_is_accepted(target: Target) -> None:
 
 
 @each
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(random=st.randoms(use_true_random=False))
 def test_mutated_input(target: Target, random: Random) -> None:
     assert tried(target, hostile(random, target.seeds)) is None
 
 
 @each
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.binary(max_size=300))
 def test_arbitrary_input(target: Target, data: bytes) -> None:
     assert tried(target, data, measured=True) is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_devices import ALL, GPU, Place
+from gpu_devices import ALL, CPU, GPU, Place, listed
 
 import unisono as un
 from unisono.core.collective import COLLECTIVES
@@ -28,8 +28,16 @@ def hold(place: Place, cases: list[Case]) -> None:
         check_reports(case, found)
 
 
-@places
-@pytest.mark.parametrize("call", CALLS)
+# On the CPU, conformance tries all of them: these show that the test itself works.
+ON_CPU = {"all_reduce", "all_to_all_single", "scatter_v"}
+CASES = [
+    pytest.param(call, *place.values, marks=place.marks, id=f"{call}-{place.id}")
+    for call in CALLS
+    for place in (ALL if call in ON_CPU else [*listed(CPU, on_cpu=[pytest.mark.soak]), *ALL[1:]])
+]
+
+
+@pytest.mark.parametrize(("call", "place"), CASES)
 def test_call_equals_reference(call: str, place: Place) -> None:
     """Short and long, uneven, strided, asynchronous and blocking, from and to the last rank."""
     root = place.size - 1

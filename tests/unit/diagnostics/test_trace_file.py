@@ -21,7 +21,7 @@ from unisono.diagnostics.trace_summary import summarize
 from unisono.testing import run_ranks
 from unisono.tools.cli import main
 
-STEPS = 100
+STEPS = 20
 
 
 def check_schema(document: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def training(comm: un.Communicator, path: Path, steps: int, before: Callable[[],
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Trace of many steps of 4 ranks."""
+    """Trace of some steps of 4 ranks."""
     path = tmp_path_factory.mktemp("trace") / "run.json"
     run_ranks(training, 4, "thread", path, STEPS, timeout=60)
     found: dict[str, Any] = json.loads(path.read_text())

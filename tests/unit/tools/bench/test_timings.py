@@ -111,6 +111,8 @@ def test_checkout_reports_why_it_cannot_run(tmp_path: Path, checkouts: ModuleTyp
     with pytest.raises(ValueError, match="there is no unisono in"):
         checkouts.Checkout(tmp_path, 2)
     (tmp_path / "unisono").mkdir()
+    # The ranks import torch first, from here, which takes no time.
+    (tmp_path / "torch.py").touch()
     (tmp_path / "unisono" / "__init__.py").write_text("raise ImportError('broken')")
     with pytest.raises(RuntimeError, match="did not start"):
         checkouts.Checkout(tmp_path, 2)

@@ -22,7 +22,7 @@ import unisono as un
 from unisono.algorithms import serving
 from unisono.errors import MismatchError, PeerLostError, UnavailableError
 from unisono.host.native import native
-from unisono.testing import RankPool, pool, run_ranks
+from unisono.testing import pool, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int32, torch.bool)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int64)
@@ -80,7 +80,10 @@ def outcomes(comm: un.Communicator, name: str, cases: list[tuple[str, int, torch
     [("all_reduce", 2), *product([*REDUCING, *MOVING], [3])],
 )
 def test_both_executors_have_the_same_bits(name: str, size: int) -> None:
-    assert_same_bits(name, size, DTYPES if name in REDUCING else DTYPES[:1], LENGTHS)
+    assert_same_bits(name, size, DTYPES[:1], LENGTHS)
+    if name in REDUCING:
+        # Other dtypes have other kernels, and the same chunks and messages.
+        assert_same_bits(name, size, DTYPES[1:], LENGTHS[2::2])
 
 
 @pytest.mark.soak
@@ -125,8 +128,10 @@ def differs(comm: un.Communicator, what: str, numel: int) -> tuple[str, bool, fl
         # Time for the others to go as far as they can without this rank; no outcome depends on it.
         time.sleep(0.1)
     began = time.monotonic()
+    # A group of its own breaks alone, so that the same ranks serve the next case.
+    group = comm.dup()
     try:
-        WRONG[what](comm, tensor)
+        WRONG[what](group, tensor)
     except MismatchError as error:
         return error.message, bool(tensor.eq(comm.rank).all()), time.monotonic() - began
     return "", False, 0.0
@@ -134,8 +139,7 @@ def differs(comm: un.Communicator, what: str, numel: int) -> tuple[str, bool, fl
 
 @short("what, numel", product(WRONG, [2, 100_000]), [*product(WRONG, [100_000]), *product([*WRONG][:2], [2])])
 def test_nothing_is_written_before_all_agree(what: str, numel: int) -> None:
-    with RankPool(4, "tcp") as ranks:
-        found = ranks.run(differs, what, numel)
+    found = pool("tcp", 4).run(differs, what, numel)
     assert all("ranks differ in" in message and unchanged for message, unchanged, _ in found), found
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import unisono as un
+from unisono.diagnostics import tracebacks
 from unisono.diagnostics.tracebacks import format_error
 
 MISMATCH = """
@@ -49,24 +50,46 @@ if __name__ == "__main__":
 """
 
 
+FORK = """
+import os
+import torch
+
+if os.environ["RANK"] == "0" and os.fork() == 0:
+    os.environ["RANK"] = "1"
+    os.environ["TORCHELASTIC_ERROR_FILE"] = os.environ["TORCHELASTIC_ERROR_FILE"].replace("/0", "/1")
+    os.dup2(int(os.environ["ERRORS_OF_RANK_1"]), 2)
+"""
+"""What Python imports before the script: both ranks have torch, which one of them has imported."""
+
+
 def run_ranks(folder: Path, program: str, **environment: str) -> list[str]:
-    """Standard error of each of two ranks of a script, started as torchrun does."""
+    """Standard error of each of two ranks of a script, with the variables that torchrun sets."""
     script = folder / "train.py"
     script.write_text(textwrap.dedent(program))
+    (folder / "sitecustomize.py").write_text(FORK)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
-    ranks = [
-        subprocess.Popen(
+    of_rank_1, written = os.pipe()
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_ERROR_FILE": f"{folder}/0",
+        "ERRORS_OF_RANK_1": str(written),
+        "PYTHONPATH": str(folder),
+    }
+    with os.fdopen(of_rank_1) as second:
+        first = subprocess.Popen(
             [sys.executable, script],
-            env={**shared, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": f"{folder}/{rank}"},
+            env={**os.environ, **variables, **environment},
             stderr=subprocess.PIPE,
             text=True,
+            pass_fds=[written],
         )
-        for rank in range(2)
-    ]
-    return [rank.communicate(timeout=60)[1] for rank in ranks]
+        os.close(written)
+        return [first.communicate(timeout=60)[1], second.read()]
 
 
 def test_a_mismatch_shows_the_users_lines_once(tmp_path: Path) -> None:
@@ -176,7 +199,43 @@ raise ValueError("of the program alone")
 """
 
 
-@pytest.mark.parametrize("whose", ["ours", pytest.param("others", marks=pytest.mark.soak)])
+@pytest.fixture
+def hook_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An uncaught error is shown by Ray, until this process has a communicator."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        print("Ray shows", error, file=sys.stderr)
+
+    hook.__module__ = "ray._private.worker"
+    monkeypatch.setattr(sys, "excepthook", hook)
+    monkeypatch.setattr(tracebacks, "_display", tracebacks._ErrorDisplay())
+
+
+@pytest.mark.usefixtures("hook_of_ray")
+def test_error_of_a_rank_is_not_left_to_the_hook_of_ray(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(comm: un.Communicator) -> None:
+        raise KeyError("no such sample")
+
+    with pytest.raises(KeyError) as caught:
+        un.launch(fail, 1, "thread")
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    shown = capsys.readouterr().err
+    assert "frames of unisono and torch are hidden" in shown
+    assert 'raise KeyError("no such sample")' in shown
+    assert "Ray shows" not in shown
+
+
+@pytest.mark.usefixtures("hook_of_ray")
+def test_error_of_the_program_alone_is_left_to_the_hook_of_ray(capsys: pytest.CaptureFixture[str]) -> None:
+    un.init().close()
+    with pytest.raises(ValueError, match="alone") as caught:
+        raise ValueError("of the program alone")
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    assert capsys.readouterr().err == "Ray shows of the program alone\n"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("whose", ["ours", "others"])
 def test_hook_of_ray_shows_only_errors_that_do_not_concern_ranks(whose: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(RAY)
     command = [sys.executable, "program.py", whose]

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import short
 
 import unisono as un
 from unisono.comm.agreement import parts_of
@@ -20,6 +22,7 @@ from unisono.errors import MismatchError
 from unisono.testing import pool
 
 BACKENDS = ("thread", "shm", "tcp", "gloo", "sim")
+AUTO = [*product(BACKENDS, ["auto"])]
 
 
 @dataclass
@@ -53,8 +56,10 @@ def same(comm: un.Communicator) -> list[float]:
     return x.tolist()
 
 
-@pytest.mark.parametrize("check", ["auto", "full", "off"])
-@pytest.mark.parametrize("backend", BACKENDS)
+# What `check` changes is above the transport: it is tried where calls are native, and where they are not.
+@short(
+    "backend, check", product(BACKENDS, ["auto", "full", "off"]), [*AUTO, *product(["thread", "shm"], ["full", "off"])]
+)
 def test_equal_values_pass(backend: str, check: str) -> None:
     assert pool(backend, 3, check=check).run(same) == [[27.0] * 3] * 3
 
@@ -141,7 +146,7 @@ def outcome(comm: un.Communicator, program: Callable[[un.Communicator], None]) -
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_differences_are_named_on_every_rank(backend: str, program: Callable[[un.Communicator], None]) -> None:
-    for text in pool(backend, 3).run(outcome, program):
+    for text in pool(backend, 3, check="auto").run(outcome, program):
         assert re.search(WRONG[program], text), text
 
 
@@ -167,8 +172,7 @@ def flushed(comm: un.Communicator) -> list[float]:
     return x.tolist()
 
 
-@pytest.mark.parametrize("check", ["auto", "off"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@short("backend, check", product(BACKENDS, ["auto", "off"]), [*AUTO, *product(["thread", "shm"], ["off"])])
 def test_a_flush_breaks_nothing(backend: str, check: str) -> None:
     assert pool(backend, 3, check=check).run(flushed) == [[3.0, 3.0]] * 3
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ def test_hanging_program_is_ended_and_reported(backend: str) -> None:
     def for_ever(comm: un.Communicator) -> None:
         hangs = comm.rank == 1
         while hangs:
-            pass
+            time.sleep(0.01)
 
     with RankPool(2, backend, limit_s=1.0) as ranks:
         with pytest.raises(CommTimeoutError, match=r"did not end within 1 s on rank 1(.|\n)*in for_ever") as caught:
@@ -183,7 +184,7 @@ def test_interrupted_driver_learns_where_ranks_are(backend: str) -> None:
         if comm.rank == 1:
             os.kill(driver, signal.SIGALRM)
         while True:
-            pass
+            time.sleep(0.01)
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -224,7 +225,7 @@ def test_driver_may_be_interrupted_before_it_waits(monkeypatch: pytest.MonkeyPat
         if comm.rank == 0:
             running.set()
         while True:
-            pass
+            time.sleep(0.01)
 
     with RankPool(2, "thread") as ranks:
         monkeypatch.setattr(un.Communicator, "__enter__", hold_up)
@@ -252,7 +253,7 @@ def test_driver_may_be_interrupted_while_it_sends(monkeypatch: pytest.MonkeyPatc
 
     def for_ever(comm: un.Communicator) -> None:
         while True:
-            pass
+            time.sleep(0.01)
 
     send = Connection.send_bytes
     with RankPool(2, "gloo") as ranks:

@@ -100,8 +100,8 @@ def registered() -> Iterator[None]:
 # What such a transport may have otherwise: when sends end, what is compared, and what ends a wait.
 SAMPLE = (
     "abort_ends_every_wait",
-    "all_reduce_equals_reference",
     "batch_does_not_deadlock",
+    "concurrent_subgroups_equal_reference",
     "different_calls_are_rejected_on_every_rank",
     "failed_rank_is_reported_to_the_others",
     "future_completes_without_polling",

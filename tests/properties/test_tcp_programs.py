@@ -113,7 +113,7 @@ def outcomes(comm: un.Communicator, seeds: range) -> list[Any]:
     return [Program(comm, seed).run() for seed in seeds]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.soak) for first in range(5, 500, 5))])
 def test_programs_end_alike(first: int, size: int) -> None:
     seeds = range(first, first + 5)

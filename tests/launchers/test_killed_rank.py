@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -48,6 +49,22 @@ if __name__ == "__main__":
     else:
         with un.init(backend) as comm:
             work(comm)
+"""
+
+# Two processes that no parent watches. This one has imported torch for both, and only tells how they have ended.
+FORKS = """
+import json, os, runpy, sys
+import unisono.launcher.preload
+
+pids = []
+for variables in json.loads(sys.argv[1]):
+    pids.append(os.fork())
+    if not pids[-1]:
+        os.environ.update(variables)
+        sys.argv = sys.argv[2:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
 """
 
 
@@ -136,12 +153,14 @@ def job(start: Start, tmp_path: Path) -> Job:
         pytest.param("shm", 0, marks=pytest.mark.soak),
     ],
 )
-def test_slurm(job: Job, backend: str, killed: int) -> None:
+def test_slurm(job: Job, backend: str, killed: int, tmp_path: Path) -> None:
     """Ranks as under srun: separate processes without a parent that watches them."""
-    for rank in range(2):
-        job.start(sys.executable, backend=backend, env=task(rank, 2, SLURM_JOB_ID=str(os.getpid())))
+    (tmp_path / "forks.py").write_text(FORKS)
+    tasks = [task(rank, 2, SLURM_JOB_ID=str(os.getpid())) for rank in range(2)]
+    job.start(sys.executable, str(tmp_path / "forks.py"), json.dumps(tasks), backend=backend)
     job.kill(killed)
-    statuses = job.end()
+    assert job.end() == [0]
+    statuses = json.loads(job.said.splitlines()[-1])
     assert statuses[killed] == -signal.SIGKILL
     assert statuses[1 - killed] not in (0, None)
     assert job.first_named() == killed

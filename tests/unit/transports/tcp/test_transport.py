@@ -191,7 +191,7 @@ def test_rank_without_descriptors_is_named(short: int) -> None:
 
 
 def crossing(comm: un.Communicator) -> list[float]:
-    """32 MiB without a posted receive, more than sockets buffer, do not hold up another communicator's collective, or other messages."""
+    """32 MiB without a posted receive, more than sockets buffer, hold up no other collective and no other message."""
     other, peer = comm.dup(), 1 - comm.rank
     long = comm.isend(torch.full((8 << 20,), float(comm.rank)), peer, tag=1)
     few = torch.ones(2)

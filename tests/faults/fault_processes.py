@@ -55,12 +55,15 @@ def _(comm: Any) -> None:
     # Rank 0 hosts a small job, in which both others claim to be rank 1.
     address = comm.broadcast_object(_free_port() if comm.rank == 0 else None)
     claimed = 0 if comm.rank == 0 else 1
-    found = MismatchError("the other one was refused")
+    found, made = MismatchError("the other one was refused"), None
     try:
-        un.init("gloo", init_method=address, rank=claimed, world_size=2, timeout=5.0, secret="of a test").close()
+        made = un.init("gloo", init_method=address, rank=claimed, world_size=2, timeout=5.0, secret="of a test")
     except MismatchError as error:
         found = error
+    # The job stays until the other one has come.
     comm.barrier()
+    if made is not None:
+        made.close()
     raise found.locate(rank=comm.rank, size=comm.size, operation="init", call=1, group="world")
 
 

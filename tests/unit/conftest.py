@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import socket
@@ -33,13 +32,6 @@ Make = Callable[[], ControlClient]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def freeze_what_earlier_modules_left() -> None:
-    """Make collections within a module visit only its own objects: compilers that earlier ones imported take 0.2 s."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

@@ -34,11 +34,14 @@ def test_conformance(name: str, size: int, bucket: Bucket) -> None:
     check_codec(CODECS[name], size, bucket)
 
 
-# One of fewer bits, and one of fewer elements. All in `make soak`.
-@short("numbers,name", product(("sparse", "normal"), NAMES), [("sparse", "int8"), ("sparse", "topk")])
-def test_error_feedback_converges(name: str, numbers: str) -> None:
+# One of fewer bits and one of fewer elements, for half as many steps, in which each mutant of feedback is killed.
+SHORT = [("sparse", "int8", 128), ("sparse", "topk", 128)]
+
+
+@short("numbers,name,steps", [*SHORT, *product(("sparse", "normal"), NAMES, (256,))], SHORT)
+def test_error_feedback_converges(name: str, numbers: str, steps: int) -> None:
     bucket = Bucket([(8, 5)], torch.float64, numbers, seed=3)
-    run_ranks(lambda comm: check_feedback(CODECS[name], comm, bucket), 3)
+    run_ranks(lambda comm: check_feedback(CODECS[name], comm, bucket, steps), 3)
 
 
 @pytest.mark.parametrize("name", NAMES)

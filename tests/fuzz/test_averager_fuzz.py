@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 # Fifteen programs meet most mutants, and few more of them another backend or number of ranks.
 SHORT = [("shm", 2, 15), ("shm", 3, 4), ("thread", 3, 3), ("gloo", 2, 2)]
+ORACLE = [("thread", 2, 10), ("thread", 3, 6), ("shm", 2, 20), ("shm", 3, 10), ("gloo", 2, 4), ("gloo", 3, 2)]
 LONG = [("thread", 200), ("shm", 200), ("gloo", 100)]
 SIZES = pytest.mark.parametrize("size", [2, 3])
 MOST = 2  # Failures, each of which may take as long as a timeout.
@@ -61,7 +62,7 @@ def test_gradients_of_many_compiled_models(block: int) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("backend", "size", "count"), SHORT)
+@pytest.mark.parametrize(("backend", "size", "count"), ORACLE)
 def test_reference_is_correct(backend: str, size: int, count: int) -> None:
     """A failure of the fuzzer's own oracle shows here."""
     check(failures(range(count), backend, size, make=ReferenceAverager))

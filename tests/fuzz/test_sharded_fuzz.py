@@ -22,7 +22,7 @@ from unisono.sharding.shard_optimizer import ShardOptimizer
 pytestmark = pytest.mark.filterwarnings("ignore:backward.. has raised inside no_sync:UserWarning")
 
 # Twenty programs meet all mutants but one, and few more of them another backend or number of ranks.
-SHORT = [("shm", 2, 20), ("shm", 3, 4), ("thread", 3, 3), ("thread", 4, 2), ("gloo", 2, 2)]
+SHORT = [("shm", 2, 20), ("shm", 3, 4), ("thread", 3, 3), ("thread", 4, 3), ("gloo", 2, 2)]
 LONG = [("thread", 250), ("shm", 210), ("gloo", 100)]
 MOST = 2
 

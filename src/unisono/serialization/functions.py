@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections import ChainMap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
@@ -27,6 +30,26 @@ class FunctionPickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # cloudp
     dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, cloudpickle.CloudPickler.dispatch_table)
 
 
+_registry = threading.RLock()
+"""Held while a module is registered: cloudpickle has one registry for the process, in which several threads launch."""
+
+
+@contextmanager
+def _by_value(module: ModuleType | None) -> Iterator[None]:
+    """Have the functions and classes of a module sent by value. A registration that the user made stays."""
+    if module is None:
+        yield
+        return
+    with _registry:
+        registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            if not registered:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
 def dumps(value: object, module: ModuleType | None = None, pickler: type[FunctionPickler] = FunctionPickler) -> bytes:
     """Return the pickle of a value, with its functions by value where needed.
 
@@ -43,11 +66,6 @@ def dumps(value: object, module: ModuleType | None = None, pickler: type[Functio
         (3, True)
     """
     file = io.BytesIO()
-    if module is not None:
-        cloudpickle.register_pickle_by_value(module)
-    try:
+    with _by_value(module):
         pickler(file).dump(value)
-    finally:
-        if module is not None:
-            cloudpickle.unregister_pickle_by_value(module)
     return file.getvalue()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,15 @@ from unisono.testing import Network, namespaced_ranks
 from unisono.testing.namespaced_ranks import obstacle
 
 WAYS = ("netem", "relay")
-KILLED = """
-import time
-from unisono.testing import Network
 
-with Network(2, delay="1ms") as network:
-    print(network.start(1, "sleep", "600").pid, network.name(0).rpartition("-")[0], flush=True)
-    time.sleep(600)
-"""
+
+def hold(link: Connection) -> None:
+    """Hold a network, and tell of it."""
+    os.setsid()
+    with Network(2, delay="1ms") as network:
+        network.start(1, "sleep", "600")
+        link.send(network.name(0).rpartition("-")[0])
+        link.recv()
 
 
 @pytest.fixture(params=WAYS)
@@ -158,17 +160,23 @@ def namespaces_with_devices() -> list[str]:
 
 
 def test_nothing_is_left_behind_by_a_killed_program(way: str) -> None:
-    command = [sys.executable, "-c", KILLED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
-        assert program.stdout is not None
-        pid, stem = program.stdout.readline().split()
-        spaces = inodes(stem)
-        assert len(spaces) == 3
-        assert inside(spaces)
-        os.killpg(program.pid, signal.SIGKILL)
+    # With the preloads of ranks, so that whoever comes first starts the server for all.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "unisono.launcher.preload"])
+    near, far = context.Pipe()
+    program = context.Process(target=hold, args=(far,))
+    program.start()
+    far.close()
+    assert program.pid is not None
+    stem = near.recv()
+    spaces = inodes(stem)
+    assert len(spaces) == 3
+    assert inside(spaces)
+    os.killpg(program.pid, signal.SIGKILL)
+    program.join()
     until = time.monotonic() + 10
     while inodes(stem) or inside(spaces):
-        assert time.monotonic() < until, (pid, inodes(stem), inside(spaces))
+        assert time.monotonic() < until, (inodes(stem), inside(spaces))
         time.sleep(0.02)
 
 

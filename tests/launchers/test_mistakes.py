@@ -15,6 +15,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from engine_helpers import new_pool
 from mistakes import MISTAKES, Mistake
 from nbformat.v4 import new_code_cell, new_notebook
 
@@ -24,6 +25,7 @@ BANNER = re.compile(
     r"\*+$|Setting OMP_NUM_THREADS|[WE]\d{4} |=+$|-+$|train.py FAILED|Failures:|Root Cause|\[\d\]:"
     r"|  <NO_OTHER_FAILURES>|  (time|host|rank|exitcode|error_file) *:"
 )
+OPTIONS = ["-p", "no:cacheprovider", "--color=no"]
 NAMES = [mistake.name for mistake in MISTAKES]
 NAMED = {mistake.name: mistake for mistake in MISTAKES}
 
@@ -46,7 +48,30 @@ def under_torchrun(folder: Path, mistake: Mistake) -> str:
     return "\n".join(line for line in said.splitlines() if not BANNER.match(line))
 
 
-def under_pytest(folder: Path, chosen: list[Mistake], backend: str) -> dict[str, str]:
+def run_pytest(folder: Path, environment: dict[str, str]) -> None:
+    """Run pytest on a folder, and write what it prints to a file; the process is of no more use then."""
+    for number in (1, 2):
+        os.dup2(os.open(folder / "printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    pytest.main(OPTIONS)
+
+
+def run_forked_pytest(folder: Path) -> str:
+    """Return what pytest prints in a process that has torch already."""
+    with new_pool(1) as worker:
+        worker.submit(run_pytest, folder, dict(os.environ)).result(100)
+    return (folder / "printed").read_text()
+
+
+def run_new_pytest(folder: Path) -> str:
+    return run(folder, sys.executable, "-m", "pytest", *OPTIONS)
+
+
+def under_pytest(
+    folder: Path, chosen: list[Mistake], backend: str, start: Callable[[Path], str] = run_new_pytest
+) -> dict[str, str]:
     (folder / "pytest.ini").write_text("[pytest]\n")
     # Where the package is not installed, its entry point is not there either.
     (folder / "conftest.py").write_text(
@@ -55,7 +80,7 @@ def under_pytest(folder: Path, chosen: list[Mistake], backend: str) -> dict[str,
     )
     for mistake in chosen:
         (folder / f"test_{mistake.name}.py").write_text(mistake.test(backend))
-    said = run(folder, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no")
+    said = start(folder)
     failures, _, summary = said.partition("warnings summary")
     parts = re.split(r"^_+ test_(\w+).* _+$", failures.partition("= short test summary")[0], flags=re.MULTILINE)
     blocks = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -137,7 +162,7 @@ def test_unisono_run(name: str, tmp_path: Path) -> None:
 
 def test_pytest(tmp_path: Path) -> None:
     chosen = [NAMED["wrong_size"], NAMED["unused_parameters"], NAMED["missing_package"]]
-    blocks = under_pytest(tmp_path, chosen, "thread")
+    blocks = under_pytest(tmp_path, chosen, "thread", run_forked_pytest)
     for mistake in chosen:
         check(mistake, blocks[mistake.name])
 

@@ -21,10 +21,13 @@ def modules(source: Path = SOURCE) -> dict[str, Path]:
     }
 
 
-@cache
 def parsed(path: Path) -> ast.Module:
-    """Return the syntax tree of a file. All of src takes seconds, and several tests look at it: do not change it."""
-    return ast.parse(path.read_text(), path)
+    """Return the syntax tree of a file, which nobody may change: several tests look at that of each module."""
+    return _tree(path.read_text())
+
+
+# By the text, which tests write anew; to parse all of src takes seconds.
+_tree = cache(ast.parse)
 
 
 def trees() -> dict[str, ast.Module]:

@@ -153,7 +153,7 @@ def test_hanging_mpiexec_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "mpiexec").write_text("#!/bin/sh\nsleep 1000\n")
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert "it did not end in time" in the_problem("mpiexec", Target("mpi", limit_s=2.0)).text
+    assert "it did not end in time" in the_problem("mpiexec", Target("mpi", limit_s=0.1)).text
 
 
 # -- ranks -----------------------------------------------------------------------------------------

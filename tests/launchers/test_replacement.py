@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,21 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
 
 
+OPTIONS = {"timeout": TIMEOUT_S, "deterministic": True, "threads": 1}
+
+
+@cache
+def undisturbed(ranks: int, steps: int) -> list[list[float]]:
+    """Return the weights of each rank after a training in which none dies."""
+    return un.launch(train, ranks, args=(ranks, steps, [], ""), **OPTIONS)
+
+
 def check_deaths(deaths: list[Death], steps: int, folder: Path, ranks: int = RANKS, **options: Any) -> None:
-    options = {"timeout": TIMEOUT_S, "deterministic": True, "threads": 1, **options}
+    options = {**OPTIONS, **options}
     found = un.launch(train, ranks, args=(ranks, steps, deaths, str(folder)), on_failure="replace", **options)
     died = {"{}-{}-{}".format(*death) for death in deaths}
     assert {file.name for file in folder.iterdir()} == died
-    calm = un.launch(train, ranks, args=(ranks, steps, [], str(folder)), **{**options, "on": None})
+    calm = undisturbed(ranks, steps)
     assert found == calm
     assert all(each == calm[0] for each in calm)
 

@@ -251,6 +251,18 @@ def test_variable_turns_breakpoints_off(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert un.launch(training, 2, "thread", args=(tmp_path,)) == [30 * 8, 30 * 8 + 22]
 
 
+def test_interrupt_at_the_prompt_keeps_ranks_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(prompt: Prompt) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Prompt, "cmdloop", interrupted)
+    with held("thread", tmp_path) as (session, job):
+        assert main(["debug", str(os.getpid())]) == 0
+        assert wait_until(lambda: settled(session, 3))
+        session.go()
+        job.result(20)
+
+
 def test_command_shows_ranks_and_refuses_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with held("thread", tmp_path) as (session, job):
         assert wait_until(lambda: settled(session, 3))

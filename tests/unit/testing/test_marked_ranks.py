@@ -20,6 +20,7 @@ from torch_test_programs import PROGRAMS, SIZE
 
 import unisono as un
 from unisono.errors import DeadlockError, UnavailableError
+from unisono.testing import pools
 from unisono.testing.marked_ranks import MarkedRanks
 
 BACKENDS = ["thread", "sim", "process"]
@@ -242,3 +243,23 @@ def test_seed_replays_a_race() -> None:
     orders = [order(seed) for seed in range(8)]
     assert [order(seed) for seed in range(8)] == orders
     assert len(set(map(tuple, orders))) > 1
+
+
+def test_examples_after_a_deadlock_wait_as_long_as_quick_ones_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypothesis tries some fifty smaller ones: each that waited a second would make it a minute."""
+    real = pools.pool
+    timeouts: list[float] = []
+
+    def noted(backend: str, size: int, **options: Any) -> Any:
+        timeouts.append(options["timeout"])
+        return real(backend, size, **options)
+
+    monkeypatch.setattr(pools, "pool", noted)
+    ranks = MarkedRanks(2, timeout=4.0)
+    # One of them is quick, on a busy machine too.
+    for _ in range(10):
+        ranks.run(int)
+    ranks.deadlocked = True
+    ranks.run(int)
+    assert timeouts[:-1] == [4.0] * 10
+    assert timeouts[-1] < 1.0

@@ -80,6 +80,18 @@ import os, sys
 if sys.argv[-1].endswith("plain") and os.environ["RANK"] == "0":
     sys.exit()
 """
+# Notes the variables that the process has read that forks the ranks, until it does.
+RECORDED = """
+import os, sys
+if "unisono.launcher.template" in sys.orig_argv:
+    read = set()
+    class Recorded(type(os.environ)):
+        def __getitem__(self, name):
+            read.add(name)
+            return super().__getitem__(name)
+    os.environ.__class__ = Recorded
+    os.register_at_fork(before=lambda: open("read", "w").write(" ".join(sorted(read))))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -103,11 +115,12 @@ def run(*words: str, start: str = "fork", **options: Any) -> subprocess.Complete
     ],
 )
 def test_forked_rank_finds_what_a_python_of_its_own_finds(folder: Path, script: tuple[str, ...]) -> None:
+    surroundings = {**os.environ, **started_with(folder / "recorded", RECORDED)}
     (folder / "package").mkdir()
     (folder / "package" / "module.py").write_text(ALONE + SURROUNDINGS)
     seen = {}
     for start, ranks in (("plain", [1]), ("fork", [0, 1])):
-        ended = run(*script, "-a", "b", str(folder / start), start=start)
+        ended = run(*script, "-a", "b", str(folder / start), start=start, env=surroundings)
         assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
         # Handlers and threads run at the end.
         assert sorted(ended.stdout.splitlines()) == [
@@ -120,27 +133,13 @@ def test_forked_rank_finds_what_a_python_of_its_own_finds(folder: Path, script: 
         assert text.replace(str(folder / "fork"), str(folder / "plain")) == json.dumps(plain, indent=1)
     first, second = (chance for _, chance in seen["fork"])
     assert not {*first} & {*second}, "ranks share random numbers, a key or a process"
-
-
-def test_nothing_that_differs_between_ranks_is_read_when_torch_is_imported() -> None:
-    """All forked ranks would share what torch, NumPy or this library read at their import."""
-    first, second = (ScriptJob(["train.py"], 2).environment(rank, (1, 2), 0) for rank in range(2))
-    differ = sorted(name for name in first if first[name] != second[name])
-    assert differ == ["LOCAL_RANK", "RANK"]
-    program = (
-        "import os\n"
-        "read = set()\n"
-        "class Recorded(type(os.environ)):\n"
-        "    def __getitem__(self, name):\n"
-        "        read.add(name)\n"
-        "        return super().__getitem__(name)\n"
-        "os.environ.__class__ = Recorded\n"
-        "import unisono.launcher.preload\n"
-        "print(*sorted(read))\n"
-    )
-    names = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "TORCH_LOGS" in names
-    assert not {*names} & {*differ}
+    # All forked ranks would share what torch, NumPy or this library reads at its import.
+    variables = [ScriptJob(["train.py"], 2).environment(rank, (1, 2), 0) for rank in range(2)]
+    differ = {name for name in variables[0] if variables[0][name] != variables[1][name]}
+    assert differ == {"LOCAL_RANK", "RANK"}
+    read = {*(folder / "read").read_text().split()}
+    assert "TORCH_LOGS" in read
+    assert not read & differ, "what differs between ranks is read before they are forked"
 
 
 # -- what a script does ----------------------------------------------------------------------------

@@ -98,6 +98,7 @@ def test_killed_rank_is_named() -> None:
     assert caught.value.peer == 1
 
 
+@pytest.mark.slow("a rank is given 3 s to end by itself before it is ended")
 def test_rank_that_never_joins_is_named_and_ended() -> None:
     # The first rank of a test run waits for the forkserver, which imports torch.
     un.launch(print, 1, "gloo")
@@ -198,6 +199,7 @@ WAITS = """
 """
 
 
+@pytest.mark.slow("a script and the server that forks its ranks import torch, one after the other")
 def test_launch_from_a_script_with_which_ranks_end(tmp_path: Path) -> None:
     path = tmp_path / "script with spaces.py"
     path.write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(WAITS))

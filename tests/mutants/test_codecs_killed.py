@@ -26,7 +26,7 @@ def run_check(check: str, make: Make, bucket: Bucket = BUCKET) -> None:
     if check == "check_bytes":
         codecs.check_bytes(make, SIZE, bucket)
     elif check == "check_feedback":
-        run_ranks(lambda comm: codecs.check_feedback(make, comm, Bucket([(8, 5)], torch.float64), 64), SIZE)
+        run_ranks(lambda comm: codecs.check_feedback(make, comm, Bucket([(8, 5)], torch.float64), 128), SIZE)
     else:
         run_ranks(lambda comm: getattr(codecs, check)(make, comm, bucket), SIZE)
 

@@ -92,4 +92,6 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/native/* src/na
 	else \
 		$(INSTALL) '.[dev]' --extra-index-url $(CPU_INDEX); \
 	fi
+	@# One process compiles torch; otherwise each that the first tests start would, at the same time.
+	-@$(PY) -c 'import torch._dynamo'
 	@touch $(STAMP)

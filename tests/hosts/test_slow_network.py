@@ -87,7 +87,7 @@ def test_rate_and_round_trip_are_those_asked_for(way: str, ipv6: bool) -> None:
     assert min(report.round_trip for report in reports) < 5.2e-3, reports
     assert all(report.round_trip >= 4e-3 for report in reports), reports
     assert any(85e6 < report.rate < 115e6 for report in reports), reports
-    assert all(report.processor < 0.5 for report in reports), reports
+    assert min(report.processor for report in reports) < 0.5, reports
 
 
 def test_packets_are_lost_at_random(way: str) -> None:

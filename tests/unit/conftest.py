@@ -117,8 +117,10 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
 @pytest.fixture
 def port() -> int:
     """One that was free a moment ago, and that the system gives to no socket that asks for any."""
+    # Tests seed `random`, which would give the same ports to tests that run at the same time in another process.
+    chance = random.SystemRandom()
     while True:
-        number = random.randrange(10_000, 32_000)
+        number = chance.randrange(10_000, 32_000)
         try:
             socket.create_server(("127.0.0.1", number)).close()
         except OSError:

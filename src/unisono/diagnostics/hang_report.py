@@ -33,12 +33,14 @@ class Hang(NamedTuple):
         missing: Ranks that the collective is waiting for, as far as known: those doing something else; failing that,
             those not responding; failing that, those still in an earlier call.
         verdict: The same as a sentence, or empty.
+        waits: For each rank of that cycle, the name of the group that it waits in and the number of its call there.
     """
 
     report: str = ""
     deadlock: bool = False
     missing: tuple[int, ...] = ()
     verdict: str = ""
+    waits: frozenset[tuple[str, int]] = frozenset()
 
 
 def hang_report(control: ControlPlane, group: Group) -> Hang:
@@ -61,7 +63,10 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
         lines.insert(
             0, f"a deadlock: {first} waits for {', which waits for '.join(others)}; change the order of their calls"
         )
-    return Hang("".join(f"\n  {line}" for line in lines), bool(circle), *_verdict(reports, group))
+    waits = frozenset(
+        (current["group"], current["calls"]) for current in map(_inside, map(reports.get, circle)) if current
+    )
+    return Hang("".join(f"\n  {line}" for line in lines), bool(circle), *_verdict(reports, group), waits)
 
 
 def last_calls(control: ControlPlane, group: Group) -> str:

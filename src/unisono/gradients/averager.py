@@ -25,6 +25,7 @@ from unisono.gradients.weights import AllRanksDone, ErrorContext, Weights, check
 from unisono.utils.backward_pass import BackwardTracker, SavedGradients, adds_to_leaves, current_pass, watch_outputs
 from unisono.utils.flatten import broadcast_all, bucket_sizes, in_bytes
 from unisono.utils.parameters import agree_on_parameters, named_tensors, share, share_buffers
+from unisono.utils.pass_watch import PassWatch
 from unisono.utils.replaceable_comms import ReplaceableComms
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ class GradientAverager:
         TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings; or, from `backward()` and on every rank, some
             rank has no gradient that others have, without `find_unused_parameters`.
-        AbortedError: From `backward()`: another rank's pass has failed half-way, or its model has changed.
+        AbortedError: From `backward()`: another rank's pass has failed half-way, or its model has changed; or, within a
+            second, ranks run the passes of several averagers in different orders.
         RuntimeError: From a forward, from `backward()` or from `check()`: a parameter was replaced, swapped or added.
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not join; names the parameters.
 
@@ -139,6 +141,9 @@ class GradientAverager:
     If a part of the pass had been sent, all ranks drop the pass, and the next one is correct. Passes are paired by
     their number: where a rank skips a batch, as after an exception in forward, its next one counts in the others' step.
     It must skip the optimizer's step too, and no error tells if not. `un.checkpoint.assert_in_sync` compares models.
+
+    Where several models have an averager each, ranks run their passes in the same order, or in one `backward()` of a
+    common loss, which ends them in the order in which the averagers were created.
 
     Cost: for each step one all_reduce a bucket, with two elements a parameter and two more beside the gradients, and
     one copy of each gradient; 1.5 us a parameter for a hook before its gradient is added; a check of all parameters
@@ -337,6 +342,7 @@ class GradientAverager:
             raise RuntimeError("remove() was called inside a backward pass; call it after backward()")
         self._registry.remove()
         self._pass.forget()
+        self._watch.remove()
         self._reducer.clear()
         self._hook_chunks()
         self._comms.close()
@@ -445,7 +451,9 @@ class GradientAverager:
         self._saved = SavedGradients(self._parameters, self._stays, self._lies_in_buckets)
         self._reducer = Reducer(self._named, data, codec, sizes, self._weights, self._saved, self._reconnect)
         on_cpu = all(p.is_cpu for p in self._parameters)
-        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=on_cpu)
+        comms = self._comms
+        self._watch = PassWatch("GradientAverager", comms.in_use, comms.abort_all)
+        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=on_cpu, watch=self._watch)
         self._accumulated: set[int] = set()
         self._versions: list[int] | None = None
         self._syncing = True
@@ -530,7 +538,10 @@ class GradientAverager:
                 # A gradient with a graph stays in p.grad where the pass does not add to it.
                 slots = [i for i in slots if bucket.parameters[i].grad is not staying.get(bucket.indices[i])]
             bucket.take(slots)
-            self._reducer.advance()
+            # Weights are exchanged before the first bucket leaves. Gradients of several models arrive in any order, so
+            # that waits for the end of the pass, which has one order on all ranks.
+            if not (self._weights.uneven and len(self._watch.peers) > 1):
+                self._reducer.advance()
 
     def _watch_outputs(self, returned: Any) -> None:
         # Where ranks may lack gradients, a rank also joins the average if its pass reaches no parameter.
@@ -706,12 +717,15 @@ class GradientAverager:
     def _shadow(self) -> None:
         """Join a step of the ranks that still have data: contribute nothing, and leave p.grad as it is."""
         self._accumulated.clear()
+        self._watch.start()
         try:
             self._begin()
             self._end()
         except BaseException:
             self._fail()
             raise
+        finally:
+            self._watch.stop()
 
     def _look_at(self, buckets: Sequence[GradientBucket]) -> None:
         """`MismatchError` on all ranks if some lack a gradient that others have."""

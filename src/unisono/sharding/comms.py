@@ -73,6 +73,10 @@ class ShardComms:
         self.shard = self._pairs[-1].data
         self.overlaps = self.data.overlaps
 
+    def in_use(self) -> tuple[Communicator, ...]:
+        """Return what a failed step aborts."""
+        return tuple(pair.data for pair in self._pairs)
+
     def abort(self, reason: str) -> None:
         """End the running step on all ranks, because of an error that is raised on this one."""
         self.reported = True

@@ -25,6 +25,7 @@ from unisono.utils.backward_pass import BackwardTracker
 from unisono.utils.flatten import in_bytes, plan_buckets
 from unisono.utils.gradient_norms import clip_grad_norm_
 from unisono.utils.parameters import agree_on_parameters, claim, release, share, warn_of_norm_limits
+from unisono.utils.pass_watch import PassWatch
 
 __all__ = ["GradientSharder", "ShardedOptimizer"]
 
@@ -502,7 +503,8 @@ class GradientSharder:
         self._comms = comms
         self.sync = True
         on_cpu = all(p.is_cpu for bucket in buckets for p in bucket.parameters)
-        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=on_cpu)
+        self._watch = PassWatch("ShardedOptimizer", comms.in_use, comms.abort_all)
+        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=on_cpu, watch=self._watch)
         self._next = 0
         self._syncing = True
         self._problem: str | None = None
@@ -640,4 +642,5 @@ class GradientSharder:
         for handle in self._handles:
             handle.remove()
         self._pass.forget()
+        self._watch.remove()
         self.drop()

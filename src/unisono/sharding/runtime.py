@@ -20,6 +20,7 @@ from unisono.sharding.flat_parameters import FlatParameters, OneStream
 from unisono.sharding.partition import UnitPlan
 from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step
 from unisono.utils.backward_pass import BackwardTracker, current_pass, watch_outputs
+from unisono.utils.pass_watch import PassWatch
 
 __all__ = ["ForwardCall", "Place", "Runtime", "Unit", "make_units"]
 
@@ -166,9 +167,9 @@ class Runtime:
         self._comms = comms
         self.sync = True
         self._stream = OneStream(flat.part.device for flat in self._flats)
-        self._pass = BackwardTracker(
-            self._begin, self._end, self._fail, one_thread=all(flat.part.is_cpu for flat in self._flats)
-        )
+        on_cpu = all(flat.part.is_cpu for flat in self._flats)
+        self._watch = PassWatch("ShardedModel", comms.in_use, comms.abort_all)
+        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=on_cpu, watch=self._watch)
         self._handles: list[Any] = []
         self._version = 0  # of changes of the parameters
         # Number of running modules, and the exception that was handled when the outermost one began.
@@ -491,6 +492,7 @@ class Runtime:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._watch.remove()
         for flat in self._flats:
             flat.restore()
 

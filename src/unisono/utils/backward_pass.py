@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
@@ -17,12 +19,17 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
 from unisono.core.tensors import is_transformed
+from unisono.utils.pass_watch import PassWatch
 
 __all__ = ["BackwardTracker", "SavedGradients", "adds_to_leaves", "current_pass", "watch_outputs", "will_run"]
 
 _APPLY = BackwardCFunction.apply.__code__
 _RUN = _engine_run_backward.__code__
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+_created = itertools.count()
+_tokens: dict[int, weakref.ref[partial[None]]] = {}
+"""For each running graph task that a tracker has seen, by number, its token; the argument is the list of trackers."""
 
 current_pass: Callable[[], int] = _current_graph_task_id
 """The number of the graph task (one call of autograd's engine) that runs in this thread; -1 if none does."""
@@ -31,14 +38,28 @@ _current_node: Callable[[], Any] = _current_autograd_node
 """The node of the graph that runs in this thread."""
 
 
+_in_order = attrgetter("number")
+
+
+def _end_passes(trackers: list[BackwardTracker]) -> None:
+    """End the passes of all models that a graph task has reached, in the order in which their trackers were created.
+
+    That order is the same on all ranks. The order of their gradients is that of the graph, and differs where ranks add
+    up a loss in another order; as ending a pass may block until all other ranks end theirs, they would block for ever.
+    """
+    if not _is_nested():
+        for tracker in sorted(trackers, key=_in_order):
+            tracker.complete()
+
+
 class BackwardTracker:
     """The pass of one model: the outermost call of autograd in which a hooked parameter got a gradient.
 
     Calls that run inside it belong to it: those of re-entrant checkpointing, and those of users' hooks.
 
-    Each graph task that is seen gets a token among its final callbacks. Torch drops it with the graph task, whether
-    that has succeeded or raised, and the enclosing graph task is the current one again then, which gets a token in
-    turn. The outermost one has none around it.
+    Each graph task that is seen gets a token among its final callbacks, which all trackers share. Torch drops it with
+    the graph task, whether that has succeeded or raised, and the enclosing graph task is the current one again then,
+    which gets a token in turn. The outermost one has none around it.
 
     Args:
         begin: Called before any gradient is accumulated.
@@ -46,8 +67,10 @@ class BackwardTracker:
         fail: Called when the outermost call, or `end`, has raised; before the caller sees the error. Also if the pass
             has not begun.
         one_thread: Whether all hooks run in the thread that called `backward()`, as on CPUs.
+        watch: Started and stopped with each pass.
 
     Attributes:
+        number: Position in the order in which trackers were created.
         running: The graph task that was seen last.
         is_open: Whether a pass has begun and not ended.
         arrived: The indices of the leaves whose gradient the pass has added to, or is about to.
@@ -60,15 +83,20 @@ class BackwardTracker:
         fail: Callable[[], None],
         *,
         one_thread: bool,
+        watch: PassWatch,
     ) -> None:
         self._begin = begin
         self._end = end
         self._fail = fail
         self._one_thread = one_thread
+        self._watch = watch
+        self.number = next(_created)
         self.forget()
 
     def forget(self) -> None:
         """Neither end the running pass nor undo it."""
+        if self._watch.running:
+            self._watch.stop()
         self.running: int | None = None
         self._reading: int | None = None
         self.is_open = self._conflict = False
@@ -114,18 +142,24 @@ class BackwardTracker:
             if not self.is_open:
                 self.is_open = True
                 self._thread = get_ident()
+                if len(self._watch.peers) > 1:
+                    self._watch.start()
                 self._begin()
         self.running = number
 
     def _hold(self, number: int) -> None:
-        token = partial(self._completed, number)
+        known = _tokens.get(number)
+        token = None if known is None else known()
+        if token is None:
+            # Not an object with a method: its frame would be in the traceback of an error, and keep the token alive.
+            token = partial(_end_passes, [])
+            _tokens[number] = weakref.ref(token, lambda _: _tokens.pop(number, None))
+            _queue_callback(token)
+        token.args[0].append(self)
         self._tasks[number] = weakref.ref(token, lambda _: self.abandon(number))
-        _queue_callback(token)
 
-    def _completed(self, number: int) -> None:
-        """A graph task has succeeded."""
-        if number not in self._tasks or _is_nested():
-            return
+    def complete(self) -> None:
+        """End the pass: the outermost graph task has succeeded."""
         if self._conflict:
             raise _two_threads()
         if self.is_open:

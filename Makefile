@@ -92,6 +92,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/native/* src/na
 	else \
 		$(INSTALL) '.[dev]' --extra-index-url $(CPU_INDEX); \
 	fi
-	@# One process compiles torch; otherwise each that the first tests start would, at the same time.
-	-@$(PY) -c 'import torch._dynamo'
+	@# One process compiles what the tests import; otherwise each that the first tests start would, at the same time.
+	-@$(PY) -c 'import matplotlib.pyplot, networkx, setuptools, sklearn.datasets, torch._dynamo'
+	-@$(PY) -m pytest --collect-only >/dev/null
 	@touch $(STAMP)

@@ -41,6 +41,8 @@ __all__ = [
 
 GRACE_S = 3.0
 """After a first failure, how long the others may take to end by their own error."""
+_SKIPS = frozenset({"Skipped", "SkipTest", "XFailed"})
+"""Names of the errors of pytest and unittest that end a test which has not failed."""
 _SHOWN = 4
 """Errors of other ranks of which a failure shows the first line."""
 
@@ -251,7 +253,10 @@ def first_failure(ended: Sequence[Outcome]) -> Outcome:
 
 
 def _consequence(outcome: Outcome) -> int:
-    """0 for a rank that ended unheard, 1 for an error of its own, 2 for one that tells of another rank."""
+    """0 for a rank that ended unheard, 1 for an error of its own, 2 for a skip, 3 for an error about another rank."""
     if not outcome.reported:
         return 0
-    return 2 if isinstance(outcome.error, PeerLostError | AbortedError) else 1
+    if isinstance(outcome.error, PeerLostError | AbortedError):
+        return 3
+    # A rank that skips a test, or fails as expected, must not hide that the test fails on another rank.
+    return 2 if type(outcome.error).__name__ in _SKIPS else 1

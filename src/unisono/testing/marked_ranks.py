@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class MarkedRanks:
         from unisono.errors import CommTimeoutError
         from unisono.testing.namespaced_ranks import TIMEOUT_S
         from unisono.testing.pools import pool
+        from unisono.testing.rank_rules import own_fixtures
+        from unisono.transports.hierarchical import transport_named
 
         size = kwargs[self.size] if isinstance(self.size, str) else self.size
         size = size if isinstance(size, int) else len(size)
@@ -67,35 +71,61 @@ class MarkedRanks:
             timeout_s = min(timeout_s, max(_SHRINKING_S, _SLACK * self.quickest_s))
             options = {**options, "timeout": timeout_s}
         backend = _processes() if self.backend == "process" else self.backend
+        # Patches by threads are those of the process, which only pytest can undo in order.
+        own = kwargs.keys() & ({"subtests"} if transport_named(backend).in_process else {"subtests", "monkeypatch"})
+        shared = {name: value for name, value in kwargs.items() if name not in own}
 
         @functools.wraps(test)
         def on_one_rank(one: Communicator) -> Any:
-            return test(*args, **kwargs, **({"comm": one} if comm else {}))
+            # Programs run on ranks without pytest, too.
+            instead: AbstractContextManager[dict[str, Any]] = own_fixtures(own) if own else nullcontext({})
+            with instead as fixtures:
+                result = test(*args, **shared, **fixtures, **({"comm": one} if comm else {}))
+                if not inspect.iscoroutinefunction(test):
+                    return result
+                import asyncio
 
-        program = on_one_rank
+                return asyncio.run(result)
+
         try:
             ranks = pool(backend, size, **options)
             start_s = time.monotonic()
             if self.torch:
                 from unisono.testing.torch_world import run_with_torch
 
-                results = run_with_torch(ranks, program, timeout_s)
+                results = run_with_torch(ranks, on_one_rank, timeout_s)
             else:
-                results = ranks.run(program)
+                results = ranks.run(on_one_rank)
             self.quickest_s = min(self.quickest_s, time.monotonic() - start_s)
             return results
         except CommTimeoutError:
             self.deadlocked = True
             raise
 
-    def __call__(self, test: Callable[..., Any]) -> Callable[..., None]:
-        """Return a test that runs `test` on the ranks, as a decorator does."""
+    def __call__(self, test: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a test that runs `test` on the ranks, as a decorator does.
+
+        It returns what one of them returns, and is a coroutine function where `test` is: whoever runs tests decides
+        what becomes of both. Where it takes these ranks as `comm`, the test gets its rank's communicator.
+        """
 
         @functools.wraps(test)
-        def on_ranks(*args: Any, **kwargs: Any) -> None:
-            self.run(test, *args, **kwargs)
+        def on_ranks(*args: Any, **kwargs: Any) -> Any:
+            others = {name: value for name, value in kwargs.items() if value is not self}
+            results = self.run_test(test, args, others, comm=len(others) < len(kwargs))
+            return next((result for result in results if result is not None), None)
 
-        return on_ranks
+        if not inspect.iscoroutinefunction(test):
+            return on_ranks
+
+        @functools.wraps(test)
+        async def in_loop(*args: Any, **kwargs: Any) -> Any:
+            import asyncio
+
+            # Servers of asynchronous fixtures go on while ranks, each in a loop of its own, use them.
+            return await asyncio.to_thread(on_ranks, *args, **kwargs)
+
+        return in_loop
 
 
 def _processes() -> str:

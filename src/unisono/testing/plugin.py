@@ -12,25 +12,24 @@ process of pytest. Every run of pytest imports this file, so it must not import 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 from unittest import TestCase
 
 import pytest
 
 from unisono.testing.marked_ranks import MarkedRanks, torch_ranks
+from unisono.testing.rank_rules import run_case
 
 __all__ = [
     "comm",
     "pytest_addoption",
     "pytest_configure",
     "pytest_generate_tests",
-    "pytest_pyfunc_call",
     "pytest_runtest_call",
     "pytest_runtest_makereport",
     "pytest_unconfigure",
@@ -116,70 +115,71 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
         call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> None:
-    """Run a marked test of unittest on its ranks, each of which has its own instance, and sets it up."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Have a marked test run on its ranks, with all that pytest and other plugins do with a test around that.
+
+    What they call is replaced for the extent of the call, and before any of them wraps it. So they, and not this
+    plugin, decide what becomes of coroutines, of returned values, and of failures that are expected.
+    """
     marker = item.get_closest_marker("ranks")
-    cls = item.cls if isinstance(item, pytest.Function) else None
-    if marker is None or cls is None or not issubclass(cls, TestCase):
-        return
-    ranks = MarkedRanks(*marker.args, **marker.kwargs)
+    if marker is None or not isinstance(item, pytest.Function):
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        if item.cls is not None and issubclass(item.cls, TestCase):
+            _wrap_case(item, MarkedRanks(*marker.args, **marker.kwargs), patch)
+        else:
+            _wrap_function(item, patch)
+        return (yield)
+
+
+def _wrap_case(item: pytest.Function, ranks: MarkedRanks, patch: pytest.MonkeyPatch) -> None:
+    """Have a test of unittest run on ranks, each of which has its own instance, and sets it up."""
     if not ranks.torch:
         pytest.fail("a test of unittest cannot take `comm`: mark it with `ranks(..., torch=True)`", pytrace=False)
+    if hasattr(item.obj, "hypothesis"):
+        pytest.fail("each rank would draw its own examples: decorate with `torch_ranks` below `given`", pytrace=False)
+    cls = item.cls
+    own = vars(cls(item.name))
+    # Fixtures of the class have set these on pytest's instance.
+    given = {name: value for name, value in vars(item.instance).items() if name not in own}
 
-    def whole(name: str) -> None:
-        cls(name).debug()
+    def on_rank(name: str) -> bool:
+        return run_case(cls(name), given)
 
     # Processes get it by value, as all of its module.
-    whole.__module__ = cls.__module__
-    item.__dict__["runtest"] = functools.partial(ranks.run, whole, item.name)
+    on_rank.__module__ = cls.__module__
+
+    def run(result: object) -> None:
+        if any(ranks.run(on_rank, item.name)):
+            pytest.fail("Unexpected success", pytrace=False)
+
+    patch.setattr(item.instance, "run", run)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a marked test on its ranks. Other fixtures are created once and shared by all of them."""
-    if pyfuncitem.get_closest_marker("ranks") is None:
-        return None
-    taken = inspect.signature(pyfuncitem.obj).parameters
-    arguments = {name: value for name, value in pyfuncitem.funcargs.items() if name in taken}
-    callspec = getattr(pyfuncitem, "callspec", None)
+def _wrap_function(item: pytest.Function, patch: pytest.MonkeyPatch) -> None:
+    """Have a test run on ranks. Other fixtures than `comm` are created once, and shared by all ranks."""
+    callspec = getattr(item, "callspec", None)
     ranks = None if callspec is None else callspec.params.get("comm")
     if not isinstance(ranks, MarkedRanks):
         pytest.fail("a test that is marked with `ranks` must take `comm`, the communicator of its rank", pytrace=False)
-    test = pyfuncitem.obj
+    test: Any = item.obj
     if hasattr(test, "hypothesis"):
-        _run_examples(test, arguments, ranks)
-    else:
-        _on_ranks(test, ranks)(**arguments)
-    return True
+        patch.setattr(test.hypothesis, "inner_test", ranks(test.hypothesis.inner_test))
+        function = getattr(test, "__func__", test)
+        chosen = _for_ranks(function._hypothesis_internal_use_settings)
+        patch.setattr(function, "_hypothesis_internal_use_settings", chosen)
+    elif not inspect.isasyncgenfunction(test):
+        patch.setattr(item, "obj", ranks(test))
 
 
-def _run_examples(test: Any, arguments: dict[str, Any], ranks: MarkedRanks) -> None:
-    """Run a test of Hypothesis, which calls the inner test for each example."""
+def _for_ranks(chosen: Any) -> Any:
+    """Return settings of Hypothesis for a test whose examples run on ranks."""
     from hypothesis import Phase, settings
 
-    inner = test.hypothesis.inner_test
-    function = getattr(test, "__func__", test)
-    chosen = function._hypothesis_internal_use_settings
-    default = settings()
     # The default deadline is some milliseconds, and an example may have to start its ranks.
-    deadline = None if chosen.deadline == default.deadline else chosen.deadline
+    deadline = None if chosen.deadline == settings().deadline else chosen.deadline
     # An explanation would name lines that ran here, which are those of the library. One mistake fails in several ways
     # on several ranks: one of these is enough.
     phases = [phase for phase in chosen.phases if phase is not Phase.explain]
-    function._hypothesis_internal_use_settings = settings(
-        chosen, deadline=deadline, phases=phases, report_multiple_bugs=False
-    )
-    test.hypothesis.inner_test = _on_ranks(inner, ranks)
-    try:
-        test(**arguments)
-    finally:
-        test.hypothesis.inner_test = inner
-
-
-def _on_ranks(test: Callable[..., None], ranks: MarkedRanks) -> Callable[..., None]:
-    @functools.wraps(test)
-    def on_ranks(*args: Any, comm: MarkedRanks | None = None, **kwargs: Any) -> None:
-        ranks.run_test(test, args, kwargs, comm=comm is not None)
-
-    return on_ranks
+    return settings(chosen, deadline=deadline, phases=phases, report_multiple_bugs=False)

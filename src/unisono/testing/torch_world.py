@@ -117,6 +117,7 @@ class _TorchRank:
         self.comm = comm
         self.place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **meeting}
         self.timeout_s = timeout_s
+        self.process = os.getpid()
         self.world = _RankWorld()
         self._run = run
         self._made: Counter[tuple[int, ...]] = Counter()
@@ -382,7 +383,13 @@ def _refused(owner: Any, name: str, why: str, *, simulated: bool) -> Callable[..
     @functools.wraps(real)
     def call(*args: Any, **kwargs: Any) -> Any:
         rank = _thread.rank
-        if rank is not None and rank.comm.size > 1 and (simulated or not engine_of(rank.comm).control.simulated):
+        if (
+            rank is not None
+            and rank.comm.size > 1
+            # A process that a rank forks, such as a DataLoader's worker, shares nothing with other ranks.
+            and rank.process == os.getpid()
+            and (simulated or not engine_of(rank.comm).control.simulated)
+        ):
             # Without what a class is called inside.
             shown = (
                 f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else f"{owner.__name__}.{name}()"
@@ -400,8 +407,13 @@ class _Environment(MutableMapping[str, str]):
         self._process = process
 
     def _of(self, name: str) -> MutableMapping[str, str]:
+        if name not in _PLACE:
+            return self._process
         rank = _thread.rank
-        return rank.place if rank is not None and name in _PLACE else self._process
+        if rank is not None:
+            return rank.place
+        # Pytest's `monkeypatch` restores what a rank had when that rank has ended, on a thread of no rank.
+        return self._process if os.environ is self else {}
 
     def __getitem__(self, name: str) -> str:
         return self._of(name)[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
 from torch_test_programs import PROGRAMS, SIZE
 
 import unisono as un
@@ -152,6 +154,51 @@ def test_seed_of_all_threads_is_refused(seed: Callable[[], object]) -> None:
     with pytest.raises(UnavailableError, match=r"rank \d of 2: .*seed\(\) seeds one generator for all.*'process'"):
         un.testing.torch_ranks(2).run(seed)
     seed()
+
+
+class Numbers(Dataset[float]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> float:
+        return index + random.random() + torch.rand(1).item()
+
+
+# Python 3.12 warns of forks of a process with threads.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_worker_of_a_data_loader_seeds_itself() -> None:
+    def program() -> int:
+        return len(list(DataLoader(Numbers(), num_workers=1, multiprocessing_context="fork")))
+
+    assert un.testing.torch_ranks(2).run(program) == [3, 3]
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_patches_of_a_rank_end_with_its_test(backend: str) -> None:
+    def test(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RANK", "7")
+        monkeypatch.delenv("WORLD_SIZE")
+        monkeypatch.setattr(random, "choice", None)
+        dist.barrier()
+        assert os.environ["RANK"] == "7"
+        assert random.choice is None
+
+    def is_patched() -> bool:
+        return random.choice is None
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        un.testing.torch_ranks(2, backend)(test)(monkeypatch=monkeypatch)
+    assert not {"RANK", "WORLD_SIZE"} & os.environ.keys()
+    assert un.testing.torch_ranks(2, backend).run(is_patched) == [False, False]
+
+
+def test_decorated_coroutine_is_one_and_returns_its_result() -> None:
+    @un.testing.torch_ranks(2)
+    async def test() -> int:
+        await asyncio.sleep(0)
+        return dist.get_world_size()
+
+    assert asyncio.run(test()) == 2
 
 
 @pytest.mark.parametrize("profile", [torch.profiler.profile, torch.autograd.profiler.profile])

@@ -318,3 +318,174 @@ def test_marked_test_of_unittest_runs_on_ranks(inner: pytest.Pytester) -> None:
     result = inner.runpytest_inprocess()
     result.assert_outcomes(passed=1, failed=2, skipped=1)
     result.stdout.fnmatch_lines_random(["*AssertionError: 1 != 0*", "*raised on rank 1 of 2*", "*cannot take `comm`*"])
+
+
+# -- the rules of pytest and unittest --------------------------------------------------------------
+RULES = """
+import asyncio, pytest, unittest
+from hypothesis import given, settings, strategies as st
+
+async def test_coroutine():
+    assert False
+
+async def test_asynchronous_generator():
+    yield
+
+def test_returned():
+    return 1
+
+class Awaitable:
+    def __await__(self):
+        yield
+
+def test_returned_awaitable():
+    return Awaitable()
+
+@settings(max_examples=2)
+@given(x=st.booleans())
+async def test_coroutine_with_examples(x):
+    assert False
+
+@settings(max_examples=2)
+@given(x=st.booleans())
+def test_returned_with_examples(x):
+    return 1
+
+def test_xfail():
+    pytest.xfail("not yet")
+
+@pytest.mark.xfail(raises=KeyError)
+def test_other_failure_than_expected():
+    raise ValueError
+
+@pytest.mark.xfail(strict=True)
+def test_passes_unexpectedly():
+    pass
+
+def test_skips():
+    pytest.skip("not here")
+
+def test_skips_in_subtest_and_fails(subtests):
+    with subtests.test(i=0):
+        pytest.skip("not here")
+    assert False
+
+def test_subtest_fails(subtests):
+    with subtests.test(i=1):
+        assert False
+
+class TestOfUnittest(unittest.TestCase):
+    @pytest.fixture(autouse=True)
+    def fixture(self):
+        self.given = 1
+
+    def tearDown(self):
+        type(self).torn_down = True
+
+    @unittest.expectedFailure
+    def test_fails_as_expected(self):
+        assert False
+
+    @unittest.expectedFailure
+    def test_passes_unexpectedly(self):
+        pass
+
+    @unittest.skip("not here")
+    def test_is_skipped(self):
+        assert False
+
+    def test_attribute_of_fixture(self):
+        assert self.given == 1
+
+    def test_subtest_fails(self):
+        with self.subTest(i=1):
+            assert False
+
+    def test_subtest_is_skipped(self):
+        with self.subTest(i=1):
+            self.skipTest("not here")
+
+    @unittest.expectedFailure
+    def test_subtest_fails_as_expected(self):
+        with self.subTest(i=1):
+            assert False
+
+    def test_test_that_failed_was_torn_down(self):
+        assert self.torn_down
+
+class TestThatIsNotSetUp(unittest.TestCase):
+    def setUp(self):
+        raise ValueError
+
+    @unittest.expectedFailure
+    def test_it(self):
+        pass
+
+class TestCoroutines(unittest.IsolatedAsyncioTestCase):
+    async def asyncSetUp(self):
+        self.given = 1
+
+    async def test_passes(self):
+        await asyncio.sleep(0)
+        assert self.given == 1
+
+    async def test_fails(self):
+        assert self.given == 2
+"""
+
+
+def outcomes(inner: pytest.Pytester) -> dict[str, str]:
+    """Return the outcome of each test, by its name without the ranks it ran on."""
+    found: dict[str, str] = {}
+    for report in inner.inline_run("-p", "no:cacheprovider").getreports("pytest_runtest_logreport"):
+        name = report.nodeid.partition("[")[0]
+        # A subtest that fails has a report of its own, before that of its test.
+        if report.failed:
+            found[name] = "failed"
+        elif (report.when == "call" or report.skipped) and not hasattr(report, "context"):
+            found.setdefault(name, "xfailed" if hasattr(report, "wasxfail") else report.outcome)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["thread", pytest.param("process", marks=pytest.mark.soak)])
+def test_outcomes_are_those_without_the_marker(inner: pytest.Pytester, backend: str) -> None:
+    inner.makepyfile(RULES)
+    expected = outcomes(inner)
+    assert {"passed", "failed", "skipped", "xfailed"} == set(expected.values())
+    inner.makepyfile(f"{RULES}\npytestmark = pytest.mark.ranks(2, '{backend}', torch=True)\n")
+    assert outcomes(inner) == expected
+
+
+def test_coroutine_runs_where_a_plugin_runs_coroutines(inner: pytest.Pytester) -> None:
+    """Each rank has a loop, while that of the plugin serves what its fixtures have started."""
+    inner.makepyfile(
+        coroutines="""
+        import asyncio, inspect, pytest
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_pyfunc_call(pyfuncitem):
+            if inspect.iscoroutinefunction(pyfuncitem.obj):
+                with asyncio.Runner() as runner:
+                    server = runner.run(asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0))
+                    pyfuncitem.funcargs["port"] = server.sockets[0].getsockname()[1]
+                    runner.run(pyfuncitem.obj(**pyfuncitem.funcargs))
+                    server.close()
+                return True
+        @pytest.fixture
+        def port():
+            pass
+        """,
+        test_it="""
+        import asyncio, pytest
+        @pytest.mark.ranks(2)
+        async def test_it(comm, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert await reader.read() == b""
+            writer.close()
+            assert comm.all_gather_object(comm.rank) == [0, 1]
+            assert comm.rank == 0
+        """,
+    )
+    inner.syspathinsert()
+    result = inner.runpytest_inprocess("-p", "coroutines")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*assert 1 == 0*", "*raised on rank 1 of 2*"])

@@ -33,7 +33,7 @@ from unisono.core.flight_recorder import callers_place
 from unisono.core.group import Group
 from unisono.core.notebook import html_table
 from unisono.core.tensors import Buffer, check_apart, check_reducible, check_tensor, parse_op
-from unisono.core.transport import Mailbox, Options, Transport, renewed
+from unisono.core.transport import HEARTBEAT_LEAST_S, Mailbox, Options, Transport, renewed
 from unisono.core.types import Blocking, Message, NonBlocking, Recv, ReduceOp, Send, Timeout, Work
 from unisono.core.work import ResultWork, resolve_timeout, seconds_left
 from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
@@ -130,6 +130,7 @@ class Communicator:
         relay = FailureRelay()
         control.join(group, relay.on_failure)
         try:
+            control.set_heartbeat(options.heartbeat_s or options.timeout_s + HEARTBEAT_LEAST_S)
             self._host_names = self._handshake(transport, group)
         except BaseException:
             transport.close()
@@ -1679,9 +1680,8 @@ class Communicator:
     def _terms(self) -> bytes:
         """Return the terms that a newcomer needs."""
         options = self._options
-        return serialization.encode(
-            (options.backend, options.timeout_s, options.chunk_bytes, options.deterministic, self._check)
-        )
+        settings = options.backend, options.timeout_s, options.heartbeat_s, options.chunk_bytes, options.deterministic
+        return serialization.encode((*settings, self._check))
 
     # -- choice of algorithms --------------------------------------------------------------------
     def tune(self, seconds: float = 2.0) -> CostTable:

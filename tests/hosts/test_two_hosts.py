@@ -113,7 +113,7 @@ def test_cut_link_times_out_and_names_ranks(network: Network) -> None:
 
 @pytest.mark.soak
 def test_rank_without_control_plane_still_names_a_rank(network: Network) -> None:
-    """After the operation's second it takes ten, in which it tries to tell the others."""
+    """After the second of the operation it takes six, in which it tries to tell the others."""
     for its in cut(network, range(2, 4)):
         assert isinstance(its, CommTimeoutError), repr(its)
         assert its.peer == 0

@@ -17,7 +17,7 @@ from unisono.control import handshake
 from unisono.control.client_base import CLOSED, ControlClient, PendingRequest, SharedObjects, news_of, reply_of
 from unisono.control.inspect_socket import InspectSocket
 from unisono.control.process_exit import close_at_exit
-from unisono.control.sockets import FrameProtector, check_platform, invalidate_after_fork
+from unisono.control.sockets import FrameProtector, check_platform, invalidate_after_fork, limit_silence, outage
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
@@ -71,6 +71,7 @@ class SocketControl(ControlClient):
         self._process = os.getpid()
         self._reading = threading.Lock()
         self._shared = SharedObjects()
+        self._heartbeat_s: float | None = None
         self._connection, self._news = connect(
             address, secret, timeout if reach_within_s is None else reach_within_s, rank
         )
@@ -110,6 +111,16 @@ class SocketControl(ControlClient):
     def identify(self, label: str) -> None:
         """Label this client. The owner of the server is notified with the label if the client is lost."""
         self._request("identify", label)
+
+    def set_heartbeat(self, seconds: float) -> None:
+        if self._heartbeat_s is None:
+            # The time after the last answer, in which the last probe is sent a second before the end.
+            self._heartbeat_s = max(1.0, seconds - 1.0)
+            self._news.limit_silence(self._heartbeat_s)
+            self._request("heartbeat", self._heartbeat_s)
+
+    def outage(self) -> str:
+        return self._news.outage()
 
     def fail_all(self, cause: Cause) -> None:
         """Report a failure to every group."""
@@ -207,6 +218,7 @@ class SocketControl(ControlClient):
     # -- news ----------------------------------------------------------------------------------
     def _read_news(self) -> None:
         goodbye = False
+        away = ""
         try:
             while not goodbye:
                 for content in self._news.receive(None):
@@ -215,14 +227,14 @@ class SocketControl(ControlClient):
                     self._call(None if goodbye else self.receive(news))
         except (OSError, ValueError) as error:
             _log.debug("%s: %s", self._where, error)
+            away = self._news.outage(error)
         if goodbye:
             cause = Cause("ClosedError", None, f"{self._where} has ended: rank 0 or the launcher closed it")
             self._end(cause, fails_groups=False)
         elif self._ended is None:
             host = "" if self._host_rank is None else f"rank {self._host_rank} of the job, its host, was lost: "
-            cause = Cause(
-                "PeerLostError", None, f"{host}{self._where} was lost: its process ended, or the connection broke"
-            )
+            why = away or "its process ended, or the connection broke"
+            cause = Cause("PeerLostError", None, f"{host}{self._where} was lost: {why}")
             for callback in self._end(cause, fails_groups=True, culprit=self._host_rank):
                 self._call(callback)
             self._call(self._on_orphan)
@@ -247,6 +259,7 @@ class ClientConnection:
     def __init__(self, peer: socket.socket, channel: FrameProtector) -> None:
         peer.setblocking(False)
         self._peer = peer
+        self._host = ""
         self._channel = channel
         self._sending = threading.Lock()
         self._readable = select.poll()
@@ -286,6 +299,15 @@ class ClientConnection:
         if self._inspect_socket is not None and self._inspect_number in found:
             self._inspect_socket.answer()
         return self._channel.receive(self._peer) if found else []
+
+    def limit_silence(self, seconds: float) -> None:
+        """End the connection when the server's host has not answered for so long."""
+        self._host = self._peer.getpeername()[0]
+        limit_silence(self._peer, seconds)
+
+    def outage(self, error: BaseException | None = None) -> str:
+        """Return since when the server's host has not answered, as a sentence; empty if it does, or has no limit."""
+        return outage(self._peer, self._host, error) if self._host else ""
 
     def hang_up(self) -> None:
         """End the connection; threads that read it are notified."""

@@ -22,7 +22,7 @@ from unisono.core.flight_recorder import Activity, ActivityRegistry
 from unisono.core.group import Group
 from unisono.core.threads import AutoResetEvent
 from unisono.diagnostics.event_log import EventLog, record_of
-from unisono.diagnostics.hang_report import hang_report
+from unisono.diagnostics.hang_report import hang_report, sentence
 from unisono.errors import ClosedError, CommTimeoutError, PeerLostError
 
 __all__ = [
@@ -38,8 +38,9 @@ __all__ = [
 
 T = TypeVar("T")
 
-# After a timeout: seconds for the server to report the outcome.
+# After a timeout: seconds for the server to report the outcome, also if its host is known to be out of reach.
 _GRACE_S = 5.0
+_AWAY_S = 0.2
 _AGAIN_S = 1.0
 
 
@@ -133,10 +134,8 @@ class ControlClient(ControlPlane, ABC):
             self._waiters.pop(waiter.number, None)
         if waiter.reply is None:
             self._silent = True
-            raise CommTimeoutError(
-                f"{self._where} has not answered for {timeout:.1f} s. Is its process running?",
-                waited_s=timeout,
-            )
+            why = sentence(self.outage()) or " Is its process running?"
+            raise CommTimeoutError(f"{self._where} has not answered for {timeout:.1f} s.{why}", waited_s=timeout)
         _, outcome, body = waiter.reply
         if outcome == "failed":
             raise error_of(Cause(*cast("tuple[str, int | None, str]", body)), group)
@@ -145,6 +144,10 @@ class ControlClient(ControlPlane, ABC):
     def _within(self, timeout: float) -> float:
         """Seconds to wait for an answer: few once the server is silent, because a failing rank sends many requests."""
         return min(timeout, _AGAIN_S) if self._silent else timeout
+
+    @property
+    def _grace_s(self) -> float:
+        return _AWAY_S if self.outage() else _GRACE_S
 
     def _request(self, *words: Any, group: Group | None = None, within_s: float | None = None) -> Any:
         return self._finish(self._begin(*words), self._patience_s if within_s is None else within_s, group)
@@ -170,13 +173,13 @@ class ControlClient(ControlPlane, ABC):
         waiter = self._begin(*words)
         try:
             if not self._wait(waiter, timeout):
-                self._request(*give_up(waiter.number), group=group, within_s=_GRACE_S)
+                self._request(*give_up(waiter.number), group=group, within_s=self._grace_s)
                 if unanswered is not None and waiter.reply is None:
                     raise CommTimeoutError(unanswered, waited_s=timeout)
         except BaseException:
             self._waiters.pop(waiter.number, None)
             raise
-        return self._finish(waiter, _GRACE_S, group)
+        return self._finish(waiter, self._grace_s, group)
 
     def receive(self, reply: Reply) -> Callback | None:
         """Pass a reply to its waiter. Return the callback that it causes, to be called outside of any lock."""
@@ -270,7 +273,7 @@ class ControlClient(ControlPlane, ABC):
         with contextlib.suppress(PeerLostError, ClosedError, CommTimeoutError):
             waiter = self._begin("leave", group.name, patience > 0)
             if not self._wait(waiter, self._within(patience or self._patience_s)) and not self._silent:
-                self._request("forget", waiter.number, within_s=_GRACE_S)
+                self._request("forget", waiter.number, within_s=self._grace_s)
             self._waiters.pop(waiter.number, None)
 
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
@@ -302,7 +305,7 @@ class ControlClient(ControlPlane, ABC):
             with contextlib.suppress(CommTimeoutError):
                 # If there is no answer, the others have to find out for themselves.
                 words = (group.name, cause.kind, cause.rank, cause.message)
-                return Cause(*self._request("fail", *words, group=group, within_s=min(self._patience_s, _GRACE_S)))
+                return Cause(*self._request("fail", *words, group=group, within_s=min(self._patience_s, self._grace_s)))
         callback = membership.fail(cause) if membership is not None else None
         if callback is not None:
             callback()

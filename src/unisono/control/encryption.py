@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from unisono.control.sockets import invalidate_after_fork
+from unisono.control.sockets import invalidate_after_fork, outage
 from unisono.errors import CommError
 
 __all__ = ["ADVICE", "TLS", "EncryptedSocket", "encrypted", "refuse_unencrypted", "tls_context"]
@@ -95,9 +95,14 @@ def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout
 
 
 class EncryptedSocket(socket.socket):
-    """The near end of a relay, with the addresses and the options of the connection that it encrypts."""
+    """The near end of a relay, with the addresses and the options of the connection that it encrypts.
+
+    Attributes:
+        outage: As of `unisono.control.sockets.outage`, when the relay closed the connection.
+    """
 
     def __init__(self, near: socket.socket, connection: socket.socket) -> None:
+        self.outage = ""
         super().__init__(near.family, near.type, near.proto, near.detach())
         self._connection = connection
         self._addresses = connection.getsockname(), connection.getpeername()
@@ -110,6 +115,9 @@ class EncryptedSocket(socket.socket):
 
     def getsockopt(self, level: int, *option: int) -> Any:
         return self._connection.getsockopt(level, *option)
+
+    def setsockopt(self, level: int, *option: Any) -> None:
+        self._connection.setsockopt(level, *option)
 
 
 class _Pipe:
@@ -203,6 +211,8 @@ class _Pipe:
         """Close the connection, and the relay's end; the rank's ends by itself."""
         if error is not None and not self.trusted.done():
             self.trusted.set_exception(error)
+        # Before the rank sees the end, of which it asks the reason.
+        self.near.outage = outage(self._connection, self.near.getpeername()[0], error)
         self._connection.close()
         self._far.close()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono import serialization
 from unisono.control.handshake import Acceptor, AuthenticationError, connect
-from unisono.control.sockets import FrameProtector, listen
+from unisono.control.sockets import FrameProtector, limit_silence, listen
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
@@ -30,6 +30,7 @@ _LOOK_EVERY_S = 0.1
 _LEAST_S = 0.1
 _LAST_PROOF_WITHIN_S = 5.0
 _FAREWELL_S = 0.3
+_AFTER_CLOSE_S = 60
 _READ_BYTES = 64 << 10
 _SPARE = 4
 """Descriptors that are needed while ranks connect."""
@@ -40,6 +41,8 @@ def say_farewell(connections: Sequence[socket.socket]) -> None:
     waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
     watch = select.poll()
     for number, connection in waiting.items():
+        # The kernel keeps sending to a lost host when this process has ended.
+        limit_silence(connection, _AFTER_CLOSE_S)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         watch.register(number, select.POLLIN)

@@ -18,7 +18,15 @@ from unisono import serialization
 from unisono.control.encryption import tls_context
 from unisono.control.handshake import Acceptor, Handshake
 from unisono.control.inspect_socket import InspectSocket
-from unisono.control.sockets import MAX_FRAME_BYTES, FrameProtector, check_platform, invalidate_after_fork, listen
+from unisono.control.sockets import (
+    MAX_FRAME_BYTES,
+    FrameProtector,
+    check_platform,
+    invalidate_after_fork,
+    limit_silence,
+    listen,
+    outage,
+)
 from unisono.control.state import ControlState, Outgoing, Reply, failed
 from unisono.core.failure import Cause
 
@@ -164,6 +172,7 @@ class ControlServer:
         # Whatever a client sends, or fails to: it ends this connection and no other.
         except Exception as error:
             _log.debug("control connection %d ended: %s", connection.number, error)
+            connection.error = error
             self._broken.append(connection)
 
     def _handle(self, connection: Connection, content: bytes) -> None:
@@ -175,6 +184,9 @@ class ControlServer:
             connection.serves = words[1]
             self._news[connection.serves] = self._known.pop(connection.number)
             self._deliver([(connection.serves, (request, "ok", None))])
+        elif words[0] == "heartbeat":
+            self._news[connection.number].limit_silence(words[1])
+            self._deliver([(connection.number, (request, "ok", None))])
         else:
             self._deliver(self._state.handle(connection.number, request, words))
             connection.clean_exit = connection.clean_exit or words == ("bye",)
@@ -182,12 +194,19 @@ class ControlServer:
     def _deliver(self, out: Outgoing) -> None:
         for client, reply in out:
             connection = (self._known if reply[0] else self._news).get(client)
-            if connection is not None:
-                try:
-                    connection.write(_encoded(reply))
-                    self._watch(connection)
-                except OSError:
-                    self._broken.append(connection)
+            if connection is None:
+                continue
+            if reply[1] == "asked" and (away := connection.outage()):
+                # Not sent: bytes under way would start the time of the heartbeat again.
+                answer = serialization.encode({"outage": away})
+                self._deliver(self._state.handle(client, 0, ("answer", reply[2], answer)))
+                continue
+            try:
+                connection.write(_encoded(reply))
+                self._watch(connection)
+            except OSError as error:
+                connection.error = error
+                self._broken.append(connection)
 
     def _watch(self, connection: Connection) -> None:
         """Have the selector report when the rest can be sent, if there is a rest."""
@@ -200,12 +219,13 @@ class ControlServer:
         """End a client, whichever of its connections broke; without a bye, it is lost to its groups."""
         known = self._known.pop(connection.serves, None)
         news = self._news.pop(connection.serves, None)
+        away = "" if news is None else news.outage()
         for ending in (known, news):
             if ending is not None:
                 self._selector.unregister(ending.peer)
                 ending.peer.close()
         if known is not None and not known.clean_exit:
-            self._deliver(self._state.lost(known.number))
+            self._deliver(self._state.lost(known.number, away))
 
     def _send_goodbye(self) -> None:
         deadline = time.monotonic() + _FLUSH_WITHIN_S
@@ -254,6 +274,7 @@ class Connection:
         clean_exit: Whether the client has announced that it will leave.
         watched: The events of its socket that the selector reports.
         waiting: Whether bytes wait until the client has read others.
+        error: The error that has ended the connection.
     """
 
     def __init__(self, number: int, peer: socket.socket, channel: FrameProtector) -> None:
@@ -262,12 +283,23 @@ class Connection:
         self._channel = channel
         self.serves = number
         self.clean_exit = False
+        self.error: Exception | None = None
+        self._host = ""
         self.watched = EVENT_READ
         self._unsent = bytearray()
 
     @property
     def waiting(self) -> bool:
         return bool(self._unsent)
+
+    def limit_silence(self, seconds: float) -> None:
+        """End the connection when the client's host has not answered for so long."""
+        self._host = self.peer.getpeername()[0]
+        limit_silence(self.peer, seconds)
+
+    def outage(self) -> str:
+        """Return since when the client's host has not answered, as a sentence; empty if it does, or has no limit."""
+        return outage(self.peer, self._host, self.error) if self._host else ""
 
     def read(self) -> list[bytes]:
         """Return the contents of the frames that have arrived. Raises ConnectionError at the end."""

@@ -11,7 +11,9 @@ import select
 import socket
 import stat
 import struct
+import sys
 import tempfile
+import time
 import weakref
 from hashlib import blake2b
 from pathlib import Path
@@ -33,7 +35,9 @@ __all__ = [
     "check_platform",
     "find_secret",
     "invalidate_after_fork",
+    "limit_silence",
     "listen",
+    "outage",
     "port_range",
     "recv_exactly",
     "refuse_if_shared",
@@ -42,12 +46,22 @@ __all__ = [
     "tune",
 ]
 
-# Seconds after which a host that vanishes without a message is noticed, approximately.
-_SILENCE_S = 20
+_OUTAGE_S = 86_400
+"""Longest outage of a link that a connection survives. What waits for it gives up by its own deadline."""
+_IDLE_S = 10
+"""Seconds between probes of an idle connection, so that firewalls on the way do not forget it."""
+_PROBE_S = 1
+"""Seconds between probes of a connection whose silence has a limit."""
+_RETRIES = {16: 1, 44: 1000}
+"""TCP_THIN_LINEAR_TIMEOUTS, and, on Linux 6.15 and newer, TCP_RTO_MAX_MS, for which Python has no names."""
+_MOST_MISSED = 2.5
+"""Probes of a connection that may be lost on the way before its host counts as not reachable."""
 FAR_S = 0.005
 """Round trip from which a link is long."""
+_LAST_ACK_AT = 56
+"""Place of tcpi_last_ack_recv, in milliseconds, in the kernel's struct tcp_info."""
 _ROUND_TRIP_AT = 68
-"""Place of tcpi_rtt, in microseconds, in the kernel's struct tcp_info."""
+"""Place of tcpi_rtt, in microseconds, in the same."""
 
 
 class ForkUnsafeResource(Protocol):
@@ -88,18 +102,19 @@ def check_platform() -> None:
 
 
 def tune(peer: socket.socket) -> None:
-    """Disable Nagle's delay of small messages, enable detection of a lost host, and keep a long link full."""
+    """Disable Nagle's delay of small messages, survive outages of the link, and keep a long link full.
+
+    No connection ends because its peer does not read, or cannot be reached: calls have deadlines, and hosts are
+    watched by the control plane; see `limit_silence`.
+    """
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {
-        "TCP_KEEPIDLE": _SILENCE_S // 2,
-        "TCP_KEEPINTVL": _SILENCE_S // 4,
-        "TCP_KEEPCNT": 2,
-        "TCP_USER_TIMEOUT": _SILENCE_S * 1000,
-    }
-    for name, value in options.items():
-        if hasattr(socket, name):
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    limit_silence(peer, _OUTAGE_S, _IDLE_S)
+    if sys.platform == "linux":
+        # Else each retry comes after twice the time of the one before, up to two minutes after the link is back.
+        for option, value in _RETRIES.items():
+            with contextlib.suppress(OSError):
+                peer.setsockopt(socket.IPPROTO_TCP, option, value)
     if round_trip_s(peer) >= FAR_S:
         # It sends at the rate that it measures. Others take each lost packet for a queue: of 50 Mbit/s, with 100 ms for
         # a round trip and 0.1 % loss, cubic gets 4, and 38 with eight connections. Not every kernel has or allows it.
@@ -107,12 +122,65 @@ def tune(peer: socket.socket) -> None:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
+def limit_silence(peer: socket.socket, silence_s: float, probe_s: int = _PROBE_S) -> None:
+    """End a connection when the host at its other end has been silent for so long: up to `probe_s` seconds more.
+
+    The kernels probe and answer, so a process that computes, or is stopped, is not silent. Bytes that a full peer
+    does not take count as silence, too.
+
+    Args:
+        peer: The connection.
+        silence_s: Seconds without an answer.
+        probe_s: Seconds between probes, while nothing else is sent.
+    """
+    options = {
+        "TCP_KEEPALIVE": probe_s,
+        "TCP_KEEPIDLE": probe_s,
+        "TCP_KEEPINTVL": probe_s,
+        # It counts only where there is no TCP_USER_TIMEOUT, whose kernel takes no such numbers.
+        "TCP_KEEPCNT": max(1, int(silence_s / probe_s)),
+        "TCP_USER_TIMEOUT": int(min(silence_s, _OUTAGE_S) * 1000),
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):
+            with contextlib.suppress(OSError):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def outage(peer: socket.socket, host: str, error: BaseException | None = None) -> str:
+    """Return since when the host at the other end of a connection has not answered, as a sentence.
+
+    Args:
+        peer: The connection, which `limit_silence` watches.
+        host: The host's address.
+        error: The error that has ended the connection, if one has.
+
+    Returns: Empty if it answers, or the kernel does not tell.
+    """
+    if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_KEEPIDLE"):
+        return ""
+    try:
+        silence_s = _tcp_info(peer, _LAST_ACK_AT) * 1e-3
+        allowed_s = _MOST_MISSED * peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+    except OSError:
+        # A relay has closed the connection.
+        return str(getattr(peer, "outage", ""))
+    if silence_s < allowed_s and not isinstance(error, TimeoutError):
+        return ""
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - silence_s))
+    return f"host {host} not reachable since {since}, for {silence_s:.1f} s"
+
+
 def round_trip_s(peer: socket.socket) -> float:
     """Return how long a packet took to a peer and back while it connected; 0 where the kernel does not tell."""
     if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_CONGESTION"):
         return 0.0
-    told = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_AT + 4)
-    return float(struct.unpack_from("=I", told, _ROUND_TRIP_AT)[0]) * 1e-6
+    return _tcp_info(peer, _ROUND_TRIP_AT) * 1e-6
+
+
+def _tcp_info(peer: socket.socket, place: int) -> int:
+    told = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, place + 4)
+    return int(struct.unpack_from("=I", told, place)[0])
 
 
 PORT_RANGE = "UNISONO_PORT_RANGE"

@@ -81,12 +81,12 @@ class ControlState:
         check_form(handler, verb, arguments)
         return handler(client, request, *arguments)
 
-    def lost(self, client: int) -> Outgoing:
-        """Handle the end of a client's connection without `bye`."""
+    def lost(self, client: int, outage: str = "") -> Outgoing:
+        """Handle the end of a client's connection without `bye`; `outage` says why if its host was not reachable."""
         if client in self._labels:
             self._on_lost(self._labels[client])
         names = self._groups.names(client)
-        out = [*self._forget(client), *self._groups.lose(client)]
+        out = [*self._forget(client), *self._groups.lose(client, outage)]
         return out + [reply for name in names for reply in self._rebuilds.look(name)]
 
     def refused(self, rank: int, host: str) -> None:
@@ -463,14 +463,14 @@ class Groups:
         self._ranks.pop(client, None)
         return out
 
-    def lose(self, client: int) -> Outgoing:
+    def lose(self, client: int, outage: str = "") -> Outgoing:
         """Fail every group of a client that disconnected without leaving, if it has not failed before."""
         out: Outgoing = []
         for name, rank in self._ranks.pop(client, {}).items():
             group = self._groups[name]
             del group.present[rank]
             group.left.add(rank)
-            message = f"rank {rank} was lost: its process ended without closing the communicator"
+            message = f"rank {rank} was lost: {outage or 'its process ended without closing the communicator'}"
             out += self._fail(group, Cause("PeerLostError", rank, message))
             out += self._missed(name) + self._forget_if_over(group)
         return out

@@ -138,6 +138,17 @@ class ControlPlane(ABC):
     def hold(self, reason: str | None) -> None:
         """Hold every rank of the job at its next call, and show a debugger the reason; let all go if it is None."""
 
+    # -- hosts ---------------------------------------------------------------------------------
+    def set_heartbeat(self, seconds: float) -> None:
+        """Lose ranks whose host does not answer for so long, and this one if its host cannot reach the others.
+
+        The first call counts. Without it, or where ranks share a process, no silence is too long.
+        """
+
+    def outage(self) -> str:
+        """Return since when the host of the control plane has not answered, as a sentence; empty if it answers."""
+        return ""
+
     # -- here ----------------------------------------------------------------------------------
     @abstractmethod
     def share(self, key: str, make: Callable[[], T]) -> T:

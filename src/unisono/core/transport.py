@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from unisono.core.tensors import Buffer
 
 __all__ = [
+    "HEARTBEAT_LEAST_S",
     "Capabilities",
     "Envelope",
     "FastPath",
@@ -36,6 +37,10 @@ __all__ = [
     "Transport",
     "renewed",
 ]
+
+
+HEARTBEAT_LEAST_S = 2.0
+"""Kernels probe and count in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class Options:
         address: The address of this host that its peers can reach.
         chunk_bytes: Largest message that an algorithm sends; longer ones are cut and pipelined.
         deterministic: Whether sums of rounded numbers have one fixed order; see `unisono.init`.
+        heartbeat_s: Seconds after which a host that does not answer is lost. None for a bit more than `timeout_s`: a
+            call that waits for such a host gives up before, and names what it has waited for.
         hosts: For each host, its ranks (of the first group of the job); detected if None.
         extra: For transports of other packages.
     """
@@ -60,6 +67,7 @@ class Options:
     chunk_bytes: int = 2 << 20
     deterministic: bool = False
     hosts: tuple[tuple[int, ...], ...] | None = None
+    heartbeat_s: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def host_of(self, member: int) -> str | None:

@@ -8,7 +8,7 @@ from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError, DeadlockError, MismatchError
 
-__all__ = ["Hang", "hang_report", "last_calls", "lines_of", "with_hang_report"]
+__all__ = ["Hang", "hang_report", "last_calls", "lines_of", "sentence", "with_hang_report"]
 
 _Report = dict[str, Any]
 
@@ -48,8 +48,8 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
     try:
         found = control.query(group, _PATIENCE_S)
     except CommError:
-        return Hang()
-    if not any(report and report["groups"] for report in found.values()):
+        return Hang(sentence(control.outage()))
+    if not any(report and report.get("groups") for report in found.values()):
         # No rank has a communicator yet: there is nothing to report.
         return Hang()
     reports = {rank: found.get((group.name, rank), {}) for rank in range(group.size)}
@@ -66,7 +66,15 @@ def hang_report(control: ControlPlane, group: Group) -> Hang:
     waits = frozenset(
         (current["group"], current["calls"]) for current in map(_inside, map(reports.get, circle)) if current
     )
-    return Hang("".join(f"\n  {line}" for line in lines), bool(circle), *_verdict(reports, group), waits)
+    # One of each host, whose ranks differ in tenths of a second.
+    outages = {text.partition(" not ")[0]: text for r in reports.values() if r and (text := r.get("outage"))}
+    report = sentence("; ".join(outages.values())) + "".join(f"\n  {line}" for line in lines)
+    return Hang(report, bool(circle), *_verdict(reports, group), waits)
+
+
+def sentence(outage: str) -> str:
+    """Return an outage as one more sentence of an error; empty if there is none."""
+    return f" {outage[0].upper()}{outage[1:]}" if outage else ""
 
 
 def last_calls(control: ControlPlane, group: Group) -> str:
@@ -112,6 +120,8 @@ def lines_of(name: str, report: _Report | None) -> list[str]:
         return [f"{name} {_SILENT}"]
     if not report:
         return [f"{name} is gone"]
+    if "outage" in report:
+        return [f"{name} does not answer: {report['outage']}"]
     at = (
         f"its thread is at {report['site']} in {report['function']}"
         if report["site"]
@@ -176,9 +186,9 @@ def _verdict(reports: dict[int, _Report | None], group: Group) -> tuple[tuple[in
     mine = calls[group.rank]
     if mine is None or not mine["inside"] or mine["number"] is None:
         return (), ""
-    behind = [rank for rank in calls if reports[rank] and (calls[rank] or _NOTHING)["calls"] < mine["number"]]
+    silent = [rank for rank in calls if "groups" not in (reports[rank] or {})]
+    behind = [rank for rank in calls if rank not in silent and (calls[rank] or _NOTHING)["calls"] < mine["number"]]
     elsewhere = [rank for rank in behind if not (calls[rank] or _NOTHING)["inside"]]
-    silent = [rank for rank in calls if not reports[rank]]
     if silent and not elsewhere:
         one = "does not answer. Is it stopped, or gone?"
         several = "do not answer. Are they stopped, or gone?"

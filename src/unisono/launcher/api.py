@@ -20,7 +20,7 @@ from unisono.communicator import Check, Communicator
 from unisono.control.local import LocalHub
 from unisono.core.failure import Cause
 from unisono.core.group import Group
-from unisono.core.transport import Options, Transport
+from unisono.core.transport import HEARTBEAT_LEAST_S, Options, Transport
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHUNK_BYTES",
+    "HEARTBEAT",
     "INSTEAD",
     "TIMEOUT_S",
     "Hosts",
@@ -50,6 +51,7 @@ __all__ = [
     "choose_backend",
     "communicator_at",
     "discover",
+    "heartbeat_seconds",
     "init",
     "launch",
     "network_of",
@@ -60,6 +62,8 @@ __all__ = [
 _log = logging.getLogger("unisono")
 
 TIMEOUT_S = 300.0
+HEARTBEAT = "UNISONO_HEARTBEAT"
+"""The variable with the heartbeat, in seconds, where the program passes none."""
 CHUNK_BYTES = 2 << 20
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
@@ -89,6 +93,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     timeout: Timeout = TIMEOUT_S,
+    heartbeat: Timeout | None = None,
     device: str | torch.device | None = None,
     secret: str | bytes | None = None,
     check: Check = "auto",
@@ -111,6 +116,9 @@ def init(
             "file:///path", as in torch; the latter two need `rank` and `world_size`.
         rank, world_size: This process's rank, and the number of ranks; from the environment if None.
         timeout: For joining, and the default of every operation: seconds or a `datetime.timedelta`.
+        heartbeat: Time after which a host that answers no more is lost, with its ranks: at least 2 s. A call that
+            waits may give up earlier, and a process that has ended is noticed immediately. If None, the variable
+            UNISONO_HEARTBEAT, in seconds, which `unisono run --heartbeat` sets, else the timeout.
         device: Device of this rank's tensors; if None, with nccl "cuda:<local rank>", modulo the visible GPUs;
             else "cpu".
         secret: Key by which ranks authenticate each other. If None, the variable
@@ -141,6 +149,7 @@ def init(
     """
     show_errors()
     timeout_s = positive_timeout(timeout)
+    heartbeat_s = heartbeat_seconds(heartbeat)
     check_chunk_bytes(chunk_bytes)
     if backend in (None, "auto"):
         backend = os.environ.get("UNISONO_BACKEND") or "auto"
@@ -161,6 +170,7 @@ def init(
         chunk_bytes=chunk_bytes,
         wrap=wrap,
         interface=interface,
+        heartbeat_s=heartbeat_s,
     )
 
 
@@ -176,13 +186,14 @@ def communicator_at(
     wrap: Wrap | None,
     interface: str | None = None,
     hosts: Hosts | None = None,
+    heartbeat_s: float | None = None,
 ) -> Communicator:
     """Return the communicator of the ranks that have met at `place`, which it closes at its end, or on failure.
 
     Args:
         place: The rendezvous.
         backend: As for `init`; no variable replaces "auto".
-        timeout_s: As `timeout` of `init`, in seconds.
+        timeout_s, heartbeat_s: As `timeout` and `heartbeat` of `init`, in seconds.
         hosts: Hosts to assume instead of those that the ranks find.
         device, check, deterministic, chunk_bytes, wrap, interface: As for `init`.
 
@@ -197,7 +208,8 @@ def communicator_at(
             name = choose_backend(sharing, gpus=around.gpus, network=place.network or around.network)
         local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
         options = _options(name, device, local_rank, timeout_s, chunk_bytes, around.address)
-        options = replace(options, deterministic=deterministic, hosts=sharing if backend == "auto" else hosts)
+        known = sharing if backend == "auto" else hosts
+        options = replace(options, deterministic=deterministic, hosts=known, heartbeat_s=heartbeat_s)
         _log.info("unisono: %s, backend %s, reached at %s (%s)", place.source, name, around.address, around.interface)
         kind = transport_named(name)
         if kind.in_process and place.size > 1:
@@ -224,6 +236,7 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: Timeout = TIMEOUT_S,
+    heartbeat: Timeout | None = None,
     on_failure: OnFailure = "end",
     check: Check = "auto",
     device: str | torch.device | None = None,
@@ -257,7 +270,7 @@ def launch(
             called with a communicator of this rank alone, which joins the others by `un.elastic.Recovery` or
             `comm.rebuild`, while they are in `recover(size=...)` or `rebuild(size=...)`. Two replacements in a row
             that are lost before they have joined end the job. For processes of this host, Ray and Dask.
-        check, device, deterministic, chunk_bytes, wrap: As for `init`.
+        heartbeat, check, device, deterministic, chunk_bytes, wrap: As for `init`.
         threads: Torch threads of each rank; OMP_NUM_THREADS or an equal share of the cores if None.
         hosts: Groups of ranks to treat as one host each, such as `[[0, 1], [2, 3]]`, though all share this one:
             to test programs for several hosts.
@@ -284,6 +297,7 @@ def launch(
     """
     show_errors()
     timeout_s = positive_timeout(timeout)
+    heartbeat_s = heartbeat_seconds(heartbeat)
     check_job(fn, nprocs, on_failure, chunk_bytes, get_args(OnFailure))
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise ValueError(f"threads must be a positive int, not {threads!r}")
@@ -309,8 +323,10 @@ def launch(
             chunk_bytes=chunk_bytes,
             wrap=wrap,
             hosts=given,
+            heartbeat_s=heartbeat_s,
         )
         options = _options(backend or "auto", device, None, timeout_s, chunk_bytes, "127.0.0.1")
+        options = replace(options, heartbeat_s=heartbeat_s)
         program = Program(
             fn, tuple(args), dict(kwargs or {}), connect, options, wrap, backend or "auto", timeout_s, threads
         )
@@ -322,9 +338,27 @@ def launch(
     network = network_of([core_build()])
     name = chosen or choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs, network=network)
     options = _options(name, device, None, timeout_s, chunk_bytes, "127.0.0.1")
-    options = replace(options, hosts=given, deterministic=deterministic)
+    options = replace(options, hosts=given, deterministic=deterministic, heartbeat_s=heartbeat_s)
     job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
     return _run(job, nprocs, on_failure, threads, seed)
+
+
+def heartbeat_seconds(heartbeat: Timeout | None) -> float | None:
+    """Return the heartbeat that was given, else that of $UNISONO_HEARTBEAT, in seconds; None if neither is.
+
+    Raises:
+        ValueError: It is shorter than kernels can tell, or no number.
+    """
+    text = os.environ.get(HEARTBEAT)
+    if heartbeat is None and not text:
+        return None
+    try:
+        seconds = positive_timeout(float(text or "") if heartbeat is None else heartbeat, "heartbeat")
+    except ValueError as error:
+        raise ValueError(f"{HEARTBEAT} is {text!r}: {error}" if heartbeat is None else str(error)) from None
+    if seconds < HEARTBEAT_LEAST_S:
+        raise ValueError(f"heartbeat must be at least {HEARTBEAT_LEAST_S:g} s, not {seconds:g}")
+    return seconds
 
 
 def _engine(on: Executor | Engine | str | None) -> Executor | Engine | None:

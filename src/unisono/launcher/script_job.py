@@ -44,7 +44,7 @@ class ScriptJob:
         size: Number of ranks on all hosts; those of this one if None.
         address: Address of the first host.
         port: Where rank 0 listens, for torch too at the port after it; free ports if None.
-        backend: What `init` uses where a program passes none; None for its own choice.
+        backend, heartbeat_s: What `init` uses where a program passes none; None for its own choice.
         binding: Which processors a rank may use; see `unisono.host.processors.placement`.
         prefix: Whether each line of output begins with its rank.
         to_stderr: Whether the ranks' standard output goes to standard error too.
@@ -63,6 +63,7 @@ class ScriptJob:
     address: str = "127.0.0.1"
     port: int | None = None
     backend: str | None = None
+    heartbeat_s: float | None = None
     binding: processors.Binding = "none"
     prefix: bool = True
     to_stderr: bool = False
@@ -96,6 +97,8 @@ class ScriptJob:
             "PYTHONUNBUFFERED": 1,
         }
         chosen = {} if self.backend is None else {"UNISONO_BACKEND": self.backend}
+        if self.heartbeat_s is not None:
+            chosen["UNISONO_HEARTBEAT"] = str(self.heartbeat_s)
         if self.secret is not None:
             chosen["UNISONO_SECRET"] = self.secret
         if self.binding != "none":

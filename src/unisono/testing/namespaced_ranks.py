@@ -18,14 +18,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -61,6 +61,7 @@ class HostRanks:
         args: Passed to the program.
         backend: Backend for `init`.
         options: Returns further options of `init` for a rank number; `timeout` defaults to 10 s.
+        variables: Further variables of the ranks' environment.
 
     Example:
         with Network(2) as network, HostRanks(network, (2, 2), program) as ranks:
@@ -75,12 +76,14 @@ class HostRanks:
         *args: Any,
         backend: str = "auto",
         options: Callable[[int], dict[str, Any]] = lambda rank: {},
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         hosts = [host for host, count in enumerate(per_host) for _ in range(count)]
         place = {
             "WORLD_SIZE": str(len(hosts)),
             "MASTER_ADDR": network.addresses[0],
             "MASTER_PORT": str(next(_ports)),
+            **variables,
         }
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["unisono.launcher.preload", *(["pytest"] if "pytest" in sys.modules else [])])

@@ -32,7 +32,9 @@ from unisono.tools.doctor.network import addresses, is_own
 __all__ = ["add_arguments", "run"]
 
 _PORT = 29500
-_SSH = "ssh -x -T -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+_SSH = "ssh -x -T -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax="
+_SSH_S = 300.0
+"""Time after which ssh gives up a host that does not answer, unless the ranks have a heartbeat: their own timeout."""
 _HOST = re.compile(r"(\[(?P<address>[^\]]+)\]|(?P<name>[^:\[\]]+|[^\[\]]*:[^\[\]]*:[^\[\]]*))(:(?P<ranks>[1-9]\d*))?")
 
 
@@ -46,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-n", "--ranks", type=int, metavar="N", help="how many ranks to start on each host (default 1, with --hosts)")
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("--backend", help="the backend of unisono.init() where the script passes none")
+    add(
+        "--heartbeat",
+        type=float,
+        metavar="S",
+        help="seconds after which a host that answers no more is lost, for ssh (default 300), and for unisono.init() "
+        "where the script passes none",
+    )
     add("--restarts", type=int, default=0, metavar="R", help="start all ranks again after a failure, R times at most")
     add(
         "--on-failure",
@@ -65,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start only the ranks of one of --hosts, this one: its index from 0, or 'own' to find it by its addresses "
         "(run the same command on each of them)",
     )
-    add("--ssh", metavar="CMD", help=f"the command that runs another one on a host (default {_SSH!r})")
+    add("--ssh", metavar="CMD", help=f"the command that runs another one on a host (default '{_SSH}60')")
     add("--python", default=sys.executable, metavar="P", help="Python on the other hosts (default: the path of this)")
     add(
         "--port",
@@ -108,7 +117,7 @@ def run(given: argparse.Namespace) -> int:
     jobs = _jobs(given, hosts)
     shells = {}
     if _by_ssh(given):
-        words = shlex.split(given.ssh or _SSH)
+        words = shlex.split(given.ssh or f"{_SSH}{max(1, int((given.heartbeat or _SSH_S) / 5))}")
         shells = {
             index: Shell(name, [*words, name], given.python)
             for index, (name, _) in enumerate(hosts)
@@ -132,14 +141,14 @@ def _check(given: argparse.Namespace, hosts: list[tuple[str, int]]) -> None:
         raise UsageError("pass -n, the number of ranks, or --hosts")
     if given.ranks is not None and given.ranks < 1:
         raise UsageError(f"-n must be at least 1, not {given.ranks}")
-    if given.restarts < 0:
-        raise UsageError(f"--restarts must be at least 0, not {given.restarts}")
     if given.port is not None and not 0 < given.port < 65535:
         raise UsageError(f"--port must be from 1 to 65534, not {given.port}")
     if given.bind_to != "none" and not hasattr(os, "sched_setaffinity"):
         raise UsageError(f"--bind-to {given.bind_to} needs Linux")
-    if given.grace < 0:
-        raise UsageError(f"--grace must be at least 0, not {given.grace:g}")
+    for name, least in (("restarts", 0), ("grace", 0), ("heartbeat", 2)):
+        value = getattr(given, name)
+        if value is not None and not value >= least:
+            raise UsageError(f"--{name} must be at least {least}, not {value:g}")
     if given.stdin is not None:
         if _by_ssh(given):
             raise UsageError("--stdin needs ranks of this host, without --hosts or with --host")
@@ -183,6 +192,7 @@ def _jobs(given: argparse.Namespace, hosts: list[tuple[str, int]]) -> list[Scrip
             address=_address(hosts[0][0]),
             port=given.port or (_PORT if given.hosts else None),
             backend=given.backend,
+            heartbeat_s=given.heartbeat,
             binding=given.bind_to,
             prefix=not given.no_prefix,
             to_stderr=given.json,

@@ -98,7 +98,7 @@ def _lines(job: _RunningJob, at_length: bool, stacks: bool) -> list[str]:
 
 
 def _more(report: dict[str, Any], at_length: bool, stacks: bool) -> list[str]:
-    called = [entry for entry in report["groups"] if entry["last"] and at_length]
+    called = [entry for entry in report.get("groups", ()) if entry["last"] and at_length]
     lines = [f"    its last calls in {entry['group']}: {', then '.join(entry['last'])}" for entry in called]
     return lines + ([f"      {line}" for line in report["stack"]] if stacks else [])
 

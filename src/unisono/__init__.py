@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from unisono.core.compiled_code import leave_out_of_graphs
+
 if TYPE_CHECKING:
     from unisono import (
         algorithms,
@@ -128,6 +130,8 @@ _PACKAGES = {
     "transports": "unisono.transports",
     "utils": "unisono.utils",
 }
+
+leave_out_of_graphs()
 
 
 def __getattr__(name: str) -> Any:

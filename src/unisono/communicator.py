@@ -22,6 +22,7 @@ from unisono.comm.mailbox import open_mailbox
 from unisono.comm.messages import Messages
 from unisono.comm.objects import check_sent, decode, encode, encode_each
 from unisono.comm.persistent import starter
+from unisono.comm.place import Place
 from unisono.comm.shape_exchange import run_uneven
 from unisono.comm.teardown import CLOSE_S
 from unisono.comm.tuner import measured_table
@@ -71,7 +72,7 @@ _ALL_TO_ALL_SINGLE = COLLECTIVES["all_to_all_single"]
 
 
 @final
-class Communicator:
+class Communicator(Place):
     """A group of ranks that communicate: point-to-point, collectives, sub-groups, objects.
 
     Created by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group of
@@ -272,16 +273,6 @@ class Communicator:
 
     # -- the communicator itself -----------------------------------------------------------------
     @property
-    def rank(self) -> int:
-        """This rank, from 0 to `size` - 1."""
-        return self._engine.group.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._engine.group.size
-
-    @property
     def is_replacement(self) -> bool:
         """Whether this rank was started for a lost one and is alone yet; `rebuild` joins the others.
 
@@ -292,11 +283,6 @@ class Communicator:
     def exception(self) -> CommError | None:
         """Return the first cause of failure, without raising it; None while calls can be made."""
         return self._engine.failure()
-
-    @property
-    def backend(self) -> str:
-        """Name of the transport: "thread", "gloo", ..."""
-        return self._options.backend
 
     @property
     def overlaps(self) -> bool:
@@ -323,11 +309,6 @@ class Communicator:
         """
         self._engine.enter("empty")
         return self._engine.transport.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
-
-    @property
-    def device(self) -> torch.device:
-        """Default device of this communicator's tensors."""
-        return torch.device(self._engine.options.device)
 
     # -- collectives that reduce, and the barrier ------------------------------------------------
     @overload

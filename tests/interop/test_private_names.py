@@ -28,12 +28,6 @@ NAMES: dict[str, tuple[Any, str, str]] = {
         "plug-in backends beside unisono",
         "pass the object that torch gave to `_create`",
     ),
-    "_FrameAction": ("torch._C._dynamo.eval_frame", "see _FrameExecStrategy", "see there"),
-    "_FrameExecStrategy": (
-        "torch._C._dynamo.eval_frame",
-        "hooks before a forward do nothing where Dynamo compiles them alone",
-        "torch._dynamo.eval_frame.skip_code, once Dynamo is loaded",
-    ),
     "_NormBase": (nn.modules.batchnorm, "BatchNorm is loaded aside, not in place: slower", "drop it from `_adapts`"),
     "_autograd": ("torch._C", "freed parameters keep their version", "see _unsafe_set_version_counter"),
     "_backward_hooks": (PARAMETER, "hooks of two averagers on one model are not told apart", "keep a registry of ours"),

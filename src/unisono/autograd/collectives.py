@@ -525,7 +525,6 @@ def _flat_list(
     return torch.cat([tensor.reshape(-1) for tensor in tensors]), [tensor.numel() for tensor in tensors]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _exchange_shapes(tensors: torch.Tensor | Sequence[torch.Tensor], comm: Communicator, name: str) -> list[torch.Size]:
     """Return the shapes of the tensors that this rank receives. Collective.
 

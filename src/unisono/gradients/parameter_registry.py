@@ -11,7 +11,6 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame
 from torch.nn.utils import stateless
 
 from unisono.utils.parameters import Named, check_parameters, check_unclaimed, claim, release
@@ -261,11 +260,6 @@ class _ModuleHook:
 
     def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
         return _ModuleHook, ()
-
-
-# A hook that Dynamo does not inline would be compiled as a frame of its own, where is_dynamo_compiling() is a constant.
-_SKIP = eval_frame._FrameAction.SKIP
-eval_frame.set_code_exec_strategy(_ModuleHook.__call__.__code__, eval_frame._FrameExecStrategy(_SKIP, _SKIP))
 
 
 def _in_functional_call() -> bool:

@@ -21,7 +21,6 @@ from unisono.comm.engine import ANY_THREAD, Engine, FailureRelay
 from unisono.comm.mailbox import open_mailbox
 from unisono.comm.messages import Messages
 from unisono.comm.objects import check_sent, decode, encode, encode_each
-from unisono.comm.persistent import starter
 from unisono.comm.place import Place
 from unisono.comm.shape_exchange import run_uneven
 from unisono.comm.teardown import CLOSE_S
@@ -1424,22 +1423,6 @@ class Communicator(Place):
         self._engine.enter("mailbox")
         self._mailboxes += 1
         return open_mailbox(self._engine, self._mailboxes, metadata)
-
-    # -- persistent requests, under MPI's names --------------------------------------------------
-    send_init = starter("isend")
-    recv_init = starter("irecv")
-    barrier_init = starter("barrier")
-    scatter_init = starter("scatter")
-    broadcast_init = starter("broadcast")
-    reduce_init = starter("reduce")
-    all_reduce_init = starter("all_reduce")
-    gather_init = starter("gather")
-    all_gather_init = starter("all_gather")
-    all_gather_single_init = starter("all_gather_single")
-    all_to_all_init = starter("all_to_all")
-    all_to_all_single_init = starter("all_to_all_single")
-    reduce_scatter_init = starter("reduce_scatter")
-    reduce_scatter_single_init = starter("reduce_scatter_single")
 
     # -- other communicators of these ranks ------------------------------------------------------
     @overload

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.core.collective import COLLECTIVES
 from unisono.core.tensors import as_tensor
 from unisono.testing import pool
 
@@ -309,52 +308,3 @@ def test_processes(backend: str) -> None:
 
     summed = [1.0, 3.0, 5.0]
     assert pool(backend, 2).run(program) == [[summed, [1, 2], bytearray([1]), [summed, summed]]] * 2
-
-
-def persistent(comm: un.Communicator) -> list[Any]:
-    """Return the results of requests that are started three times each."""
-    array, numbers, received = np.ones(2), [comm.rank], [0.0]
-    requests = [
-        comm.all_reduce_init(array, "sum"),
-        comm.broadcast_init(numbers, src=1),
-        comm.recv_init(received, 0) if comm.rank else comm.send_init([2.5], 1, tag=0),
-        comm.barrier_init(),
-    ]
-    requests[0].wait()  # of no start
-    for step in range(3):
-        numbers[0] = comm.rank + step
-        for request in requests:
-            request.start()
-        with pytest.raises(RuntimeError, match=r"call wait\(\) before"):
-            requests[0].start()
-        for request in requests:
-            request.wait()
-            request.wait()
-    return [array.tolist(), numbers, received]
-
-
-@pytest.mark.parametrize("backend", ["thread", "sim"])
-def test_persistent_requests(backend: str) -> None:
-    assert un.launch(persistent, nprocs=2, backend=backend) == [[[8.0, 8.0], [3], [0.0]], [[8.0, 8.0], [3], [2.5]]]
-
-
-def test_every_call_with_a_work_has_a_persistent_request() -> None:
-    collectives = {name for name, what in COLLECTIVES.items() if not what.returns}
-    assert {name.removesuffix("_init") for name in dir(un.Communicator) if name.endswith("_init")} == {
-        *collectives,
-        "send",
-        "recv",
-    }
-
-
-def test_a_persistent_request_after_a_failure_raises_its_cause() -> None:
-    def program(comm: un.Communicator) -> str:
-        request = comm.all_reduce_init(np.ones(1 + comm.rank))
-        request.start()
-        with pytest.raises(un.errors.MismatchError):
-            request.wait()
-        with pytest.raises(un.errors.MismatchError):
-            request.start()
-        return ""
-
-    un.launch(program, nprocs=2, backend="thread")

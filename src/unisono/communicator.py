@@ -138,8 +138,7 @@ class Communicator(Place):
         unchecked = not transport.checks and group.size > 1
         if (check == "full" and not transport.full) or (check == "auto" and unchecked):
             # Ranks of one process, and a transport that compares calls itself, need no connections for that.
-            connects = isinstance(control, SocketControl) and not transport.checks
-            connect = TcpCollectives.connect if connects else None
+            connect = TcpCollectives.connect if isinstance(control, SocketControl) and not transport.checks else None
             transport = Checked(transport, control, options, connect, full=check == "full")
         self._engine = Engine(transport, control, options, self._host_names, check=check)
         self._messages = Messages(self._engine)
@@ -368,14 +367,14 @@ class Communicator(Place):
         return self._engine.run(call, async_op=async_op)
 
     @overload
-    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[Blocking]) -> None: ...
+    def reduce(self, tensor: Buffer, op: str | int = ..., dst: int | str = ..., **how: Unpack[Blocking]) -> None: ...
     @overload
-    def reduce(self, tensor: Buffer, dst: int, op: str | ReduceOp = ..., **how: Unpack[NonBlocking]) -> Work: ...
+    def reduce(self, tensor: Buffer, op: str | int = ..., dst: int | str = ..., **how: Unpack[NonBlocking]) -> Work: ...
     def reduce(
         self,
         tensor: Buffer,
-        dst: int,
-        op: str | ReduceOp = "sum",
+        op: Any = "sum",
+        dst: Any = 0,
         *,
         algorithm: str | None = None,
         async_op: bool = False,
@@ -386,9 +385,9 @@ class Communicator(Place):
         Collective. In place on `dst`.
 
         Args:
-            tensor: As for `all_reduce`.
-            dst: The rank that gets the result.
-            op: As for `all_reduce`.
+            tensor, op: As for `all_reduce`.
+            dst: The rank that gets the result; 0 by default. It may come before `op`, as torch has it:
+                `reduce(tensor, 1, "max")`.
             algorithm, async_op, timeout: As in `all_reduce`.
 
         Returns: As `all_reduce`.
@@ -403,6 +402,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=3, backend="thread")
             [1, 3, 3]
         """
+        op, dst = (dst or "sum", op) if isinstance(op, int) else (op, dst)
         if not async_op and self._engine.try_collective(_REDUCE, tensor, None, op, dst, algorithm, timeout):
             return None
         call = self._engine.make(_REDUCE, tensor, op=op, root=dst, algorithm=algorithm, timeout=timeout)
@@ -1481,7 +1481,7 @@ class Communicator(Place):
         try:
             part = join_part(self, child, check, options)
         except CommError as error:
-            error.locate(rank=child.rank, size=child.size, group=child.name, operation="split", call=self._splits)
+            error.locate(rank=child.rank, size=child.size, group=child.text, operation="split", call=self._splits)
             raise
         part._engine.set_parent(self._engine)
         self._parts = [ref for ref in self._parts if ref() is not None] + [weakref.ref(part)]

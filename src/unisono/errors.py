@@ -28,7 +28,7 @@ class CommError(RuntimeError):
 
     Args:
         message: The text without the place.
-        rank, size, group: The rank that raised, and the size and name of its group.
+        rank, size, group: The rank that raised, the size of its group, and which group that is, in words.
         operation, call: The operation's name and its number in the group, counted from 1.
         peer: The rank of the same group that caused it, if there is one.
         nbytes: Bytes of the message in question.

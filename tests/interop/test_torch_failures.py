@@ -111,3 +111,15 @@ def leaves_without_a_word(comm: un.Communicator, path: str) -> float:
 
 def test_program_may_end_without_destroy_process_group(tmp_path: Path) -> None:
     assert un.launch(leaves_without_a_word, 2, "shm", (str(tmp_path / "store"),), timeout=20) == [11.0, 11.0]
+
+
+@pytest.mark.ranks(2, torch=True)
+def test_messages_go_by_the_names_of_torch() -> None:
+    """Torch's `send` is an `isend` and a `wait`, which is nothing that its user has called."""
+    if dist.get_rank() == 0:
+        for call in (lambda: dist.recv(torch.ones(1), src=1), lambda: dist.send(torch.ones(1), dst=1)):
+            with pytest.raises(RuntimeError) as raised:
+                call()
+            assert re.search(r"\b(send|recv) #\d of ", str(raised.value))
+            assert "isend" not in str(raised.value)
+            assert "irecv" not in str(raised.value)

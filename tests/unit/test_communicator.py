@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -332,3 +333,36 @@ def test_message_that_cannot_be_delivered_fails_on_both_ranks(monkeypatch: pytes
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     assert all("no memory is left" in error for error in on_threads(program))
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm"])
+def test_reduce_takes_op_where_all_reduce_does(backend: str) -> None:
+    """And the rank first, as torch has it; all others stay unchanged."""
+
+    def program(comm: un.Communicator) -> list[tuple[float, ...]]:
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+            ((), {}),
+            (("max",), {}),
+            (("max", 1), {}),
+            (("max",), {"dst": 1}),
+            ((), {"op": "max", "dst": 1}),
+            ((1, "max"), {}),
+            ((1,), {}),
+            ((torch.distributed.ReduceOp.MAX, 1), {}),
+        ]
+        found = []
+        for given, how in calls:
+            t = torch.tensor([comm.rank + 1.0])
+            comm.reduce(t, *given, **how)
+            found.append(t.item())
+        wrong: Any = comm.reduce
+        with pytest.raises(ValueError, match="unknown reduce operation 2"):
+            wrong(torch.ones(1), 1, 2)
+        with pytest.raises((ValueError, TypeError), match="dst"):
+            wrong(torch.ones(1), "max", "sum")
+        return found
+
+    first, second, third = pool(backend, 3, timeout=60.0).run(program)
+    assert first == [6, 3, 1, 1, 1, 1, 1, 1]
+    assert second == [2, 2, 3, 3, 3, 3, 6, 3]
+    assert third == [3] * 8

@@ -100,7 +100,7 @@ class Engine:
         self.control = control
         self.options = options
         self.group = group = transport.group
-        self._here = {"rank": group.rank, "size": group.size, "group": group.name}
+        self._here = {"rank": group.rank, "size": group.size, "group": group.text}
         self.activity = Activity(group)
         self.slow_rank = SlowRank(self.activity)
         self.owner: int | None = None

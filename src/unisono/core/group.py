@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Group"]
+
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,26 @@ class Group:
     @classmethod
     def world(cls, rank: int, size: int, name: str = "world") -> Group:
         return cls(name, rank, tuple(range(size)))
+
+    @property
+    def text(self) -> str:
+        """The group in words, for errors: by its ranks in the job, and how it was made.
+
+        Its name is made of numbers that a program never sees: of a job, and of calls of `split`, `dup` and `subgroup`,
+        which count together, or of `rebuild`.
+
+        Example:
+            >>> Group.world(2, 4, "world1").text, Group("world1/2.0", 1, (0, 2)).text
+            ('world', 'ranks 0, 2 (split 2 of world)')
+        """
+        name = re.sub(r"^(world\d+|torch/[0-9a-f]{8})", "world", self.name)
+        root, *made = re.split(r"(?=/\d+\.|~\d)", name)
+        if not made:
+            return root
+        how = f"{'rebuild' if made[-1][0] == '~' else 'split'} {made[-1][1:].partition('.')[0]}"
+        more = f" and {self.size - _SHOWN} more" if self.size > _SHOWN else ""
+        ranks = f"rank{'s'[: self.size > 1]} {', '.join(map(str, self.members[:_SHOWN]))}{more}"
+        return f"{ranks} ({how} of {'a part of ' if made[1:] else ''}{root})"
 
     def child(self, name: str, ranks: Sequence[int]) -> Group:
         """Return the subgroup of these ranks, in the order of the list; it must contain this rank."""

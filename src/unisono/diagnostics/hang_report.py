@@ -131,7 +131,8 @@ def lines_of(name: str, report: _Report | None) -> list[str]:
     if current is not None:
         elsewhere = f"; {at}" if current["aside"] or f" at {report['site']}" not in current["call"] else ""
         how = "has just given up in" if current["gave_up"] else "is in"
-        return [f"{name} {how} {current['call']}, in group {current['group']}, for {current['for_s']:.1f} s{elsewhere}"]
+        group = Group(current["group"], current["rank"], tuple(current["members"])).text
+        return [f"{name} {how} {current['call']}, in group {group}, for {current['for_s']:.1f} s{elsewhere}"]
     stack = [f"    called by {line}" for line in reversed(report["callers"][-_CALLERS:])]
     latest = report["groups"][-1] if report["groups"] else None
     if latest is None or latest["call"] is None:

@@ -14,10 +14,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from unisono.communicator import Communicator
+from unisono.comm.messages import Messages
+from unisono.communicator import Communicator, engine_of
 from unisono.control.process_exit import close_at_exit
 from unisono.core.flight_recorder import called_at
 from unisono.core.threads import spawn_thread
+from unisono.core.types import Send
 from unisono.interop.device_backends import DeviceBackends, by_device
 from unisono.interop.from_store import JoinedGroup, meet
 from unisono.interop.options import (
@@ -82,6 +84,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._connect = connect
         self._connection = connect(store, rank, size, self._timeout_s, group_options)
         self._comm = self._connection.comm
+        self._messages = Messages(engine_of(self._comm))
         label = f"unisono {self._connection.group.name} rank {rank}"
         self._queue = SerialQueue(label)
         self._progress = Progress(f"{label} messages")
@@ -300,13 +303,14 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # -- messages ------------------------------------------------------------------------------
     @by_device
     def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> UnisonoWork:
-        work = self._comm.isend(only(tensors, "send"), dst, tag)
+        # Under torch's name: its `isend` calls this method, too.
+        work = self._messages.post("send", [Send(only(tensors, "send"), dst, tag)])
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
 
     @by_device
     def recv(self, tensors: _Tensors, src: int | None, tag: int = 0) -> UnisonoWork:
-        work = self._comm.irecv(only(tensors, "recv"), src, tag)
+        work = self._messages.receive("recv", only(tensors, "recv"), src, tag)
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
 

@@ -16,12 +16,13 @@ import threading
 import traceback
 from collections.abc import Iterable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from unisono.control.inspect_socket import is_this_user, names, opened, path_of, user_of
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause
-from unisono.core.flight_recorder import ActivityRegistry, format_call, site_of, thread_frames, users_frame
+from unisono.core.flight_recorder import ActivityRegistry, format_call, is_users, site_of, thread_frames, users_frame
 from unisono.core.hold import HOLD
 from unisono.core.threads import spawn_thread
 from unisono.errors import CommError
@@ -65,20 +66,35 @@ class _HeldRank:
             "line": None if frame is None else frame.f_lineno,
         }
 
-    def stack(self) -> list[str]:
-        """Return the program's frames, the innermost at the end."""
+    def _frames(self) -> list[FrameType]:
+        """Return the program's frames, the innermost first: without those of launchers and of installed packages."""
         frame = users_frame(thread_frames().get(self.thread))
-        found: list[str] = []
-        while frame is not None and len(found) < _STACK:
-            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+        found: list[FrameType] = []
+        # What has called the launcher is of multiprocessing, which runs a text of its own.
+        while (
+            frame is not None and len(found) < _STACK and "unisono.launcher" not in str(frame.f_globals.get("__name__"))
+        ):
+            # The innermost also if nothing of the program is below it.
+            if not found or is_users(frame.f_code.co_filename):
+                found.append(frame)
             frame = frame.f_back
-        return found[::-1]
+        return found
 
-    def evaluate(self, code: str) -> str:
-        """Return the value of an expression as text, or what statements print; names are those of the rank's frame."""
-        frame = users_frame(thread_frames().get(self.thread))
-        if frame is None:
-            return "its thread has ended"
+    def stack(self) -> list[str]:
+        """Return the program's frames as text, the innermost at the end."""
+        return [f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_qualname}" for f in reversed(self._frames())]
+
+    def evaluate(self, code: str, up: int) -> str:
+        """Return the value of an expression as text, or what statements print.
+
+        Args:
+            code: Names in it are those of one of the rank's frames.
+            up: How many of `stack` are below that one.
+        """
+        frames = self._frames()
+        if up >= len(frames):
+            return "its thread has ended, or has left this frame"
+        frame = frames[up]
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(printed):
@@ -183,7 +199,8 @@ class DebuggedProcess:
         if rank is None:
             return {"error": f"rank {number} is not held in this process"}
         if do == "evaluate":
-            return {"text": rank.evaluate(str(asked.get("code", "")))}
+            up = asked.get("up")
+            return {"text": rank.evaluate(str(asked.get("code", "")), up if isinstance(up, int) and up > 0 else 0)}
         if do == "stack":
             return {"stack": rank.stack()}
         if do == "step":

@@ -120,8 +120,10 @@ def find_control(pid: int) -> tuple[tuple[str, int], bytes]:
         UnavailableError: Not on Linux.
     """
     check_linux()
-    own = [(pid, number) for number in range(_MOST)]
-    for other, number in [*own, *(name for name in names(_KIND) if pid in _ancestors(name[0]))]:
+    own = [(0, pid, number) for number in range(_MOST)]
+    # The nearest first: a rank may have started a job of its own.
+    below = [(ancestors.index(pid), *name) for name in names(_KIND) if pid in (ancestors := _ancestors(name[0]))]
+    for _, other, number in [*own, *sorted(below)]:
         found = _ask(other, number)
         if found is not None:
             return found
@@ -160,11 +162,14 @@ def names(kind: str) -> list[tuple[int, int]]:
     return sorted((int(match[1]), int(match[2])) for match in matches)
 
 
-def _ancestors(pid: int) -> set[int]:
-    found: set[int] = set()
-    while pid and pid not in found:
-        pid = int(process_stat(pid)[1])
-        found.add(pid)
+def _ancestors(pid: int) -> list[int]:
+    """Return the parent, its parent, and so on: of ranks that a launcher forks, it is no parent."""
+    parent = int(process_stat(pid)[1])
+    found: list[int] = []
+    # The first process of the host is above everything; it has started what is right below it.
+    while parent not in found and (parent > 1 or not found):
+        found.append(parent)
+        parent = int(process_stat(parent)[1])
     return found
 
 

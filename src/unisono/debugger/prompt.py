@@ -19,7 +19,7 @@ class Prompt(cmd.Cmd):
 
     Args:
         session: The ranks.
-        rank: The chosen one at first; the lowest one if None.
+        rank: The chosen one at first; the one that stopped the others if None.
         lets_go: Whether this thread is one of the ranks: the end of the input, and `detach`, then let all go on.
         stdin, stdout: Replace those of the process.
     """
@@ -39,11 +39,15 @@ class Prompt(cmd.Cmd):
         self._lets_go = lets_go
         ranks = session.ranks()
         self.intro = f"{session.reason}; {len(ranks)} ranks are here. `help` lists the commands"
-        self._choose(next(iter(ranks)) if rank is None else rank)
+        # The one that stopped the others, if it is on this host.
+        named = [each for each in ranks if session.reason.startswith(f"rank {each} ")]
+        self._choose((named or list(ranks))[0] if rank is None else rank)
 
     def _choose(self, rank: int) -> None:
         self._session.stack(rank)
         self._rank = rank
+        # The chosen frame: how many of the stack are below it.
+        self._up = 0
         self.prompt = f"rank {rank}> "
 
     def _print(self, *lines: str) -> None:
@@ -66,11 +70,11 @@ class Prompt(cmd.Cmd):
 
     def default(self, line: str) -> None:
         """Evaluate on the chosen rank."""
-        self._print(self._session.evaluate(self._rank, line))
+        self._print(self._session.evaluate(self._rank, line, self._up))
 
     def do_p(self, code: str) -> None:
         """Evaluate on the chosen rank what begins like a command: p CODE. Local variables cannot be set."""
-        self._print(self._session.evaluate(self._rank, code))
+        self._print(self._session.evaluate(self._rank, code, self._up))
 
     def do_all(self, code: str) -> None:
         """Evaluate on every rank: all CODE."""
@@ -87,19 +91,37 @@ class Prompt(cmd.Cmd):
         self._choose(int(number))
 
     def do_where(self, _: str) -> None:
-        """Print the stack of the chosen rank."""
-        self._print(*self._session.stack(self._rank))
+        """Print the stack of the chosen rank; an arrow marks the chosen frame."""
+        stack = self._session.stack(self._rank)
+        chosen = len(stack) - 1 - self._up
+        self._print(*(f"{'->' if index == chosen else '  '} {line}" for index, line in enumerate(stack)))
+
+    def do_up(self, count: str) -> None:
+        """Choose the frame that has called this one, or one further up: up [N]."""
+        self._print(self._choose_frame(self._up + int(count or 1)))
+
+    def do_down(self, count: str) -> None:
+        """Choose the frame that this one has called, or one further down: down [N]."""
+        self._print(self._choose_frame(self._up - int(count or 1)))
+
+    def _choose_frame(self, up: int) -> str:
+        """Choose the frame so many above the innermost, or the nearest one that there is; return it as text."""
+        stack = self._session.stack(self._rank)
+        if not stack:
+            raise ValueError("its thread has ended")
+        self._up = min(max(up, 0), len(stack) - 1)
+        return stack[-1 - self._up]
 
     def do_list(self, _: str) -> None:
-        """Print the lines around the one where the chosen rank is."""
-        described = self._session.ranks()[self._rank]
-        number = described["line"]
-        for each in range(max(1, (number or 1) - _AROUND), (number or 0) + _AROUND + 1):
-            text = linecache.getline(described["file"] or "", each).rstrip()
-            self._print(f"{'->' if each == number else '  '} {each:4} {text}" if text else "")
+        """Print the lines around the one where the chosen rank is, in the chosen frame."""
+        file, _, line = self._choose_frame(self._up).rpartition(" in ")[0].rpartition(":")
+        for each in range(max(1, int(line) - _AROUND), int(line) + _AROUND + 1):
+            text = linecache.getline(file, each).rstrip()
+            self._print(f"{'->' if each == int(line) else '  '} {each:4} {text}" if text else "")
 
     def do_step(self, _: str) -> None:
         """Let the chosen rank run to its next line. A call in this line waits for the ranks that are held."""
+        self._up = 0
         arrived = self._session.step(self._rank)
         self._print(("" if arrived else "not there yet: ") + _line(self._session.ranks()[self._rank]))
 

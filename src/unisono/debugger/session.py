@@ -72,18 +72,19 @@ class Session:
                 self._of[int(rank)] = connection
         return dict(sorted(found.items()))
 
-    def evaluate(self, rank: int, code: str) -> str:
+    def evaluate(self, rank: int, code: str, up: int = 0) -> str:
         """Return the value of an expression as text, or what statements print, in the frame where a rank is.
 
         Args:
             rank: Number of the rank in the job.
             code: Python code. It cannot set local variables.
+            up: 1 for the frame that has called this one, and so on, as `stack` lists them.
 
         Raises:
             ValueError: There is no such rank here.
             CommError: Its process has ended, or was let go.
         """
-        text: str = self._at(rank).ask("evaluate", rank=rank, code=code)["text"]
+        text: str = self._at(rank).ask("evaluate", rank=rank, code=code, up=up)["text"]
         return text
 
     def evaluate_all(self, code: str) -> dict[int, str]:
@@ -96,6 +97,8 @@ class Session:
 
     def stack(self, rank: int) -> list[str]:
         """Return the frames of a rank's program as "file:line in function", the innermost at the end.
+
+        Frames of launchers and of installed packages are left out.
 
         Args:
             rank: Number of the rank in the job.

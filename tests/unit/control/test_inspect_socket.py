@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import socket
 import subprocess
 import sys
@@ -89,10 +90,14 @@ while 0 not in select.select([mine.socket, 0], [], [])[0]:
 """
 
 
-def test_status_finds_the_ranks_of_a_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("between", [0, 2])
+def test_status_finds_the_ranks_of_a_launcher(between: int, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    # The shell stands for any launcher: it is no part of the job.
-    launcher = ["sh", "-c", f"{sys.executable} {tmp_path}/rank.py; true"]
+    # Shells stand for any launcher, which is no part of the job, and for processes that fork ranks for it.
+    command = f"{sys.executable} {tmp_path}/rank.py; true"
+    for _ in range(between):
+        command = f"sh -c {shlex.quote(command)}; true"
+    launcher = ["sh", "-c", command]
     with subprocess.Popen(launcher, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         rank = int(job.stdout.readline())

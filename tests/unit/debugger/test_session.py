@@ -186,7 +186,7 @@ def test_all_ranks_come_to_a_breakpoint(backend: str, tmp_path: Path) -> None:
 
 
 def test_prompt(tmp_path: Path) -> None:
-    commands = "ranks\nall own\nrank 1\nwhere\nlist\nstep\np step\nown = 7\nrank 9\nrank x\nstep_ + 1\n\nhelp\ngo\n"
+    commands = "ranks\nall own\nwhere\nlist\nstep\np step\nown = 7\nrank 9\nrank x\nstep_ + 1\n\nhelp\ngo\n"
     with held("thread", tmp_path) as (session, job):
         assert wait_until(lambda: settled(session, 3))
         shown = io.StringIO()
@@ -205,6 +205,47 @@ def test_prompt(tmp_path: Path) -> None:
     assert "rank takes a number, not 'x'" in text
     assert "NameError: name 'step_' is not defined" in text
     assert "Documented commands" in text
+
+
+def inner(comm: un.Communicator, value: int) -> None:
+    doubled = 2 * value
+    un.breakpoint(comm)
+    assert doubled
+
+
+def outer(comm: un.Communicator, folder: Path) -> None:
+    value = 21 + comm.rank
+    # Ranks that have not joined are not held.
+    comm.barrier()
+    if comm.rank == 2:
+        tell_process(folder)
+        inner(comm, value)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("backend", ["thread", "shm"])
+def test_prompt_moves_between_the_frames_of_the_program(backend: str, tmp_path: Path) -> None:
+    commands = "where\ndoubled\nup\nvalue + 1\np value + 2\nlist\nwhere\nup 5\ndown 7\ndoubled\nrank 0\nvalue\ngo\n"
+    with held(backend, tmp_path, outer, timeout=20.0) as (session, job):
+        assert wait_until(lambda: settled(session, 3))
+        assert [line.rpartition(" in ")[2] for line in session.stack(2)] == ["outer", "inner"]
+        assert session.evaluate(2, "value", up=1) == "23"
+        assert "has left this frame" in session.evaluate(2, "value", up=2)
+        shown = io.StringIO()
+        Prompt(session, stdin=io.StringIO(commands), stdout=shown).cmdloop()
+        job.result(20)
+    first, *answers = [re.sub(r"\S*/", "", each) for each in shown.getvalue().split("rank 2> ")]
+    assert first.startswith("rank 2 has reached a breakpoint")
+    assert re.fullmatch(r"   test_session.py:\d+ in outer\n-> test_session.py:\d+ in inner\n", answers[0])
+    assert answers[1] == "46\n"
+    assert re.fullmatch(r"test_session.py:\d+ in outer\n", answers[2])
+    assert answers[3:5] == ["24\n", "25\n"]
+    assert re.search(r"->  *\d+  *inner\(comm, value\)\n", answers[5])
+    assert re.fullmatch(r"-> test_session.py:\d+ in outer\n   test_session.py:\d+ in inner\n", answers[6])
+    assert answers[7].endswith(" in outer\n")
+    assert answers[8].endswith(" in inner\n")
+    assert answers[9] == "46\n"
+    assert answers[10] == "rank 0> 21\nrank 0> "
 
 
 def test_backends_whose_deadlines_go_on_are_refused() -> None:

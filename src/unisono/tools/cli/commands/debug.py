@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "pid", type=int, nargs="?", help="a process of the job, or what started it (default: the only job that is held)"
     )
-    add("--rank", type=int, help="the rank to look at first (default: the first one)")
+    add("--rank", type=int, help="the rank to look at first (default: the one that stopped)")
     add("--json", action="store_true", help="print where each rank is as JSON, and leave the ranks held")
 
 

@@ -187,7 +187,7 @@ class Checkpointer:
     def _newest(self) -> int | None:
         """Return the number of the newest complete step. Collective."""
         found = CollectiveScope(self._comm, "load", self._storage.where).first(
-            lambda: [storage.name for storage in self._complete()[:1]]
+            lambda: [storage.name for storage in self._complete()[:1]], stores=True
         )
         return int(found[0].removeprefix(_PREFIX)) if found else None
 
@@ -212,8 +212,11 @@ class Checkpointer:
 
         The checkpoint just saved stays, even if an earlier one seems newer because its host's clock was ahead.
         """
-        if self._comm is not None and self._comm.rank:
-            return
+        team = CollectiveScope(self._comm, "rotation", self._storage.where)
+        if team.rank == 0:
+            team.measured(partial(self._remove_old, saved))
+
+    def _remove_old(self, saved: str) -> None:
         try:
             known = [storage for storage in self._complete() if storage.name in self._known]
             found = sorted(known, key=lambda storage: storage.name != saved)

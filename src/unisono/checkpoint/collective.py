@@ -55,29 +55,42 @@ class CollectiveScope:
         self._timeout = timeout
         self.rank, self.size = (comm.rank, comm.size) if comm is not None else (0, 1)
 
-    def all_or_none(self, step: Callable[[], Any]) -> list[Any]:
+    def measured(self, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns, as `ControlPlane.measured`."""
+        return make() if self.comm is None else self.comm._engine.measured(f"a step of a {self._operation}", make)
+
+    def all_or_none(self, step: Callable[[], Any], *, stores: bool = False) -> list[Any]:
         """Run `step` on each rank, and return the results of all: values that JSON has. Collective.
+
+        Args:
+            step: What to do.
+            stores: Whether it writes to the storage, or lists it: not for a replay to repeat.
 
         Raises:
             CheckpointError, MismatchError, TypeError, ValueError: On every rank, if `step` raised on any: the error
                 of the first of those ranks, which is named.
         """
-        value: Any = None
         failed: Exception | None = None
-        try:
-            value = step()
-        except CommError as error:
-            if not isinstance(error, (CheckpointError, MismatchError)):
-                raise
-            failed = error
-        except Exception as error:
-            # Any error must be reported to the other ranks.
-            failed = error
+
+        def outcome() -> tuple[Any, Any]:
+            nonlocal failed
+            try:
+                return step(), None
+            except CommError as error:
+                if not isinstance(error, (CheckpointError, MismatchError)):
+                    raise
+                failed = error
+            except Exception as error:
+                # Any error must be reported to the other ranks.
+                failed = error
+            return None, self._error_report(failed)
+
         if self.comm is None:
+            value, _ = outcome()
             if failed is not None:
                 raise self._own(failed) from failed.__cause__
             return [value]
-        mine = json.dumps((value, None if failed is None else self._error_report(failed)))
+        mine = self.measured(lambda: json.dumps(outcome())) if stores else json.dumps(outcome())
         texts = self.comm.all_gather_object(mine, timeout=self._timeout)
         values, reports = zip(*map(json.loads, texts), strict=True)
         if not any(reports):
@@ -87,9 +100,9 @@ class CollectiveScope:
             raise self._own(failed) from failed.__cause__
         raise self._error_from(reports[bad], bad)
 
-    def first(self, step: Callable[[], Any]) -> Any:
+    def first(self, step: Callable[[], Any], *, stores: bool = False) -> Any:
         """Run `step` on rank 0 only, and return its result on every rank. Collective."""
-        return self.all_or_none(step if self.rank == 0 else lambda: None)[0]
+        return self.all_or_none(step if self.rank == 0 else lambda: None, stores=stores)[0]
 
     def compare(self, digests: Sequence[str], describe: Callable[[], dict[str, Any]], advice: str) -> None:
         """Raise `MismatchError` on every rank unless all have the same. Collective if they have not.

@@ -206,10 +206,11 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
             # Where tensors are created, memory or the device may be missing on one rank.
             loaders: list[TensorLoader] = []
 
-            def prepare() -> list[list[list[int]] | None]:
+            def prepare() -> Any:
                 checked = [_check_files(files, one.shares, rank, one.alone, options) for one in passes]
                 loaders.extend(TensorLoader(files, restoration, one.wanted, host, options, on_bytes) for one in passes)
-                return checked
+                # Where the files are on this host; a replay may be on another.
+                return team.measured(lambda: checked)
 
             everyone = team.all_or_none(prepare)
             runs: list[Callable[[], None]] = []

@@ -243,7 +243,7 @@ def commit(
         made.append(snapshot)
         # One process has nothing to compare.
         found = digest(storage.where.encode() + snapshot.fingerprint()) if team.size > 1 else ""
-        return snapshot.ranges, found, secrets.token_hex(8)
+        return snapshot.ranges, found, team.measured(partial(secrets.token_hex, 8))
 
     ranges, digests, save_ids = zip(*team.all_or_none(take), strict=True)
     save_id = save_ids[0]
@@ -257,15 +257,15 @@ def commit(
     check_ranges(snapshot.shards, ranges, team.rank)
     lock = SaveLock(storage, save_id)
     try:
-        team.first(partial(_open, storage, lock))
+        team.first(partial(_open, storage, lock), stores=True)
         name = f"{save_id}-{team.rank:05d}.safetensors"
         try:
-            parts = team.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress))
+            parts = team.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress), stores=True)
         except CheckpointError:
             with suppress(OSError):
                 storage.remove(name)
             raise
-        team.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest, lock))
+        team.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest, lock), stores=True)
         if team.rank == 0:
             _remove_files(storage, lock.replaced)
     except BaseException:

@@ -86,6 +86,7 @@ class Engine:
         closed: Whether this rank has closed the communicator.
         broken: The first cause of the group's failure.
         checked: Whether ranks compare their calls.
+        uneven_batches: Whether a sampler gives ranks batches of unequal sizes, which no warning has said.
         fast_path: The transport's, if it has one.
         selection: Chooses algorithms.
         tuner: The table of costs by which "auto" chooses.
@@ -105,6 +106,7 @@ class Engine:
         self.slow_rank = SlowRank(self.activity)
         self.owner: int | None = None
         self.closed = False
+        self.uneven_batches = False
         self.broken: Cause | None = None
         self.agreements = Agreements()
         self._waiting = self.agreements.waiting if check != "off" else _NEVER
@@ -139,8 +141,12 @@ class Engine:
     def wrap(self, transport: Transport, control: ControlPlane) -> None:
         """Use these from now on: they forward to the present ones, or the present ones to them."""
         self.transport = transport
-        self.control = control
+        self.control = self.tuner.control = control
         self.fast_path = None if self.options.deterministic else transport.fast_path
+
+    def measured(self, what: str, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns, as `ControlPlane.measured`."""
+        return self.control.measured(self.group, what, make)
 
     # -- whether calls can be made -------------------------------------------------------------
     def enter(self, operation: str) -> None:

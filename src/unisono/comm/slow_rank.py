@@ -43,6 +43,8 @@ _Doing = Counter[tuple[str, str]]
 class _Comm(Protocol):
     """The part of a communicator that carries the figures."""
 
+    _engine: Any
+
     @property
     def rank(self) -> int: ...
     @property
@@ -95,11 +97,12 @@ class SlowRank:
             [] if self._samples is None else self._samples.since(oldest),
         )
         # As lists, which take half as long to encode as named tuples of the same.
-        parts = comm.gather_object(list(part))
+        parts = comm.gather_object(comm._engine.measured("times of calls", lambda: list(part)))
         found: dict[str, Any] | None = None
         if parts is not None:
             names = {record[1]: _name(record[0], site_text(record[3])) for record in records}
-            found = _figures([_Part(*each) for each in parts], names)
+            # Also of the threads' stacks and lines, which a replay does not have.
+            found = comm._engine.measured("a slow rank", lambda: _figures([_Part(*each) for each in parts], names))
             # What this took is no time of the program's.
             activity.since = time.monotonic()
         told: dict[str, Any] = comm.broadcast_object(found, 0)

@@ -28,6 +28,8 @@ _now = time.perf_counter
 class _TracedComm(Protocol):
     """The part of a communicator that a trace needs."""
 
+    _engine: Any
+
     @property
     def rank(self) -> int: ...
     @property
@@ -84,7 +86,8 @@ def trace(path: str | os.PathLike[str], comm: _TracedComm | None = None) -> Iter
             yield events
         if comm is not None:
             clocks.append(ClockReading(comm))
-            parts = comm.gather_object(json.dumps(_part(events, clocks, waited)))
+            part = comm._engine.measured("a trace", lambda: json.dumps(_part(events, clocks, waited)))
+            parts = comm.gather_object(part)
             if parts is not None:
                 _write(Path(path), [json.loads(part) for part in parts], clocks)
     except BaseException as error:
@@ -126,10 +129,10 @@ class ClockReading:
         ends = torch.empty(_ROUNDS, dtype=torch.float64)
         all_ends = starts.new_empty(comm.size * _ROUNDS)
         for number in range(_ROUNDS):
-            comm.all_gather_single(starts[number], starts.new_tensor([_now()]))
+            comm.all_gather_single(starts[number], starts.new_tensor([comm._engine.measured("a clock", _now)]))
             for stream in current_streams([comm.device]):
                 stream.synchronize()
-            ends[number] = _now()
+            ends[number] = comm._engine.measured("a clock", _now)
         comm.all_gather_single(all_ends, ends.to(starts))
         begun = starts.cpu()
         ended = all_ends.cpu().view(comm.size, _ROUNDS).T

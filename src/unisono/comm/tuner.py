@@ -36,12 +36,13 @@ class Tuner:
         hosts: Name of each rank's host.
 
     Attributes:
+        control: As passed; a recording of the communicator replaces it.
         hosts: As passed.
     """
 
     def __init__(self, transport: Transport, control: ControlPlane, options: Options, hosts: Sequence[str]) -> None:
         self._transport = transport
-        self._control = control
+        self.control = control
         self._options = options
         self.hosts = hosts
         self._ranks = list(Counter(hosts).values())
@@ -74,14 +75,12 @@ class Tuner:
     def _agree(self, measured: CostTable | None) -> Machine:
         self._agreements += 1
         group = self._transport.group
-        mine: tuple[str, str] = "", ""
-        if group.rank == 0:
-            try:
-                mine = "", self._own(measured).to_json()
-            except ValueError as error:
-                mine = str(error), ""
         topic = f"cost table {self._agreements}"
-        refusal, text = self._control.exchange(group, topic, mine, self._options.timeout_s)[0]
+        mine = "", ""
+        if group.rank == 0:
+            # A replay neither reads nor replaces the table of this host.
+            mine = self.control.measured(group, topic, lambda: self._offer(measured))
+        refusal, text = self.control.exchange(group, topic, mine, self._options.timeout_s)[0]
         if refusal:
             raise ValueError(refusal)
         table = CostTable.from_json(text)
@@ -91,6 +90,13 @@ class Tuner:
             origin = "measured" if table.measured else "built-in"
             _log.info("cost table %s (%s)%s", table.hash, origin, overrides and f", overridden: {overrides}")
         return self._machine
+
+    def _offer(self, measured: CostTable | None) -> tuple[str, str]:
+        """Return why rank 0 has no table, or the table as text."""
+        try:
+            return "", self._own(measured).to_json()
+        except ValueError as error:
+            return str(error), ""
 
     def _own(self, measured: CostTable | None) -> CostTable:
         """Return rank 0's table, with the overrides of its file and of its environment."""
@@ -164,7 +170,8 @@ def _measured(comm: Any, device: str, seconds: float) -> list[Cell]:
         now = time.monotonic()
         # Rank 0 decides for all how many samples there is time for.
         share = (end - now) / (len(_SIZES) - place)
-        rounds = torch.tensor([max(0, min(20, int(share / (_CALLS * (now - begin)))))], device=device)
+        fitting = min(20, int(share / (_CALLS * (now - begin))))
+        rounds = torch.tensor([comm._engine.measured("rounds", partial(max, 0, fitting))], device=device)
         comm.broadcast(rounds, 0)
         if not int(rounds) and place > 1:
             break

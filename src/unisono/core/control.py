@@ -150,6 +150,19 @@ class ControlPlane(ABC):
         return ""
 
     # -- here ----------------------------------------------------------------------------------
+    def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
+        """Return what `make` returns: what no other run gives again, before ranks exchange it, or act on it.
+
+        A recording keeps it, and a replay returns that without calling `make`, so that ranks send the same bytes.
+
+        Args:
+            group: Of the communicator over which it is exchanged.
+            what: Description. Of one group and description, one thread at a time may call this.
+            make: Measures a time, reads a fact of the host, draws a secret, or writes to a disk; its result is
+                anything that `unisono.serialization` supports.
+        """
+        return make()
+
     @abstractmethod
     def share(self, key: str, make: Callable[[], T]) -> T:
         """Return one object for all ranks that are threads of this process (made by the first caller).

@@ -64,8 +64,19 @@ class TraceEvent:
 
 Sink = Callable[[TraceEvent], None]
 
-SINK: ContextVar[Sink | None] = ContextVar("unisono trace", default=None)
-"""The sink that is open in this context, or None. `SINK.get` runs no Python frame.
+
+class _Sinks(tuple[Sink, ...]):
+    """Sinks of the recordings that are open, the innermost first; itself a sink."""
+
+    __slots__ = ()
+
+    def __call__(self, event: TraceEvent) -> None:
+        for sink in self:
+            sink(event)
+
+
+SINK: ContextVar[_Sinks | None] = ContextVar("unisono trace", default=None)
+"""The sinks that are open in this context, or None. `SINK.get` runs no Python frame.
 
 Torch's profiler is checked beside it: `profiler._is_profiler_enabled` is one global read.
 """
@@ -96,15 +107,12 @@ def observed_now() -> bool:
 
 @contextmanager
 def recording(sink: Sink) -> Iterator[None]:
-    """Pass the events of this thread's calls to `sink`, and to the sinks of recordings around this one."""
-    outer = SINK.get()
+    """Pass the events of this thread's calls to `sink`, and to the sinks of recordings around this one.
 
-    def both(event: TraceEvent) -> None:
-        sink(event)
-        if outer is not None:
-            outer(event)
-
-    token = SINK.set(sink if outer is None else both)
+    A sink that is open already, as where a library records into the metrics of its caller, gets each event once.
+    """
+    sinks = SINK.get() or _Sinks()
+    token = SINK.set(sinks if sink in sinks else _Sinks([sink, *sinks]))
     try:
         yield
     finally:

@@ -49,6 +49,7 @@ REPLIES: dict[str, int | None] = {
     "rebuild": 2,
     "request_admission": 0,
     "query": 1,
+    "measured": 2,
 }
 """Methods of the control plane that reply, and how many of their arguments tell one question from another."""
 

@@ -6,11 +6,13 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from unisono.communicator import Communicator, engine_of
 from unisono.core.call import Call
@@ -22,11 +24,11 @@ from unisono.core.staging import digest
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
 from unisono.core.work import Completion
-from unisono.errors import CommError, CommTimeoutError, MismatchError
+from unisono.errors import CommError, CommTimeoutError, MismatchError, UnavailableError
 from unisono.recording.log import Log, LogEntry, error_from, path_of
 from unisono.recording.recorder import ATTRIBUTES, described, key_of
 
-__all__ = ["RankReplay", "RecordingEndError", "ReplayTransport", "begin"]
+__all__ = ["RankReplay", "RecordingEndError", "ReplayTransport", "begin", "without_torch_groups"]
 
 T = TypeVar("T")
 
@@ -111,7 +113,7 @@ class RankReplay:
     def run(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T | None:
         """Return what a program returns on the rank; None if the recording ends before."""
         try:
-            with self.communicator() as comm:
+            with without_torch_groups(), self.communicator() as comm:
                 result = program(comm, *args, **kwargs)
         except RecordingEndError:
             return None
@@ -146,6 +148,20 @@ class RankReplay:
             import numpy as np
 
             np.random.set_state(states["numpy"])
+
+
+def _refuse_groups(*_given: Any, **_how: Any) -> NoReturn:
+    """Stand in for `dist.init_process_group`, which would wait for ranks that never come."""
+    raise UnavailableError(
+        "a replay has no other ranks that could join a group of torch.distributed, and calls of such groups are not "
+        "recorded. It answers un.init and un.launch: use their communicator, or pass what the program does after "
+        "Communicator.from_group to un.replay, as a function"
+    )
+
+
+def without_torch_groups() -> AbstractContextManager[Any]:
+    """Return a context in which torch makes no process groups."""
+    return mock.patch.object(dist, "init_process_group", _refuse_groups, create=True)
 
 
 def _tuples(value: Any) -> Any:
@@ -183,7 +199,7 @@ class ReplayTransport(Transport):
         replay = self.replay
         replay.require_begun()
         number = call.fingerprint.call
-        what = f"{call.fingerprint.operation} #{number} of {self._name}"
+        what = f"{call.fingerprint.operation} #{number} of {self.group.text}"
         expected = replay.log.take(("call", self._name, number))
         if expected is None:
             replay.missing(self.group, what)
@@ -484,6 +500,11 @@ class _Control(ControlPlane):
         raise CommError("a replay admits no newcomers")
 
     # -- activity ------------------------------------------------------------------------------
+    def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
+        # Never made anew once the replay has begun: it may write to a checkpoint that is in use.
+        otherwise = (lambda: self.replay.missing(group, what)) if self.replay.begun else make
+        return self._reply("measured", [group, what], otherwise)
+
     def watch(self, activity: Activity) -> None:
         pass
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, engine_of
 from unisono.host.processors import cores
 
 __all__ = [
@@ -155,7 +155,7 @@ def bucket_sizes(
     if first is None and background:
         here = next(len(ranks) for ranks in comm.hosts if comm.rank in ranks)
         spare = any(p.device.type != "cpu" for p in parameters) or cores() >= 2 * here
-        first = MIB if all(comm.all_gather_object(spare)) else None
+        first = MIB if all(comm.all_gather_object(engine_of(comm).measured("spare cores", lambda: spare))) else None
     return cap, first
 
 

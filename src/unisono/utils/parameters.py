@@ -6,11 +6,12 @@ import os
 import secrets
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
 
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, engine_of
 from unisono.core.staging import ACCELERATORS
 from unisono.core.tensors import check_tensor, is_non_overlapping
 from unisono.serialization.tensors import has_no_storage
@@ -151,7 +152,7 @@ def agree_on_parameters(
     # Names may occur twice.
     comm.agree(kinds, f"order of the parameters of {of}")
     comm.flush_agreements()
-    threads = _backward_threads(named) if hooked else []
+    threads = engine_of(comm).measured("threads", partial(_backward_threads, named if hooked else []))
     users: dict[str, int] = {}
     for rank, theirs in enumerate(comm.all_gather_object(threads) if threads else ()):
         for thread in theirs:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, engine_of
 
 __all__ = ["Rate", "Throughput", "rank_logger"]
 
@@ -111,7 +111,11 @@ class Throughput:
         steps = list(self._steps)
         # The first entry is the time at which the window begins.
         mine = sum(count for _, count in steps[1:]), steps[-1][0] - steps[0][0], self._samples
-        everyone = [mine] if self._comm is None else self._comm.all_gather_object(mine)
+        everyone = (
+            [mine]
+            if self._comm is None
+            else self._comm.all_gather_object(engine_of(self._comm).measured("throughput", lambda: mine))
+        )
         counts, seconds, totals = zip(*everyone, strict=True)
         window_s = max(seconds)
         return Rate(sum(counts) / window_s if window_s else float("nan"), sum(counts), window_s, sum(totals))

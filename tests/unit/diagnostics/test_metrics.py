@@ -137,3 +137,18 @@ def test_communicator_shows_its_failure() -> None:
     with un.init() as comm:
         comm.abort("a <test>")
         assert "a &lt;test&gt;" in shown(comm)
+
+
+def test_recordings_inside_each_other_count_once() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        metrics, others = un.Metrics(), un.Metrics()
+        with metrics.recording(), others.recording(), metrics.recording():
+            comm.barrier()
+            with others.recording():
+                comm.barrier()
+            comm.all_reduce(torch.ones(2), async_op=True).wait()
+        comm.barrier()
+        names = ("barrier/calls", "all_reduce/calls", "all_reduce/bytes")
+        return [each.scalars()[f"unisono/{name}"] for each in (metrics, others) for name in names]
+
+    assert run_ranks(program, 2) == [[2, 1, 8] * 2] * 2

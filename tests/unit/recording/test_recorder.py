@@ -51,7 +51,7 @@ def test_flipped_bit_is_found_at_the_first_call_that_sends_it(tmp_path: Path) ->
     assert pool("shm", 2, timeout=200.0).run(apart, flipped, tmp_path, None) == [5, 5]
     assert un.replay(tmp_path, 1, flipped, (tmp_path, None)) == 5
     for step in range(5):
-        with pytest.raises(MismatchError, match=rf"all_reduce #{step + 1} of \S+, at \S+: this rank sends other bytes"):
+        with pytest.raises(MismatchError, match=rf"all_reduce #{step + 1} of .*, at \S+: this rank sends other bytes"):
             un.replay(tmp_path, 1, flipped, (tmp_path, step))
 
 

@@ -43,7 +43,7 @@ def run(given: argparse.Namespace) -> int:
     from unisono.errors import MismatchError
     from unisono.launcher.api import INSTEAD
     from unisono.launcher.script_rank import run_as_main
-    from unisono.recording.replayer import RankReplay
+    from unisono.recording.replayer import RankReplay, without_torch_groups
 
     with refusing(ValueError, OSError):
         replay = RankReplay(given.folder, given.rank)
@@ -51,7 +51,8 @@ def run(given: argparse.Namespace) -> int:
     token = INSTEAD.set(replay)
     status: Any = 0
     try:
-        run_as_main([*(["-m"] if given.module else []), given.script, *given.arguments])
+        with without_torch_groups():
+            run_as_main([*(["-m"] if given.module else []), given.script, *given.arguments])
     except SystemExit as leaving:
         status = leaving.code or 0
     except MismatchError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 import sys
@@ -10,7 +12,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from operator import itemgetter
 from types import CodeType, FrameType, FunctionType
@@ -307,7 +308,8 @@ def _stack(frame: FrameType | None, is_shown: Callable[[str], bool] = bool) -> l
 _TORCH = getattr(find_spec("torch"), "origin", None) or __file__
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OTHERS = (_OURS, os.path.dirname(os.path.abspath(_TORCH)) + os.sep)
-NOT_THE_USERS = (*_OTHERS, threading.__file__)
+# With the modules through which Python calls functions: of context managers, decorators and threads.
+NOT_THE_USERS = (*_OTHERS, threading.__file__, contextlib.__file__, functools.__file__)
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
@@ -390,7 +392,7 @@ def called_at(frame: FrameType | None, job: Callable[[], object]) -> Callable[[]
         return job
     code = caller.f_code
     there = _CALL.replace(co_filename=code.co_filename, co_name=code.co_name, co_firstlineno=caller.f_lineno)
-    return partial(FunctionType(there, {}), job)
+    return functools.partial(FunctionType(there, {}), job)
 
 
 def site_text(place: Place) -> str | None:

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import _thread
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["AutoResetEvent", "DaemonThreadPool", "SerialWorker", "spawn_thread"]
+__all__ = ["AutoResetEvent", "DaemonThreadPool", "SerialWorker", "refuse_green_threads", "spawn_thread"]
 
 _IDLE_S = 5.0
+_GREEN = ("threading", "queue")
+"""Modules whose objects must work between threads of the system."""
+
+
+def refuse_green_threads() -> None:
+    """Raise `RuntimeError` where gevent has put coroutines, or their queues, in the place of threads.
+
+    They share one thread of the system, so a rank that waits in native code keeps all others from running, and what
+    the library keeps by thread is of one rank for all.
+    """
+    if "gevent.monkey" in sys.modules and any(map(sys.modules["gevent.monkey"].is_module_patched, _GREEN)):
+        raise RuntimeError(
+            "gevent has replaced Python's threads or queues by those of coroutines, so ranks cannot be threads in this "
+            "process: use ranks that are processes (backend 'shm' or 'tcp'), or gevent.monkey.patch_all(thread=False, "
+            "queue=False)"
+        )
 
 
 class AutoResetEvent:

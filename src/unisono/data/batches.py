@@ -84,7 +84,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.batch_size = size
         self.drop_last = drop_last
         self._empty = allow_empty_batches
-        self._check(self.num_replicas)
+        self._check(self.num_replicas, comm)
 
     @property
     def epoch(self) -> int:
@@ -171,14 +171,14 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         """
         states = gather_states(comm, self.state_dict())
         rank, size = ranks_of(comm)
-        self._check(size)
+        self._check(size, comm)
         chosen = states[like] if like is not None else max(states, key=_progress)
         self._sampler.load_state_dict(chosen)
         self._sampler.compare_on(comm)
         self.rank = rank
         self.num_replicas = size
 
-    def _check(self, ranks: int) -> None:
+    def _check(self, ranks: int, comm: Any) -> None:
         count = self._sampler.remaining
         last = count % self.batch_size or min(count, self.batch_size)
         if 0 < last < ranks and not self._empty and not (self.drop_last and last < self.batch_size):
@@ -186,6 +186,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
                 f"the last batch of an epoch of {count} samples has {last}, too few for {ranks} ranks. Pass "
                 "drop_last=True, or allow_empty_batches=True if your loop copes with empty batches"
             )
+        uneven = self.batch_size % ranks or (not self.drop_last and last % ranks)
+        if uneven and hasattr(comm, "_engine") and comm.rank == 0:
+            # For an averager on these ranks, which warns once.
+            comm._engine.uneven_batches = True
 
 
 def _progress(state: dict[str, Any]) -> tuple[int, int]:

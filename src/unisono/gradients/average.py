@@ -10,7 +10,7 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.gradients.sparse import average_sparse, sparse_parameters
-from unisono.gradients.weights import Weights
+from unisono.gradients.weights import Weights, warn_of_uneven_batches
 from unisono.utils.flatten import MIB, buckets, flat_apply
 from unisono.utils.parameters import (
     Named,
@@ -59,6 +59,7 @@ def average_gradients(
         >>> un.launch(program, nprocs=2, backend="thread")
         [[1.5, 1.5], [1.5, 1.5]]
     """
+    warn_of_uneven_batches(comm, total=False)
     named = named_tensors(model)
     trained = [(name, p) for name, p in named if p.requires_grad]
     spread = sparse_parameters(model) if isinstance(model, torch.nn.Module) else set()

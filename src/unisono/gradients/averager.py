@@ -9,6 +9,7 @@ from functools import partial
 from operator import attrgetter
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
 
 import torch
 
@@ -21,7 +22,15 @@ from unisono.gradients.bucket import GradientBucket
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.reducer import Reducer, codec_for
 from unisono.gradients.sparse import average_sparse, sparse_parameters
-from unisono.gradients.weights import AllRanksDone, ErrorContext, Weights, check_average, check_skipped, used_gradients
+from unisono.gradients.weights import (
+    AllRanksDone,
+    ErrorContext,
+    Weights,
+    check_average,
+    check_skipped,
+    used_gradients,
+    warn_of_uneven_batches,
+)
 from unisono.utils.backward_pass import BackwardTracker, SavedGradients, adds_to_leaves, current_pass, watch_outputs
 from unisono.utils.flatten import broadcast_all, bucket_sizes, in_bytes
 from unisono.utils.parameters import agree_on_parameters, named_tensors, share, share_buffers
@@ -418,6 +427,8 @@ class GradientAverager:
 
     # -- life -----------------------------------------------------------------------------------
     def _attach(self, comm: Communicator, *, init_sync: bool) -> None:
+        # Weak: a communicator that a program drops leaves its group.
+        self._origin = ref(comm)
         self._registry = ParameterRegistry(self._model, self._named, self._report)
         codec = codec_for(self._compression)
         settings = {
@@ -647,6 +658,8 @@ class GradientAverager:
         all_took_part = self._weights.active == self.size
         if self._weights.uneven:
             self._weights.forget()
+        else:
+            warn_of_uneven_batches(self._origin(), self._total)
         if self._seen is not None and all_took_part:
             self._learn_order(self._seen)
 

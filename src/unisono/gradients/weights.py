@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, engine_of
 from unisono.errors import CommError, MismatchError
 
-__all__ = ["AllRanksDone", "ErrorContext", "Weights", "check_average", "check_skipped", "used_gradients"]
+__all__ = [
+    "AllRanksDone",
+    "ErrorContext",
+    "Weights",
+    "check_average",
+    "check_skipped",
+    "used_gradients",
+    "warn_of_uneven_batches",
+]
 
 
 class AllRanksDone(Exception):
@@ -90,6 +99,18 @@ class Weights:
         self.active = self._size
         self.source = 0
         self.factor = float(self._size) if self._total else 1.0
+
+
+def warn_of_uneven_batches(comm: Communicator | None, total: bool) -> None:
+    """Warn once if gradients are averaged without weights over batches whose sizes differ by rank."""
+    if comm is not None and not total and engine_of(comm).uneven_batches:
+        engine_of(comm).uneven_batches = False
+        warnings.warn(
+            "GlobalBatchSampler gives ranks batches of unequal sizes, and the mean of the ranks' gradients is not that "
+            "over their samples then. Call averager.weight(len(batch)) before each backward(), or pass average='sum' "
+            "and divide each loss by the size of the whole batch",
+            stacklevel=2,
+        )
 
 
 class ErrorContext:

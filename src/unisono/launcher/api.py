@@ -20,6 +20,7 @@ from unisono.communicator import Check, Communicator
 from unisono.control.local import LocalHub
 from unisono.core.failure import Cause
 from unisono.core.group import Group
+from unisono.core.threads import refuse_green_threads
 from unisono.core.transport import HEARTBEAT_LEAST_S, Options, Transport
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
@@ -560,6 +561,7 @@ def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
     A thread cannot be ended from outside: one that does not end within the grace after a failure
     is left behind as a daemon, and counts as ended.
     """
+    refuse_green_threads()
     hub = LocalHub()
     done = queue.SimpleQueue[Outcome]()
 

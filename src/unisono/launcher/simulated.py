@@ -18,6 +18,7 @@ from unisono.communicator import Check
 from unisono.control.simulated import SimulatedHub
 from unisono.core.group import Group
 from unisono.core.notebook import html_table
+from unisono.core.threads import refuse_green_threads
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
@@ -162,6 +163,7 @@ def _faulty(
 
 def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: float = 0.0) -> Simulated:
     """Run a job on `size` ranks that take turns, and conclude."""
+    refuse_green_threads()
     network: SimNetwork = job.options.extra.get("network") or SimNetwork()
     ended: list[Outcome] = []
     with unpatched(), interposed(), _generators(seed, size) as switch:

@@ -6,10 +6,15 @@ import gc
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+import unisono as un
+from unisono.communicator import engine_of
 from unisono.core.flight_recorder import thread_frames
+from unisono.testing import run_ranks
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -107,3 +112,19 @@ def test_callers_stay_the_same_while_their_thread_runs_on(eager_collector: None)
         over.set()
         thread.join()
     assert names[names.index("inner") :][:4] == ["inner", "middle", "outer", "run"]
+
+
+def test_lines_of_calls_in_context_managers_are_the_programs(tmp_path: Path) -> None:
+    """Also where Python's own modules call the library's code."""
+
+    def program(comm: un.Communicator) -> list[str]:
+        with un.trace(tmp_path / "with.json", comm):
+            comm.barrier()
+        with ExitStack() as stack:
+            stack.enter_context(un.trace(tmp_path / "stack.json", comm))
+            stack.callback(comm.barrier)
+        return engine_of(comm).activity.last(1000)
+
+    for calls in run_ranks(program, 2):
+        assert len(calls) > 60
+        assert {call.rpartition(" at ")[2].partition(":")[0] for call in calls} == {"test_flight_recorder.py"}

@@ -350,15 +350,16 @@ def heartbeat_seconds(heartbeat: Timeout | None) -> float | None:
     Raises:
         ValueError: It is shorter than kernels can tell, or no number.
     """
-    text = os.environ.get(HEARTBEAT)
-    if heartbeat is None and not text:
+    name = HEARTBEAT if heartbeat is None else "heartbeat"
+    given = os.environ.get(HEARTBEAT) or None if heartbeat is None else heartbeat
+    if given is None:
         return None
     try:
-        seconds = positive_timeout(float(text or "") if heartbeat is None else heartbeat, "heartbeat")
+        seconds = positive_timeout(float(given) if isinstance(given, str) else given, name)
     except ValueError as error:
-        raise ValueError(f"{HEARTBEAT} is {text!r}: {error}" if heartbeat is None else str(error)) from None
+        raise ValueError(f"{name} is {given!r}: {error}") from None
     if seconds < HEARTBEAT_LEAST_S:
-        raise ValueError(f"heartbeat must be at least {HEARTBEAT_LEAST_S:g} s, not {seconds:g}")
+        raise ValueError(f"{name} must be at least {HEARTBEAT_LEAST_S:g} s, not {seconds:g}")
     return seconds
 
 

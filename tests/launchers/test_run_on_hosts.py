@@ -230,6 +230,32 @@ def test_folder_that_is_not_there_is_named(folder: Path) -> None:
     assert ended.returncode == 1
 
 
+GREETING = "echo Welcome; echo; printf 'to %s' $1; "
+RANK = "import os\nprint(os.environ['RANK'])\n"
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("leaves", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_what_a_remote_shell_prints_is_shown_and_does_no_harm(folder: Path, leaves: bool) -> None:
+    (folder / "rank.py").write_text(RANK)
+    shell = STAND_IN.replace("cd /", GREETING + "cd /")
+    if leaves:
+        # As of `.bash_logout`.
+        shell = shell.replace("exec env", "env") + "echo This is the end of the session.\n"
+    (folder / "ssh").write_text(shell)
+    ended = run(folder, "rank.py", hosts="far:2")
+    assert ended.stderr.splitlines() == ["far: Welcome", "far: to far"]
+    assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, ["[0] 0", "[1] 1"])
+
+
+def test_last_words_of_a_remote_shell_are_shown(folder: Path) -> None:
+    (folder / "ssh").write_text(STAND_IN.replace("cd /", GREETING + "echo ', which is closed'; exit 3"))
+    ended = run(folder, "facts.py", hosts="far:2")
+    lost = f"host far, with ranks 0 to 1 of 2, has started none of them: {folder}/ssh ended with exit status 3"
+    assert ended.stderr.splitlines()[:3] == ["far: Welcome", "far: to far, which is closed", lost]
+    assert ended.returncode == 3
+
+
 # -- two hosts -------------------------------------------------------------------------------------
 TRAIN = """
 import os, sys, time

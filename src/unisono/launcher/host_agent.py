@@ -1,7 +1,7 @@
 """The process on another host that runs a script's ranks there for `unisono run --hosts`.
 
 It gets its orders by standard input, and ends, with all ranks, when that ends: so nothing outlives its launcher. It
-answers by frames on standard output.
+answers by a marker and then frames on standard output: a shell whose `.bashrc` prints has written there before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any
 from unisono.launcher.local_host import LocalHost
 from unisono.launcher.script_job import Report, ScriptJob
 
-__all__ = ["ENDED", "HEADER", "STARTED", "STATUSES"]
+__all__ = ["ENDED", "HEADER", "MARKER", "STARTED", "STATUSES"]
+
+MARKER = b"\0unisono host agent\n"
+"""Precedes the first frame. It ends a line, so that its reader can show others as they come."""
 
 HEADER = struct.Struct(">iBI")
 """Header of a frame: a rank, or -1; the kind; the number of bytes that follow. Kinds 1 and 2 are streams' output."""
@@ -31,6 +34,7 @@ class _Frames:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        os.write(descriptor, MARKER)
         self._writing = threading.Lock()
 
     def send(self, rank: int, kind: int, data: bytes) -> None:

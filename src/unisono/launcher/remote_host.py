@@ -17,13 +17,15 @@ from typing import IO
 
 from unisono.core.failure import signal_name
 from unisono.host.processes import interpreter_flags
-from unisono.launcher.host_agent import ENDED, HEADER, STARTED, STATUSES
+from unisono.launcher.host_agent import ENDED, HEADER, MARKER, STARTED, STATUSES
 from unisono.launcher.script_job import Events, ScriptJob
 
 __all__ = ["RemoteHost", "Shell"]
 
 _END_S = 10.0
 """Seconds that the agent may take to end its ranks and itself."""
+_BEGIN_S = 300.0
+"""Seconds in which the agent must begin: by default, ranks on other hosts wait no longer for its own."""
 
 _OF_A_HOST = {
     *("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "HOST", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_"),
@@ -106,10 +108,15 @@ class RemoteHost:
         self._lines.put(None)
         self._follower.join(_END_S)
         if self._follower.is_alive():
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill(f"the agent has not ended within {_END_S:g} s")
             self._follower.join()
         return {rank: self._statuses.get(rank, -signal.SIGKILL) for rank in self._ranks()}
+
+    def _kill(self, why: str) -> None:
+        self._last_words.append(why)
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ranks(self) -> range:
         return range(self._job.before, self._job.before + self._job.ranks)
@@ -124,8 +131,21 @@ class RemoteHost:
         listener = threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
         writer.start()
         listener.start()
+        # A shell that reads its input, or becomes another one, never comes to the agent.
+        limit = threading.Timer(_BEGIN_S, self._kill, [f"no agent of unisono has begun there within {_BEGIN_S:g} s"])
+        limit.daemon = True
+        limit.start()
         with self._process.stdout as frames:
-            while len(header := frames.read(HEADER.size)) == HEADER.size:
+            for line in frames:
+                foreign, begun, _ = line.partition(MARKER)
+                if foreign.strip():
+                    self._on_frame(-1, 2, f"{self._shell.name}: ".encode() + foreign.rstrip() + b"\n")
+                if begun:
+                    break
+            limit.cancel()
+            # What a shell prints after the last frame, as in `.bash_logout`, is no frame.
+            kind = 0
+            while kind != STATUSES and len(header := frames.read(HEADER.size)) == HEADER.size:
                 rank, kind, length = HEADER.unpack(header)
                 data = frames.read(length)
                 if len(data) == length:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -53,6 +54,24 @@ def die(comm: un.Communicator, note: Path | None = None) -> float:
     with pytest.raises(PeerLostError, match="rank 1"):
         comm.barrier()
     return time.monotonic() - begin
+
+
+ENDING = threading.Event()
+
+
+def host_rank(function: Any, args: Any) -> None:
+    """Be a worker that runs a rank in a thread, until it is told to end."""
+    threading.Thread(target=function, args=args, daemon=True).start()
+    ENDING.wait()
+
+
+def close_and_work_on(comm: un.Communicator, end: str) -> None:
+    comm.close()
+    if comm.rank == 1 and end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 1:
+        ENDING.set()
+        threading.Event().wait()
 
 
 @contextmanager

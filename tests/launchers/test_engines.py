@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import die, new_pool, train
+from engine_helpers import close_and_work_on, die, host_rank, new_pool, train
 
 import unisono as un
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
@@ -200,6 +201,73 @@ def test_start_after_the_end_is_refused_at_once(pool: Executor) -> None:
 
     assert un.launch(lambda comm: comm.rank, 1, on=Remembering(pool)) == [0]
     assert b"launch has ended before this rank has started" in pool.submit(*late).result(SHUT_DOWN_WITHIN_S)
+
+
+class Losing(Executor):
+    """An executor that loses the results of rank 0, or cancels its task when that has ended."""
+
+    def __init__(self, inner: Executor, *, cancels: bool = False, reason: str | None = None) -> None:
+        self.inner = inner
+        self.cancels = cancels
+        self.reason = reason
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = self.inner.submit(function, *args, **kwargs)
+        if args[0]:
+            return future
+        never: Future[Any] = Future()
+        if self.cancels:
+            future.add_done_callback(lambda _: never.cancel())
+        return never
+
+    def why_lost(self, future: Future[Any]) -> str | None:
+        assert not future.done()
+        return self.reason
+
+
+@pytest.mark.parametrize(
+    ("how", "timeout", "text"),
+    [
+        ({"reason": "gone"}, 300, "rank 0 of 2 has ended, but Losing lost its result: gone"),
+        ({"cancels": True}, 300, "rank 0 of 2 was lost: Losing cancelled its task, which had started, as when"),
+        pytest.param(
+            *({}, 5, "rank 0 of 2 has ended, but Losing lost its result: it has not arrived within 5 s"),
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_rank_whose_result_is_lost_is_named(pool: Executor, how: dict[str, Any], timeout: float, text: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match=text) as caught:
+        un.launch(lambda comm: comm.rank, 2, on=Losing(pool, **how), timeout=timeout)
+    assert caught.value.peer == 0
+    lost, result = un.launch(lambda comm: comm.rank, 2, on=Losing(pool, **how), timeout=timeout, on_failure="continue")
+    assert (str(lost), result) == (str(caught.value), 1)
+    assert time.monotonic() - begin < 2 * KNOWN_WITHIN_S
+
+
+class Deaf(Executor):
+    """An executor that never learns how a task ends, as Dask does not of one that is bound to a worker that left."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        process = multiprocessing.get_context("forkserver").Process(target=host_rank, args=(function, args))
+        process.start()
+        self.processes.append(process)
+        return Future()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for process in self.processes:
+            process.terminate()
+            process.join()
+
+
+@pytest.mark.parametrize("end", [pytest.param("killed", marks=pytest.mark.soak), "told to end"])
+def test_worker_that_ends_under_a_rank_without_communicator_is_noticed(end: str) -> None:
+    with Deaf() as deaf, pytest.raises(PeerLostError, match="rank 1 of 2 was lost: its worker has ended"):
+        un.launch(close_and_work_on, 2, on=deaf, args=(end,))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import os
 import re
@@ -11,20 +12,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_helpers import ON, die, new_pool, train
+from engine_helpers import ON, die, new_pool, on_dask, train
 from launcher_helpers import is_running
 from waiting import wait_until
 
 import unisono as un
 from unisono.engines import ENGINES, Dask, Ray, Submitit
-from unisono.errors import CommTimeoutError, PeerLostError, UnavailableError
+from unisono.engines.dask import DaskWorkers
+from unisono.errors import CommError, CommTimeoutError, PeerLostError, UnavailableError
 from unisono.host.mpi_library import find_mpirun, mpirun_environment
 from unisono.launcher.engines import resolve
 
@@ -136,6 +138,8 @@ def test_resources_of_a_rank_are_a_bundle() -> None:
 class Workers:
     """Stand-in for a client of Dask, with as much of it as waiting for workers needs."""
 
+    cluster: Any = None
+
     def __init__(self, **resources: dict[str, float]) -> None:
         self.resources = resources
         self.tasks = {"a": ["busy", "busy"], "b": ["busy"], "c": []}
@@ -174,9 +178,46 @@ def test_dask_lends_the_least_busy_workers_that_have_the_resources() -> None:
         pass
 
 
+def test_dask_keeps_as_many_workers_of_an_adaptive_cluster_as_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace())
+    client = Workers()
+    adaptive = SimpleNamespace(minimum=0, maximum=4)
+    client.cluster = SimpleNamespace(_adaptive=adaptive)
+
+    def scale(n_workers: int) -> dict[str, Any]:
+        return {"workers": {str(number): {} for number in range(adaptive.minimum)}}
+
+    client.scheduler_info = scale  # type: ignore[method-assign]
+    with Dask(client).workers(3, 1):
+        assert adaptive.minimum == 3
+    with pytest.raises(CommTimeoutError, match="Dask has 4 workers for 5 ranks"), Dask(client).workers(5, 0.2):
+        pass
+    assert adaptive.minimum == 0
+
+
+def test_dask_without_a_scheduler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace())
+    client = Workers()
+    # As a client answers that has lost its scheduler.
+    client.scheduler_info = lambda n_workers: {}  # type: ignore[method-assign]
+    with pytest.raises(CommError, match="Dask's scheduler does not answer"), Dask(client).workers(1, 1):
+        pass
+
+
+def test_dask_tells_of_a_worker_that_has_left() -> None:
+    client = Workers(a={}, b={})
+    executor = DaskWorkers(client, ["a", "b"], {}, lambda taken: "")
+    futures = [executor.submit(Future) for _ in range(2)]
+    assert [executor.why_lost(future) for future in futures] == [None, None]
+    del client.resources["b"]
+    assert [executor.why_lost(future) for future in futures] == [None, "its worker b was retired, restarted or killed"]
+
+
 def test_ranks_of_submitit_are_divided_between_nodes() -> None:
     with pytest.raises(ValueError, match="leave out tasks_per_node"):
         Submitit(tasks_per_node=2)
+    with pytest.raises(ValueError, match="'debug' runs one task"), Submitit(cluster="debug").workers(2, 1):
+        pass
     pytest.importorskip("submitit", reason="asks submitit for an executor")
     with (
         pytest.raises(ValueError, match="3 ranks cannot be divided equally between nodes=2"),
@@ -215,6 +256,64 @@ def test_pool_outlives_a_worker(name: str, tmp_path: Path) -> None:
         tasks = functools.partial(end_worker_once, tmp_path / "ended")
         assert list(pool.map(tasks, range(30), chunksize=1)) == list(range(30))
         assert (tmp_path / "ended").exists()
+
+
+def meet_for(comm: un.Communicator, seconds: float, folder: Path) -> int:
+    """Note that a rank has begun, and end with the others."""
+    end = time.monotonic() + seconds
+    (folder / f"begun-{comm.rank}").touch()
+    while not any(comm.all_gather_object(time.monotonic() > end)):
+        time.sleep(0.01)
+    return comm.rank
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("seconds", "event", "words"),
+    [
+        (2, "retired", "rank 0 of 2 has ended, but DaskWorkers lost its result: its worker .* was retired"),
+        (99, "retired", "rank 0 of 2 was lost"),
+        (99, "restarted", r"rank \d of 2 was lost: DaskWorkers cancelled its task, which had started"),
+    ],
+)
+def test_dask_that_loses_a_rank_under_way(seconds: float, event: str, words: str, tmp_path: Path) -> None:
+    with on_dask(2, tmp_path) as on:
+        client = importlib.import_module("distributed").get_client()
+        assert un.launch(lambda comm: comm.rank, 2, on=on) == [0, 1]
+
+        def act() -> None:
+            assert wait_until(lambda: len([*tmp_path.glob("begun-*")]) == 2, ENDED_WITHIN_S)
+            # `launch` gives ranks to workers in this order, as all are idle.
+            client.restart() if event == "restarted" else client.retire_workers([*client.nthreads()][:1])
+
+        actor = threading.Thread(target=act)
+        actor.start()
+        with pytest.raises(PeerLostError, match=words):
+            un.launch(meet_for, 2, on=on, args=(seconds, tmp_path))
+        actor.join()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_pool_ends_whose_dask_workers_were_retired(tmp_path: Path) -> None:
+    with on_dask(2, tmp_path) as on, un.Pool(2, on=on) as pool:
+        assert len([*pool.map(square_here, range(9))]) == 9
+        client = importlib.import_module("distributed").get_client()
+        client.retire_workers([*client.nthreads()])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_adaptive_cluster_of_dask_is_scaled() -> None:
+    distributed = pytest.importorskip("distributed", reason="runs ranks on Dask")
+    with distributed.LocalCluster(n_workers=0, threads_per_worker=1, dashboard_address=None) as cluster:
+        cluster.adapt(minimum=0, maximum=2)
+        with distributed.Client(cluster):
+            assert un.launch(lambda comm: comm.rank, 2, on="dask") == [0, 1]
 
 
 @pytest.mark.soak

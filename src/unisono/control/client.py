@@ -109,7 +109,7 @@ class SocketControl(ControlClient):
         return str(self._request("enrol", job, rank, size, process))
 
     def identify(self, label: str) -> None:
-        """Label this client. The owner of the server is notified with the label if the client is lost."""
+        """Label this client, or relabel it. The server's owner gets the last label when the client leaves."""
         self._request("identify", label)
 
     def set_heartbeat(self, seconds: float) -> None:

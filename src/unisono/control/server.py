@@ -44,7 +44,7 @@ class ControlServer:
         secret: The secret that every client must know too.
         host: An address of this host; by default the loopback interface.
         port: 0 selects any free port.
-        on_lost: Called, in the server's thread, with the label of a client that has vanished without a goodbye: see
+        on_left: Called, in the server's thread, with the label of a client that has left or vanished: see
             `SocketControl.identify`.
 
     Raises:
@@ -67,14 +67,14 @@ class ControlServer:
         secret: bytes,
         host: str = "127.0.0.1",
         port: int = 0,
-        on_lost: Callable[[str], None] = lambda label: None,
+        on_left: Callable[[str], None] = lambda label: None,
     ) -> None:
         check_platform()
         # Its errors come before anything is open.
         tls_context(server=True)
         self._listener = listen(host, port)
         self._address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._state = ControlState(on_lost=on_lost)
+        self._state = ControlState(on_left=on_left)
         self._known: dict[int, Connection] = {}
         self._news: dict[int, Connection] = {}
         self._broken: list[Connection] = []

@@ -39,7 +39,7 @@ class ControlState:
 
     Args:
         on_end: Called with the name of a group that all ranks have left, for holders of objects by group.
-        on_lost: Called with the label of a client that has disconnected without a goodbye.
+        on_left: Called with the label of a client that has disconnected, with or without a goodbye.
 
     Values of an exchange are opaque bytes, so "equal" means that the bytes are equal.
     Memory is bounded: finished exchanges are forgotten, and groups that all ranks have left.
@@ -55,10 +55,10 @@ class ControlState:
     def __init__(
         self,
         on_end: Callable[[str], None] = lambda name: None,
-        on_lost: Callable[[str], None] = lambda label: None,
+        on_left: Callable[[str], None] = lambda label: None,
     ) -> None:
         self._on_end = on_end
-        self._on_lost = on_lost
+        self._on_left = on_left
         self._keys = KeyValueStore()
         self._groups = Groups(self._group_failed, self._group_over)
         self._surveys = StatusQueries()
@@ -83,8 +83,6 @@ class ControlState:
 
     def lost(self, client: int, outage: str = "") -> Outgoing:
         """Handle the end of a client's connection without `bye`; `outage` says why if its host was not reachable."""
-        if client in self._labels:
-            self._on_lost(self._labels[client])
         names = self._groups.names(client)
         out = [*self._forget(client), *self._groups.lose(client, outage)]
         return out + [reply for name in names for reply in self._rebuilds.look(name)]
@@ -251,7 +249,7 @@ class ControlState:
         return self._groups.join(client, request, name, rank, size, answer=name)
 
     def _on_identify(self, client: int, request: int, label: str) -> Outgoing:
-        """Label this client for the owner of the control plane, who is notified if it is lost."""
+        """Label this client for the owner of the control plane, who is notified when it leaves."""
         self._labels[client] = label
         return [(client, (request, "ok", None))]
 
@@ -264,7 +262,9 @@ class ControlState:
 
     def _forget(self, client: int) -> Outgoing:
         self._clients.discard(client)
-        self._labels.pop(client, None)
+        label = self._labels.pop(client, None)
+        if label is not None:
+            self._on_left(label)
         self._keys.forget(client)
         self._rebuilds.forget(client)
         for wait in [wait for wait in self._waits if wait[0] == client]:

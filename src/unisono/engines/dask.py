@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from unisono.core.work import seconds_left
 from unisono.engines.engine import Engine, required
-from unisono.errors import CommTimeoutError
+from unisono.errors import CommError, CommTimeoutError
 
 __all__ = ["ENGINE", "Dask", "DaskWorkers"]
 
@@ -43,7 +44,7 @@ class Dask(Engine):
     def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
         distributed = required("distributed", "dask")
         deadline = time.monotonic() + timeout_s
-        with self._connected(distributed, size) as client:
+        with self._connected(distributed, size) as client, _scaled(client, size):
             found = self._suitable(client)
             while len(found) < size:
                 if not seconds_left(deadline):
@@ -70,9 +71,13 @@ class Dask(Engine):
 
     def _suitable(self, client: Any) -> list[str]:
         """Return the addresses of workers that have the resources, the least busy ones first."""
-        known = client.scheduler_info(n_workers=-1)["workers"]
+        try:
+            known = client.scheduler_info(n_workers=-1)["workers"]
+            busy = {address: len(tasks) for address, tasks in client.processing().items()}
+        except (OSError, KeyError) as error:
+            # A client that has lost its scheduler knows nothing of workers, or has closed itself.
+            raise CommError(f"Dask's scheduler does not answer {client!r}: start it, and make a new client") from error
         has = {address: facts.get("resources", {}) for address, facts in known.items()}
-        busy = {address: len(tasks) for address, tasks in client.processing().items()}
         suitable = [
             address
             for address, stock in has.items()
@@ -119,6 +124,19 @@ def _new_client(size: int) -> Iterator[Any]:
         yield client
 
 
+@contextmanager
+def _scaled(client: Any, size: int) -> Iterator[None]:
+    """Have an adaptive cluster keep at least so many workers. By itself it counts tasks, and ranks wait for workers."""
+    # Dask has no public name for it. Other clusters have none, and neither has a client of an address.
+    adaptive = getattr(client.cluster, "_adaptive", None) or SimpleNamespace(minimum=0, maximum=0)
+    minimum = adaptive.minimum
+    adaptive.minimum = max(minimum, min(size, adaptive.maximum))
+    try:
+        yield
+    finally:
+        adaptive.minimum = minimum
+
+
 class DaskWorkers(Executor):
     """Executor that runs each task on the next worker of a list, and further tasks on spare ones.
 
@@ -150,6 +168,11 @@ class DaskWorkers(Executor):
         future: Future[Any] = executor.submit(fn, *args, **kwargs)
         self._tasks.append((address, future))
         return future
+
+    def why_lost(self, future: Future[Any]) -> str | None:
+        """Return that the worker of a task has left the cluster: Dask then waits forever for another at its address."""
+        address = next(address for address, task in self._tasks if task is future)
+        return None if address in self._client.nthreads() else f"its worker {address} was retired, restarted or killed"
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Release the tasks of all workers, once they have ended if `wait`; else cancel them."""

@@ -37,7 +37,9 @@ class Engine(Protocol):
         it ends are ended, as far as the engine can; what it has started for them ends too. A task whose worker has
         died is not run again. If the engine has an attribute `replaces` that is true, the executor takes further
         tasks instead of such ones, and runs each in a new or an idle process: for `on_failure="replace"`. If it has
-        `starts_workers` that is true, the processes run nothing else, and end themselves when the caller is gone.
+        `starts_workers` that is true, the processes run nothing else, and end themselves when the caller is gone. If
+        the executor has a method `why_lost`, it is called each second with the future of a task that has ended, until
+        that is done, and returns why it never will be, or None.
 
         Args:
             size: Number of tasks.

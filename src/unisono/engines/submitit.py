@@ -31,7 +31,8 @@ class Submitit(Engine):
 
     Args:
         folder: Where to make that folder: on a file system that all nodes share. It is created.
-        cluster: "slurm", "local" (processes of this host), or, if None, Slurm where there is one.
+        cluster: "slurm", "local" (processes of this host), "debug" (this process, for one rank), or, if None, Slurm
+            where there is one, else "local".
         parameters: Of submitit's AutoExecutor: nodes= (1 if left out), timeout_min= (submitit's own limit is a few
             minutes), cpus_per_task=, gpus_per_node=, slurm_partition= and so on.
 
@@ -50,6 +51,11 @@ class Submitit(Engine):
 
     @contextmanager
     def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
+        if self._cluster == "debug" and size > 1:
+            raise ValueError(
+                f"submitit's cluster 'debug' runs one task, in this process, and cannot be {size} ranks: pass "
+                "nprocs=1, or cluster='local'"
+            )
         submitit = required("submitit", "submitit")
         nodes = self._parameters.get("nodes", 1)
         if size % nodes:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from unisono.bootstrap.rendezvous import RankClaim, Rendezvous, confirm
 from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
 from unisono.control.process_exit import exit_with_children, raise_failed_saves
-from unisono.core.transport import Options, Transport
+from unisono.core.transport import HEARTBEAT_LEAST_S, Options, Transport
 from unisono.errors import AbortedError, CommError, PeerLostError
 from unisono.launcher.job import run_reported
 from unisono.launcher.processes import flush_streams, share_of_cores
@@ -92,17 +92,22 @@ def run_rank(
         timeout_s: As of the program, which may not be readable here.
         owned: Whether the process was started for the launch, and ends with the caller, whatever the program does.
     """
+    with ExitStack() as leaving:
 
-    def program() -> Any:
-        with _only_rank_here(rank), _borrowed_process():
-            here = _address_here(address)
-            orphaned = exit_with_children if owned else None
-            control = SocketControl(address, secret, timeout_s, orphaned, _REACH_WITHIN_S, rank=rank)
-            return _run_rank(control, rank, attempt, size, payload, here)
+        def program() -> Any:
+            with _only_rank_here(rank), _borrowed_process():
+                here = _address_here(address)
+                orphaned = exit_with_children if owned else None
+                # Not the communicator's handle, which a program may close long before it ends.
+                watch = SocketControl(address, secret, timeout_s, orphaned, _REACH_WITHIN_S, rank=rank)
+                leaving.callback(_leave, watch, rank, attempt)
+                _check_in(watch, rank, attempt, size)
+                watch.set(host_of(rank), here.encode())
+                return _run_rank(watch, rank, attempt, size, payload, secret)
 
-    outcome = run_reported(rank, program)
-    # Hooks on a model refer to it in circles, and hold descriptors of its communicator.
-    gc.collect()
+        outcome = run_reported(rank, program)
+        # Hooks on a model refer to it in circles, and hold descriptors of its communicator.
+        gc.collect()
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         # A process pool's workers would wait forever for the next task of a caller that was killed.
@@ -124,14 +129,11 @@ def _only_rank_here(rank: int) -> Iterator[None]:
         del _ranks[os.getpid()]
 
 
-def _run_rank(control: SocketControl, rank: int, attempt: int, size: int, payload: bytes, here: str) -> Any:
-    try:
-        _check_in(control, rank, attempt, size)
-        control.set(host_of(rank), here.encode())
-        program: Program = pickle.loads(payload)
-    except BaseException:
-        control.close()
-        raise
+def _run_rank(watch: SocketControl, rank: int, attempt: int, size: int, payload: bytes, secret: bytes) -> Any:
+    program: Program = pickle.loads(payload)
+    options = program.options
+    watch.set_heartbeat(options.heartbeat_s or options.timeout_s + HEARTBEAT_LEAST_S)
+    control = SocketControl(watch.address, secret, program.timeout_s, None, _REACH_WITHIN_S, rank=rank)
     with _communicator(program, control, rank, attempt, size) as comm:
         result = program.fn(comm, *program.args, **program.kwargs)
     raise_failed_saves()
@@ -177,13 +179,20 @@ def _address_here(address: tuple[str, int]) -> str:
 
 def _check_in(control: SocketControl, rank: int, attempt: int, size: int) -> None:
     """Count this start of the rank: executors start again by themselves what was on a worker that has ended."""
-    control.identify(f"{rank}/{attempt}")
+    control.identify(f"{rank}/{attempt}/0")
     if control.add(started(rank, attempt), 1) > 1:
         raise PeerLostError(
             f"rank {rank} of {size} was lost: its worker has ended, and a second start is refused", peer=rank
         )
     if control.check([OVER]):
         raise AbortedError("launch has ended before this rank has started")
+
+
+def _leave(watch: SocketControl, rank: int, attempt: int) -> None:
+    """Report that the outcome is with the engine, which may lose it: a Dask worker that is retired delivers nothing."""
+    with suppress(CommError):
+        watch.identify(f"{rank}/{attempt}/1")
+    watch.close()
 
 
 @contextmanager

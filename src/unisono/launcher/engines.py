@@ -101,35 +101,39 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
 class _Gang:
     """Ranks on an executor, as their caller sees them.
 
-    Two sources tell it how ranks end: their futures, and the control plane, which notices a lost rank at once, whatever
-    the executor does about that. An event is a rank, the number of its start, and its future, or None if it is lost.
+    Two sources tell it how ranks end: their futures, and the control plane, which notices at once when a rank's process
+    leaves, whatever the executor does about that. An executor may lose the result of a rank that has ended, and then
+    its future never does: so each has a deadline from then on. An event is a rank, the number of its start, and its
+    future, or whether the rank had ended when its process left.
     """
 
     def __init__(
         self, executor: Executor, program: Program, size: int, start_by: float, *, replaces: bool, owned: bool
     ) -> None:
         self._executor = executor
+        self._lender = type(executor).__name__
         self._payload = by_value(program)
         self._timeout_s = program.timeout_s
         self._size = size
         self._owned = owned
         self._start_by: float | None = start_by
-        self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | None]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | bool]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
         self._lost: dict[int, float] = {}
+        self._due: dict[int, float] = {}
         self._again_by: dict[int, float] = {}
         self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)
-        self._server = ControlServer(self._secret, address_for_workers(executor), on_lost=self._note_lost)
+        self._server = ControlServer(self._secret, address_for_workers(executor), on_left=self._note_left)
         self._control = SocketControl(self._server.address, self._secret)
         self._attempts = Attempts(size, self._control if replaces else None, self._start_again)
 
-    def _note_lost(self, label: str) -> None:
-        """Note that a rank is lost, in the thread of the control plane."""
-        rank, attempt = map(int, label.split("/"))
-        if not self._first_lost.done():
+    def _note_left(self, label: str) -> None:
+        """Note that a rank has ended or is lost, in the thread of the control plane."""
+        rank, attempt, ended = map(int, label.split("/"))
+        if not ended and not self._first_lost.done():
             self._first_lost.set_result(rank)
-        self._events.put((rank, attempt, None))
+        self._events.put((rank, attempt, bool(ended)))
 
     def start(self) -> None:
         """Submit all ranks."""
@@ -152,18 +156,21 @@ class _Gang:
     def outcomes(self, limit_s: float | None) -> list[Outcome]:
         """Return the next outcomes; none at the limit, or after something that is no outcome."""
         dues = [due for due in (self._start_by, *self._lost.values(), *self._again_by.values()) if due is not None]
-        limits = [limit_s, *map(seconds_left, dues)]
+        limits = [limit_s, *map(seconds_left, dues), _EXPLAIN_WITHIN_S if self._due else None]
         wait_s = min((limit for limit in limits if limit is not None), default=None)
         try:
-            rank, attempt, future = self._events.get(timeout=wait_s)
+            rank, attempt, event = self._events.get(timeout=wait_s)
         except queue.Empty:
             return self._overdue()
         if attempt != self._attempts.last[rank] or rank not in self._attempts.open:
             return []
-        if future is not None:
+        if not isinstance(event, bool):
             del self._futures[rank]
-            return self._concluded(_outcome(rank, self._size, future))
-        self._lost.setdefault(rank, time.monotonic() + _EXPLAIN_WITHIN_S)
+            return self._concluded(self._outcome(rank, event))
+        if event:
+            self._due.setdefault(rank, time.monotonic() + self._timeout_s)
+        else:
+            self._lost.setdefault(rank, time.monotonic() + _EXPLAIN_WITHIN_S)
         return []
 
     def _overdue(self) -> list[Outcome]:
@@ -173,7 +180,7 @@ class _Gang:
             arrived = sum(self._control.check([started(rank, 0)]) for rank in range(self._size))
             raise CommTimeoutError(
                 f"{arrived} of {self._size} ranks arrived within {self._timeout_s:g} s; give the "
-                f"{type(self._executor).__name__} as many free workers, or pass a longer timeout=, or a smaller nprocs",
+                f"{self._lender} as many free workers, or pass a longer timeout=, or a smaller nprocs",
                 waited_s=self._timeout_s,
             ) from None
         found = []
@@ -186,7 +193,37 @@ class _Gang:
             if not self._control.check([started(rank, self._attempts.last[rank])]):
                 self._futures.pop(rank).cancel()
                 found += self._concluded(_lost(rank, self._size, f"not started again within {self._timeout_s:g} s"))
+        return found + self._undelivered()
+
+    def _undelivered(self) -> list[Outcome]:
+        """Return outcomes of ranks that have ended, and whose results are lost or have not arrived in time."""
+        found = []
+        why_lost = getattr(self._executor, "why_lost", lambda future: None)
+        for rank, due in list(self._due.items()):
+            late = None if seconds_left(due) else f"it has not arrived within {self._timeout_s:g} s"
+            why = why_lost(self._futures[rank]) or late
+            if why:
+                self._futures.pop(rank).cancel()
+                text = f"rank {rank} of {self._size} has ended, but {self._lender} lost its result: {why}"
+                # It has done its work, so it is not started again as a lost rank is.
+                found += self._concluded(Outcome(rank, error=PeerLostError(text, peer=rank)))
         return found
+
+    def _outcome(self, rank: int, future: Future[bytes]) -> Outcome:
+        try:
+            outcome = reported(rank, future.result())
+        except CancelledError:
+            if self._control.check([started(rank, self._attempts.last[rank])]) and not self._control.check([OVER]):
+                why = "cancelled its task, which had started, as when its scheduler dies or workers are restarted"
+                return _lost(rank, self._size, f"{self._lender} {why}")
+            text = f"rank {rank} of {self._size} was cancelled before it started"
+            return Outcome(rank, error=AbortedError(text, peer=rank))
+        except BaseException as error:
+            # Ray's have a paragraph more.
+            return _lost(rank, self._size, f"{type(error).__name__}: {error}".partition("\n")[0])
+        if isinstance(outcome.error, PeerLostError) and outcome.error.peer == rank:
+            outcome.reported = False
+        return outcome
 
     def _concluded(self, outcome: Outcome) -> list[Outcome]:
         """Return the outcomes that follow from how a rank has ended: none if it is started again."""
@@ -194,6 +231,7 @@ class _Gang:
         if rank not in self._attempts.open:
             return []
         self._lost.pop(rank, None)
+        self._due.pop(rank, None)
         self._again_by.pop(rank, None)
         if outcome.error is not None and not self._complete():
             self._attempts.stop()
@@ -243,8 +281,8 @@ class _Gang:
         deadline = time.monotonic() + _END_S
         while self._futures and seconds_left(deadline):
             with suppress(queue.Empty):
-                rank, attempt, future = self._events.get(timeout=seconds_left(deadline))
-                if future is not None and attempt == self._attempts.last[rank]:
+                rank, attempt, event = self._events.get(timeout=seconds_left(deadline))
+                if not isinstance(event, bool) and attempt == self._attempts.last[rank]:
                     self._futures.pop(rank, None)
         self._control.close()
         self._server.close()
@@ -256,19 +294,6 @@ def address_for_workers(on: Executor | Engine) -> str:
         return "127.0.0.1"
     requested = requested_interface()
     return address_of(*requested) if requested is not None else address_outward() or "127.0.0.1"
-
-
-def _outcome(rank: int, size: int, future: Future[bytes]) -> Outcome:
-    try:
-        outcome = reported(rank, future.result())
-    except CancelledError:
-        return Outcome(rank, error=AbortedError(f"rank {rank} of {size} was cancelled before it started", peer=rank))
-    except BaseException as error:
-        # Ray's have a paragraph more.
-        return _lost(rank, size, f"{type(error).__name__}: {error}".partition("\n")[0])
-    if isinstance(outcome.error, PeerLostError) and outcome.error.peer == rank:
-        outcome.reported = False
-    return outcome
 
 
 def _lost(rank: int, size: int, why: str) -> Outcome:

@@ -185,16 +185,17 @@ def test_survivors_get_equal_results_in_any_order(order: list[int], dead: set[in
     assert told == dict.fromkeys(alive, ("world~1", alive))
 
 
-def test_owner_is_notified_of_lost_clients_that_have_a_label() -> None:
+def test_owner_gets_the_last_label_of_each_client_that_leaves_or_is_lost() -> None:
     labels: list[str] = []
-    state = ControlState(on_lost=labels.append)
+    state = ControlState(on_left=labels.append)
     for client in range(3):
         state.handle(client, 1, ("identify", f"client {client}"))
-    state.handle(0, 2, ("bye",))
+    state.handle(0, 2, ("identify", "client 0, done"))
+    state.handle(0, 3, ("bye",))
     state.lost(0)
     state.lost(2)
     state.lost(5)
-    assert labels == ["client 2"]
+    assert labels == ["client 0, done", "client 2"]
 
 
 def test_all_groups_can_be_failed() -> None:

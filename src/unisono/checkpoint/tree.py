@@ -115,9 +115,9 @@ class PerRank:
 
 
 class RNG:
-    """The global random generators of this process: torch's (CPU, and CUDA where it is used), Python's, numpy's.
+    """The global random generators of this rank: torch's (CPU, and CUDA where it is used), Python's, numpy's.
 
-    Put one into a state: each rank saves and gets back its own. Ranks that are threads share these generators.
+    Put one into a state: each rank saves and gets back its own, also ranks that are threads.
     Loaded by more ranks than saved it, the further ones keep the random state that they have.
 
     Example:

@@ -20,6 +20,7 @@ from unisono.communicator import Check, Communicator
 from unisono.control.local import LocalHub
 from unisono.core.failure import Cause
 from unisono.core.group import Group
+from unisono.core.thread_ranks import ThreadRank, own_generators
 from unisono.core.threads import refuse_green_threads
 from unisono.core.transport import HEARTBEAT_LEAST_S, Options, Transport
 from unisono.core.types import Timeout
@@ -569,7 +570,9 @@ def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
     def main(rank: int) -> None:
         control = hub.control()
         try:
-            done.put(Outcome(rank, job.run(Group.world(rank, size), control)))
+            with ThreadRank():
+                result = job.run(Group.world(rank, size), control)
+            done.put(Outcome(rank, result))
         except BaseException as error:
             done.put(Outcome(rank, error=error))
         finally:
@@ -582,9 +585,10 @@ def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
             return []
 
     try:
-        for rank in range(size):
-            threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()
-        return collect(size, on_failure, next_outcome, [])
+        with own_generators:
+            for rank in range(size):
+                threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()
+            return collect(size, on_failure, next_outcome, [])
     except BaseException as error:
         # The caller was interrupted. No thread waits for the ranks any more; they end at their next call.
         cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -18,6 +16,7 @@ from unisono.communicator import Check
 from unisono.control.simulated import SimulatedHub
 from unisono.core.group import Group
 from unisono.core.notebook import html_table
+from unisono.core.thread_ranks import OWN_GENERATORS, ThreadRank, own_generators
 from unisono.core.threads import refuse_green_threads
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
@@ -33,7 +32,6 @@ from unisono.wrappers.fault import Faulty, check_faults
 __all__ = ["Simulated", "run_simulated", "seed_of", "simulate"]
 
 _SEED = "UNISONO_SEED"
-_State = tuple[torch.Tensor, Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ def simulate(
         ValueError, TypeError: An option is invalid, or names a fault or a rank that does not exist.
 
     Cost: a few thread switches per message. A wait for something real (a process, a socket) stops all
-    ranks. If programs draw from global generators, run one simulation at a time.
+    ranks.
 
     Example:
         >>> def program(comm):
@@ -166,8 +164,10 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
     refuse_green_threads()
     network: SimNetwork = job.options.extra.get("network") or SimNetwork()
     ended: list[Outcome] = []
-    with unpatched(), interposed(), _generators(seed, size) as switch:
-        scheduler = TaskScheduler(seed, job.options.timeout_s, on_rank=switch, preempt=preempt)
+    # Where ranks share torch's generator, it begins by the seed, too.
+    shared = nullcontext() if OWN_GENERATORS else torch.random.fork_rng(devices=[])
+    with unpatched(), own_generators, interposed(), shared:
+        scheduler = TaskScheduler(seed, job.options.timeout_s, preempt=preempt)
         hubs: list[SimulatedHub] = []
         world = Group.world(0, size)
 
@@ -175,7 +175,9 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
             # Made by the first rank, so that its locks are of the simulation.
             hub = hubs[0] if hubs else SimulatedHub(network.request_s, network.notice_s)
             hubs[:] = [hub]
-            outcome = _be(job, replace(world, rank=rank), hub)
+            # The same on all ranks, whatever their order.
+            with ThreadRank(seed):
+                outcome = _be(job, replace(world, rank=rank), hub)
             scheduler.note("has ended" if outcome.error is None else f"has ended with {type(outcome.error).__name__}")
             ended.append(outcome)
             if outcome.error is not None and on_failure == "end":
@@ -218,36 +220,3 @@ def _mark(error: BaseException | None, seed: int) -> None:
     if error is not None:
         how = f"un.simulate(..., seed={seed}), or {_SEED}={seed}, repeats exactly this run"
         error.add_note(f"simulated with seed {seed}: {how}")
-
-
-@contextmanager
-def _generators(seed: int, size: int) -> Iterator[Callable[[int | None, int], None]]:
-    """Random generators as each of the ranks would have them in a process of its own."""
-    before = _state()
-    torch.random.default_generator.manual_seed(seed & (2**63 - 1))
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & (2**32 - 1))
-    states = [_state()] * size
-
-    def switch(old: int | None, new: int) -> None:
-        if old is not None:
-            states[old] = _state()
-        _load(states[new])
-
-    try:
-        yield switch
-    finally:
-        _load(before)
-
-
-def _state() -> _State:
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _load(state: _State) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    if state[2] is not None:
-        sys.modules["numpy"].random.set_state(state[2])

@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 from asyncio.selector_events import BaseSelectorEventLoop
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from unisono.core.shared_context import Replacement, SharedContext, replaced
 from unisono.simulation.scheduler import SimulatedTask, here, nanoseconds, unpatched
 
 __all__ = ["EPOCH_S", "VirtualLock", "interposed"]
@@ -26,49 +26,17 @@ __all__ = ["EPOCH_S", "VirtualLock", "interposed"]
 EPOCH_S = 1_767_225_600
 """Value of `time.time` when a simulation begins: the year 2026."""
 
-_Patch = tuple[Any, str, Any]
 
-
-class _Interposer:
-    """Keeps the replacements installed while there are users."""
-
-    def __init__(self) -> None:
-        self._lock = _thread.allocate_lock()
-        self._users = 0
-        self._before: list[_Patch] = []
-
-    def enter(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                patches = [*_clocks(), *_locks(), *_threads(), *_futures(), *_loops()]
-                self._before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
-                for patch in patches:
-                    setattr(*patch)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                for patch in self._before:
-                    setattr(*patch)
-
-
-_interposer = _Interposer()
-
-
-@contextmanager
-def interposed() -> Iterator[None]:
+def interposed() -> SharedContext:
     """Context in which tasks see virtual clocks, locks and threads."""
-    _interposer.enter()
-    try:
-        yield
-    finally:
-        _interposer.leave()
+    return _interposed
+
+
+_interposed = SharedContext(lambda: replaced([*_clocks(), *_locks(), *_threads(), *_futures(), *_loops()]))
 
 
 # -- clocks ----------------------------------------------------------------------------------------
-def _clocks() -> list[_Patch]:
+def _clocks() -> list[Replacement]:
     real_sleep = time.sleep
 
     def sleep(seconds: float, /) -> None:
@@ -79,7 +47,7 @@ def _clocks() -> list[_Patch]:
             raise ValueError("sleep length must be non-negative")
         task.scheduler.sleep(seconds)
 
-    found: list[_Patch] = [(time, "sleep", sleep)]
+    found: list[Replacement] = [(time, "sleep", sleep)]
     for name in ("monotonic", "perf_counter", "time"):
         base_ns = EPOCH_S * 10**9 if name == "time" else 0
         seconds = _reader(name, base_ns)
@@ -106,7 +74,7 @@ def _reader(name: str, base_ns: int, *, integer: bool = False) -> Callable[[], f
 
 
 # -- locks and queues ------------------------------------------------------------------------------
-def _locks() -> list[_Patch]:
+def _locks() -> list[Replacement]:
     real_lock = threading.Lock
     real_rlock = threading.RLock
     real_is_set = threading.Event.is_set
@@ -145,7 +113,7 @@ def _locks() -> list[_Patch]:
 
 
 # -- threads ---------------------------------------------------------------------------------------
-def _threads() -> list[_Patch]:
+def _threads() -> list[Replacement]:
     real_start = threading.Thread.start
     real_join = threading.Thread.join
     real_is_alive = threading.Thread.is_alive
@@ -197,7 +165,7 @@ def _task_of(thread: threading.Thread) -> SimulatedTask | None:
 
 
 # -- torch -----------------------------------------------------------------------------------------
-def _futures() -> list[_Patch]:
+def _futures() -> list[Replacement]:
     """Patch torch futures, which wait inside of C++, where no other task could run."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -216,7 +184,7 @@ def _futures() -> list[_Patch]:
 
 
 # -- asyncio ---------------------------------------------------------------------------------------
-def _loops() -> list[_Patch]:
+def _loops() -> list[Replacement]:
     """Patch asyncio loops, which wait in a selector for the next timer or for a write by another thread."""
     kind = selectors.DefaultSelector
     loops = BaseSelectorEventLoop

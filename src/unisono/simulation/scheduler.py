@@ -195,7 +195,6 @@ class TaskScheduler:
         seed: Seed of all choices.
         patience_s: Default timeout of an operation, in virtual seconds.
         stuck_s: Real seconds after which a task that neither ends nor blocks is considered stuck.
-        on_rank: Called with both ranks when a task of another rank than the last one runs.
         preempt: Probability that other tasks may run before a free lock is acquired.
 
     Attributes:
@@ -208,7 +207,6 @@ class TaskScheduler:
         seed: int,
         patience_s: float,
         stuck_s: float = 300.0,
-        on_rank: Callable[[int | None, int], object] = lambda old, new: None,
         preempt: float = 0.0,
     ) -> None:
         self.seed = seed
@@ -217,7 +215,6 @@ class TaskScheduler:
         self._random = Random(seed)
         self._patience = int(_PATIENT * patience_s * _NS)
         self._stuck_s = stuck_s
-        self._on_rank = on_rank
         self._preempt = preempt
         self._tasks: list[SimulatedTask] = []
         # Those that have not ended, in order, by rank.
@@ -225,7 +222,6 @@ class TaskScheduler:
         self._ready: list[SimulatedTask] = []
         self._calendar = _Calendar(self._random)
         self._due: list[_Action] = []
-        self._rank: int | None = None
         self._running: SimulatedTask | None = None
         self._turns = self._mains = self._left = 0
         self._over = False
@@ -413,11 +409,7 @@ class TaskScheduler:
         self._turns += 1
         while not self._over and self._left:
             if self._ready:
-                task = self._ready.pop(self.choose(len(self._ready)))
-                if task.rank is not None and task.rank != self._rank:
-                    self._on_rank(self._rank, task.rank)
-                    self._rank = task.rank
-                return task
+                return self._ready.pop(self.choose(len(self._ready)))
             self._advance()
         return None
 

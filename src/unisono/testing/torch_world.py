@@ -1,4 +1,4 @@
-"""Surroundings of torch.distributed on a rank of a test: its own groups, its place in the environment, own seeds.
+"""Surroundings of torch.distributed on a rank of a test: its own groups, its place in the environment.
 
 Ranks may be threads of this process. So while such a test runs, what torch and Python keep once in a process answers
 by thread: torch's table of groups and its registry of their names, RANK and what else torchrun sets in the environment.
@@ -10,10 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import random
 import socket
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -31,6 +29,8 @@ from torch.distributed import distributed_c10d
 
 from unisono.communicator import Communicator, engine_of, join_part
 from unisono.control.torch_store import ControlStore
+from unisono.core.shared_context import Replacement, SharedContext, replaced
+from unisono.core.thread_ranks import here
 from unisono.errors import UnavailableError
 from unisono.interop.from_store import JoinedGroup
 from unisono.interop.group import UnisonoGroup
@@ -151,10 +151,15 @@ class _TorchRank:
             comm.__exit__(type(error), error, error.__traceback__)
 
 
-class _RankOfThread(threading.local):
-    """The rank that this thread belongs to. Set on the class, it is the rank of the process."""
+class _RankOfThread:
+    """The rank that this thread belongs to, or the whole process."""
 
-    rank: _TorchRank | None = None
+    process: _TorchRank | None = None
+
+    @property
+    def rank(self) -> _TorchRank | None:
+        thread_rank = here()
+        return self.process if thread_rank is None else thread_rank.world
 
 
 _thread = _RankOfThread()
@@ -190,16 +195,18 @@ def run_with_torch(ranks: RankPool, program: Callable[[Communicator], Any], time
 def _on_rank(rank: _TorchRank, program: Callable[[Communicator], Any]) -> Any:
     """Run a program on one rank."""
     if transport_named(rank.comm.backend).in_process:
-        with _belonging_to(rank):
-            return _with_default_group(rank, program)
+        thread_rank = here()
+        assert thread_rank is not None
+        thread_rank.world = rank
+        return _with_default_group(rank, program)
     with _installed(threads=False):
         before = dict(os.environ)
-        _RankOfThread.rank = rank
+        _thread.process = rank
         os.environ.update(rank.place)
         try:
             return _with_default_group(rank, program)
         finally:
-            _RankOfThread.rank = None
+            _thread.process = None
             os.environ.clear()
             os.environ.update(before)
 
@@ -225,65 +232,43 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _belonging_to(rank: _TorchRank) -> Iterator[None]:
-    """Context in which this thread belongs to a rank."""
-    before = _thread.rank
-    _thread.rank = rank
-    try:
-        # A thread of autograd's would belong to no rank.
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        _thread.rank = before
-
-
 # -- what is replaced while a test runs ------------------------------------------------------------
-class _Replacements:
-    """Keeps what is replaced as long as there are users."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._before: list[tuple[Any, str, Any]] = []
-
-    def enter(self, threads: bool) -> None:
-        with self._lock:
-            if not self._users:
-                replaced = [*_of_torch(), *(_of_threads() if threads else ())]
-                # Each default group puts another hook in front of that one.
-                self._before = [(sys, "excepthook", sys.excepthook)]
-                self._before += [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-                for replacement in replaced:
-                    setattr(*replacement)
-                _set_thread_isolation_mode(threads)
-            self._users += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                for replacement in self._before:
-                    setattr(*replacement)
-                _set_thread_isolation_mode(False)
-
-
-_replacements = _Replacements()
-
-
 @contextmanager
 def _installed(*, threads: bool) -> Iterator[None]:
     """Context in which the ranks of a test find what is theirs; `threads` says whether they are threads."""
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu"])
-    _replacements.enter(threads)
-    try:
+    with _in_torch, _in_threads if threads else nullcontext():
         yield
+
+
+@contextmanager
+def _torch_replaced() -> Iterator[None]:
+    hook = sys.excepthook
+    try:
+        with replaced(_of_torch()):
+            yield
     finally:
-        _replacements.leave()
+        # Each default group has put another one in front of it.
+        sys.excepthook = hook
 
 
-def _of_torch() -> list[tuple[Any, str, Any]]:
+@contextmanager
+def _isolated() -> Iterator[None]:
+    """Context in which torch's C++ code finds groups by thread."""
+    _set_thread_isolation_mode(True)
+    try:
+        with replaced(_of_threads()):
+            yield
+    finally:
+        _set_thread_isolation_mode(False)
+
+
+_in_torch = SharedContext(_torch_replaced)
+_in_threads = SharedContext(_isolated)
+
+
+def _of_torch() -> list[Replacement]:
     real_rendezvous = distributed_c10d.rendezvous
     real_map: Any = distributed_c10d.BackendConfig.get_device_backend_map
 
@@ -331,70 +316,32 @@ def _create(description: Any, options: object = None) -> UnisonoGroup:
     )
 
 
-def _of_threads() -> list[tuple[Any, str, Any]]:
-    real_start = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        rank = _thread.rank
-        if rank is not None:
-            run = thread.run
-
-            def run_as_rank() -> None:
-                with _belonging_to(rank):
-                    run()
-
-            thread.__dict__["run"] = run_as_rank
-        real_start(thread)
-
-    profile = torch.autograd.profiler.profile
-    profilers = [(profile, "__enter__"), (torch.profiler.profile, "start")]
-    seeds = [(torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "seed"), (torch.random, "seed")]
-    seeds.append((random, "seed"))
-    if "numpy" in sys.modules:
-        seeds.append((sys.modules["numpy"].random, "seed"))
+def _of_threads() -> list[Replacement]:
+    profilers = [(torch.autograd.profiler.profile, "__enter__"), (torch.profiler.profile, "start")]
     return [
-        (threading.Thread, "start", start),
         (os, "environ", _Environment(os.environ)),
-        *((owner, name, _refused(owner, name, _SEEDS, simulated=False)) for owner, name in seeds),
-        *((owner, name, _refused(owner, name, _PROFILES, simulated=True)) for owner, name in profilers),
+        *((owner, name, _refused(owner, name)) for owner, name in profilers),
     ]
 
 
-_SEEDS = (
-    "seeds one generator for all ranks, which are threads of one process here. Use a generator of your own, or give "
-    "each rank one: backend='process', or 'sim'"
-)
 _PROFILES = (
     "starts the profiler of all ranks, which are threads of one process here, and torch ends a process that starts it "
     "twice; use backend='process'"
 )
 
 
-def _refused(owner: Any, name: str, why: str, *, simulated: bool) -> Callable[..., Any]:
-    """Return a function that does the same, unless a rank calls it that shares the process.
-
-    Args:
-        owner, name: Where the function is.
-        why: What it does to other ranks, and what to do instead.
-        simulated: Whether this holds of simulated ranks, too, which have generators of their own.
-    """
+def _refused(owner: type, name: str) -> Callable[..., Any]:
+    """Return a profiler's method that does the same, unless a rank calls it that shares the process."""
     real = getattr(owner, name)
 
     @functools.wraps(real)
     def call(*args: Any, **kwargs: Any) -> Any:
         rank = _thread.rank
-        if (
-            rank is not None
-            and rank.comm.size > 1
-            # A process that a rank forks, such as a DataLoader's worker, shares nothing with other ranks.
-            and rank.process == os.getpid()
-            and (simulated or not engine_of(rank.comm).control.simulated)
-        ):
+        # A process that a rank forks, such as a DataLoader's worker, shares nothing with other ranks.
+        if rank is not None and rank.comm.size > 1 and rank.process == os.getpid():
             # Without what a class is called inside.
-            shown = (
-                f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else f"{owner.__name__}.{name}()"
-            )
-            raise UnavailableError(f"{shown} {why}", rank=rank.comm.rank, size=rank.comm.size)
+            shown = f"{owner.__module__}.{owner.__qualname__}"
+            raise UnavailableError(f"{shown} {_PROFILES}", rank=rank.comm.rank, size=rank.comm.size)
         return real(*args, **kwargs)
 
     return call

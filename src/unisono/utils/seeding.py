@@ -61,8 +61,8 @@ def seed(seed: int, comm: Communicator | None = None) -> Generators:
     """Seed the global generators of Python, numpy (if imported) and torch on all devices: differently on each rank.
 
     Collective. Streams depend on the seed and the rank, not on the number of ranks. `un.checkpoint.RNG()` in a state
-    saves the global generators; put the returned ones beside it. Ranks that are threads share the global generators:
-    use the returned ones there.
+    saves the global generators; put the returned ones beside it. Ranks that are threads have their own, except those
+    of GPUs, which are one for each device.
 
     Args:
         seed: A whole number, equal on all ranks.

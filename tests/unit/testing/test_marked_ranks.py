@@ -146,16 +146,6 @@ def test_environment_of_a_rank_is_its_own(backend: str) -> None:
     assert "RANK" not in os.environ
 
 
-SEEDS = [lambda: torch.manual_seed(0), lambda: random.seed(0), lambda: __import__("numpy").random.seed(0)]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_seed_of_all_threads_is_refused(seed: Callable[[], object]) -> None:
-    with pytest.raises(UnavailableError, match=r"rank \d of 2: .*seed\(\) seeds one generator for all.*'process'"):
-        un.testing.torch_ranks(2).run(seed)
-    seed()
-
-
 class Numbers(Dataset[float]):
     def __len__(self) -> int:
         return 3
@@ -212,7 +202,7 @@ def test_profiler_of_all_ranks_is_refused(backend: str, profile: Any) -> None:
         un.testing.torch_ranks(2, backend).run(program)
 
 
-@pytest.mark.parametrize("backend", ["sim", "process"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_seed_of_a_rank_of_its_own_is_kept(backend: str) -> None:
     def program() -> float:
         torch.manual_seed(dist.get_rank() // 2)

@@ -52,10 +52,10 @@ DRAWS_NOTHING = (
 )
 HALVES = torch.full((4, 4), 0.5)
 ARGUMENTS: dict[str, Any] = {
-    "size": [40], "n": 40, "high": 90, "low": 0, "from": 0, "to": 90, "p": 0.5, "num_samples": 2, "mean": 0.0, "std": 2.0,
-    "train": True,
-    "training": True, "dropout": 0.5, "dropout_p": 0.5, "num_layers": 2, "has_biases": True,
-    "bidirectional": False, "batch_first": False, "input": torch.ones(4, 4, 4), "total_length": 4, "lambd": 1.0,
+    "size": [40], "n": 40, "high": 90, "low": 0, "from": 0, "to": 90, "p": 0.5, "num_samples": 2,
+    "mean": 0.0, "std": 2.0, "train": True, "training": True, "dropout": 0.5, "dropout_p": 0.5,
+    "num_layers": 2, "has_biases": True, "bidirectional": False, "batch_first": False, "total_length": 4, "lambd": 1.0,
+    "input": torch.ones(4, 4, 4),
     "query": torch.ones(1, 2, 4, 4), "key": torch.ones(1, 2, 4, 4), "value": torch.ones(1, 2, 4, 4),
     "data": torch.ones(4, 4), "batch_sizes": torch.tensor([1] * 4),
     "count": torch.full((4, 4), 9.0), "prob": HALVES,

@@ -76,7 +76,14 @@ class SyncBatchNorm(_BatchNorm):
                 one value a channel, which has no variance.
         """
         comm = self._shared.comm
-        if not self.training or comm.size == 1:
+        if not self.training:
+            return super().forward(input)
+        if comm is None:
+            raise RuntimeError(
+                "this SyncBatchNorm was loaded from a file, which holds no communicator. Call "
+                "convert_sync_batchnorm(model, comm) on all ranks"
+            )
+        if comm.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
         with torch.no_grad():
@@ -93,7 +100,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def close(self) -> None:
         """Release the communicator; converted layers share one. The original's `close` releases it too."""
-        self._shared.comm.close()
+        if self._shared.comm is not None:
+            self._shared.comm.close()
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -114,8 +122,9 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch.nn.Module:
     """Replace every BatchNorm layer of a module by a `SyncBatchNorm`, in place. Collective.
 
-    The layers keep their parameters and buffers (the same tensors, so optimizers hold on to them), mode
-    and names; the state dict stays the same. They share one communicator, made from `comm`.
+    The layers keep their parameters and buffers (the same tensors, so optimizers hold on to them), hooks, mode
+    and names; the state dict stays the same. They share one communicator, made from `comm`. A `SyncBatchNorm` of a
+    model that was pickled gets that communicator, too.
 
     Args:
         module: Any module; BatchNorm layers at any depth are replaced.
@@ -125,7 +134,8 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
         The module; a new one only if it is a BatchNorm layer itself.
 
     Raises:
-        ValueError: A lazy layer, which does not know its channels yet.
+        ValueError: A lazy layer, which does not know its channels yet; or a layer of a class of your own whose
+            `forward`, `train` or parametrizations would be lost.
         MismatchError: Ranks have different layers.
 
     Example:
@@ -139,11 +149,19 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     layers = {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+        if isinstance(layer, _BatchNorm) and not (isinstance(layer, SyncBatchNorm) and layer._shared.comm is not None)
     }
     for name, layer in layers.items():
         if isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
             raise ValueError(f"{name!r} is lazy: run a batch through the model before it is converted")
+        plain = torch.nn.SyncBatchNorm if isinstance(layer, torch.nn.SyncBatchNorm) else _BatchNorm
+        own = [each for each in _BEHAVIOUR if getattr(type(layer), each) is not getattr(plain, each)]
+        own += [each for each in ("forward", "parametrizations") if each in {**vars(layer), **layer._modules}]
+        if own and not isinstance(layer, SyncBatchNorm):
+            raise ValueError(
+                f"{name!r} is a {type(layer).__name__} with its own {own[0]}, which a SyncBatchNorm would not have. "
+                "Derive its class from SyncBatchNorm, or put what it adds into a module beside a plain BatchNorm"
+            )
     shared = _agreed_dup(comm, {name: str(layer) for name, layer in layers.items()}, "BatchNorm layers")
     if not layers:
         shared.close()
@@ -157,22 +175,29 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     return module
 
 
+_BEHAVIOUR = ("__call__", "forward", "train")
+"""Methods that a class of the caller's may have, and a converted layer would not: some never leave evaluation mode."""
+
+
 def _converted(layer: _BatchNorm, shared: Communicator) -> SyncBatchNorm:
-    made = SyncBatchNorm(
-        layer.num_features, shared, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, dup=False
-    )
-    made.weight = layer.weight
-    made.bias = layer.bias
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        setattr(made, name, getattr(layer, name))
-    return made.train(layer.training)
+    if isinstance(layer, SyncBatchNorm):
+        shared.allow_any_thread()
+        layer._shared.comm = shared
+        return layer
+    made = SyncBatchNorm(layer.num_features, shared, dup=False)
+    # The same tables of tensors and of hooks: handles that the caller has remove those of the new layer.
+    vars(made).update(vars(layer))
+    return made
 
 
 class _StatisticsComm:
-    """A communicator that copies of a layer share: `copy.deepcopy` of a model, as for averages of weights, works."""
+    """A communicator that copies of a layer share, as an average of weights is one, and that pickled layers lack."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator | None = None) -> None:
         self.comm = comm
+
+    def __reduce__(self) -> tuple[type[_StatisticsComm], tuple[()]]:
+        return _StatisticsComm, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self

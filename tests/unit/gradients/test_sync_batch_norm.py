@@ -229,8 +229,6 @@ def test_copies_work_and_state_dict_can_be_saved() -> None:
         assert twin.weight is not norm.weight
         twin(torch.full((1, 2), float(comm.rank)))
         torch.save(norm.state_dict(), io.BytesIO())
-        with pytest.raises(TypeError, match="a Communicator belongs to one process"):
-            pickle.dumps(norm)
         assert norm.running_mean[0] == 0
         return twin.running_mean[0].item()
 
@@ -273,3 +271,84 @@ def test_bad_input() -> None:
         comm.barrier()
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm])
+def test_converted_layers_keep_their_hooks(kind: type[torch.nn.Module]) -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        model = torch.nn.Sequential(kind(1, eps=0.0))
+        handle = model[0].register_forward_hook(lambda module, given, output: output * 3)
+        model[0].note = "kept"
+        model = convert_sync_batchnorm(model, comm)
+        assert (type(model[0]), model[0].note) == (SyncBatchNorm, "kept")
+        before = model(torch.tensor([[2.0 * comm.rank]])).item()
+        handle.remove()
+        return [before, model(torch.tensor([[2.0 * comm.rank]])).item()]
+
+    assert run_ranks(program, 2) == [[-3.0, -1.0], [3.0, 1.0]]
+
+
+class Scaled(torch.nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 1.24
+
+
+class Frozen(torch.nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
+def patched() -> torch.nn.Module:
+    layer = torch.nn.BatchNorm1d(2)
+    layer.forward = lambda given: given  # type: ignore[method-assign]
+    return layer
+
+
+def parametrized() -> torch.nn.Module:
+    layer = torch.nn.BatchNorm1d(2)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Softplus())
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: Scaled(2), "its own forward"),
+        (lambda: Frozen(2), "its own train"),
+        (patched, "its own forward"),
+        (parametrized, "its own parametrizations"),
+    ],
+)
+def test_layers_with_behaviour_of_their_own_are_refused(make: Callable[[], torch.nn.Module], what: str) -> None:
+    def program(comm: un.Communicator) -> None:
+        model = torch.nn.Sequential(make(), torch.nn.BatchNorm1d(2))
+        with pytest.raises(ValueError, match=f"'0' is a .* with {what}, which a SyncBatchNorm would not have"):
+            convert_sync_batchnorm(model, comm)
+        assert type(model[1]) is torch.nn.BatchNorm1d
+        comm.barrier()
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("how", ["torch.save", "pickle"])
+def test_a_whole_model_can_be_saved(how: str) -> None:
+    def program(comm: un.Communicator) -> float:
+        model = convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(1, momentum=1.0)), comm)
+        file = io.BytesIO()
+        if how == "torch.save":
+            torch.save(model, file)
+        else:
+            pickle.dump(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False) if how == "torch.save" else pickle.load(file)
+        assert loaded.eval()(torch.ones(1, 1)).shape == (1, 1)
+        loaded.train()
+        with pytest.raises(RuntimeError, match=r"loaded from a file.*convert_sync_batchnorm"):
+            loaded(torch.ones(2, 1))
+        layer = loaded[0]
+        assert convert_sync_batchnorm(loaded, comm)[0] is layer
+        loaded(torch.full((1, 1), float(comm.rank)))
+        layer.close()
+        return float(layer.running_mean)
+
+    assert run_ranks(program, 2) == [0.5, 0.5]

@@ -233,7 +233,7 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (alone, AveragerComms, "abort_pass", nothing),
     (parameters, ParameterRegistry, "check", nothing),
     (parameters, parameter_registry, "_implementation", lambda parameter: 0),
-    (parameters, parameter_registry, "_in_functional_call", lambda: False),
+    (parameters, parameter_registry, "in_functional_call", lambda: False),
     (parameters, AveragerComms, "abort_all", nothing),
     (parameters, GradientAverager, "_lies_in_buckets", lambda self, index, grad: True),
 ]

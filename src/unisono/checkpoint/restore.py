@@ -41,6 +41,7 @@ from unisono.checkpoint.tree import (
     tagged,
     unpack,
 )
+from unisono.core.load_hook import LoadHook, announce_load
 from unisono.core.tensor_shard import TensorShard
 from unisono.core.tensors import is_non_overlapping
 from unisono.serialization.tensors import has_no_storage
@@ -322,7 +323,7 @@ class Restorer:
             if not (lacking and any(isinstance(m, _NormBase) for m in target.modules())):
                 # What was read into place needs no copy onto itself, which takes torch n * n for n modules in a list.
                 in_place = self._wanted is self.late and not assign and not any(map(is_lazy, tensors))
-                return self._loading((lambda state: None) if in_place else load, build, path, target)
+                return self._loading((lambda state: announce_load(target)) if in_place else load, build, path, target)
             del self._missing[known[0] :]
         items = entries_of(inner) or {}
         for name, tensor in current.items():
@@ -496,7 +497,7 @@ def _adapts(module: torch.nn.Module) -> bool:
     """Return whether the module, or one in it, may change or refuse what it loads: as torch loads it, so do we."""
     return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
         one._load_state_dict_pre_hooks
-        or one._load_state_dict_post_hooks
+        or not all(isinstance(hook, LoadHook) for hook in one._load_state_dict_post_hooks.values())
         or getattr(one._load_from_state_dict, "__func__", None) not in _JUST_LOADS
         or type(one).set_extra_state is not torch.nn.Module.set_extra_state
         for one in module.modules()

@@ -104,7 +104,7 @@ def broadcast_parameters(
     if isinstance(model, torch.nn.Module):
         named += model.named_buffers()
     _compare(model, named, comm, frozen=False)
-    share(named, comm, src, int(bucket_cap_mb * MIB))
+    share(named, comm, src, int(bucket_cap_mb * MIB), model=model)
 
 
 def _compare(model: object, named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:

@@ -33,7 +33,7 @@ from unisono.gradients.weights import (
 )
 from unisono.utils.backward_pass import BackwardTracker, SavedGradients, adds_to_leaves, current_pass, watch_outputs
 from unisono.utils.flatten import broadcast_all, bucket_sizes, in_bytes
-from unisono.utils.parameters import agree_on_parameters, named_tensors, share, share_buffers
+from unisono.utils.parameters import INIT_SYNC, agree_on_parameters, named_tensors, share, share_buffers
 from unisono.utils.pass_watch import PassWatch
 from unisono.utils.replaceable_comms import ReplaceableComms
 
@@ -442,7 +442,7 @@ class GradientAverager:
         buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
         agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
         if init_sync:
-            share([*self._named, *buffers], comm)
+            share([*self._named, *buffers], comm, model=self._model, hint=INIT_SYNC)
         self.rank = comm.rank
         self.size = comm.size
         self._comms = AveragerComms(comm, deterministic=self._deterministic)
@@ -472,9 +472,14 @@ class GradientAverager:
         # If buckets are sent while others fill, the first step of all ranks records the order of gradients.
         self._seen: list[torch.Tensor] | None = [] if self._reducer.background else None
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
-        if self.size > 1:
-            self._install()
-        self._comms.ready()
+        try:
+            if self.size > 1:
+                self._install()
+            self._comms.ready()
+        except BaseException:
+            # Its hooks would keep the averager alive, and the parameters claimed.
+            self.remove()
+            raise
         self._weights.attach(self._comms.control)
         self._weights.forget()
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from unisono.communicator import Communicator
 from unisono.core.types import Message, Recv, Send
+from unisono.errors import MismatchError
 from unisono.gradients.periodic import Schedule
 from unisono.gradients.periodic_averager import PeriodicAverager, mean
 from unisono.gradients.topology import Neighbours, Topology, mixing
@@ -55,8 +59,9 @@ class NeighbourMean:
 class Gossip(PeriodicAverager):
     """Gossip averaging: mix parameters with a few neighbours, by weights that keep the mean over all ranks.
 
-    No rank waits for all others. Each round moves ranks towards the mean, which itself stays (up to
-    rounding); parameters that are equal already do not change. Method: Lian et al., Can
+    No rank waits for all others. Each round moves ranks towards the mean, which itself stays (up to rounding). Finite
+    parameters that are equal on all neighbours do not change, except where all ranks are neighbours, as two or three on
+    a ring are: an all_reduce may round. Method: Lian et al., Can
     decentralized algorithms outperform centralized algorithms? (D-PSGD, 2017), here mixing after the
     optimizer's step; "exponential": Assran et al., Stochastic gradient push (2019). Construction is
     collective over all ranks.
@@ -72,13 +77,15 @@ class Gossip(PeriodicAverager):
             what step n + 1 has changed to the mix of what was there after step n: D-PSGD as it was published.
 
     Raises:
-        MismatchError: Ranks have different parameters or arguments.
+        MismatchError: Ranks have different parameters or arguments; from a round, neighbours have taken different
+            numbers of steps, or resumed from different ones.
         ValueError: An unknown topology, or one that does not keep the mean or connect all ranks.
 
     Attributes:
         rounds: Number of rounds so far.
 
-    Cost: a round sends and receives the parameters' bytes once for each neighbour. "complete" is an all_reduce.
+    Cost: a round sends and receives the parameters' bytes once for each neighbour, and 16 bytes before. Where all ranks
+    are neighbours, as with "complete", it is an all_reduce.
 
     Example:
         >>> from unisono.gradients.gossip import Gossip
@@ -119,6 +126,19 @@ class Gossip(PeriodicAverager):
             settings=settings,
         )
 
+    def _compare(self, state: Mapping[str, Any]) -> None:
+        # What only neighbours send, no collective compares; mixing leaves alone what neighbours have in common.
+        mine = torch.tensor([state["steps"], state["rounds"]], dtype=torch.float64, device=self._comm.device)
+        mixed = mine.clone()
+        self._reduce(mixed, self._comm, state["rounds"])
+        if not torch.equal(mixed, mine):
+            problem = (
+                f"rank {self._comm.rank} is at step {state['steps']}, round {state['rounds']}, and a neighbour is not: "
+                "they resumed from different states, or one has skipped steps"
+            )
+            self._comm.abort(problem)
+            raise MismatchError(problem, rank=self._comm.rank, size=self._comm.size)
+
     def mix(self) -> None:
         """Run a round now, regardless of the schedule. Every rank calls it.
 
@@ -135,6 +155,7 @@ class Gossip(PeriodicAverager):
     def average(self) -> None:
         """Set the parameters of every rank to the mean of all, for the end of training. Collective."""
         self.finish()
+        super()._compare({"steps": self.steps, "rounds": self.rounds})
         with torch.no_grad():
             for message in self._messages(self._tensors(self._fragments[0])):
                 flat_apply(message, lambda flat: self._comm.all_reduce(flat, "avg"))

@@ -13,7 +13,7 @@ from unisono.core.tensors import HALVES
 from unisono.gradients.parameter_registry import ParameterRegistry
 from unisono.gradients.weights import check_average, used_gradients
 from unisono.utils.flatten import MIB, plan_buckets
-from unisono.utils.parameters import agree_on_parameters, named_tensors, share, share_buffers
+from unisono.utils.parameters import INIT_SYNC, agree_on_parameters, named_tensors, share, share_buffers
 
 __all__ = ["LogicalShards"]
 
@@ -102,7 +102,7 @@ class LogicalShards:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1 or count % comm.size:
             raise ValueError(f"count must be a positive multiple of the {comm.size} ranks, not {count!r}")
         if init_sync:
-            share([*self._named, *buffers], comm)
+            share([*self._named, *buffers], comm, model=self._model, hint=INIT_SYNC)
         self.rank = comm.rank
         self.size = comm.size
         each = count // comm.size

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.nn.utils import stateless
+from torch.utils.hooks import RemovableHandle
 
-from unisono.utils.parameters import Named, check_parameters, check_unclaimed, claim, release
+from unisono.utils.parameters import (
+    ModelMembers,
+    Named,
+    check_parameters,
+    check_unclaimed,
+    claim,
+    in_functional_call,
+    release,
+)
 
-__all__ = ["ParameterRegistry"]
+__all__ = ["ParameterRegistry", "hook_forward", "hook_gradient"]
 
 _implementation = attrgetter("_cdata")
 _dtype = attrgetter("dtype")
@@ -50,7 +57,7 @@ class ParameterRegistry:
         >>> registry.check()
         Traceback (most recent call last):
         ...
-        RuntimeError: '1.weight' (and 1 more) was added to the model after its averager was created, ...
+        RuntimeError: '1.weight' (and 1 more) was added to the model later, ...
     """
 
     def __init__(
@@ -74,52 +81,28 @@ class ParameterRegistry:
         self.hooked = False
         self._handles: list[Any] = []
         self._paused: list[tuple[dict[int, Any], int, Any]] = []
-        self._snapshot()
-
-    def _snapshot(self) -> None:
-        modules = [] if self.model is None else list(self.model.modules())
-        tables = [t for m in modules for t in (m._parameters, m._modules) if isinstance(t, dict)]
-        self._empty = [table for table in tables if not table]
-        self._held = [table.values() for table in tables if table]
-        self._members = list(chain.from_iterable(self._held))
-        others = [] if self.model is None else list(self.model.parameters())
-        self._unknown = [p for p in others if id(p) not in self.ids]
+        self._members = ModelMembers(model, named)
 
     # -- checks ---------------------------------------------------------------------------------
     def check(self) -> None:
         """`RuntimeError` that names a parameter which is not averaged: it was replaced, swapped, added or converted."""
-        same = (
-            all(map(is_, chain.from_iterable(self._held), self._members))
-            and sum(map(len, self._held)) == len(self._members)
-            and not any(self._empty)
-            and list(map(_implementation, self.parameters)) == self._implementations
-            and list(map(_dtype, self.parameters)) == self._dtypes
-            and not (self._unknown and any(p.requires_grad for p in self._unknown))
-        )
-        if same or _in_functional_call():
-            return
-        problem = self._problem()
+        problem = self._members.problem() or self._converted()
         if problem is not None:
             problem += ". Call remove() on the averager, and create a new averager for the changed model"
             self._report(problem)
             raise RuntimeError(problem)
-        self._snapshot()
 
-    def _problem(self) -> str | None:
+    def _converted(self) -> str | None:
+        same = list(map(_implementation, self.parameters)) == self._implementations
+        if same and list(map(_dtype, self.parameters)) == self._dtypes:
+            return None
         known = zip(self.names, self.parameters, self._implementations, self._dtypes, strict=True)
         for name, parameter, implementation, dtype in known:
             if _implementation(parameter) != implementation:
                 return f"{name!r} was swapped with another tensor, so its gradient is not averaged"
             if parameter.dtype != dtype:
                 return f"{name!r} was {dtype} when its averager was created, and is now {parameter.dtype}"
-        now = [] if self.model is None else list(self.model.named_parameters())
-        new = [name for name, p in now if p.requires_grad and id(p) not in self.ids]
-        if not new:
-            return None
-        more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
-        if new[0] in self.names:
-            return f"{new[0]!r}{more} was replaced by a new parameter, so its gradient is not averaged"
-        return f"{new[0]!r}{more} was added to the model after its averager was created, so it is not averaged"
+        return None
 
     # -- hooks ----------------------------------------------------------------------------------
     def watch_gradients(self, before: Callable[[int, torch.Tensor], None]) -> None:
@@ -129,16 +112,7 @@ class ParameterRegistry:
         """
         self.hooked = True
         self._claim = claim(self.named, "averaged", self._owner)
-        for index, parameter in enumerate(self.parameters):
-            frozen = not parameter.requires_grad
-            if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
-                continue
-            parameter.requires_grad_(True)
-            # A tensor that was swapped keeps tables of hooks that torch no longer reads, unless they are set again.
-            parameter._backward_hooks = parameter._backward_hooks
-            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-            self._handles.append(parameter.register_hook(partial(before, index)))
-            parameter.requires_grad_(not frozen)
+        self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 
     def watch_forward(self, after: Callable[[Any], None], *, traced: bool) -> None:
         """Check before each forward of the model or of one of its modules; where it is compiled, when it is traced.
@@ -163,7 +137,7 @@ class ParameterRegistry:
                 for table, number, hook in self._paused:
                     table[number] = hook
             # None if the forward has raised.
-            if returned is not None and (not traced or compiled or not _in_functional_call()):
+            if returned is not None and (not traced or compiled or not in_functional_call()):
                 after(returned)
 
         self._handles += [
@@ -230,6 +204,32 @@ class ParameterRegistry:
         self._handles.clear()
 
 
+def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call a hook with each gradient of a parameter, also of one that is frozen now and unfrozen later."""
+    frozen = not parameter.requires_grad
+    if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
+        # It can never have a gradient.
+        return RemovableHandle(OrderedDict())
+    # Torch accepts no hook of a frozen one.
+    parameter.requires_grad_(True)
+    # A tensor that was swapped keeps tables of hooks that torch no longer reads, unless they are set again.
+    parameter._backward_hooks = parameter._backward_hooks
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    handle: RemovableHandle = parameter.register_hook(hook)
+    parameter.requires_grad_(not frozen)
+    return handle
+
+
+def hook_forward(model: object, hook: Callable[..., None]) -> RemovableHandle:
+    """Call a hook before each forward of a model; not of its copies, and not where the forward is compiled.
+
+    Of anything but a module, and of one that is scripted, there is no such hook.
+    """
+    if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        return RemovableHandle(OrderedDict())
+    return model.register_forward_pre_hook(_ModuleHook(hook))
+
+
 class _ModuleHook:
     """A hook that does nothing on copies of the model, pickled ones too: they are not averaged.
 
@@ -260,13 +260,3 @@ class _ModuleHook:
 
     def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
         return _ModuleHook, ()
-
-
-def _in_functional_call() -> bool:
-    """Return whether `torch.func.functional_call` has temporarily put other tensors into the model."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_filename == stateless.__file__:
-            return True
-        frame = frame.f_back
-    return False

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, engine_of
 from unisono.utils.parameters import Model, Named, agree_on_parameters, check_parameters, named_tensors
 
 __all__ = [
@@ -217,6 +217,17 @@ class PeriodicAction(ABC):
     ) -> None:
         self._detach()
         self._comm.__exit__(kind, error, trace)
+
+    def _compare(self, state: Mapping[str, object]) -> None:
+        """Have the next collective of this thread compare what ranks have in common when they act."""
+        if engine_of(self._comm).checked:
+            self._comm.agree(state, f"an action of {type(self).__name__}")
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} communicates with other ranks, so it can be neither pickled nor copied. Save and "
+            "load its state_dict(), or create a new one on all ranks"
+        )
 
     def _now(self) -> None:
         with torch.no_grad():

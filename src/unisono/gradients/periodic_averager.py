@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from threading import Condition, Timer
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, cast
 from weakref import finalize, ref
 
 import torch
 
-from unisono.checkpoint.divergence import assert_equal_tensors
+from unisono.checkpoint.divergence import assert_equal_tensors, tensor_hash
 from unisono.communicator import Communicator, engine_of
 from unisono.compression.codec import Codec, Spec
+from unisono.core.load_hook import follow_loads
 from unisono.core.staging import current_streams, entered, wait_for
 from unisono.core.threads import SerialWorker
 from unisono.core.types import Timeout
@@ -92,6 +94,7 @@ class _PendingExchange:
         leaving: Whether this rank has no more to contribute.
         rates: Learning rates of the outer optimizer, one for each group of its parameters.
         is_last: Whether the anchor moves by the mean change, without the outer optimizer.
+        is_dropped: Whether the result has no effect, because the model was loaded meanwhile.
     """
 
     due: int
@@ -108,6 +111,7 @@ class _PendingExchange:
     leaving: bool = False
     rates: list[float] = field(default_factory=list)
     is_last: bool = False
+    is_dropped: bool = False
 
 
 @dataclass(eq=False)
@@ -171,6 +175,7 @@ class Fragment:
         rounds: Number of exchanges applied.
         samples: Number that this rank has trained on since it sent its last contribution.
         exchange: The one under way.
+        is_loaded: Whether the anchor is what this rank has loaded since the last exchange: ranks compare it then.
     """
 
     members: list[int]
@@ -180,6 +185,7 @@ class Fragment:
     rounds: int = 0
     samples: float = 0
     exchange: _PendingExchange | None = None
+    is_loaded: bool = False
 
 
 class PeriodicAverager(PeriodicAction):
@@ -191,8 +197,14 @@ class PeriodicAverager(PeriodicAction):
     change as its gradient, and ranks continue from there. Construction is collective, and so is each `step` in which a
     fragment is due or applied.
 
+    A module may load other weights at any time, on all ranks: by `load_state_dict`, also of a part, with `assign=True`
+    too, from a checkpoint, or by `un.broadcast_parameters`. The anchor is then what was loaded, without momentum, and
+    results under way are dropped. All other changes of values count as what a rank has learnt. The
+    names and shapes of parameters stay as they are, and with `outer` the parameters themselves.
+
     Args:
-        model: A module, or its parameters. Integer ones stay unchanged.
+        model: A module, or its parameters. Integer ones stay unchanged. It does not follow what a list, or a
+            ScriptModule, loads.
         comm: The ranks that take part.
         every: A number of steps, an `every(...)`, or a function of the step's number (from 1). Or a `timedelta`, for
             ranks of different speed: each takes as many steps as it can in that time, and its contribution counts by
@@ -221,7 +233,9 @@ class PeriodicAverager(PeriodicAction):
         settings: Other values that must be the same on all ranks, by name.
 
     Raises:
-        MismatchError: Ranks have different parameters or arguments.
+        MismatchError: Ranks have different parameters or arguments. From an exchange, on every rank: they have taken
+            different numbers of steps (without a `timedelta`), resumed from different ones, or loaded other weights.
+        RuntimeError: From an exchange: a parameter was added, removed, replaced, or has another shape.
         ValueError: An argument is out of range, or does not go with the others; nothing was sent.
         TypeError: A number of steps or of fragments is not an int.
 
@@ -275,7 +289,7 @@ class PeriodicAverager(PeriodicAction):
             _refuse("compression=", compression)
             _refuse("every=timedelta(...)", interval)
         model = model if isinstance(model, torch.nn.Module) else named_tensors(model)
-        named = floating(named_tensors(model, buffers=buffers))
+        self._known = named = floating(named_tensors(model, buffers=buffers))
         check_parameters(named)
         whole_number("overlap_steps", overlap_steps, 0)
         if alpha is not None and not 0 <= alpha < 1:
@@ -298,6 +312,8 @@ class PeriodicAverager(PeriodicAction):
                 messages = self._messages(fragment.anchor)
                 fragment.codecs = [codec.clone() if m[0].is_floating_point() else None for m in messages]
             self._fragments.append(fragment)
+        # Whether the anchor is that of a state of this averager, which a model that is loaded with it leaves alone.
+        self._resumed = False
         self._turns: _Turns | None = None
         if interval is not None:
             interval_s = positive_timeout(interval, "every") / len(self._fragments)
@@ -327,6 +343,7 @@ class PeriodicAverager(PeriodicAction):
             # Whatever it was is raised again; the communicator that was made must not stay open.
             self._comm.close()
             raise
+        follow_loads(model, self, self._on_load)
 
     def _connect(self, comm: Communicator) -> None:
         super()._connect(comm)
@@ -366,6 +383,7 @@ class PeriodicAverager(PeriodicAction):
         if self._error is not None:
             raise self._error
         self.steps += 1
+        self._resumed = False
         applied = False
         with torch.no_grad():
             with self._lock:
@@ -421,7 +439,48 @@ class PeriodicAverager(PeriodicAction):
     def _tensors(self, fragment: Fragment) -> list[torch.Tensor]:
         """The tensors of a fragment."""
         named = floating(self.named)
+        names = dict(self._known).keys() ^ dict(named).keys()
+        odd = [name for name, _ in (*self._known, *named) if name in names]
+        for (name, tensor), (_, known), there in zip(named, self._known, self.anchor, strict=False):
+            # A forward may assign a buffer.
+            is_new = tensor is not known and isinstance(tensor, torch.nn.Parameter)
+            if is_new or tensor.shape != there.shape or tensor.device != there.device:
+                odd.append(name)
+        if odd:
+            problem = f"{odd[0]!r} was added, removed, resized, moved or replaced since its averager was created"
+            self._comm.abort(problem)
+            raise RuntimeError(f"{problem}. Create a new {type(self).__name__} for the changed model")
         return [named[i][1].detach() for i in fragment.members]
+
+    @torch.no_grad()
+    def _on_load(self, name: str, module: torch.nn.Module) -> None:
+        """Hook after a module has loaded: training goes on from what it has now, and so does the anchor.
+
+        The result of an exchange under way is that of the values before, so it is dropped, on all ranks alike if all
+        have loaded; the next exchange compares the anchor.
+        """
+        # Of tied parameters only the first names are known.
+        numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}
+        own = chain(module.named_parameters(name, recurse=False), module.named_buffers(name, recurse=False))
+        with self._lock:
+            for key, tensor in own:
+                index = numbers.get(key, numbers.get(id(tensor)))
+                if index is None:
+                    continue
+                self._known[index] = self._known[index][0], tensor
+                if self._resumed:
+                    continue
+                fragment = next(each for each in self._fragments if index in each.members)
+                fragment.samples = 0
+                if fragment.exchange is not None:
+                    fragment.exchange.is_dropped = True
+                if self.anchor and self.anchor[index].shape == tensor.shape:
+                    value = tensor.to(self.anchor[index])
+                    if not torch.equal(self.anchor[index], value):
+                        fragment.is_loaded = True
+                        self.anchor[index].copy_(value)
+                        # Momentum of the weights before would move those that were loaded.
+                        cast(torch.optim.Optimizer, self.outer).state.pop(self.anchor[index], None)
 
     # -- an exchange ---------------------------------------------------------------------------
     def _start(
@@ -458,7 +517,13 @@ class PeriodicAverager(PeriodicAction):
                 exchange.leaving = self._turns.leaving
                 exchange.rates = self._rates()
                 fragment.samples = 0
-        task = partial(self._exchange, fragment, exchange, streams)
+        state = {
+            "rounds": fragment.rounds,
+            "steps": self.steps if self._turns is None else None,
+            "digests of what was loaded": [tensor_hash(a).item() for a in fragment.anchor if fragment.is_loaded],
+        }
+        fragment.is_loaded = False
+        task = partial(self._exchange, fragment, exchange, streams, state)
         if aside:
             self._worker.run(task)
         else:
@@ -466,7 +531,13 @@ class PeriodicAverager(PeriodicAction):
         # Only what was started is waited for.
         fragment.exchange = exchange
 
-    def _exchange(self, fragment: Fragment, exchange: _PendingExchange, after: list[torch.Stream]) -> None:
+    def _exchange(
+        self,
+        fragment: Fragment,
+        exchange: _PendingExchange,
+        after: list[torch.Stream],
+        state: Mapping[str, object],
+    ) -> None:
         """Reduce the contributions, in one message after another, behind what is queued on streams."""
         error: BaseException | None = None
         began_s = 0.0
@@ -474,6 +545,7 @@ class PeriodicAverager(PeriodicAction):
         try:
             with torch.no_grad(), ErrorContext(what), entered(exchange.streams):
                 wait_for(after)
+                self._compare(state)
                 if self._turns is not None:
                     behind_s = self._weigh(exchange, self._turns)
                     began_s = time.monotonic() - behind_s
@@ -510,7 +582,7 @@ class PeriodicAverager(PeriodicAction):
                 # Its result is in the anchor, and this rank was late for the next one.
                 return self._apply(fragment)
             self._step_anchor(fragment, exchange)
-            if exchange.in_place:
+            if exchange.in_place or exchange.is_dropped:
                 return True
             results = exchange.tensors if self.outer is None else fragment.anchor
             for index, (here, there) in enumerate(zip(self._tensors(fragment), results, strict=True)):
@@ -526,7 +598,7 @@ class PeriodicAverager(PeriodicAction):
         """Step a fragment of the anchor with the result of an exchange that has ended."""
         fragment.exchange = None
         fragment.rounds += 1
-        if self.outer is None or not exchange.of_all:
+        if self.outer is None or not exchange.of_all or exchange.is_dropped:
             return
         if exchange.is_last:
             for there, change in zip(fragment.anchor, exchange.tensors, strict=True):
@@ -672,7 +744,9 @@ class PeriodicAverager(PeriodicAction):
                 wait_for(exchange.streams)
             state["fragments"].append([named[i][0] for i in fragment.members])
             state["rounds"].append(fragment.rounds)
-            state["under_way"].append(exchange and [exchange.due, exchange.tensors, exchange.expected])
+            if exchange is not None and exchange.is_dropped:
+                exchange = None
+            state["under_way"].append([exchange.due, exchange.tensors, exchange.expected] if exchange else None)
             state["codecs"].append([codec and codec.state_dict() for codec in fragment.codecs])
         if any(fragment.codecs for fragment in self._fragments):
             state["rank"] = self._comm.rank
@@ -687,6 +761,8 @@ class PeriodicAverager(PeriodicAction):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where a job stopped; load the model's own parameters as usual. Every rank loads its own state.
+
+        In either order: until the next step, a model that is loaded leaves the anchor of this state as it is.
 
         Where there are other ranks now, they load that of any rank: what a codec still owed to a rank is loaded by that
         rank only, and lost otherwise.
@@ -721,6 +797,7 @@ class PeriodicAverager(PeriodicAction):
         saved = zip(state["rounds"], state["under_way"], state["codecs"], strict=True)
         for fragment, (rounds, under_way, codecs) in zip(self._fragments, saved, strict=True):
             fragment.rounds = int(rounds)
+            fragment.is_loaded = self.outer is not None
             fragment.exchange = None
             if under_way is not None:
                 due, tensors, expected = under_way
@@ -729,6 +806,7 @@ class PeriodicAverager(PeriodicAction):
             for codec, one in zip(fragment.codecs, codecs, strict=True):
                 if codec is not None and state["rank"] == self._comm.rank:
                     codec.load_state_dict(one)
+        self._resumed = True
 
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
@@ -755,9 +833,10 @@ class PeriodicAverager(PeriodicAction):
                     ahead = zip(
                         self._tensors(fragment), fragment.anchor, exchange.own, exchange.expected or (), strict=False
                     )
-                    for here, there, own, expected in ahead:
+                    for here, there, own, expected in ahead if not exchange.is_dropped else ():
                         here.add_(there - own - expected)
                 fragment.codecs = [codec and codec.clone() for codec in fragment.codecs]
+                fragment.is_loaded = False
         if self._turns is not None:
             self._turns = _Turns(self._turns.interval_s, self._turns.max_lag_s)
         self._connect(comm)
@@ -769,9 +848,12 @@ class PeriodicAverager(PeriodicAction):
             with torch.no_grad():
                 for fragment in self._fragments:
                     fragment.samples = 0
+                    fragment.is_loaded = False
                     for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
                         here.copy_(there)
         self.steps = progress[leader][1]
+        # The model may be loaded next, as `un.elastic.Recovery` does: the anchor is that of the leader.
+        self._resumed = True
 
 
 def _refuse(argument: str, given: object) -> None:

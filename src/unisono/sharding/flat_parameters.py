@@ -433,7 +433,7 @@ class ParameterBucket:
     Args:
         indices: Numbers of the parameters.
         named: The parameters, with their names.
-        comms: The ranks that share them. Rank 0's values are broadcast.
+        comms: The ranks that share them.
         master_dtype: Dtype in which this rank updates its part, instead of the parameters' own.
 
     Attributes:
@@ -453,7 +453,6 @@ class ParameterBucket:
         self._dtype = master_dtype if master_dtype is not None and raised else self.parameters[0].dtype
         self.pieces = _make_pieces(named, self._dtype)
         self._cut()
-        comms.steps.broadcast(self._flat, 0)
         self._master.copy_(self._part)
         self.gradient = FlatGradient(self._layout, comms, self._flat.dtype, self._flat.device)
 
@@ -488,10 +487,11 @@ class ParameterBucket:
     def check(self) -> None:
         """`RuntimeError` if a parameter is no longer in the flat tensor."""
         for view, parameter, piece in zip(self._views, self.parameters, self.pieces, strict=True):
-            if parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype:
+            same = parameter.data_ptr() == view.data_ptr() and parameter.dtype == view.dtype
+            if not same or parameter.shape != view.shape:
                 raise RuntimeError(
-                    f"{piece.name!r} was given other memory, dtype or device after its optimizer was created. Change "
-                    "the model first, then create the ShardedOptimizer"
+                    f"{piece.name!r} was given other memory, shape, dtype or device after its optimizer was created. "
+                    "Change the model first, then create the ShardedOptimizer"
                 )
 
     def check_frozen(self) -> None:

@@ -18,7 +18,7 @@ from unisono.sharding.partition import UnitPolicy, partition, shardable
 from unisono.sharding.runtime import Place, Runtime, make_units
 from unisono.sharding.shard_optimizer import ShardOptimizer, load_entries, shard_optimizer
 from unisono.utils.gradient_norms import clip_grad_norm_
-from unisono.utils.parameters import agree_on_parameters, claim, release, share
+from unisono.utils.parameters import INIT_SYNC, ModelMembers, agree_on_parameters, claim, release, share
 
 __all__ = ["ShardedModel"]
 
@@ -60,8 +60,8 @@ class ShardedModel:
         AbortedError: Another rank's forward or backward has raised. All ranks drop the gradients of the step, those of
             its earlier passes too; the next step is correct. A rank that had finished its pass when the other one
             failed raises it from its next forward, `clip_grad_norm_()` or `step()`, once.
-        RuntimeError: From a forward: a parameter was unfrozen, or changed in place. From `backward()`: parameters were
-            changed since the forward, or a gradient is sparse.
+        RuntimeError: From a forward: a parameter was unfrozen, replaced, added, or changed in place. From `backward()`:
+            parameters were changed since the forward, or a gradient is sparse.
 
     A backward pass that enters a module by another tensor than an output of it (in a list, dict or dataclass) needs
     freed parameters: autograd then raises, as if they were modified in place. So it does in a double backward. A
@@ -113,14 +113,14 @@ class ShardedModel:
         self._settings = {"units": names, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
         agree_on_parameters(named, self._comms.steps, self._settings, hooked=True)
         if init_sync:
-            share([*named, *model.named_buffers()], self._comms.steps)
+            share([*named, *model.named_buffers()], self._comms.steps, model=model, hint=INIT_SYNC)
         self._claim = claim(named, "sharded", "ShardedModel")
         made = make_units(plans, self._comms, param_dtype, reduce_dtype)
         flats = [flat for unit in made for flat in unit.flats]
         places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
         # In the order of the model's parameters, which is that of an unsharded optimizer.
         self._places = {id(p): places[id(p)] for p in self._parameters}
-        self._runtime = Runtime(made, self._comms)
+        self._runtime = Runtime(made, self._comms, ModelMembers(model, named))
         self._runtime.hook()
 
     # -- training -------------------------------------------------------------------------------

@@ -24,7 +24,16 @@ from unisono.sharding.shard_optimizer import (
 from unisono.utils.backward_pass import BackwardTracker
 from unisono.utils.flatten import in_bytes, plan_buckets
 from unisono.utils.gradient_norms import clip_grad_norm_
-from unisono.utils.parameters import agree_on_parameters, claim, release, share, warn_of_norm_limits
+from unisono.utils.parameters import (
+    INIT_SYNC,
+    ModelMembers,
+    agree_on_parameters,
+    check_unclaimed,
+    claim,
+    release,
+    share,
+    warn_of_norm_limits,
+)
 from unisono.utils.pass_watch import PassWatch
 
 __all__ = ["GradientSharder", "ShardedOptimizer"]
@@ -37,7 +46,7 @@ class ShardedOptimizer(Optimizer):
     and become views of flat tensors; the training loop stays unchanged.
 
     Collective: every rank creates one for the same model, and calls `step()` equally often. Rank 0's parameters, and
-    buffers if `model` is a module, are broadcast first.
+    buffers if `model` is a module, are broadcast first, unless `init_sync` is False.
 
     With `shard_gradients=False` (ZeRO-1), gradients are averaged by other means, such as `GradientAverager`. With
     True (ZeRO-2), `backward()` averages them, each rank keeps its part until `step()`, which frees it, and `p.grad`
@@ -60,6 +69,7 @@ class ShardedOptimizer(Optimizer):
             default the parameters' own. States are of this dtype.
         bucket_cap_mb: With `shard_gradients`, size of a message in MiB.
         elementwise: Whether the class is known to be elementwise. If not, a trial step on a small matrix finds out.
+        init_sync: Whether to broadcast rank 0's parameters and buffers now.
         defaults: Options for the class.
 
     Raises:
@@ -71,8 +81,8 @@ class ShardedOptimizer(Optimizer):
             gradients or options.
         AbortedError: From `backward()` or `step()`: another rank's backward pass has failed. Gradients are dropped.
         PeerLostError, CommTimeoutError: From `step()`: a rank did not join.
-        RuntimeError: From `step()`: a parameter was given other memory, p.grad was set with `shard_gradients`, or
-            gradients wait for a pass outside `no_sync`.
+        RuntimeError: From `step()`: a parameter of the module was replaced or added, or given other memory; p.grad was
+            set with `shard_gradients`; or gradients wait for a pass outside `no_sync`.
 
     Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and checks with 8 bytes a rank;
     `shard_gradients` adds one reduce_scatter a bucket. Memory in elements: N parameters, N/p of each state and of the
@@ -107,6 +117,7 @@ class ShardedOptimizer(Optimizer):
         master_dtype: torch.dtype | None = None,
         bucket_cap_mb: float = 25,
         elementwise: bool = False,
+        init_sync: bool = True,
         **defaults: Any,
     ) -> None:
         groups = named_groups(model)
@@ -124,9 +135,10 @@ class ShardedOptimizer(Optimizer):
         }
         agree_on_parameters(named, self._comms.steps, self._settings, hooked=shard_gradients)
         if shard_gradients:
+            check_unclaimed(named)
             warn_of_norm_limits(model)
-            self._claim = claim(named, "sharded", "ShardedOptimizer")
         self._named = named
+        self._members = ModelMembers(model, named)
         self._steps = 0
         # Indices of the parameters that were updated at least once.
         self._touched = set[int]()
@@ -135,9 +147,10 @@ class ShardedOptimizer(Optimizer):
         parameters = [p for _, p in named]
         plans = [plan_buckets(parameters, order, cap), plan_buckets(parameters, frozen, cap)]
         with torch.no_grad():
+            if init_sync:
+                buffers = list(model.named_buffers()) if isinstance(model, torch.nn.Module) else []
+                share([*named, *buffers], self._comms.steps, model=model, hint=INIT_SYNC)
             made = [[ParameterBucket(b, [named[i] for i in b], self._comms, master_dtype) for b in p] for p in plans]
-            if isinstance(model, torch.nn.Module):
-                share(list(model.named_buffers()), self._comms.steps)
         self._buckets = made[0] + made[1]
         self._frozen = made[1]
         placed = {i: (b, slot) for b in self._buckets for slot, i in enumerate(b.indices)}
@@ -147,6 +160,8 @@ class ShardedOptimizer(Optimizer):
         pieces = iter(self._pieces)
         cut = [{**group, "params": [next(pieces) for _ in group["params"]]} for group in groups]
         self._shards = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
+        # Last: one that could not be created claims nothing.
+        self._claim = claim(named, "sharded", "ShardedOptimizer") if shard_gradients else None
         self._sharder = GradientSharder(made[0], self._comms) if shard_gradients else None
         super().__init__([{**g, "params": [p for _, p in g["params"]]} for g in groups], self._shards.defaults)
         self.state = self._shards.state
@@ -219,6 +234,9 @@ class ShardedOptimizer(Optimizer):
 
     def _prepare(self) -> list[bool]:
         """Give each piece its gradient, and check it. Return whether each parameter has one."""
+        problem = self._members.problem()
+        if problem is not None:
+            raise RuntimeError(f"{problem}. Call remove() on the optimizer, and create a new one")
         for bucket in self._buckets:
             bucket.check()
         if self._sharder is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from unisono.utils.parameters import Named, check_parameters, check_unclaimed
 
@@ -109,6 +110,10 @@ def shardable(model: nn.Module) -> Named:
     """Return the parameters of a model that can be sharded; `TypeError` or `ValueError` if it cannot."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, not a {type(model).__name__}")
+    if any(isinstance(module, ScriptModule) for module in model.modules()):
+        raise ValueError(
+            "a ScriptModule takes no hooks, so it cannot be sharded. Shard the model before it is scripted"
+        )
     named: Named = list(model.named_parameters())
     if not named:
         raise ValueError("the model has no parameters to shard")

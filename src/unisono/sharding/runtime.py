@@ -20,6 +20,7 @@ from unisono.sharding.flat_parameters import FlatParameters, OneStream
 from unisono.sharding.partition import UnitPlan
 from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step
 from unisono.utils.backward_pass import BackwardTracker, current_pass, watch_outputs
+from unisono.utils.parameters import ModelMembers
 from unisono.utils.pass_watch import PassWatch
 
 __all__ = ["ForwardCall", "Place", "Runtime", "Unit", "make_units"]
@@ -155,13 +156,15 @@ class Runtime:
     Args:
         units: All units.
         comms: Communicator of its own.
+        members: The model, with its parameters.
 
     Attributes:
         sync: Whether backward passes reduce their gradients.
     """
 
-    def __init__(self, units: Sequence[Unit], comms: ShardComms) -> None:
+    def __init__(self, units: Sequence[Unit], comms: ShardComms, members: ModelMembers) -> None:
         self._units = units
+        self._members = members
         self._flats = [flat for unit in units for flat in unit.flats]
         self._trained = [pair for unit in units for pair in unit.trained]
         self._comms = comms
@@ -284,6 +287,10 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         self._outer = sys.exception()
+        problem = self._members.problem()
+        if problem is not None:
+            self._comms.abort(problem)
+            raise RuntimeError(f"{problem}. Call remove(), and shard the changed model")
         self._stream.begin()
         self._recover()
         # Parameters may have changed since, so units that an earlier forward has kept are gathered again.

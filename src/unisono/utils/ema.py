@@ -23,7 +23,8 @@ class EMA:
     It averages as torch's `AveragedModel` with `get_ema_multi_avg_fn` does: the first update copies, later ones give
     `decay * average + (1 - decay) * parameter`. A checkpoint's state may hold it: any number of ranks can load it.
 
-    Tensors are followed by their names, so a model may replace them, as `load_state_dict(assign=True)` does.
+    Tensors are followed by their names, so a model may replace them, as `load_state_dict(assign=True)` does, and
+    convert or move them. The average keeps its dtype and device, and goes on from its own values.
 
     Of a `ShardedModel`, create, update and apply it inside `with sharded.full_parameters():`.
 
@@ -39,7 +40,8 @@ class EMA:
     Raises:
         MismatchError: On every rank, if ranks have different models or settings.
         ValueError: `decay` is not in the range, or a parameter has no elements.
-        RuntimeError: From `update` and `applied`: the model lacks a tensor that it had, or has it in another shape.
+        RuntimeError: From `update` and `applied`: the model lacks a tensor that it had, has it in another shape, or has
+            one more.
 
     Cost: memory of the parameters, divided by the number of ranks in `comm`; `applied` needs all of it.
 
@@ -163,6 +165,10 @@ class EMA:
             now.update(self._model.named_buffers(remove_duplicate=False))
         for part in self._parts:
             part.follow(now)
+        averaged = {id(tensor) for part in self._parts for _, tensor in part.members}
+        for name, tensor in now.items():
+            if id(tensor) not in averaged and (tensor.is_floating_point() or tensor.is_complex()):
+                raise RuntimeError(f"{name!r} has no average: it was added to the model, or untied, after that began")
 
     def _check_not_applied(self, call: str) -> None:
         if self._is_applied:
@@ -187,7 +193,8 @@ class _FlatAverage:
     """This rank's part of the average of tensors of one dtype and device."""
 
     def __init__(self, members: Named, dtype: torch.dtype, comm: Communicator | None) -> None:
-        self._members = members
+        self.members = members
+        self._shapes = [tensor.shape for _, tensor in members]
         self._comm = comm
         rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
         self._layout = FlatLayout([tensor.numel() for _, tensor in members], size)
@@ -198,16 +205,16 @@ class _FlatAverage:
 
     def follow(self, now: Mapping[str, torch.Tensor]) -> None:
         """Average the tensors that have these names now."""
-        for name, tensor in self._members:
-            if name not in now or now[name].shape != tensor.shape:
+        for (name, _), shape in zip(self.members, self._shapes, strict=True):
+            if name not in now or now[name].shape != shape:
                 found = f"of shape {list(now[name].shape)}" if name in now else "not in the model"
-                raise RuntimeError(f"{name!r} was of shape {list(tensor.shape)} when its average began, and is {found}")
-        self._members = [(name, now[name]) for name, _ in self._members]
+                raise RuntimeError(f"{name!r} was of shape {list(shape)} when its average began, and is {found}")
+        self.members = [(name, now[name]) for name, _ in self.members]
 
     def current(self) -> list[torch.Tensor]:
         """The parameters' elements of this part, in the dtype of the average."""
         return [
-            self._members[s.index][1].detach().reshape(-1)[s.start : s.start + s.numel].to(self._flat.dtype)
+            self.members[s.index][1].detach().reshape(-1)[s.start : s.start + s.numel].to(self._flat)
             for s in self._slices
         ]
 
@@ -226,7 +233,7 @@ class _FlatAverage:
     @torch.no_grad()
     def swap(self, whole: torch.Tensor) -> None:
         """Exchange the elements of the tensors with those of a flat tensor."""
-        tensors = [tensor for _, tensor in self._members]
+        tensors = [tensor for _, tensor in self.members]
         for tensor, place in zip(tensors, self._layout.views(whole, tensors), strict=True):
             before = tensor.detach().clone()
             tensor.copy_(place)
@@ -238,7 +245,7 @@ class _FlatAverage:
         nothing = self._flat[:0], 0
         shards = {
             name: TensorShard(*found.get(index, nothing), tensor.shape)
-            for index, (name, tensor) in enumerate(self._members)
+            for index, (name, tensor) in enumerate(self.members)
         }
         if self._comm is None:
             return {name: shard.local.view(shard.shape) for name, shard in shards.items()}

@@ -14,7 +14,7 @@ from averager_helpers import BACKENDS, SMALL, Found, OddError, combined, quickly
 from pairwise import short
 
 import unisono as un
-from unisono.testing import pool
+from unisono.testing import pool, run_ranks
 
 WHOLE: dict[str, Any] = {"bucket_cap_mb": 25.0, "first_bucket_mb": 25.0}
 """One bucket, which is reduced at the end of the pass with every backend."""
@@ -262,3 +262,22 @@ def test_ranks_with_different_graphs_fail_around_the_first_bucket(growth: int) -
     for found in pool("gloo", 2).run(program):
         assert [restored for restored, _ in found] == [True] * rounds
         assert all(same(each, means) for _, each in found)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_one_that_could_not_be_created_gives_its_parameters_back() -> None:
+    models = [torch.jit.script(torch.nn.Linear(1, 1, bias=False)) for _ in range(2)]
+
+    def program(comm: un.Communicator) -> float:
+        model = models[comm.rank]
+        try:
+            un.GradientAverager(model, comm)
+        except RuntimeError:
+            # The traceback keeps the first one alive.
+            un.GradientAverager(model.parameters(), comm)
+        else:
+            pytest.fail("it was not refused")
+        model(torch.full((1, 1), float(comm.rank))).sum().backward()
+        return float(model.weight.grad)
+
+    assert run_ranks(program, 2) == [0.5, 0.5]

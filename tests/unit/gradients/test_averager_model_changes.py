@@ -138,4 +138,4 @@ def changed_while_frozen(comm: un.Communicator, compiler: str, in_place: bool) -
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_layer_added_to_a_frozen_compiled_model_is_explained(compiler: str, in_place: bool) -> None:
     for text in pool("shm", 2, timeout=200.0).run(changed_while_frozen, compiler, in_place):
-        assert "'0.1.weight' (and 1 more) was added to the model after its averager" in text
+        assert "'0.1.weight' (and 1 more) was added to the model later" in text

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.errors import MismatchError
+from unisono.errors import AbortedError, MismatchError
 from unisono.gradients.gossip import Gossip
 from unisono.gradients.topology import TOPOLOGIES, Neighbours, Topology, mixing, topology
 from unisono.testing import run_ranks
@@ -239,6 +239,18 @@ def test_different_topologies_and_models() -> None:
             Gossip([torch.zeros(1 + comm.rank)], comm)
 
     run_ranks(program, 2)
+
+
+def test_neighbours_of_which_one_took_more_steps_are_named() -> None:
+    def program(comm: un.Communicator) -> None:
+        gossip = Gossip([torch.zeros(1)], comm, every=2)
+        for _ in range(4 + (comm.rank == 1)):
+            gossip.step()
+        gossip.mix()
+
+    ends = run_ranks(program, 4, on_failure="continue")
+    assert any("and a neighbour is not: they resumed" in str(end) for end in ends)
+    assert all(isinstance(end, MismatchError | AbortedError) for end in ends)
 
 
 def test_with_processes() -> None:

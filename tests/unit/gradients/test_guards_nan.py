@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -125,6 +127,125 @@ def test_sparse_gradients() -> None:
 
     for error in ended(program, 2):
         assert "rank 1 has 4 of 10 elements that are not finite in the gradient of 'weight'" in str(error)
+
+
+def assign(net: torch.nn.Sequential) -> None:
+    net.load_state_dict({name: tensor.clone() for name, tensor in net.state_dict().items()}, assign=True)
+
+
+def replace(net: torch.nn.Sequential) -> None:
+    net[2].weight = torch.nn.Parameter(torch.ones(1, 4))
+
+
+def insert(net: torch.nn.Sequential) -> None:
+    net.requires_grad_(False)
+    net.insert(3, torch.nn.Linear(1, 1))
+
+
+def resize(net: torch.nn.Sequential) -> None:
+    net[2] = torch.nn.Identity()
+    net[0].weight.data = torch.ones(5, 3)
+    net[0].bias.data = torch.ones(5)
+
+
+CHANGES = {
+    "thawed": lambda net: net.requires_grad_(True),
+    "assigned": assign,
+    "replaced": replace,
+    "added": insert,
+    "removed": lambda net: net.pop(2),
+    "converted": lambda net: net.double(),
+    "resized": resize,
+    "frozen but for one": lambda net: net[2].bias.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("how", ["alone", "average_gradients", "averager"])
+def test_a_model_that_changes_is_followed(change: str, how: str) -> None:
+    """The rank is the right one after averaging too, where all have it."""
+
+    def program(comm: un.Communicator) -> None:
+        net = model()
+        if change == "thawed":
+            net.requires_grad_(False)
+        guard = NanGuard(net, comm)
+        CHANGES[change](net)
+        if how == "averager":
+            un.GradientAverager(net, comm)
+        x = torch.full((2, 3), NAN if comm.rank == 1 else 1.0, dtype=next(net.parameters()).dtype)
+        net(x).sum().backward()
+        if how == "average_gradients":
+            un.average_gradients(net, comm)
+        guard.check()
+
+    for error in ended(program, 2):
+        assert error.peer == 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "backend", ["thread", *(pytest.param(b, marks=pytest.mark.soak) for b in ("shm", "tcp", "gloo"))]
+)
+@pytest.mark.parametrize("change", ["thawed", "assigned"])
+def test_changes_between_processes(backend: str, size: int, change: str) -> None:
+    def program(comm: un.Communicator) -> int:
+        net = model()
+        net.requires_grad_(change != "thawed")
+        guard = NanGuard(net, comm)
+        CHANGES[change](net)
+        net(torch.full((2, 3), NAN if comm.rank == size - 1 else 1.0)).sum().backward()
+        try:
+            guard.check()
+        except NotFiniteError as error:
+            return error.peer
+        return -1
+
+    assert un.testing.pool(backend).run(program, size=size) == [size - 1] * size
+
+
+def test_gradients_that_no_hook_has_seen() -> None:
+    """Those of a parameter that was replaced, and used without a forward of the whole model."""
+
+    def program(comm: un.Communicator) -> None:
+        net = model()
+        guard = NanGuard(net, comm)
+        replace(net)
+        (net[2].weight.sum() * (NAN if comm.rank else 1.0)).backward()
+        guard.check()
+
+    for error in ended(program, 3):
+        assert "rank 1 has 4 of 4 elements that are not finite in the gradient of '2.weight'" in str(error)
+        assert "so has rank 2" in str(error)
+
+
+def test_a_parameter_that_other_ranks_do_not_have_is_named() -> None:
+    def program(comm: un.Communicator) -> None:
+        net = model()
+        guard = NanGuard(net, comm)
+        if comm.rank:
+            net.requires_grad_(False)
+            net.add_module("last", torch.nn.Linear(1, 1))
+        net(torch.full((2, 3), NAN if comm.rank else 1.0)).sum().backward()
+        guard.check()
+
+    for error in ended(program, 2):
+        assert "in the gradient of 'last.weight'" in str(error)
+
+
+def test_copies_and_models_called_with_other_tensors_are_not_watched() -> None:
+    def program(comm: un.Communicator) -> None:
+        net = model()
+        guard = NanGuard(net, comm)
+        x = torch.full((2, 3), NAN)
+        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            replace(other)
+            other(x).sum().backward()
+        others = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+        torch.func.functional_call(net, others, x).sum().backward()
+        guard.check()
+
+    run_ranks(program, 2, "sim")
 
 
 def test_models_must_agree() -> None:

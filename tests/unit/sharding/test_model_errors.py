@@ -10,7 +10,9 @@ from sharded_models import on_two, simple
 from torch import nn
 
 import unisono as un
+from unisono.errors import AbortedError
 from unisono.sharding import ShardedModel
+from unisono.testing import run_ranks
 
 ACTIONS: dict[str, Any] = {
     "sum": lambda model: model[0].weight.sum(),
@@ -158,3 +160,35 @@ def test_torch_compile_of_the_model_raises() -> None:
             torch.compile(model, backend="eager")(torch.ones(1, 3))
 
     un.launch(program, 1, "thread")
+
+
+@pytest.mark.parametrize("how", ["replaced", "added"])
+def test_parameters_that_are_not_sharded_are_named(how: str) -> None:
+    def program(comm: un.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        ShardedModel(model, comm)
+        model(torch.ones(1, 2)).sum().backward()
+        model.append(nn.Linear(2, 2).requires_grad_(False))
+        if comm.rank == 0 and how == "replaced":
+            model[0].weight = nn.Parameter(torch.ones(2, 2))
+        if comm.rank == 0 and how == "added":
+            model.insert(0, nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+
+    first, second = run_ranks(program, 2, on_failure="continue")
+    assert isinstance(first, RuntimeError)
+    assert "later, so its gradient is not averaged. Call remove(), and shard the changed model" in str(first)
+    assert isinstance(second, AbortedError)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_model_is_refused_whole() -> None:
+    model = torch.jit.script(nn.Linear(2, 1))
+
+    def program(comm: un.Communicator) -> None:
+        with pytest.raises(ValueError, match="a ScriptModule takes no hooks"):
+            ShardedModel(model, comm)
+        # Nothing was freed.
+        model(torch.ones(1, 2))
+
+    run_ranks(program, 1)

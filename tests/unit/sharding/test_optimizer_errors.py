@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 import unisono as un
 from unisono.errors import AbortedError, CommError, MismatchError
+from unisono.testing import run_ranks
 
 
 def on_two(program: Callable[..., object], *args: object) -> None:
@@ -204,3 +205,61 @@ def test_unfrozen_parameters() -> None:
             optimizer.step()
 
     on_two(program)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("how", ["replaced", "added", "assigned"])
+def test_parameters_that_are_not_updated_are_named(how: str, sharded: bool) -> None:
+    def program(comm: un.Communicator) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        optimizer = un.sharding.ShardedOptimizer(SGD, model, comm, shard_gradients=sharded, lr=0.1)
+        model.append(nn.Linear(2, 2).requires_grad_(False))
+        if comm.rank == 0 and how == "replaced":
+            model[0].weight = nn.Parameter(torch.ones(2, 2))
+        if comm.rank == 0 and how == "added":
+            model.append(nn.Linear(2, 2))
+        if comm.rank == 0 and how == "assigned":
+            model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    first, second = run_ranks(program, 2, on_failure="continue")
+    assert isinstance(first, RuntimeError)
+    assert "later, so its gradient is not averaged. Call remove() on the optimizer" in str(first)
+    assert isinstance(second, CommError)
+
+
+def test_one_that_could_not_be_created_claims_nothing() -> None:
+    class Normed(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data -= p.grad / p.grad.norm()
+
+    def program(comm: un.Communicator) -> None:
+        model = nn.Linear(4, 3)
+        try:
+            shard(comm, model, Normed, sharded=True, elementwise=False, lr=0.1)
+        except ValueError:
+            # The traceback keeps the first one alive.
+            shard(comm, model, sharded=True, lr=0.1)
+        else:
+            pytest.fail("it was not refused")
+
+    run_ranks(program, 2)
+
+
+def test_buffers_that_cannot_be_broadcast() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        model = nn.Linear(2, 1)
+        model.register_buffer("mask", torch.eye(2).to_sparse())
+        with pytest.raises(ValueError, match=r"'mask' \(which init_sync=False does not broadcast\)"):
+            shard(comm, model, sharded=True, lr=0.1)
+        nn.init.constant_(model.weight, float(comm.rank))
+        optimizer = shard(comm, model, sharded=True, lr=0.5, init_sync=False)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model.weight.flatten().tolist()
+
+    # Each rank has updated its own part of what it had.
+    assert run_ranks(program, 2)[0][0] == -0.5

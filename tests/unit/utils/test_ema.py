@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,33 @@ def test_tensor_of_another_shape_is_refused() -> None:
     del model.weight
     with pytest.raises(RuntimeError, match=r"'weight' .* is not in the model"):
         ema.update()
+
+
+def untie(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(torch.ones(2, 2))
+
+
+def resize(model: nn.Sequential) -> None:
+    model[0].weight.data = torch.zeros(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model.append(nn.Linear(2, 2)), "'2.weight' has no average: it was added"),
+        (untie, "'1.weight' has no average: it was added to the model, or untied"),
+        (resize, r"'0.weight' was of shape \[2, 2\] when its average began, and is of shape \[3, 2\]"),
+    ],
+)
+def test_changes_of_the_model_that_it_cannot_follow(change: Callable[[nn.Sequential], None], said: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    ema = EMA(model, 0.5)
+    ema.update()
+    model.register_buffer("mask", torch.ones(1))
+    ema.update()
+    change(model)
+    with pytest.raises(RuntimeError, match=said):
+        ema.update()
+    with pytest.raises(RuntimeError, match=said), ema.applied():
+        pass

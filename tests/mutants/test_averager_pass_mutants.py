@@ -22,6 +22,7 @@ from unisono.gradients.weights import Weights
 from unisono.testing import run_ranks
 from unisono.transports.thread import ThreadTransport
 from unisono.utils import backward_pass
+from unisono.utils import parameters as model_parameters
 from unisono.utils.backward_pass import BackwardTracker, SavedGradients
 
 TINY = {"bucket_cap_mb": 4 / 2**20}
@@ -233,7 +234,7 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (alone, AveragerComms, "abort_pass", nothing),
     (parameters, ParameterRegistry, "check", nothing),
     (parameters, parameter_registry, "_implementation", lambda parameter: 0),
-    (parameters, parameter_registry, "in_functional_call", lambda: False),
+    (parameters, model_parameters, "in_functional_call", lambda: False),
     (parameters, AveragerComms, "abort_all", nothing),
     (parameters, GradientAverager, "_lies_in_buckets", lambda self, index, grad: True),
 ]

@@ -201,7 +201,8 @@ def sends_something_else(patch: Patch) -> None:
 
     def post(self: Communicator, batch: list[Message]) -> Any:
         for message in batch:
-            if self.rank == 0 and isinstance(message, Send):
+            # Not the two numbers that neighbours compare before.
+            if self.rank == 0 and isinstance(message, Send) and message.tensor.numel() > 2:
                 message.tensor.mul_(1.01)
         return right(self, batch)
 

@@ -42,6 +42,7 @@ def certificate(folder: Path) -> str:
     words = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1", "-subj", "/CN=job"]
     files = ["-keyout", folder / "key.pem", "-out", folder / "job.pem"]
     subprocess.run(["openssl", "req", "-x509", *words, *files], check=True, capture_output=True)
+    (folder / "job.pem").chmod(0o600)
     with (folder / "job.pem").open("a") as both:
         both.write((folder / "key.pem").read_text())
     return str(folder / "job.pem")

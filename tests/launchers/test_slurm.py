@@ -17,6 +17,7 @@ from launcher_helpers import BATCH, expect, task
 
 from unisono.bootstrap import find, slurm
 from unisono.bootstrap.slurm import MAX_HOSTS, SlurmStep, expand, port_of, step
+from unisono.control import sockets
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -216,13 +217,16 @@ def test_rendezvous_of_several_nodes(monkeypatch: pytest.MonkeyPatch, meeting: S
     assert (meeting.host, meeting.port) == ("10.0.0.7", 4711)
 
 
-def test_rank_0_does_not_listen_on_loopback(monkeypatch: pytest.MonkeyPatch, meeting: SimpleNamespace) -> None:
-    monkeypatch.setattr(slurm, "address_towards", {"gnode11": "10.0.0.10"}.__getitem__)
-    monkeypatch.setattr(slurm.socket, "gethostbyname", {"gnode10": "127.0.1.1"}.__getitem__)
-    for rank, host in ((0, "10.0.0.10"), (1, "gnode10")):
+def test_rank_0_does_not_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch, meeting: SimpleNamespace) -> None:
+    # By the name it listens at all addresses: that of the loopback, too, where its node's other ranks look for it.
+    monkeypatch.setattr(sockets, "means_here", {"gnode10": True}.__getitem__)
+    monkeypatch.setattr(sockets.socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))])
+    for rank in range(2):
         set_all(monkeypatch, task(rank, 2, SLURM_STEP_NODELIST="gnode[10-11]"))
         find()
-        assert meeting.host == host
+        assert meeting.host == "gnode10"
+    with sockets.listen(meeting.host, 0) as listener:
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
 
 
 def test_torchrun_overrides_slurm(monkeypatch: pytest.MonkeyPatch) -> None:

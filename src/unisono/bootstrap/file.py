@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from unisono.bootstrap.rendezvous import InitRequest, Lease, MovedError, RankClaim, Rendezvous, acquire, confirm, meet
 from unisono.control.client import SocketControl
 from unisono.control.sockets import refuse_if_shared
-from unisono.errors import ClosedError, CommError, CommTimeoutError
+from unisono.errors import CommError, CommTimeoutError
 
 __all__ = ["RendezvousFile", "address_in", "find", "read"]
 
@@ -151,16 +151,12 @@ def _follow(path: Path, claim: RankClaim) -> Rendezvous:
         elif published is not None:
             try:
                 return _try(path, published, claim)
-            except (MovedError, ClosedError, _UnreachableError) as error:
+            except MovedError as error:
                 last = f"the address in it does not work: {error}"
         time.sleep(_LOOK_EVERY_S)
     raise CommTimeoutError(
         f"rank 0 was not reached through {path} in time ({last}). Is it running, and does it use the same file?"
     )
-
-
-class _UnreachableError(Exception):
-    """No server, or another server, at the address in an old file."""
 
 
 def _try(path: Path, published: RendezvousFile, claim: RankClaim) -> Rendezvous:
@@ -175,5 +171,5 @@ def _try(path: Path, published: RendezvousFile, claim: RankClaim) -> Rendezvous:
             host_rank=0,
         )
     except CommError as error:
-        raise _UnreachableError(error.message) from error
+        raise MovedError(error.message) from error
     return confirm(claim, control, moved=lambda: read(path) != published)

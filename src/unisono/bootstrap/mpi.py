@@ -77,12 +77,12 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
         deadline: On the monotonic clock.
         secret: A random one if None.
     """
-    claim = RankClaim(comm.Get_rank(), comm.Get_size(), None, deadline, source)
+    claim = RankClaim(comm.Get_rank(), comm.Get_size(), None, deadline, source, restarts=False)
     # Looked at on every rank, for a bad one is to be refused on each.
     known = secrets.token_hex(32).encode() if secret is None else secret_bytes(secret)
     exchange = _HelloExchange(comm, claim)
     if claim.rank == 0:
-        held = acquire(f"mpi/{secrets.token_hex(8)}", known, _address(exchange.collect()), 0)
+        held = acquire(f"mpi/{secrets.token_hex(8)}", known, _address(exchange.collect()), 0, restarts=False)
         exchange.publish((*held.server.address, known))
         rendezvous = meet(claim, held.server.address, known, held)
     else:

@@ -19,7 +19,7 @@ from unisono.control.server import ControlServer
 from unisono.core.control import ControlPlane
 from unisono.core.failure import error_of
 from unisono.core.group import Group
-from unisono.errors import ClosedError, CommError, MismatchError
+from unisono.errors import ClosedError, CommError, CommTimeoutError, MismatchError
 
 __all__ = [
     "LINGER_S",
@@ -167,10 +167,18 @@ _leases: dict[tuple[int, str], Lease] = {}
 _lock = threading.Lock()
 
 
-def acquire(key: str, secret: bytes | None, host: str, port: int, withdraw: Callable[[], None] = lambda: None) -> Lease:
+def acquire(
+    key: str,
+    secret: bytes | None,
+    host: str,
+    port: int,
+    withdraw: Callable[[], None] = lambda: None,
+    *,
+    restarts: bool = True,
+) -> Lease:
     """The server that this process runs under `key`; a new one if there is none.
 
-    Without a secret, it has one of its own.
+    Without a secret, it has one of its own. `restarts` is as for `ControlState`.
 
     The next `init` of a job finds the server of the last one, even if that is about to end.
 
@@ -186,7 +194,8 @@ def acquire(key: str, secret: bytes | None, host: str, port: int, withdraw: Call
             known.users += 1
             return known
         chosen = secrets.token_hex(32).encode() if secret is None else secret
-        made = _leases[os.getpid(), key] = Lease(ControlServer(chosen, host, port), chosen, 1, withdraw)
+        server = ControlServer(chosen, host, port, restarts=restarts)
+        made = _leases[os.getpid(), key] = Lease(server, chosen, 1, withdraw)
     when_process_ends(_close_servers, CLOSE_SERVERS)
     return made
 
@@ -209,7 +218,7 @@ def _close_servers() -> None:
 
 
 # -- joining ---------------------------------------------------------------------------------------
-class MovedError(Exception):
+class MovedError(CommError):
     """The ranks meet at another place than was thought."""
 
 
@@ -222,6 +231,8 @@ class RankClaim:
         deadline: On the monotonic clock.
         source: As in `Rendezvous`.
         job: Prefix of the names of its worlds; ranks of different jobs never meet, not even at one address.
+        restarts: Whether a process that is killed while ranks gather may be started again: the others wait for it
+            then, until their deadline. Else they raise an error.
     """
 
     rank: int
@@ -230,6 +241,7 @@ class RankClaim:
     deadline: float
     source: str
     job: str = "world"
+    restarts: bool = True
 
     @property
     def left_s(self) -> float:
@@ -240,7 +252,8 @@ class RankClaim:
 def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:
     """Return the rendezvous at the server of this address, when all ranks have joined.
 
-    A server that closes meanwhile belonged to an earlier `init`; the call waits for the next one.
+    A server that closes meanwhile belonged to an earlier `init`, and one that is lost to a process that may be started
+    again: the call waits for the next one.
 
     Args:
         claim: The claim of this process.
@@ -251,14 +264,18 @@ def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease
     Raises:
         CommError: As for `find`.
     """
+    lost: MovedError | None = None
     try:
         while True:
             try:
                 patience_s = max(claim.left_s, 0.1)
                 return confirm(claim, SocketControl(address, secret, patience_s, host_rank=0, rank=claim.rank), lease)
-            except ClosedError:
-                if not claim.left_s:
-                    raise
+            except MovedError as error:
+                lost = error
+            except CommTimeoutError as error:
+                if lost is not None:
+                    error.message += f" It was reached before: {lost}"
+                raise
     except BaseException:
         if lease is not None:
             lease.release()
@@ -299,14 +316,17 @@ def confirm(
         moved: Returns whether the ranks meet elsewhere. Called while rank 0 has not joined.
 
     Raises:
-        MovedError: They do.
-        ClosedError: The server belonged to an earlier `init`.
+        MovedError: They do, or the server has ended, and the next process of rank 0 may open another.
         CommError: As for `find`.
     """
     try:
         name = _gather(claim, control, moved)
-    except BaseException:
-        control.close()
+    except BaseException as error:
+        ended = control.server_lost and (claim.restarts or isinstance(error, ClosedError))
+        # The others do not wait for a rank that gives up as for one that is killed, and learn why.
+        control.on_process_exit(None if isinstance(error, MovedError) else error)
+        if ended and isinstance(error, CommError):
+            raise MovedError(error.message) from error
         raise
     server, release = (None, _nothing) if lease is None else (lease.server, lease.release)
     return Rendezvous(

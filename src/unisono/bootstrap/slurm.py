@@ -9,18 +9,15 @@ MASTER_ADDR and MASTER_PORT go before the first node and the port that `port_of`
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, alone, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.errors import CommTimeoutError
-from unisono.host.network import address_towards
 
 __all__ = ["MAX_HOSTS", "SlurmStep", "detected", "expand", "find", "port_of", "step"]
 
@@ -126,7 +123,9 @@ def _meet(task: SlurmStep, request: InitRequest) -> Rendezvous:
     host = os.environ.get("MASTER_ADDR") or _first_node(task)
     name = f"{task.job}.{task.number}"
     source = f"rank {task.rank} of {task.size} from Slurm's step {name}, rendezvous at {host}:{port}"
-    claim = RankClaim(task.rank, task.size, task.local_rank, request.deadline, source, job=f"slurm{name}-world")
+    claim = RankClaim(
+        task.rank, task.size, task.local_rank, request.deadline, source, f"slurm{name}-world", restarts=False
+    )
     try:
         return find_at(claim, host, port, request.secret)
     except CommTimeoutError as error:
@@ -139,21 +138,7 @@ def _meet(task: SlurmStep, request: InitRequest) -> Rendezvous:
 
 def _first_node(task: SlurmStep) -> str:
     """Return an address of rank 0's host that the others can reach."""
-    if len(task.nodes) <= 1:
-        return "127.0.0.1"
-    first = task.nodes[0]
-    if task.rank == 0 and _is_loopback(first):
-        # Many systems give a host's own name to its loopback; the other nodes know better.
-        with contextlib.suppress(OSError):
-            return address_towards(task.nodes[1])
-    return first
-
-
-def _is_loopback(name: str) -> bool:
-    try:
-        return socket.gethostbyname(name).startswith("127.")
-    except OSError:
-        return False
+    return "127.0.0.1" if len(task.nodes) <= 1 else task.nodes[0]
 
 
 def _first(*names: str) -> int | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import socket
 from urllib.parse import urlsplit
 
 from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, acquire, claim_rank, meet
 from unisono.control.sockets import find_secret
 from unisono.errors import CommError
+from unisono.host.network import is_link_local, requested_interface
 
 __all__ = ["address_of", "find", "find_at", "plain_host"]
 
@@ -26,7 +28,9 @@ def find_at(claim: RankClaim, host: str, port: int, secret: str | bytes | None) 
     host = plain_host(host)
     known = find_secret(secret)
     try:
-        hosted = acquire(f"tcp://{host}:{port}", known, host, port) if claim.rank == 0 else None
+        hosted = (
+            acquire(f"tcp://{host}:{port}", known, host, port, restarts=claim.restarts) if claim.rank == 0 else None
+        )
     except CommError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
             claim_rank(claim, (host, port), known)
@@ -37,14 +41,29 @@ def find_at(claim: RankClaim, host: str, port: int, secret: str | bytes | None) 
 def plain_host(host: str) -> str:
     """Return the host without the brackets that an IPv6 address may have, as in a URL; "localhost" as an address.
 
+    A link-local address gets the zone that it has on this host: the given one, else the interface that the environment
+    requests.
+
     Raises:
-        ValueError: It means all addresses.
+        ValueError: It means all addresses, or is a link-local one and the interface is not known.
     """
     if host in ("0.0.0.0", "::", ""):
         raise ValueError(
             f"{host!r} is not an address that other hosts can reach; pass the address of the host of rank 0"
         )
-    return "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
+    host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
+    # A URL may have a percent sign as %25.
+    bare, _, zone = host.replace("%25", "%").partition("%")
+    if not is_link_local(bare):
+        return host
+    here = {name: name for _, name in socket.if_nameindex()} | {str(n): name for n, name in socket.if_nameindex()}
+    known = next((here[name] for name in (zone, *(requested_interface() or ())) if name in here), None)
+    if known is None:
+        raise ValueError(
+            f"{host!r} is an address of one link: name the network interface of this host that leads there, as in "
+            f"{bare}%eth0; this host has {', '.join(dict.fromkeys(here.values()))}"
+        )
+    return f"{bare}%{known}"
 
 
 def address_of(url: str) -> tuple[str, int]:

@@ -8,13 +8,14 @@ The store does not authenticate; the peer at the published address still has to 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from unisono.bootstrap.rendezvous import (
     LINGER_S,
@@ -29,11 +30,12 @@ from unisono.bootstrap.rendezvous import (
 )
 from unisono.bootstrap.tcp import plain_host
 from unisono.control.client import SocketControl, reach
+from unisono.control.handshake import dial
 from unisono.control.sockets import find_secret, listen
 from unisono.core.group import Group
 from unisono.core.threads import DaemonThreadPool
-from unisono.errors import CommError, CommTimeoutError, MismatchError
-from unisono.host.network import address_for_others, address_towards
+from unisono.errors import CommError, CommTimeoutError
+from unisono.host.network import address_for_others, address_towards, host_in, in_zone_of
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -63,28 +65,12 @@ def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | 
     """
     host = plain_host(host)
     known = find_secret(secret)
-    job = f"unisono/{os.environ.get('TORCHELASTIC_RUN_ID', '')} at {host}:{port}"
-    key = f"{job}/rank 0"
-    where = f"torchrun's agent at {host}:{port}" if agent else f"the store at {host}:{port}"
-    elsewhere = claim.rank or agent
-    store = _connected(claim, host, port, where) if elsewhere else _opened(claim, host, port, known, key)
-    if claim.rank:
-        found = _follow(store, key, claim, known, where)
-    else:
-        # torchrun sets the number of agents; on one host no other host needs to reach this rank.
-        alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-        outward = (address_towards if alone else address_for_others)(host, port) if agent else host
-        hosted = acquire(job, known, outward, 0)
-        try:
-            store.set(key, " ".join(map(str, hosted.server.address)))
-        except BaseException:
-            hosted.release()
-            raise
-        found = meet(claim, hosted.server.address, known, hosted)
+    # The key is without the host, of which each rank may know another name.
+    key = f"unisono/{os.environ.get('TORCHELASTIC_RUN_ID', '')} at {port}/rank 0"
+    at = _StoreAt(host, port, f"torchrun's agent at {host}:{port}" if agent else f"the store at {host}:{port}", agent)
+    found = _follow(at, key, claim, known) if claim.rank else _lead(at, key, claim, known)
     try:
-        if claim.rank == 0:
-            store.delete_key(key)
-        del store
+        # Neither of the two keeps the store open.
         found.control.exchange(Group.world(claim.rank, claim.size, found.name), "store closed", None, claim.left_s)
     except BaseException:
         found.close()
@@ -92,15 +78,65 @@ def find_in_store(claim: RankClaim, host: str, port: int, secret: str | bytes | 
     return found
 
 
-def _connected(claim: RankClaim, host: str, port: int, where: str) -> TCPStore:
+class _StoreAt(NamedTuple):
+    host: str
+    port: int
+    where: str
+    agent: bool
+
+
+def _lead(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous:
+    """Publish the address of this process's server, and return the rendezvous there."""
+    # torchrun sets the number of agents; on one host no other host needs to reach this rank.
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    outward = (address_towards if alone else address_for_others)(at.host, at.port) if at.agent else at.host
+    # Before the store: if this fails, nobody has found that yet.
+    hosted = acquire(f"{key} at {at.host}", secret, outward, 0, restarts=claim.restarts)
+    try:
+        store = _connected(claim, at) if at.agent else _opened(claim, at, secret, key)
+        with _losses_named(at):
+            store.set(key, " ".join(map(str, hosted.server.address)))
+    except BaseException:
+        hosted.release()
+        raise
+    found = meet(claim, hosted.server.address, secret, hosted)
+    with contextlib.suppress(RuntimeError):
+        store.delete_key(key)
+    return found
+
+
+@contextlib.contextmanager
+def _losses_named(at: _StoreAt) -> Iterator[None]:
+    """Raise `MovedError` instead of torch's error if the store's process has ended: its next one opens another."""
+    from torch.distributed import DistError
+
+    try:
+        yield
+    except DistError as error:
+        raise MovedError(f"{at.where} was lost: the process that served it has ended") from error
+
+
+def _connected(claim: RankClaim, at: _StoreAt) -> TCPStore:
     """Return the store that another process serves."""
+    from torch.distributed import DistError
 
-    def knock(timeout_s: float) -> None:
+    def knock(timeout_s: float) -> str:
         # Torch's wait for a server cannot be interrupted.
-        socket.create_connection((host, port), timeout_s).close()
+        with dial((at.host, at.port), timeout_s) as peer:
+            return host_in(peer.getpeername())
 
-    reach((host, port), max(claim.left_s, 0.1), knock)
-    return _client(host, port, where, _ANSWERS_WITHIN_S)
+    def client() -> TCPStore:
+        # At the address that has answered: torch would wait for each one that a name has.
+        host = reach((at.host, at.port), max(claim.left_s, 0.1), knock)
+        return _client(host, at.port, at.where, _ANSWERS_WITHIN_S)
+
+    try:
+        return client()
+    except CommTimeoutError as error:
+        if not isinstance(error.__cause__, DistError):
+            raise
+    # The process that has closed the connection may have been killed, and started again.
+    return client()
 
 
 def _client(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
@@ -129,7 +165,7 @@ def _client(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
         ) from error
 
 
-def _opened(claim: RankClaim, host: str, port: int, secret: bytes, key: str) -> TCPStore:
+def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore:
     """Return the store that this process serves at this port: one that torch has opened, or else a new one.
 
     Raises:
@@ -138,6 +174,7 @@ def _opened(claim: RankClaim, host: str, port: int, secret: bytes, key: str) -> 
     """
     import torch.distributed as dist
 
+    host, port, *_ = at
     listener: int | None = None
     taken: CommError | None = None
     deadline = time.monotonic() + min(claim.left_s, LINGER_S)
@@ -166,77 +203,90 @@ def _opened(claim: RankClaim, host: str, port: int, secret: bytes, key: str) -> 
     except dist.DistError as error:
         if taken is None:
             raise CommError(f"torch cannot open its store at {host}:{port}: {error}") from error
-        _claim_there(claim, host, port, secret, key)
+        _claim_there(claim, at, secret, key)
         raise taken from None
 
 
-def _claim_there(claim: RankClaim, host: str, port: int, secret: bytes, key: str) -> None:
+def _claim_there(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> None:
     """Claim the rank at the address that another process has published."""
     try:
-        published = _read(_client(host, port, "the store", _REACH_WITHIN_S), key)
+        published = _read(_client(at.host, at.port, "the store", _REACH_WITHIN_S), key, at)
     except CommError:
         return
     if published:
         claim_rank(claim, published_address(published), secret)
 
 
-def _follow(store: TCPStore, key: str, claim: RankClaim, secret: bytes, where: str) -> Rendezvous:
-    """Try the address that rank 0 has published, repeatedly."""
+def _follow(at: _StoreAt, key: str, claim: RankClaim, secret: bytes) -> Rendezvous:
+    """Try the address that rank 0 has published, repeatedly; if it is lost, that of its next process."""
     last = "it has published nothing yet"
+    lost = ""
+    store: TCPStore | None = None
     while claim.left_s:
-        published = _read(store, key)
-        if published:
-            try:
-                return _try(store, key, published, claim, secret)
-            except MovedError:
-                continue
-            except MismatchError as error:
-                # An earlier run's ranks may be there still, but not for long.
-                if not _moves(store, key, published, claim):
-                    raise
-                last = error.message
-            except CommError as error:
-                last = error.message
+        try:
+            store = store or _connected(claim, at)
+            published = _read(store, key, at)
+            if published:
+                return _try(store, key, published, claim, secret, at)
+        except MovedError as error:
+            # The next address may be in another store.
+            store = None
+            last = lost = error.message or last
+        except CommTimeoutError:
+            if claim.left_s or not lost:
+                raise
         time.sleep(_LOOK_EVERY_S)
     raise CommTimeoutError(
-        f"rank 0 was not reached in time at the address published through {where} ({last}). Is it running?"
+        f"rank 0 was not reached in time at the address published through {at.where} ({last}). Is it running?"
     )
 
 
-def _read(store: TCPStore, key: str) -> str:
+def _read(store: TCPStore, key: str, at: _StoreAt) -> str:
     """Return what rank 0 published last, or an empty string."""
-    return store.get(key).decode(errors="replace") if store.check([key]) else ""
+    with _losses_named(at):
+        return store.get(key).decode(errors="replace") if store.check([key]) else ""
 
 
 def published_address(published: str) -> tuple[str, int]:
     """Return the address that was published.
 
     Raises:
-        CommError: It is none: any process that reaches the store can write there.
+        MovedError: It is none: any process that reaches the store can write there.
     """
     host, _, port = published.rpartition(" ")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise CommError(f"{published[:80]!r} was published as the address of rank 0, which is not an address")
+        raise MovedError(f"{published[:80]!r} was published as the address of rank 0, which is not an address")
     return host, int(port)
 
 
-def _try(store: TCPStore, key: str, published: str, claim: RankClaim, secret: bytes) -> Rendezvous:
-    control = SocketControl(
-        published_address(published),
-        secret,
-        max(claim.left_s, 1.0),
-        reach_within_s=min(max(claim.left_s, 0.1), _REACH_WITHIN_S),
-        host_rank=0,
-        rank=claim.rank,
-    )
-    return confirm(claim, control, moved=lambda: _read(store, key) != published)
+def _try(store: TCPStore, key: str, published: str, claim: RankClaim, secret: bytes, at: _StoreAt) -> Rendezvous:
+    host, port = published_address(published)
+    control: SocketControl | None = None
+    try:
+        control = SocketControl(
+            (in_zone_of(host, at.host), port),
+            secret,
+            max(claim.left_s, 1.0),
+            reach_within_s=min(max(claim.left_s, 0.1), _REACH_WITHIN_S),
+            host_rank=0,
+            rank=claim.rank,
+        )
+        return confirm(claim, control, moved=lambda: _read(store, key, at) != published)
+    except MovedError:
+        raise
+    except CommError as error:
+        unreachable = control is None and isinstance(error, CommTimeoutError)
+        # In the store of an agent, it may be the address of an earlier run, whose ranks are there for a while.
+        if unreachable or (at.agent and _moves(store, key, published, claim, at)):
+            raise MovedError(error.message) from error
+        raise
 
 
-def _moves(store: TCPStore, key: str, published: str, claim: RankClaim) -> bool:
+def _moves(store: TCPStore, key: str, published: str, claim: RankClaim, at: _StoreAt) -> bool:
     """Return whether rank 0 publishes another address soon."""
     deadline = time.monotonic() + min(_MOVES_WITHIN_S, claim.left_s)
     while time.monotonic() < deadline:
-        if _read(store, key) != published:
+        if _read(store, key, at) != published:
             return True
         time.sleep(_LOOK_EVERY_S)
     return False

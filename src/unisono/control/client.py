@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 from unisono import serialization
 from unisono.control import handshake
 from unisono.control.client_base import CLOSED, ControlClient, PendingRequest, SharedObjects, news_of, reply_of
+from unisono.control.encryption import UntrustedError
 from unisono.control.inspect_socket import InspectSocket
 from unisono.control.process_exit import close_at_exit
 from unisono.control.sockets import FrameProtector, check_platform, invalidate_after_fork, limit_silence, outage
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
+from unisono.host.network import host_identity, host_in, in_zone_of, is_loopback, means_here
 
 __all__ = ["ClientConnection", "SocketControl", "connect", "place_of", "reach"]
 
@@ -49,9 +51,12 @@ class SocketControl(ControlClient):
         host_rank: Rank of the job that hosts the server, if any; named if it is lost.
         rank: This rank in the job, reported to the others if its secret differs.
 
+    Attributes:
+        server_lost: Whether the server has ended, or the connection to it.
+
     Raises:
         CommTimeoutError: No server answers there.
-        CommError: Something else answers there, or the secrets differ.
+        CommError: Something else answers there, the secrets differ, or only one side uses TLS.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class SocketControl(ControlClient):
         self._reading = threading.Lock()
         self._shared = SharedObjects()
         self._heartbeat_s: float | None = None
+        self.server_lost = False
         self._connection, self._news = connect(
             address, secret, timeout if reach_within_s is None else reach_within_s, rank
         )
@@ -86,6 +92,19 @@ class SocketControl(ControlClient):
     def local_host(self) -> str:
         """The address of this host on the route to the server: its peers can reach it there."""
         return self._connection.local_host
+
+    def address_for_all(self, group: Group, timeout: float) -> str:
+        """Return the address of this host for the other ranks of a group, the same on all of its ranks. Collective.
+
+        It is the one at which ranks of other hosts have reached the server, if that is on this host: by its own name, a
+        host often reaches itself on the loopback, or by another protocol than the others.
+        """
+        here = host_identity()
+        told = self.exchange(group, "addresses", (here, self.local_host, self._connection.remote_host), timeout)
+        far = (in_zone_of(reached, self.local_host) for host, _, reached in told if host != here)
+        # Every host has a loopback of its own.
+        own = (address for address in far if means_here(address) and not is_loopback(address))
+        return next(own, next(address for host, address, _ in told if host == here))
 
     @property
     def _where(self) -> str:
@@ -228,6 +247,8 @@ class SocketControl(ControlClient):
         except (OSError, ValueError) as error:
             _log.debug("%s: %s", self._where, error)
             away = self._news.outage(error)
+        # Before any waiter is woken, which then looks at it.
+        self.server_lost = self._ended is None
         if goodbye:
             cause = Cause("ClosedError", None, f"{self._where} has ended: rank 0 or the launcher closed it")
             self._end(cause, fails_groups=False)
@@ -272,8 +293,12 @@ class ClientConnection:
     @property
     def local_host(self) -> str:
         """The address of this host on the route to the server."""
-        host: str = self._peer.getsockname()[0]
-        return host
+        return host_in(self._peer.getsockname())
+
+    @property
+    def remote_host(self) -> str:
+        """The address at which this host has reached the server."""
+        return host_in(self._peer.getpeername())
 
     def send(self, content: bytes, deadline: float) -> None:
         """Send a frame. Raises OSError if the server does not take it by `deadline` (of the monotonic clock)."""
@@ -359,6 +384,8 @@ def reach(address: tuple[str, int], timeout: float, attempt: Callable[[float], T
             return attempt(max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())))
         except UnicodeError as error:
             raise CommError(f"{address[0]!r} is not the name of a host") from error
+        except UntrustedError as error:
+            raise CommError(f"no connection to {address[0]}:{address[1]}: {error}") from error
         except OSError as error:
             pause = _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
             failures += 1

@@ -9,23 +9,37 @@ import select
 import selectors
 import socket
 import ssl
+import stat
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from unisono.control.sockets import invalidate_after_fork, outage
 from unisono.errors import CommError
 
-__all__ = ["ADVICE", "TLS", "EncryptedSocket", "encrypted", "refuse_unencrypted", "tls_context"]
+__all__ = [
+    "ADVICE",
+    "TLS",
+    "TLS_RECORDS",
+    "EncryptedSocket",
+    "UntrustedError",
+    "encrypted",
+    "refuse_unencrypted",
+    "tls_context",
+]
 
 _log = logging.getLogger("unisono")
 
 TLS = "UNISONO_TLS"
 """The variable with a file in PEM format: this rank's key and certificate, and the certificates that it trusts."""
 ADVICE = f"Do all ranks have {TLS}, with certificates that the others trust?"
+TLS_RECORDS = b"\x15", b"\x16"
+"""First bytes of what a peer sends that speaks TLS: of an alert, and of its hello."""
+_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
+"""A fatal alert, "protocol version"."""
 
 _BYTES = 256 << 10
 """Most bytes that wait in one direction of a connection, but for those of one read."""
@@ -34,6 +48,18 @@ _TRUST_WITHIN_S = 10.0
 _TIDY_EVERY_S = 1.0
 _FLUSH_S = 2.0
 """Time for the last bytes of a process that ends to be sent."""
+
+
+class UntrustedError(OSError):
+    """The peer does not encrypt, or one side does not trust the other's certificate: to try again is of no use.
+
+    Attributes:
+        reason: OpenSSL's reason, or a clause.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"TLS: {reason}. {ADVICE}")
+        self.reason = reason
 
 
 def tls_context(*, server: bool) -> ssl.SSLContext | None:
@@ -53,11 +79,26 @@ def tls_context(*, server: bool) -> ssl.SSLContext | None:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:
-        context.load_cert_chain(path)
+        context.load_cert_chain(path, password=lambda: _refuse_pass_phrase(path))
         context.load_verify_locations(path)
+        status = os.stat(path)
+        # As ssh does: a key of another user, such as root's in a container, is that user's to protect.
+        if status.st_uid == os.getuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise CommError(
+                f"{TLS} is {path!r}, whose key is open to other users (mode {stat.S_IMODE(status.st_mode):04o}): run "
+                f"`chmod go-rwx {path}`, and make a new key if others may have read it"
+            )
     except OSError as error:
         raise CommError(f"{TLS} is {path!r}, which is no file with a key and its certificate: {error}") from error
     return context
+
+
+def _refuse_pass_phrase(path: str) -> NoReturn:
+    """Raise, because OpenSSL would ask for it at the terminal, of each rank and at each connection."""
+    raise CommError(
+        f"{TLS} is {path!r}, whose key has a pass phrase, which ranks cannot type: write the key without it "
+        "(`openssl pkey -in key.pem`) into a file that you alone can read"
+    )
 
 
 def refuse_unencrypted(backend: str) -> None:
@@ -89,8 +130,9 @@ def encrypted(connection: socket.socket, context: ssl.SSLContext | None, timeout
             pipe.trusted.result(timeout)
         except OSError as error:
             pipe.near.close()
-            said = getattr(error, "reason", None) or str(error) or "no answer"
-            raise OSError(f"TLS: {said}. {ADVICE}") from error
+            if isinstance(error, UntrustedError):
+                raise
+            raise OSError(f"TLS: {str(error) or 'no answer'}. {ADVICE}") from error
     return pipe.near
 
 
@@ -99,11 +141,13 @@ class EncryptedSocket(socket.socket):
 
     Attributes:
         outage: As of `unisono.control.sockets.outage`, when the relay closed the connection.
+        failure: The error that has ended the connection.
     """
 
     def __init__(self, near: socket.socket, connection: socket.socket) -> None:
         self.outage = ""
         super().__init__(near.family, near.type, near.proto, near.detach())
+        self.failure: OSError | None = None
         self._connection = connection
         self._addresses = connection.getsockname(), connection.getpeername()
 
@@ -178,13 +222,21 @@ class _Pipe:
         _write(self._far, self._incoming, ended=self._peer_ended)
 
     def _decrypt(self) -> None:
-        with suppress(ssl.SSLWantReadError):
+        try:
             if not self.trusted.done():
                 self._tls.do_handshake()
                 self.trusted.set_result(None)
             while data := self._tls.read(_BYTES):
                 self._incoming += data
             self._peer_ended = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            plain = error.reason == "WRONG_VERSION_NUMBER"
+            if plain:
+                # OpenSSL sends nothing to a peer that does not speak TLS, which could not tell this from a lost rank.
+                self._outgoing += _ALERT
+            raise UntrustedError("the other side does not encrypt" if plain else error.reason or str(error)) from error
         if self._peer_ended and not self.trusted.done():
             raise ConnectionError("the connection was closed before the peer was trusted")
 
@@ -209,6 +261,8 @@ class _Pipe:
 
     def close(self, error: OSError | None = None) -> None:
         """Close the connection, and the relay's end; the rank's ends by itself."""
+        # Set before the ends are closed, for whoever finds that they are.
+        self.near.failure = error
         if error is not None and not self.trusted.done():
             self.trusted.set_exception(error)
         # Before the rank sees the end, of which it asks the reason.
@@ -227,6 +281,7 @@ class _TLSRelay:
         self._selector.register(self._ear, selectors.EVENT_READ)
         self._new: deque[_Pipe] = deque()
         self._pipes: set[_Pipe] = set()
+        self._reported: set[str] = set()
         invalidate_after_fork(self)
         atexit.register(self._flush)
         threading.Thread(target=self._run, name="unisono tls", daemon=True).start()
@@ -254,8 +309,11 @@ class _TLSRelay:
         try:
             pipe.move()
         except OSError as error:
-            if isinstance(error, ssl.SSLError):
-                _log.warning("TLS with %s: %s", pipe.near.getpeername(), error.reason or error)
+            host = pipe.near.getpeername()[0]
+            # Once a host, which may try again and again.
+            if isinstance(error, UntrustedError) and host not in self._reported:
+                self._reported.add(host)
+                _log.warning("TLS with %s: %s", pipe.near.getpeername(), error.reason)
             self._drop(pipe, error)
             return
         watched = pipe.watched()

@@ -10,10 +10,11 @@ import socket
 import time
 from collections.abc import Callable
 
-from unisono.control.encryption import ADVICE, encrypted, tls_context
+from unisono.control.encryption import ADVICE, TLS_RECORDS, EncryptedSocket, UntrustedError, encrypted, tls_context
 from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, FrameProtector, Hello, tune
+from unisono.host.network import host_in
 
-__all__ = ["Acceptor", "AuthenticationError", "Handshake", "connect"]
+__all__ = ["Acceptor", "AuthenticationError", "Handshake", "connect", "dial"]
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ _WITHIN_S = 5.0
 _LEAST_S = 0.01
 _MAX_PENDING = 512
 _ACCEPT_BACKOFF_S = 0.01
+_MOST_UNREAD = 1 << 16
 
 
 class AuthenticationError(Exception):
@@ -83,6 +85,7 @@ class Handshake:
         except BlockingIOError:
             return None
         if not data:
+            self._refuse_encrypted(self._arrived)
             raise ConnectionError("the connection was closed immediately")
         self._arrived += data
         if len(self._arrived) < self._expected:
@@ -96,6 +99,7 @@ class Handshake:
 
     def _meet(self, hello: bytes) -> None:
         if not self._hello.meet(hello):
+            self._refuse_encrypted(hello)
             versions = self._hello.versions(hello)
             if versions and not self._client:
                 # So that the client, too, can say why.
@@ -107,6 +111,17 @@ class Handshake:
         if not self._client:
             self.peer.sendall(self._hello.hello + self._hello.proof())
             self._expected += RANK_BYTES
+
+    def _refuse_encrypted(self, data: bytes) -> None:
+        """Raise `UntrustedError` if this is the beginning of TLS, which this side does not speak."""
+        if self._met or data[:1] not in TLS_RECORDS or isinstance(self.peer, EncryptedSocket):
+            return
+        if not self._client:
+            # What is not TLS tells the client why. Unread bytes would reset the connection before that arrives.
+            with contextlib.suppress(OSError):
+                self.peer.recv(_MOST_UNREAD)
+                self.peer.sendall(self._hello.hello)
+        raise UntrustedError("the other side encrypts, and this one does not")
 
     def _conclude(self, proof: bytes) -> FrameProtector:
         if not self._hello.accepts(proof):
@@ -130,7 +145,7 @@ def connect(
     """
     deadline = time.monotonic() + timeout
     context = tls_context(server=False)
-    peer = socket.create_connection(address, timeout)
+    peer = dial(address, timeout)
     try:
         tune(peer)
         peer = encrypted(peer, context, max(_LEAST_S, deadline - time.monotonic()))
@@ -142,10 +157,29 @@ def connect(
             channel = handshake.advance()
     except BaseException as error:
         peer.close()
-        if context is not None and isinstance(error, ConnectionError):
+        if isinstance(peer, EncryptedSocket) and isinstance(error, ConnectionError):
+            # The server's verdict on this side's certificate comes after this side has trusted the server.
+            if isinstance(peer.failure, UntrustedError):
+                raise peer.failure from error
             raise ConnectionError(f"TLS: {error}. {ADVICE}") from error
         raise
     return peer, channel
+
+
+def dial(address: tuple[str, int], timeout: float) -> socket.socket:
+    """Return a connection to the first of a host's addresses that answers, within `timeout` seconds.
+
+    Raises:
+        OSError: The server cannot be reached.
+    """
+    found = len(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
+    # An address that leads nowhere leaves time for the others, and for what the caller has to say.
+    peer = socket.create_connection(address, timeout if found == 1 else timeout / (found + 1))
+    if peer.getsockname() == peer.getpeername():
+        # The kernel has chosen the port that nobody listens at, and the socket has met itself.
+        peer.close()
+        raise ConnectionRefusedError("nobody listens there")
+    return peer
 
 
 class Acceptor:
@@ -156,7 +190,8 @@ class Acceptor:
         secret: The secret that clients should know.
         selector: The caller's event loop. Events of the listener are for `accept`; events with a `Handshake` as data
             are for `advance`.
-        on_refused: Called with the rank and the host of a client that claims to be a rank, and has another secret.
+        on_refused: Called with the host of a client that has another secret, or other settings of TLS, and why it was
+            refused; and first with the rank that it claims to be, or None.
     """
 
     def __init__(
@@ -164,7 +199,7 @@ class Acceptor:
         listener: socket.socket,
         secret: bytes,
         selector: selectors.BaseSelector,
-        on_refused: Callable[[int, str], None] = lambda rank, host: None,
+        on_refused: Callable[[int | None, str, str], None] = lambda rank, host, why: None,
     ) -> None:
         self._listener = listener
         self._secret = secret
@@ -203,9 +238,10 @@ class Acceptor:
             channel = handshake.advance()
         except (OSError, AuthenticationError) as error:
             _log.debug("client refused: %s", error)
-            if handshake.rank is not None:
+            failure = getattr(handshake.peer, "failure", None) or error
+            if handshake.rank is not None or isinstance(failure, UntrustedError):
                 with contextlib.suppress(OSError):
-                    self._on_refused(handshake.rank, handshake.peer.getpeername()[0])
+                    self._on_refused(handshake.rank, host_in(handshake.peer.getpeername()), str(failure))
             self._forget(handshake).close()
             return None
         if channel is not None:

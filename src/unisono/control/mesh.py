@@ -19,7 +19,7 @@ from unisono.control.sockets import FrameProtector, limit_silence, listen
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
-from unisono.host.network import INTERFACE, interface_of, is_loopback
+from unisono.host.network import INTERFACE, host_in, in_zone_of, interface_of, is_loopback
 
 __all__ = ["Link", "Mesh", "say_farewell"]
 
@@ -101,7 +101,7 @@ class Mesh:
                 self._publish(f"at {rank}", ("", 0))
                 conclude([CommError(f"rank {rank} {error.message}", peer=rank)])
                 raise
-            self._publish(f"at {rank}", listener.getsockname()[:2])
+            self._publish(f"at {rank}", (host_in(listener.getsockname()), listener.getsockname()[1]))
             secret = self._learn("secret", timeout)
             accepting = _Accepting(listener, secret, {other for other in self._ranks if other > rank}, self._links)
             undo.callback(accepting.end)
@@ -130,8 +130,11 @@ class Mesh:
         if not host:
             # That rank cannot listen, and reports that itself.
             return None
+        host = in_zone_of(host, self._address)
         try:
-            self._links[rank] = connect(address, secret, max(_LEAST_S, deadline - time.monotonic()), self._group.rank)
+            self._links[rank] = connect(
+                (host, port), secret, max(_LEAST_S, deadline - time.monotonic()), self._group.rank
+            )
         except AuthenticationError as error:
             return CommError(f"the program at {host}:{port} {error.versions or f'is not rank {rank}'}", peer=rank)
         except OSError as error:

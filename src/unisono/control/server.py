@@ -29,6 +29,7 @@ from unisono.control.sockets import (
 )
 from unisono.control.state import ControlState, Outgoing, Reply, failed
 from unisono.core.failure import Cause
+from unisono.host.network import host_in, is_name
 
 __all__ = ["Connection", "ControlServer"]
 
@@ -38,14 +39,16 @@ _FLUSH_WITHIN_S = 1.0
 
 
 class ControlServer:
-    """Server that listens at exactly the given address, and serves clients that know the secret.
+    """Server that listens at the given address, and serves clients that know the secret.
 
     Args:
         secret: The secret that every client must know too.
-        host: An address of this host; by default the loopback interface.
+        host: An address of this host, at which alone it listens, by default that of the loopback interface; or a name
+            of this host, to listen at all of its addresses.
         port: 0 selects any free port.
         on_left: Called, in the server's thread, with the label of a client that has left or vanished: see
             `SocketControl.identify`.
+        restarts: As for `ControlState`.
 
     Raises:
         CommError: The address cannot be listened at; the message names the reason and the fix.
@@ -68,13 +71,17 @@ class ControlServer:
         host: str = "127.0.0.1",
         port: int = 0,
         on_left: Callable[[str], None] = lambda label: None,
+        *,
+        restarts: bool = False,
     ) -> None:
         check_platform()
         # Its errors come before anything is open.
         tls_context(server=True)
         self._listener = listen(host, port)
-        self._address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._state = ControlState(on_left=on_left)
+        bound = self._listener.getsockname()
+        # It listens at all addresses for a name: each client knows the one that the name has there.
+        self._address: tuple[str, int] = (host if is_name(host) else host_in(bound), bound[1])
+        self._state = ControlState(on_left=on_left, restarts=restarts)
         self._known: dict[int, Connection] = {}
         self._news: dict[int, Connection] = {}
         self._broken: list[Connection] = []

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from unisono.errors import CommError, UnavailableError
+from unisono.host.network import is_name, means_here
 
 __all__ = [
     "FAR_S",
@@ -207,7 +208,10 @@ def port_range() -> range | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket at exactly this address; for port 0, at any port that ranks may listen at.
+    """Return a listening socket at exactly this address, or, for a name of this host, at all addresses of the host.
+
+    A name may stand for another address on each host: on its own it is often the loopback. For port 0, the socket
+    listens at any port that ranks may listen at.
 
     Raises:
         CommError: The address cannot be listened at, or as of `port_range`; the message names the reason and the fix.
@@ -230,7 +234,15 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        both = False
+        if is_name(host):
+            if not means_here(host):
+                raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+            both = socket.has_dualstack_ipv6()
+            family, address = (socket.AF_INET6, ("::", port)) if both else (socket.AF_INET, ("0.0.0.0", port))
         listener = socket.socket(family, kind, protocol)
+        if both:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         # Connections of a server that has just ended do not keep its port from the next one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

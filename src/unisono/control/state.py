@@ -27,7 +27,7 @@ __all__ = [
     "pushed",
 ]
 
-_MOST_REFUSED = 16
+_MOST_ABSENCES = 16
 
 
 class ControlState:
@@ -40,6 +40,8 @@ class ControlState:
     Args:
         on_end: Called with the name of a group that all ranks have left, for holders of objects by group.
         on_left: Called with the label of a client that has disconnected, with or without a goodbye.
+        restarts: Whether a rank's next process takes the place of one that was lost while ranks still joined; else
+            that is a failure of the others.
 
     Values of an exchange are opaque bytes, so "equal" means that the bytes are equal.
     Memory is bounded: finished exchanges are forgotten, and groups that all ranks have left.
@@ -56,7 +58,10 @@ class ControlState:
         self,
         on_end: Callable[[str], None] = lambda name: None,
         on_left: Callable[[str], None] = lambda label: None,
+        *,
+        restarts: bool = False,
     ) -> None:
+        self._restarts = restarts
         self._on_end = on_end
         self._on_left = on_left
         self._keys = KeyValueStore()
@@ -68,7 +73,8 @@ class ControlState:
         self._registrations: dict[tuple[str, int], tuple[int, str, int]] = {}
         self._clients: set[int] = set()
         self._labels: dict[int, str] = {}
-        self._refused: dict[int, str] = {}
+        # Lines for the errors of ranks that wait in vain, by the rank that is missing, or its host.
+        self._absences: dict[int | str, str] = {}
 
     def handle(self, client: int, request: int, words: tuple[Any, ...]) -> Outgoing:
         """Return replies with their receivers, in sending order. A malformed request raises ValueError or TypeError."""
@@ -84,13 +90,28 @@ class ControlState:
     def lost(self, client: int, outage: str = "") -> Outgoing:
         """Handle the end of a client's connection without `bye`; `outage` says why if its host was not reachable."""
         names = self._groups.names(client)
+        for (job, rank), (number, _, last) in list(self._registrations.items()):
+            if self._restarts and last == client and self._groups.vacate(client, f"{job}{number}"):
+                # Its next process takes its place in the same world, for which the others still wait.
+                self._registrations[job, rank] = number - 1, "", client
+                self._absent(rank, f"rank {rank} had joined, and was lost: its process ended before all had joined")
         out = [*self._forget(client), *self._groups.lose(client, outage)]
         return out + [reply for name in names for reply in self._rebuilds.look(name)]
 
-    def refused(self, rank: int, host: str) -> None:
-        """Keep, for errors, the rank that a process with another secret claims to be. A claim ends nothing."""
-        if len(self._refused) < _MOST_REFUSED:
-            self._refused[rank] = host
+    def refused(self, rank: int | None, host: str, why: str) -> None:
+        """Keep, for errors, that a process was refused, and which rank it claims to be. A claim ends nothing."""
+        if rank is None:
+            self._absent(host, f"a process at {host} was refused: {why}")
+        else:
+            self._absent(
+                rank,
+                f"a process at {host} that claims to be rank {rank} was refused because its secret differs: set "
+                "UNISONO_SECRET to the same value on every host, or pass the same secret to every rank",
+            )
+
+    def _absent(self, who: int | str, why: str) -> None:
+        if len(self._absences) < _MOST_ABSENCES:
+            self._absences[who] = why
 
     # -- the store ---------------------------------------------------------------------------------
     def _on_set(self, client: int, request: int, key: str, value: bytes) -> Outgoing:
@@ -161,18 +182,15 @@ class ControlState:
         report: str = "",
         deadlock: bool = False,
     ) -> Outgoing:
-        out = self._groups.withdraw(name, topic, waited_s, self._refusals() + report, deadlock)
+        out = self._groups.withdraw(name, topic, waited_s, self._missing(name) + report, deadlock)
         return [*out, (client, (request, "ok", None))]
 
-    def _refusals(self) -> str:
-        """Return lines for an error: missing ranks that were refused."""
-        registered = {rank for _, rank in self._registrations}
-        return "".join(
-            f"\n  a process at {host} that claims to be rank {rank} was refused because its secret differs: set "
-            "UNISONO_SECRET to the same value on every host, or pass the same secret to every rank"
-            for rank, host in sorted(self._refused.items())
-            if rank not in registered
-        )
+    def _missing(self, name: str) -> str:
+        """Return lines for an error of a group: why ranks are missing, as far as is known."""
+        registered = {rank for (_, rank), (number, *_) in self._registrations.items() if number}
+        if "/" in name or self._groups.complete(name):
+            return ""
+        return "".join(f"\n  {why}" for who, why in self._absences.items() if who not in registered)
 
     def _on_fail(self, client: int, request: int, name: str, kind: str, rank: int | None, message: str) -> Outgoing:
         first, out = self._groups.fail(name, Cause(kind, rank, message))
@@ -345,6 +363,7 @@ class _GroupState:
     left: set[int] = field(default_factory=set)
     exchanges: dict[str, dict[int, ExchangeEntry]] = field(default_factory=dict)
     cause: Cause | None = None
+    met: bool = False
 
     @property
     def known(self) -> set[int]:
@@ -440,6 +459,22 @@ class Groups:
             return f"two processes claim to be rank {rank} of {group.name}; give each one its own rank"
         return None
 
+    def vacate(self, client: int, name: str) -> bool:
+        """Let another process take the place of one that was lost; return False if it is too late for that.
+
+        It is until the members have exchanged something: before, none of them knows of any other.
+        """
+        group = self._groups.get(name)
+        rank = self._ranks.get(client, {}).get(name)
+        if group is None or rank is None or group.met or group.cause is not None:
+            return False
+        del self._ranks[client][name]
+        del group.present[rank]
+        for exchange in group.exchanges.values():
+            exchange.pop(rank, None)
+        self._gathering.add(name)
+        return True
+
     def leave(self, client: int, name: str) -> Outgoing:
         """Leave a group cleanly: only ranks that wait for this one are notified, now or later."""
         rank = self._ranks.get(client, {}).pop(name, None)
@@ -495,6 +530,7 @@ class Groups:
         if len(exchange) < group.size:
             return []
         del group.exchanges[topic]
+        group.met = True
         return _results(exchange)
 
     def withdraw(self, name: str, topic: str, waited_s: float, report: str = "", deadlock: bool = False) -> Outgoing:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 from unisono.host.native import native
 
@@ -22,8 +23,13 @@ __all__ = [
     "address_outward",
     "address_towards",
     "host_identity",
+    "host_in",
+    "in_zone_of",
     "interface_of",
+    "is_link_local",
     "is_loopback",
+    "is_name",
+    "means_here",
     "requested_interface",
     "why_no_shm",
 ]
@@ -72,22 +78,90 @@ def address_towards(host: str, port: int = 9) -> str:
     with socket.socket(family, kind, protocol) as probe:
         # Connecting a datagram socket only queries the routing table.
         probe.connect(address)
-        return str(probe.getsockname()[0])
+        return host_in(probe.getsockname())
 
 
 def address_for_others(host: str, port: int = 9) -> str:
     """Return the address of this host for a peer with rendezvous address `host`, which may be this host itself.
 
-    An interface named by an environment variable has priority. Otherwise use the route to `host`, or, if that name
-    resolves to the loopback (as a host's name does on many systems), the default route.
+    An interface named by an environment variable has priority. Otherwise it is `host` itself if that is a name of this
+    host, else the address on the route to `host`.
     """
     requested = requested_interface()
     if requested is not None:
         return address_of(*requested)
-    address = address_towards(host, port)
-    if not is_loopback(address) or host == "localhost" or _is_literal(host):
-        return address
-    return address_outward() or address
+    # Each peer has reached this host by the name, whatever it stands for there: here it is often the loopback.
+    if is_name(host) and means_here(host):
+        return host
+    return address_towards(host, port)
+
+
+def is_name(host: str) -> bool:
+    """Return whether this is a name, which may stand for another address on each host. "localhost" never does.
+
+    Example:
+        >>> is_name("node1"), is_name("localhost"), is_name("fe80::1%eth0")
+        (True, False, False)
+    """
+    return host != "localhost" and not _is_literal(host)
+
+
+def means_here(host: str) -> bool:
+    """Return whether a name or an address stands for this host: whether it can be bound to.
+
+    Example:
+        >>> means_here("127.0.0.1"), means_here("192.0.2.1")
+        (True, False)
+    """
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def host_in(address: Any) -> str:
+    """Return the host of a socket's address, with the zone that a link-local one needs.
+
+    Args:
+        address: As `getsockname` and `getpeername` return it.
+
+    Example:
+        >>> host_in(("10.1.1.20", 29500)), host_in(("::ffff:10.1.1.20", 29500, 0, 0)), host_in(("fe80::1", 29500, 0, 1))
+        ('10.1.1.20', '10.1.1.20', 'fe80::1%lo')
+    """
+    host, _, *rest = address
+    # As a socket for both families names peers of the older one.
+    return f"{host}%{socket.if_indextoname(rest[1])}" if rest and rest[1] else host.removeprefix("::ffff:")
+
+
+def in_zone_of(address: str, mine: str) -> str:
+    """Return the address by which this host reaches another one at `address`, which that host has published.
+
+    A zone is the name of an interface of one host: of a link-local address, it is replaced by that of `mine`.
+
+    Args:
+        address: The other host's address.
+        mine: An address on the same link, as this host writes it.
+
+    Example:
+        >>> in_zone_of("fe80::2%eth0", "fe80::1%ib1"), in_zone_of("10.1.1.20", "fe80::1%ib1")
+        ('fe80::2%ib1', '10.1.1.20')
+    """
+    bare = address.partition("%")[0]
+    zone = mine.partition("%")[2]
+    return f"{bare}%{zone}" if zone and is_link_local(bare) else address
+
+
+def is_link_local(address: str) -> bool:
+    """Return whether this is an IPv6 address that means something only together with an interface.
+
+    Example:
+        >>> is_link_local("fe80::1"), is_link_local("fe80::1%eth0"), is_link_local("169.254.0.1")
+        (True, True, False)
+    """
+    return ":" in address and _is_literal(address) and ip_address(address).is_link_local
 
 
 def address_outward() -> str | None:
@@ -138,7 +212,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def address_of(interface: str, setting: str | None = None) -> str:
-    """Return the first IPv4 address of a network interface, else its first global IPv6 address.
+    """Return the first IPv4 address of a network interface, else its first IPv6 address, link-local ones last.
 
     Args:
         interface: Its name.
@@ -161,10 +235,8 @@ def address_of(interface: str, setting: str | None = None) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the network interface of this host that has this address; None if there is none."""
-    for _, name in socket.if_nameindex():
-        if address in (_ipv4_of(name), _ipv6_of(name)):
-            return name
-    return None
+    here = (name for _, name in socket.if_nameindex() if address in (_ipv4_of(name), _ipv6_of(name)))
+    return address.partition("%")[2] or next(here, None)
 
 
 def is_loopback(address: str) -> bool:
@@ -204,8 +276,10 @@ def _ipv6_of(interface: str) -> str | None:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:
         return None
+    found: dict[str, str] = {}
     for line in lines:
         digits, _, _, scope, _, name = line.split()
-        if name == interface and scope in ("00", "10"):
-            return str(ip_address(bytes.fromhex(digits)))
-    return None
+        if name == interface:
+            found.setdefault(scope, str(ip_address(bytes.fromhex(digits))))
+    # Global, of this host, and link-local ones.
+    return found.get("00") or found.get("10") or ("20" in found and f"{found['20']}%{interface}") or None

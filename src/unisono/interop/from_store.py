@@ -21,7 +21,7 @@ from unisono.core.group import Group
 from unisono.core.transport import Options
 from unisono.errors import CommError, CommTimeoutError, MismatchError, UnavailableError
 from unisono.host.native import core_build
-from unisono.host.network import address_towards, host_identity, why_no_shm
+from unisono.host.network import address_for_others, host_identity, in_zone_of, why_no_shm
 from unisono.interop.options import GroupOptions
 from unisono.launcher.api import network_of
 from unisono.transports import TRANSPORTS
@@ -90,7 +90,11 @@ def _join(
     _, host, port, secret, name, transport = published
     # It listens already.
     control = SocketControl(
-        (host, port), secret, timeout_s, reach_within_s=min(timeout_s, _REACH_WITHIN_S), host_rank=0
+        (in_zone_of(host, os.environ.get("MASTER_ADDR", "")), port),
+        secret,
+        timeout_s,
+        reach_within_s=min(timeout_s, _REACH_WITHIN_S),
+        host_rank=0,
     )
 
     def release() -> None:
@@ -113,7 +117,8 @@ def _joined(
     group_options: GroupOptions,
     release: Callable[[], None],
 ) -> JoinedGroup:
-    address = control.local_host if isinstance(control, SocketControl) else "127.0.0.1"
+    control.join(group)
+    address = control.address_for_all(group, timeout_s) if isinstance(control, SocketControl) else "127.0.0.1"
     options = Options(transport, "cpu", timeout_s, address, group_options.chunk_bytes)
     connected = TRANSPORTS[transport].connect(group, control, options)
     comm = Communicator(connected, control, options, check=group_options.check)
@@ -131,7 +136,7 @@ def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
     except CommError as error:
         _publish(store, _ADDRESS_KEY, (_FAILED, type(error).__name__, error.message))
         return None
-    here = "127.0.0.1" if len(set(hosts)) == 1 else address_towards(os.environ.get("MASTER_ADDR", "192.0.2.1"))
+    here = "127.0.0.1" if len(set(hosts)) == 1 else address_for_others(os.environ.get("MASTER_ADDR", "192.0.2.1"))
     held = acquire(f"torch groups at {here}", None, here, 0)
     _publish(
         store, _ADDRESS_KEY, ("here", *held.server.address, held.secret, f"torch/{secrets.token_hex(4)}", transport)

@@ -17,8 +17,9 @@ import torch
 from unisono import bootstrap
 from unisono.bootstrap import Rendezvous
 from unisono.communicator import Check, Communicator
+from unisono.control.client import SocketControl
 from unisono.control.local import LocalHub
-from unisono.core.failure import Cause
+from unisono.core.failure import Cause, to_cause
 from unisono.core.group import Group
 from unisono.core.thread_ranks import ThreadRank, own_generators
 from unisono.core.threads import refuse_green_threads
@@ -26,9 +27,15 @@ from unisono.core.transport import HEARTBEAT_LEAST_S, Options, Transport
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
-from unisono.errors import CommError
+from unisono.errors import CommError, MismatchError
 from unisono.host.native import core_build
-from unisono.host.network import address_of, host_identity, interface_of, requested_interface, why_no_shm
+from unisono.host.network import (
+    address_of,
+    host_identity,
+    interface_of,
+    requested_interface,
+    why_no_shm,
+)
 from unisono.launcher.job import Job, Outcome, check_chunk_bytes, check_job, collect, conclude
 from unisono.launcher.simulated import run_simulated, seed_of
 from unisono.transports import TRANSPORTS
@@ -203,11 +210,11 @@ def communicator_at(
         CommError, ValueError: As `init` does.
     """
     try:
-        around = discover(place, interface, timeout_s)
+        around = discover(place, interface, timeout_s, backend)
         sharing = hosts or around.sharing
-        name = backend
-        if backend == "auto":
-            name = choose_backend(sharing, gpus=around.gpus, network=place.network or around.network)
+        chosen = choose_backend(sharing, gpus=around.gpus, network=place.network or around.network)
+        name = chosen if backend == "auto" else backend
+        _check_backends([chosen if other == "auto" else other for other in around.backends])
         local_rank = around.number_here(place.rank) if place.local_rank is None else place.local_rank
         options = _options(name, device, local_rank, timeout_s, chunk_bytes, around.address)
         known = sharing if backend == "auto" else hosts
@@ -222,6 +229,9 @@ def communicator_at(
         transport = kind.connect(Group.world(place.rank, place.size, place.name), place.control, options)
         comm = Communicator(wrap(transport) if wrap else transport, place.control, options, check=check)
     except BaseException as error:
+        # The others, which wait for this rank, learn why. Else they would be told that it has left.
+        world = Group.world(place.rank, place.size, place.name)
+        place.control.report_failure(world, to_cause(error, place.rank, "init"))
         place.close()
         if isinstance(error, CommError):
             error.locate(rank=place.rank, size=place.size, operation="init")
@@ -420,6 +430,16 @@ Hosts = tuple[tuple[int, ...], ...]
 _BY_ADDRESS = ("tcp", "gloo", "nccl", "ucc", "xccl")
 
 
+def _check_backends(names: Sequence[str]) -> None:
+    """Raise `MismatchError`, on every rank, unless all ranks use the same backend: others would wait for each other."""
+    if len(set(names)) > 1:
+        quoted = "; ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
+        raise MismatchError(
+            f"ranks use different backends ({quoted}). Pass the same backend= on all ranks, and set UNISONO_BACKEND, "
+            "which replaces 'auto', for all or none"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """Facts that all ranks know of each other.
@@ -431,6 +451,7 @@ class Topology:
         network: The backend between hosts.
         address: Address of this host, for the others.
         interface: The network interface of that address, and why it was chosen, for the log.
+        backends: What each rank passed.
     """
 
     hosts: Hosts
@@ -439,6 +460,7 @@ class Topology:
     network: str
     address: str
     interface: str
+    backends: tuple[str, ...] = ()
 
     def number_here(self, rank: int) -> int:
         """Return the rank's number on its host, from 0.
@@ -469,7 +491,7 @@ class Topology:
             )
 
 
-def discover(place: Rendezvous, interface: str | None, timeout: float) -> Topology:
+def discover(place: Rendezvous, interface: str | None, timeout: float, backend: str = "auto") -> Topology:
     """Find out together with the other ranks, over the control plane.
 
     Args:
@@ -477,34 +499,39 @@ def discover(place: Rendezvous, interface: str | None, timeout: float) -> Topolo
         interface: The network interface to be reached by; else a variable names it, else it is the one by which
             this rank reached the first one.
         timeout: Seconds for the others to answer.
+        backend: This rank's, or "auto".
 
     Raises:
         ValueError: There is no such interface here, or it has no address.
     """
     wanted = requested_interface(interface)
     address = place.address if wanted is None else address_of(*wanted)
-    device_name = interface_of(address) if wanted is None else wanted[0]
     why = "by the route to the first rank" if wanted is None else f"by {wanted[1]}"
     if place.size == 1:
-        return Topology(((0,),), ((0,),), torch.cuda.device_count() > 0, "tcp", address, f"{device_name} {why}")
+        alone = ((0,),)
+        return Topology(alone, alone, torch.cuda.device_count() > 0, "tcp", address, f"{interface_of(address)} {why}")
     group = Group.world(place.rank, place.size, place.name)
     selected = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    facts = host_identity(), torch.cuda.device_count(), why_no_shm(), core_build(), selected
+    facts = host_identity(), torch.cuda.device_count(), why_no_shm(), core_build(), selected, backend
     all_facts = place.control.exchange(group, "surroundings", facts, timeout)
-    names = [fact[0] for fact in all_facts]
+    names, counts, obstacles, builds, selections, backends = zip(*all_facts, strict=True)
+    if isinstance(place.control, SocketControl):
+        found = place.control.address_for_all(group, timeout)
+        address = found if wanted is None else address
+    device_name = interface_of(address) if wanted is None else wanted[0]
     hosts = tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
-    obstacle = next((obstacle for _, _, obstacle, _, _ in all_facts if obstacle), None)
+    obstacle = next(filter(None, obstacles), None)
     if obstacle is not None:
         _log.info("unisono: no shared memory between these ranks: %s", obstacle)
     sharing = TRANSPORTS["shm"].shm_peers(group, place.control, timeout)
-    gpus = all(count >= names.count(name) for name, count, _, _, _ in all_facts)
-    if not gpus and all(count and selected for _, count, _, _, selected in all_facts):
+    gpus = all(count >= names.count(name) for name, count in zip(names, counts, strict=True))
+    if not gpus and all(counts) and all(selections):
         # Engines and Slurm show each rank its own GPU alone, which may be number 0 for all. This initializes CUDA.
         number = names[: place.rank].count(names[place.rank]) if place.local_rank is None else place.local_rank
         seen = torch.cuda.get_device_properties(number % torch.cuda.device_count()).uuid
         gpus = len(set(place.control.exchange(group, "GPUs", str(seen), timeout))) == place.size
-    network = network_of([build for _, _, _, build, _ in all_facts])
-    return Topology(hosts, sharing, gpus, network, address, f"{device_name} {why}")
+    network = network_of(builds)
+    return Topology(hosts, sharing, gpus, network, address, f"{device_name} {why}", backends)
 
 
 def network_of(builds: Sequence[str]) -> str:

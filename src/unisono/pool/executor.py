@@ -397,7 +397,7 @@ def _backend(on: Executor | Engine | None) -> str:
 
 
 def _join(rank: int, address: tuple[str, int], secret: bytes, size: int, backend: str) -> Communicator:
-    claim = RankClaim(rank, size, None, time.monotonic() + TIMEOUT_S, "a pool", "pool")
+    claim = RankClaim(rank, size, None, time.monotonic() + TIMEOUT_S, "a pool", "pool", restarts=False)
     place = confirm(claim, SocketControl(address, secret, TIMEOUT_S, rank=rank))
     return communicator_at(
         place,

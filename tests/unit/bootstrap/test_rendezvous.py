@@ -173,6 +173,83 @@ def test_server_ended_during_rendezvous_is_replaced(port: int) -> None:
         place.close()
 
 
+def test_rank_that_is_killed_while_others_gather_may_come_again(port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
+    killed = threading.Event()
+
+    def first_process() -> None:
+        control = SocketControl(("127.0.0.1", port), find_secret(), SOON)
+        name = control.register_rank("world", 1, 3, "the first process of rank 1")
+        control.join(Group.world(1, 3, name))
+        control.lose()
+        control.close()
+        killed.set()
+
+    def second_process() -> Rendezvous:
+        assert killed.wait(SOON)
+        return find(url, 1, 3, SOON)
+
+    def last() -> Rendezvous:
+        assert killed.wait(SOON)
+        return find(url, 2, 3, SOON)
+
+    _, *places = run_concurrently(first_process, lambda: find(url, 0, 3, SOON), second_process, last)
+    assert [place.rank for place in places] == [0, 1, 2]
+    for place in places:
+        place.close()
+
+
+def test_lost_rank_that_does_not_come_again_is_named(port: int) -> None:
+    def killed() -> None:
+        control = SocketControl(("127.0.0.1", port), find_secret(), SOON)
+        control.join(Group.world(1, 3, control.register_rank("world", 1, 3, "another process")))
+        control.lose()
+        control.close()
+
+    found, _ = run_concurrently(lambda: find(f"tcp://127.0.0.1:{port}", 0, 3, 0.5), killed)
+    assert "for rank 1 (and 2), which have not arrived" in str(found)
+    assert "rank 1 had joined, and was lost: its process ended before all had joined" in str(found)
+
+
+HOST = """
+    import sys
+    from unisono.bootstrap import find
+    find(sys.argv[1], 0, 3, 20.0)
+"""
+
+
+@pytest.mark.parametrize("method", ["tcp", "file"])
+def test_rank_0_is_killed_while_others_gather_and_comes_again(
+    start: Start, tmp_path: Path, port: int, method: str
+) -> None:
+    url = f"tcp://127.0.0.1:{port}" if method == "tcp" else f"file://{tmp_path}/meet"
+    host = start(HOST, url)
+    seated = threading.Event()
+    real = SocketControl.register_rank
+
+    def watched(self: SocketControl, *arguments: Any) -> str:
+        name = real(self, *arguments)
+        seated.set()
+        return name
+
+    def again() -> Rendezvous:
+        assert seated.wait(SOON)
+        host.kill()
+        host.wait(SOON)
+        return find(url, 0, 3, SOON)
+
+    def last() -> Rendezvous:
+        assert seated.wait(SOON)
+        return find(url, 2, 3, SOON)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SocketControl, "register_rank", watched)
+        places = run_concurrently(again, lambda: find(url, 1, 3, SOON), last)
+    assert [place.rank for place in places] == [0, 1, 2]
+    for place in places:
+        place.close()
+
+
 def test_hosting_process_waits_for_the_others(start: Start, port: int) -> None:
     host = start(
         """

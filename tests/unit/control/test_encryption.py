@@ -15,10 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import run_concurrently
 
 import unisono as un
+from unisono.bootstrap import find
+from unisono.bootstrap.rendezvous import acquire
+from unisono.control.encryption import tls_context
 from unisono.control.handshake import Acceptor, connect
-from unisono.errors import CommError, PeerLostError
+from unisono.control.server import ControlServer
+from unisono.control.sockets import find_secret
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
 SECRET = b"of the job"
 WITHIN_S = 20.0
@@ -30,6 +36,7 @@ def certificate(folder: Path, name: str) -> str:
     kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
     subprocess.run(["openssl", "req", "-x509", *kind, "-keyout", key, "-out", own], check=True, capture_output=True)
     both = folder / f"{name}.pem"
+    both.touch(0o600)
     both.write_text(key.read_text() + own.read_text())
     return str(both)
 
@@ -172,6 +179,7 @@ def test_a_stranger_is_refused(
             connect(server.address, SECRET, WITHIN_S, 1)
         # It trusts the server, which does not trust it.
         both = tmp_path / "both.pem"
+        both.touch(0o600)
         both.write_text((tmp_path / "other.pem").read_text() + Path(job).read_text())
         monkeypatch.setenv("UNISONO_TLS", str(both))
         with pytest.raises(OSError, match=r"TLS: .* Do all ranks have UNISONO_TLS"):
@@ -184,14 +192,55 @@ def test_a_rank_without_the_setting_is_refused(job: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("UNISONO_TLS", job)
     with closing(Server()) as server:
         monkeypatch.delenv("UNISONO_TLS")
-        with pytest.raises(OSError, match=r"closed|reset|pipe"):
+        with pytest.raises(OSError, match=r"TLS: the other side encrypts, and this one does not\. Do all ranks have"):
             connect(server.address, SECRET, WITHIN_S, 1)
         assert not server.accepted
     with closing(Server()) as server:
         monkeypatch.setenv("UNISONO_TLS", job)
-        with pytest.raises(OSError, match=r"TLS: .* Do all ranks have UNISONO_TLS"):
+        with pytest.raises(OSError, match=r"TLS: the other side does not encrypt\. Do all ranks have UNISONO_TLS"):
             connect(server.address, SECRET, WITHIN_S, 1)
         assert not server.accepted
+
+
+@pytest.mark.parametrize("case", ["server only", "client only", "other certificates", "client not trusted"])
+def test_ranks_with_other_settings_are_told_at_once(
+    job: str, tmp_path: Path, port: int, case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = certificate(tmp_path, "other")
+    if case == "client not trusted":
+        with Path(other).open("a") as file:
+            file.write(Path(job).read_text())
+    here, there = {"server only": (job, ""), "client only": ("", job)}.get(case, (job, other))
+    url = f"tcp://127.0.0.1:{port}"
+    monkeypatch.setenv("UNISONO_TLS", here)
+    listening = threading.Event()
+    real = ControlServer.__init__
+
+    def watched(self: ControlServer, *arguments: Any, **options: Any) -> None:
+        real(self, *arguments, **options)
+        monkeypatch.setenv("UNISONO_TLS", there)
+        listening.set()
+
+    def second() -> Any:
+        assert listening.wait(WITHIN_S)
+        return find(url, 1, 2, 60.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlServer, "__init__", watched)
+        # Of the server, which reaches itself, the own connection comes with the other setting, too.
+        control, refused = run_concurrently(lambda: acquire(url, find_secret(), "127.0.0.1", port), second)
+    assert isinstance(refused, CommError)
+    assert f"no connection to 127.0.0.1:{port}: TLS: " in str(refused)
+    assert "Do all ranks have UNISONO_TLS" in str(refused)
+    monkeypatch.setenv("UNISONO_TLS", here)
+    try:
+        with pytest.raises(CommTimeoutError) as waited:
+            find(url, 0, 2, 0.3)
+    finally:
+        control.release()
+    assert "a process at 127.0.0.1 was refused: TLS: " in str(waited.value)
+    assert str(waited.value).count("UNISONO_TLS") == 1
+    assert sum("TLS with" in record.message for record in caplog.records) <= 2
 
 
 @pytest.mark.usefixtures("tls")
@@ -263,6 +312,30 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("UNISONO_TLS", str(path))
         with pytest.raises(CommError, match=r"UNISONO_TLS is '.*', which is no file with a key and its certificate"):
             un.launch(program, 2, "tcp", timeout=WITHIN_S)
+
+
+def test_a_key_that_others_can_read_is_refused(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "copied.pem"
+    path.write_text(Path(job).read_text())
+    monkeypatch.setenv("UNISONO_TLS", str(path))
+    for mode in (0o604, 0o640, 0o660):
+        path.chmod(mode)
+        with pytest.raises(CommError, match=f"whose key is open to other users .mode {mode:04o}.: run `chmod go-rwx"):
+            tls_context(server=True)
+    path.chmod(0o400)
+    assert tls_context(server=True) is not None
+
+
+def test_a_key_with_a_pass_phrase_is_refused(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = subprocess.run(
+        ["openssl", "pkey", "-in", job, "-aes256", "-passout", "pass:word"], check=True, capture_output=True, text=True
+    )
+    path = tmp_path / "locked.pem"
+    path.touch(0o600)
+    path.write_text(key.stdout + Path(job).read_text().partition("-----END PRIVATE KEY-----\n")[2])
+    monkeypatch.setenv("UNISONO_TLS", str(path))
+    with pytest.raises(CommError, match=r"UNISONO_TLS is '.*', whose key has a pass phrase, which ranks cannot type"):
+        tls_context(server=True)
 
 
 @pytest.mark.usefixtures("tls")

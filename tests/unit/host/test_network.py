@@ -65,12 +65,15 @@ def test_advertised_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         network,
         "address_towards",
-        lambda host, port=9: {"me": "127.0.1.1", "192.0.2.1": "10.1.2.3"}.get(host, "127.0.0.1"),
+        lambda host, port=9: {"me": "127.0.1.1", "far": "10.1.2.3"}.get(host, "127.0.0.1"),
     )
+    monkeypatch.setattr(network, "means_here", lambda host: host != "far")
     # An explicit loopback address is intended; a host name that resolves to it is a common default.
     assert network.address_for_others("127.0.0.1") == "127.0.0.1"
     assert network.address_for_others("localhost") == "127.0.0.1"
-    assert network.address_for_others("me") == "10.1.2.3"
+    # Other hosts know where that name leads, and this one listens at all of its addresses.
+    assert network.address_for_others("me") == "me"
+    assert network.address_for_others("far") == "10.1.2.3"
     monkeypatch.setenv("UNISONO_INTERFACE", "lo")
     assert network.address_for_others("me") == "127.0.0.1"
 

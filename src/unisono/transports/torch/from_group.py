@@ -22,7 +22,7 @@ from unisono.core.tensors import view_of
 from unisono.core.transport import Options
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError, CommTimeoutError
-from unisono.host.network import address_towards, host_identity
+from unisono.host.network import address_for_others, host_identity
 from unisono.transports.torch.transport import TorchTransport, translated
 
 __all__ = ["adopt", "resolve_group"]
@@ -58,17 +58,17 @@ def adopt(
             # For ranks of several hosts: the address towards the job's master, which the other hosts can reach, too.
             far = None if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR", "192.0.2.1")
             server = ControlServer(
-                secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_towards(far)
+                secret := secrets.token_bytes(32), "127.0.0.1" if far is None else address_for_others(far)
             )
             undo.callback(server.close)
             record = serialization.encode((*server.address, secret, f"adopted/{secrets.token_hex(4)}"))
         host, port, secret, name = serialization.decode(all_gather(record)[0])
         control = SocketControl((host, port), secret, timeout_s, host_rank=0)
         undo.callback(control.close)
-        options = Options(kind, str(device), timeout_s, control.local_host, chunk_bytes)
         world = Group.world(rank, size, name)
         # Only members of a group can meet.
         control.join(world)
+        options = Options(kind, str(device), timeout_s, control.address_for_all(world, timeout_s), chunk_bytes)
         transport = TorchTransport(world, backend, control, options, owned=False)
         return transport, control, options, undo.pop_all().close
 

@@ -102,7 +102,7 @@ def test_forged_address_is_not_believed(port: int) -> None:
         listening.start()
         here = "127.0.0.1", port
         store = dist.TCPStore(*here, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-        place = f"unisono/ at 127.0.0.1:{port}/rank 0"
+        place = f"unisono/ at {port}/rank 0"
         store.set(place, f"127.0.0.1 {trap.getsockname()[1]}")
         said = error_of(1, port, 3)
         listening.join()

@@ -30,7 +30,8 @@ from unisono.bootstrap.rendezvous import (
 )
 from unisono.bootstrap.tcp import plain_host
 from unisono.control.client import SocketControl, reach
-from unisono.control.handshake import dial
+from unisono.control.encryption import UntrustedError
+from unisono.control.handshake import AuthenticationError, dial
 from unisono.control.sockets import find_secret, listen
 from unisono.core.group import Group
 from unisono.core.threads import DaemonThreadPool
@@ -275,9 +276,11 @@ def _try(store: TCPStore, key: str, published: str, claim: RankClaim, secret: by
     except MovedError:
         raise
     except CommError as error:
-        unreachable = control is None and isinstance(error, CommTimeoutError)
+        refusal = error.__cause__
+        refused = isinstance(refusal, AuthenticationError) and (refusal.other_secret or refusal.versions)
+        settled = control is not None or refused or isinstance(refusal, UntrustedError)
         # In the store of an agent, it may be the address of an earlier run, whose ranks are there for a while.
-        if unreachable or (at.agent and _moves(store, key, published, claim, at)):
+        if not settled or (at.agent and _moves(store, key, published, claim, at)):
             raise MovedError(error.message) from error
         raise
 

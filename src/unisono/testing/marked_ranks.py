@@ -43,6 +43,13 @@ class MarkedRanks:
     def __repr__(self) -> str:
         return f"{self.backend}-{self.size}"
 
+    @property
+    def on_threads(self) -> bool:
+        """Whether ranks are threads of this process."""
+        from unisono.transports.hierarchical import transport_named
+
+        return self.backend != "process" and transport_named(self.backend).in_process
+
     def run(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Return each rank's `program(*args, **kwargs)`."""
         return self.run_test(program, args, kwargs, comm=False)
@@ -60,7 +67,7 @@ class MarkedRanks:
         from unisono.testing.namespaced_ranks import TIMEOUT_S
         from unisono.testing.pools import pool
         from unisono.testing.rank_rules import own_fixtures
-        from unisono.transports.hierarchical import transport_named
+        from unisono.testing.thread_warnings import warnings_by_thread
 
         size = kwargs[self.size] if isinstance(self.size, str) else self.size
         size = size if isinstance(size, int) else len(size)
@@ -71,8 +78,9 @@ class MarkedRanks:
             timeout_s = min(timeout_s, max(_SHRINKING_S, _SLACK * self.quickest_s))
             options = {**options, "timeout": timeout_s}
         backend = _processes() if self.backend == "process" else self.backend
+        threads = self.on_threads
         # Patches by threads are those of the process, which only pytest can undo in order.
-        own = kwargs.keys() & ({"subtests"} if transport_named(backend).in_process else {"subtests", "monkeypatch"})
+        own = kwargs.keys() & ({"subtests"} if threads else {"subtests", "monkeypatch"})
         shared = {name: value for name, value in kwargs.items() if name not in own}
 
         @functools.wraps(test)
@@ -90,12 +98,13 @@ class MarkedRanks:
         try:
             ranks = pool(backend, size, **options)
             start_s = time.monotonic()
-            if self.torch:
-                from unisono.testing.torch_world import run_with_torch
+            with warnings_by_thread() if threads else nullcontext():
+                if self.torch:
+                    from unisono.testing.torch_world import run_with_torch
 
-                results = run_with_torch(ranks, on_one_rank, timeout_s)
-            else:
-                results = ranks.run(on_one_rank)
+                    results = run_with_torch(ranks, on_one_rank, timeout_s)
+                else:
+                    results = ranks.run(on_one_rank)
             self.quickest_s = min(self.quickest_s, time.monotonic() - start_s)
             return results
         except CommTimeoutError:

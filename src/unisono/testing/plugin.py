@@ -143,9 +143,10 @@ def _wrap_case(item: pytest.Function, ranks: MarkedRanks, patch: pytest.MonkeyPa
     own = vars(cls(item.name))
     # Fixtures of the class have set these on pytest's instance.
     given = {name: value for name, value in vars(item.instance).items() if name not in own}
+    debugged = item.config.getoption("usepdb")
 
     def on_rank(name: str) -> bool:
-        return run_case(cls(name), given)
+        return run_case(cls(name), given, debugged=debugged)
 
     # Processes get it by value, as all of its module.
     on_rank.__module__ = cls.__module__
@@ -169,8 +170,23 @@ def _wrap_function(item: pytest.Function, patch: pytest.MonkeyPatch) -> None:
         function = getattr(test, "__func__", test)
         chosen = _for_ranks(function._hypothesis_internal_use_settings)
         patch.setattr(function, "_hypothesis_internal_use_settings", chosen)
+    elif (cell := _patched(test)) and ranks.on_threads:
+        patch.setattr(cell, "cell_contents", ranks(cell.cell_contents))
     elif not inspect.isasyncgenfunction(test):
         patch.setattr(item, "obj", ranks(test))
+
+
+def _patched(test: Any) -> Any:
+    """Return the cell with the function below all decorators of `unittest.mock`; None if there are none.
+
+    A patch keeps what it has replaced once. Entered by several threads, it would leave the module patched for good.
+    """
+    mock = sys.modules.get("unittest.mock")
+    cell = None
+    while mock and hasattr(test, "__wrapped__") and inspect.getfile(test) == mock.__file__:
+        cell = next(cell for cell in test.__closure__ if cell.cell_contents is test.__wrapped__)
+        test = cell.cell_contents
+    return cell
 
 
 def _for_ranks(chosen: Any) -> Any:

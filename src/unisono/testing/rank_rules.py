@@ -51,12 +51,13 @@ class _Errors(TestResult):
         return ""
 
 
-def run_case(case: TestCase, given: dict[str, Any]) -> bool:
+def run_case(case: TestCase, given: dict[str, Any], *, debugged: bool) -> bool:
     """Run a test of unittest, and return whether it has passed although it was expected to fail.
 
     Args:
         case: The test, not used before.
         given: Attributes that fixtures have set.
+        debugged: Whether a debugger shows what fails.
 
     Raises:
         BaseException: The first error of the test, so that other ranks learn of it.
@@ -65,6 +66,9 @@ def run_case(case: TestCase, given: dict[str, Any]) -> bool:
     """
     vars(case).update(given)
     result = _Errors()
+    if debugged:
+        # Pytest, too, leaves a test that has failed as it is until the debugger ends.
+        vars(case)["tearDown"] = lambda: result.raised or type(case).tearDown(case)
     case(result)
     for test, reason in result.skipped:
         if test is case:

@@ -460,15 +460,15 @@ def test_coroutine_runs_where_a_plugin_runs_coroutines(inner: pytest.Pytester) -
     """Each rank has a loop, while that of the plugin serves what its fixtures have started."""
     inner.makepyfile(
         coroutines="""
-        import asyncio, inspect, pytest
+        import asyncio, contextlib, inspect, pytest
         @pytest.hookimpl(tryfirst=True)
         def pytest_pyfunc_call(pyfuncitem):
             if inspect.iscoroutinefunction(pyfuncitem.obj):
                 with asyncio.Runner() as runner:
                     server = runner.run(asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0))
                     pyfuncitem.funcargs["port"] = server.sockets[0].getsockname()[1]
-                    runner.run(pyfuncitem.obj(**pyfuncitem.funcargs))
-                    server.close()
+                    with contextlib.closing(server):
+                        runner.run(pyfuncitem.obj(**pyfuncitem.funcargs))
                 return True
         @pytest.fixture
         def port():
@@ -489,3 +489,52 @@ def test_coroutine_runs_where_a_plugin_runs_coroutines(inner: pytest.Pytester) -
     result = inner.runpytest_inprocess("-p", "coroutines")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*assert 1 == 0*", "*raised on rank 1 of 2*"])
+
+
+def test_patch_by_decorators_ends_with_the_test(inner: pytest.Pytester) -> None:
+    inner.makepyfile(
+        """
+        import os, random, pytest
+        from unittest import mock
+        class TestIt:
+            @pytest.mark.ranks(2)
+            @mock.patch("random.choice")
+            @mock.patch.dict(os.environ, {"UNISONO_X": "1"})
+            @mock.patch("random.shuffle")
+            def test_patched(self, shuffle, choice, comm):
+                comm.barrier()
+                assert random.choice is choice and random.shuffle is shuffle and "UNISONO_X" in os.environ
+        def test_after():
+            assert "UNISONO_X" not in os.environ
+            assert not isinstance(random.choice, mock.Mock) and not isinstance(random.shuffle, mock.Mock)
+        """
+    )
+    inner.runpytest_inprocess().assert_outcomes(passed=2)
+
+
+def test_debugger_finds_what_a_failed_test_of_unittest_has_made(inner: pytest.Pytester) -> None:
+    inner.makepyfile(
+        debugger="""
+        class Pdb:
+            quitting = True
+            def reset(self):
+                pass
+            def interaction(self, frame, error):
+                trace = getattr(error, "__traceback__", error)
+                while trace.tb_next:
+                    trace = trace.tb_next
+                print("The resource is", trace.tb_frame.f_locals["self"].resource)
+        """,
+        test_it="""
+        import pytest, unittest
+        class TestIt(unittest.TestCase):
+            def tearDown(self):
+                self.resource = "closed"
+            @pytest.mark.ranks(2, torch=True)
+            def test_it(self):
+                self.resource = "open"
+                assert False
+        """,
+    )
+    inner.syspathinsert()
+    inner.runpytest_inprocess("--pdb", "--pdbcls=debugger:Pdb").stdout.fnmatch_lines(["*The resource is open*"])

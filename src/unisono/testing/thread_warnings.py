@@ -1,0 +1,67 @@
+"""Filters and records of warnings for each rank, where ranks are threads of one process."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import UserList
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+__all__ = ["warnings_by_thread"]
+
+_NAMES = ("filters", "showwarning", "_showwarnmsg_impl")
+"""What `warnings.catch_warnings` replaces in its module, and restores at its end."""
+_process: dict[str, Any] = {}
+"""What threads find that have replaced nothing."""
+_thread = threading.local()
+
+
+def _of_thread(name: str) -> Any:
+    """Return an attribute that a thread which sets it has for itself."""
+
+    def get(_: object) -> Any:
+        return vars(_thread).get(name, _process[name])
+
+    def put(_: object, value: Any) -> None:
+        setattr(_thread, name, value)
+
+    return property(get, put)
+
+
+def _call_of_thread(name: str) -> Any:
+    """Return a function that calls the one of the calling thread."""
+
+    def call(*args: Any) -> Any:
+        return getattr(warnings, name)(*args)
+
+    return call
+
+
+_Module: Any = type("_Module", (ModuleType,), {name: _of_thread(name) for name in _NAMES})
+_Filters: Any = type("_Filters", (UserList,), {"data": _of_thread("filters"), "__init__": lambda self: None})
+
+
+@contextmanager
+def warnings_by_thread() -> Iterator[None]:
+    """Context in which threads have filters and records of warnings of their own once they use `catch_warnings`.
+
+    Threads of a process share what each `catch_warnings` replaces and restores: on several ranks, a check of pytest's that
+    code warns misses its own warnings, or finds those of others. Python's C code and other modules see attributes of
+    the module, and so its class; the module's own functions see its dictionary.
+    """
+    module: Any = warnings
+    if isinstance(module, _Module):
+        # Ranks of a rank.
+        yield
+        return
+    _process.update((name, vars(module)[name]) for name in _NAMES)
+    try:
+        module.__class__ = _Module
+        vars(module).update({name: _call_of_thread(name) for name in _NAMES}, filters=_Filters())
+        yield
+    finally:
+        module.__class__ = ModuleType
+        vars(module).update(_process)

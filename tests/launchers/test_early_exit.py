@@ -40,7 +40,7 @@ def test_early_exit_ends_the_job(start: Start, script: str, port: int, status: i
     assert stays.poll() is None
     _, said = stays.communicate(timeout=60)
     assert stays.returncode == 1
-    assert "rank 0 of 2, all_reduce #2 of world1: rank 1 has left" in said
+    assert "rank 0 of 2, all_reduce #2 of world: rank 1 has left" in said
 
 
 @pytest.mark.soak

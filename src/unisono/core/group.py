@@ -50,7 +50,7 @@ class Group:
             >>> Group.world(2, 4, "world1").text, Group("world1/2.0", 1, (0, 2)).text
             ('world', 'ranks 0, 2 (split 2 of world)')
         """
-        name = re.sub(r"^(world\d+|torch/[0-9a-f]{8})", "world", self.name)
+        name = re.sub(r"^([^/~]*world\d*|torch/[0-9a-f]{8})", "world", self.name)
         root, *made = re.split(r"(?=/\d+\.|~\d)", name)
         if not made:
             return root

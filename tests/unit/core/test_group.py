@@ -16,6 +16,7 @@ from unisono.testing import run_ranks
     [
         ("world", (0, 1), "world"),
         ("world12", (0, 1), "world"),
+        ("slurm200505.3-world1", (0, 1), "world"),
         ("torch/0a1b2c3d", (0, 1), "world"),
         ("world/3.-7", (4,), "rank 4 (split 3 of world)"),
         ("world1/2.0/1.3", (1, 3), "ranks 1, 3 (split 1 of a part of world)"),

@@ -390,7 +390,8 @@ def left_after_quit(runner: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(sys, "stdin", io.StringIO("all comm.rank\nquit\n"))
         said = io.StringIO()
         with redirect_stdout(said):
-            assert main(["debug", held_at.read_text()]) == 0
+            # The process of the launcher, which is in no group.
+            assert main(["debug", str(job.pid)]) == 0
         assert "rank 0: 0\nrank 1: 1\n" in said.getvalue()
         shown = job.communicate(timeout=60)[0].decode()
         assert job.returncode != 0

@@ -48,9 +48,9 @@ _Filters: Any = type("_Filters", (UserList,), {"data": _of_thread("filters"), "_
 def warnings_by_thread() -> Iterator[None]:
     """Context in which threads have filters and records of warnings of their own once they use `catch_warnings`.
 
-    Threads of a process share what each `catch_warnings` replaces and restores: on several ranks, a check of pytest's that
-    code warns misses its own warnings, or finds those of others. Python's C code and other modules see attributes of
-    the module, and so its class; the module's own functions see its dictionary.
+    Threads of a process share what each `catch_warnings` replaces and restores. So a test that expects a warning on
+    several ranks misses its own, or finds those of others. Python's C code and other modules see attributes of the
+    module, and so its class; the module's own functions see its dictionary.
     """
     module: Any = warnings
     if isinstance(module, _Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -261,15 +262,15 @@ def all_reduce(
     )
 
 
-def reduce(tensor: torch.Tensor, comm: Communicator, dst: int, op: str | ReduceOp = "sum") -> torch.Tensor:
+def reduce(tensor: torch.Tensor, comm: Communicator, op: Any = "sum", dst: Any = 0) -> torch.Tensor:
     """Return the sum of all ranks' tensors on rank `dst`, and zeros on the other ranks. Collective.
 
     The gradient is that of rank `dst`'s result, on every rank; the other ranks' own gradients are ignored.
 
     Args:
         tensor, comm: As for `all_reduce`.
-        dst: The rank that gets the sum.
         op: sum, avg.
+        dst: The rank that gets the sum; it may come before `op`, as for `Communicator.reduce`.
 
     Returns:
         A new tensor of the same shape.
@@ -287,6 +288,7 @@ def reduce(tensor: torch.Tensor, comm: Communicator, dst: int, op: str | ReduceO
         [(0.0, 5.0), (3.0, 5.0)]
     """
     _check_floating(tensor, "reduce")
+    op, dst = (dst or "sum", op) if isinstance(op, int) else (op, dst)
     check_rank(dst, "dst", comm.size)
     n = [tensor.numel()]
     return apply(tensor.reshape(-1), comm, "reduce", n, n, _check_op(op, "reduce", LINEAR), dst).view(tensor.shape)

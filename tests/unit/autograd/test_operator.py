@@ -219,3 +219,12 @@ def test_unused_outputs_and_empty_tensors() -> None:
         assert x.grad is not None
         assert x.grad.shape == (0, 3)
         assert not ag.all_gather_v(x, comm)[0].numel()
+
+
+def test_reduce_takes_op_where_all_reduce_does() -> None:
+    def program(comm: un.Communicator) -> list[float]:
+        x = ones() * (comm.rank + 1)
+        calls = [ag.reduce(x, comm, "avg", 1), ag.reduce(x, comm, 1, "avg"), ag.reduce(x, comm), ag.reduce(x, comm, 1)]
+        return [y.flatten()[0].item() for y in calls]
+
+    assert run_ranks(program, 3) == [[0, 0, 6, 0], [2, 2, 0, 6], [0, 0, 0, 0]]

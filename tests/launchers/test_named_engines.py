@@ -213,6 +213,21 @@ def test_dask_tells_of_a_worker_that_has_left() -> None:
     assert [executor.why_lost(future) for future in futures] == [None, "its worker b was retired, restarted or killed"]
 
 
+def test_ray_that_the_program_has_shut_down_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = [True]
+    removed: list[Any] = []
+    group = SimpleNamespace(wait=lambda timeout_s: True)
+    util = SimpleNamespace(placement_group=lambda bundles, strategy: group, remove_placement_group=removed.append)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: running[0], util=util))
+    monkeypatch.setitem(sys.modules, "ray.util", util)
+    with Ray().workers(2, 1):
+        pass
+    assert removed == [group]
+    with Ray().workers(2, 1):
+        running[0] = False
+    assert removed == [group]
+
+
 def test_ranks_of_submitit_are_divided_between_nodes() -> None:
     with pytest.raises(ValueError, match="leave out tasks_per_node"):
         Submitit(tasks_per_node=2)

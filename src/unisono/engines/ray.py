@@ -75,8 +75,10 @@ class Ray(Engine):
                     raise CommTimeoutError(self._shortage(ray, size, timeout_s), waited_s=timeout_s)
                 yield RayActors(ray, group, self._options)
             finally:
-                # Ends the actors in it, also those that heed nothing.
-                util.remove_placement_group(group)
+                # Ends the actors in it, also those that heed nothing. If the program has shut Ray down meanwhile, this
+                # would start it again.
+                if ray.is_initialized():
+                    util.remove_placement_group(group)
         finally:
             if not was_there:
                 ray.shutdown()

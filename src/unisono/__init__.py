@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from unisono.core.types import Recv, ReduceOp, Send, Work
     from unisono.debugger import breakpoint  # noqa: A004  # as Python's, for all ranks
     from unisono.diagnostics.metrics import Metrics
+    from unisono.elastic import stop
     from unisono.elastic.admission import join
     from unisono.errors import CommError
     from unisono.gradients import GradientAverager, agree_step, average_gradients, broadcast_parameters
@@ -83,6 +84,7 @@ __all__ = [
     "rpc",
     "sharding",
     "simulate",
+    "stop",
     "testing",
     "trace",
     "transports",
@@ -126,6 +128,7 @@ _PACKAGES = {
     "pool": "unisono.pool",
     "rpc": "unisono.rpc",
     "sharding": "unisono.sharding",
+    "stop": "unisono.elastic.stop",
     "testing": "unisono.testing",
     "transports": "unisono.transports",
     "utils": "unisono.utils",

@@ -7,7 +7,7 @@ import os
 from functools import partial
 from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from unisono.checkpoint.collective import CollectiveScope, SaveHandle
 from unisono.checkpoint.errors import CheckpointError, CorruptError, NoCheckpointError
@@ -17,9 +17,8 @@ from unisono.checkpoint.save_lock import is_locked
 from unisono.checkpoint.saver import Path, start, write
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.verification import complete
-
-if TYPE_CHECKING:
-    from unisono.communicator import Communicator
+from unisono.communicator import Communicator, boundaries_of, engine_of
+from unisono.errors import MismatchError
 
 __all__ = ["Checkpointer"]
 
@@ -39,6 +38,7 @@ class Checkpointer:
         keep: Number of complete checkpoints to keep; at least 1.
         every: `step` saves when the number of steps is divisible by it.
         background: Save as `async_save` does. The error of a save is raised by the next, or by `wait`.
+        save_on_stop: Where all ranks stop at the same step (`un.stop`), `close` saves the state of the last `step`.
 
     Raises:
         ValueError: `keep` or `every` is less than 1.
@@ -63,13 +63,19 @@ class Checkpointer:
         keep: int = 3,
         every: int = 1,
         background: bool = True,
+        save_on_stop: bool = False,
     ) -> None:
         self.keep, self.every, self.background = index(keep), index(every), background
         if keep < 1 or every < 1:
             raise ValueError(f"keep={keep} and every={every} must be at least 1")
         self._storage = storage_at(directory)
         self._comm = comm
+        self._save_on_stop = save_on_stop
         self._saving: SaveHandle | None = None
+        # Of the last call of `step`, if it has saved nothing.
+        self._unsaved: tuple[int, Any] | None = None
+        # Number of step boundaries of the communicator at the last save.
+        self._passed = 0
         self._saved = False
         # Names of checkpoints that this object has saved, or that were there before.
         self._known = set[str]()
@@ -87,6 +93,7 @@ class Checkpointer:
             CheckpointError, MismatchError, TypeError, ValueError: As `save` does.
         """
         if index(step) % self.every:
+            self._unsaved = step, state
             return False
         self.save(step, state)
         return True
@@ -108,16 +115,28 @@ class Checkpointer:
         step = index(step)
         if not 0 <= step < 10**10:
             raise ValueError(f"step={step} must be from 0 to 10**10 - 1")
+        if self._comm is not None and engine_of(self._comm).activity.inside:
+            raise CheckpointError(
+                "save() was called inside a call of the same communicator, as from a signal handler, where the other "
+                "ranks are elsewhere. Let all ranks stop at the same step with un.stop, and save there"
+            )
         self.wait()
+        self._unsaved = None
+        self._passed = 0 if self._comm is None else boundaries_of(self._comm).passed
         storage = self._storage.child(f"{_PREFIX}{step:010d}")
         extra = {"step": step}
         self._known.add(storage.name)
-        if self.background:
-            after = partial(self._rotate, storage.name)
-            self._saving = start(storage, state, self._comm, extra=extra, newest=self._newest_ns, after=after)
-        else:
-            write(storage, state, self._comm, extra=extra, newest=self._newest_ns)
-            self._rotate(storage.name)
+        try:
+            if self.background:
+                after = partial(self._rotate, storage.name)
+                self._saving = start(storage, state, self._comm, extra=extra, newest=self._newest_ns, after=after)
+            else:
+                write(storage, state, self._comm, extra=extra, newest=self._newest_ns)
+                self._rotate(storage.name)
+                self._note_saved()
+        except MismatchError as error:
+            error.add_note("If ranks save on a signal, let all stop at the same step with un.stop, and save there")
+            raise
 
     def load(self, state: Any, *, step: int | None = None, map_location: MapLocation = None) -> int | None:
         """Load the newest complete checkpoint, or that of a step, in place. Collective.
@@ -174,6 +193,30 @@ class Checkpointer:
         self._saving = None
         if saving is not None:
             saving.wait()
+            self._note_saved()
+
+    def close(self) -> None:
+        """Wait for the save in progress. With `save_on_stop`, save first if all ranks have stopped; collective then.
+
+        A state of the last `step` that is not saved is logged as a warning.
+
+        Raises:
+            CheckpointError, MismatchError, TypeError: A save has failed.
+        """
+        unsaved = self._unsaved
+        if unsaved is not None and self._save_on_stop and self._comm is not None and self._comm.stop_reason is not None:
+            self.save(*unsaved)
+        self.wait()
+        if self._unsaved is not None:
+            _log.warning(
+                "step %s is the last, and is not saved: every=%s. Call save() at the end", self._unsaved[0], self.every
+            )
+            self._unsaved = None
+
+    def _note_saved(self) -> None:
+        """Record for `un.stop.exit_status` that the checkpoint of the last save is complete."""
+        if self._comm is not None:
+            boundaries_of(self._comm).saved_at = self._passed
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +225,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.wait()
+            self.close()
 
     def _newest(self) -> int | None:
         """Return the number of the newest complete step. Collective."""

@@ -392,7 +392,7 @@ class Engine:
         return self.with_context(
             CommError(
                 f"{operation} was called inside {outer}, as by a signal handler. Set a flag in the handler, and make "
-                "the call after the outer call has returned"
+                "the call after the outer call has returned; un.stop does so for a stop at the same step on all ranks"
             ),
             operation,
         )

@@ -20,6 +20,7 @@ from unisono.core.control import ControlPlane, NewMembership
 from unisono.core.failure import Cause, error_of, text_of
 from unisono.core.flight_recorder import Activity, ActivityRegistry
 from unisono.core.group import Group
+from unisono.core.step_boundaries import StepBoundaries
 from unisono.core.threads import AutoResetEvent
 from unisono.diagnostics.event_log import EventLog, record_of
 from unisono.diagnostics.hang_report import hang_report, sentence
@@ -84,6 +85,7 @@ class ControlClient(ControlPlane, ABC):
         self._numbers = itertools.count(1)
         self._waiters: dict[int, PendingRequest] = {}
         self._members: dict[str, Membership] = {}
+        self._boundaries: dict[str, StepBoundaries] = {}
         self._ended: Cause | None = None
         self._silent = False
         self._ending = threading.Lock()
@@ -186,6 +188,9 @@ class ControlClient(ControlPlane, ABC):
         number, outcome, body = reply
         if outcome == "asked":
             return lambda: self._notify(("answer", body, serialization.encode(self._activities.report())))
+        if outcome == "boundary":
+            group, reason = cast("tuple[str, str]", body)
+            return lambda: self._notify(("passed", group, self._boundaries_of(group).hold(reason)))
         if outcome == "held":
             return lambda: DEBUGGED.hold([(self, self._activities)], self._where, cast("str | None", body))
         if number:
@@ -267,6 +272,7 @@ class ControlClient(ControlPlane, ABC):
             raise
 
     def leave(self, group: Group, patience: float = 0.0) -> None:
+        self._boundaries.pop(group.name, None)
         if self._members.pop(group.name, None) is None:
             return
         # Without a control plane there is nothing left to leave.
@@ -336,6 +342,22 @@ class ControlClient(ControlPlane, ABC):
             DEBUGGED.hold([(self, self._activities)], self._where, reason)
         self._request("hold", reason)
 
+    # -- stopping at the same step -----------------------------------------------------------------
+    def boundaries(self, group: Group) -> StepBoundaries:
+        return self._boundaries_of(group.name)
+
+    def _boundaries_of(self, name: str) -> StepBoundaries:
+        # The control thread may be the first to need them, at the same time as the thread that makes the communicator.
+        return self._boundaries.setdefault(name, StepBoundaries())
+
+    def request_stop(self, group: Group | None, reason: str) -> None:
+        self._request("stop", None if group is None else group.name, reason)
+
+    def stop_verdict(self, group: Group, timeout: float) -> int | None:
+        unanswered = f"waited {timeout:.1f} s for all ranks to report which step they are at, to stop at the same one"
+        verdict: int | None = self._ask(timeout, _forget, "verdict", group.name, group=group, unanswered=unanswered)
+        return verdict
+
     # -- what the ranks are doing ------------------------------------------------------------------
     def watch(self, activity: Activity) -> None:
         self._activities.add(activity)
@@ -394,6 +416,8 @@ def news_of(content: bytes) -> Reply:
             return 0, "failed", (name, kind, rank, message)
         case ("asked", int(body)) | ("goodbye", None as body) | ("held", (None | str()) as body):
             return 0, news[0], body
+        case "boundary", (str(name), str(reason)):
+            return 0, "boundary", (name, reason)
     raise ValueError("a malformed notification")
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "Rebuilds",
     "Reply",
     "StatusQueries",
+    "StopRounds",
     "check_form",
     "failed",
     "pushed",
@@ -67,6 +68,7 @@ class ControlState:
         self._keys = KeyValueStore()
         self._groups = Groups(self._group_failed, self._group_over)
         self._surveys = StatusQueries()
+        self._stops = StopRounds(self._groups)
         self._rebuilds = Rebuilds(self._groups)
         self._waits: dict[tuple[int, int], str] = {}
         self._leaving: dict[str, dict[int, int]] = {}
@@ -96,7 +98,7 @@ class ControlState:
                 self._registrations[job, rank] = number - 1, "", client
                 self._absent(rank, f"rank {rank} had joined, and was lost: its process ended before all had joined")
         out = [*self._forget(client), *self._groups.lose(client, outage)]
-        return out + [reply for name in names for reply in self._rebuilds.look(name)]
+        return out + self._look(names)
 
     def refused(self, rank: int | None, host: str, why: str) -> None:
         """Keep, for errors, that a process was refused, and which rank it claims to be. A claim ends nothing."""
@@ -130,6 +132,7 @@ class ControlState:
     def _on_forget(self, client: int, request: int, other: int) -> Outgoing:
         self._keys.forget(client, other)
         self._rebuilds.forget(client, other)
+        self._stops.forget(client, other)
         self._waits.pop((client, other), None)
         self._forget_leaving(client, other)
         return [(client, (request, "ok", None))]
@@ -160,14 +163,14 @@ class ControlState:
     ) -> Outgoing:
         if len(members) not in (0, size):
             raise ValueError(f"{size} ranks must have {size} rank numbers in the job, not {len(members)}")
-        return self._groups.join(client, request, name, rank, size, members)
+        return [*self._groups.join(client, request, name, rank, size, members), *self._stops.joined(client, name)]
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
         """Answer immediately, or, with `last`, when all ranks have left."""
         if last and self._groups.knows(name):
             self._leaving.setdefault(name, {})[client] = request
-            return [*self._groups.leave(client, name), *self._rebuilds.look(name)]
-        return [*self._groups.leave(client, name), *self._rebuilds.look(name), (client, (request, "ok", None))]
+            return [*self._groups.leave(client, name), *self._look([name])]
+        return [*self._groups.leave(client, name), *self._look([name]), (client, (request, "ok", None))]
 
     def _on_exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
         return self._groups.exchange(client, request, name, topic, content, agree)
@@ -217,6 +220,22 @@ class ControlState:
 
     def _on_enough(self, client: int, request: int, other: int) -> Outgoing:
         return [*self._surveys.end_query(client, other), (client, (request, "ok", None))]
+
+    # -- stopping at the same step -----------------------------------------------------------------
+    def _on_stop(self, client: int, request: int, name: str | None, reason: str) -> Outgoing:
+        """Ask all ranks of a group to stop; without a name, those of all groups."""
+        names = self._groups.all_names() if name is None else [name]
+        out = [reply for each in names for reply in self._stops.request(each, reason)]
+        return [*out, (client, (request, "ok", None))]
+
+    def _on_passed(self, client: int, request: int, name: str, count: int) -> Outgoing:
+        """Take the number of step boundaries that a rank has passed. It gets no reply."""
+        return self._stops.passed(client, name, count)
+
+    def _on_verdict(self, client: int, request: int, name: str) -> Outgoing:
+        """Answer with the boundary at which all ranks of the group stop, once it is known; a failure ends the wait."""
+        cause = self._groups.cause(name)
+        return self._stops.ask(client, request, name) if cause is None else [(client, failed(request, cause))]
 
     # -- debugging ---------------------------------------------------------------------------------
     def _on_hold(self, client: int, request: int, reason: str | None) -> Outgoing:
@@ -274,8 +293,7 @@ class ControlState:
     def _on_bye(self, client: int, request: int) -> Outgoing:
         """Leave all groups cleanly; the connection may end now."""
         names = self._groups.names(client)
-        out = [*self._forget(client), *self._groups.leave_all(client)]
-        out += [reply for name in names for reply in self._rebuilds.look(name)]
+        out = [*self._forget(client), *self._groups.leave_all(client), *self._look(names)]
         return [*out, (client, (request, "ok", None))]
 
     def _forget(self, client: int) -> Outgoing:
@@ -288,7 +306,12 @@ class ControlState:
         for wait in [wait for wait in self._waits if wait[0] == client]:
             del self._waits[wait]
         self._forget_leaving(client)
+        self._stops.forget(client)
         return self._surveys.forget(client)
+
+    def _look(self, names: Sequence[str]) -> Outgoing:
+        """Conclude what waits for ranks that have left these groups."""
+        return [reply for name in names for reply in (*self._rebuilds.look(name), *self._stops.look(name))]
 
     # -- relations of groups and keys --------------------------------------------------------------
     def _wake(self, waiting: list[tuple[int, int]], value: bytes) -> Outgoing:
@@ -303,7 +326,7 @@ class ControlState:
             del self._waits[client, request]
             self._keys.forget(client, request)
             out.append((client, failed(request, cause)))
-        return out
+        return out + [(client, failed(request, cause)) for client, request in self._stops.drop(name)]
 
     def _forget_leaving(self, client: int, request: int | None = None) -> None:
         """Remove a client's waits for all others to leave."""
@@ -314,6 +337,7 @@ class ControlState:
     def _group_over(self, name: str) -> Outgoing:
         """Delete the keys of a group that all ranks have left, and answer the requests that wait for that."""
         self._on_end(name)
+        self._stops.drop(name)
         parts = self._groups.below(name)
         self._keys.drop(_prefixes(name), tuple(prefix for part in parts for prefix in _prefixes(part)))
         return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, {}).items()]
@@ -585,6 +609,10 @@ class Groups:
     def names(self, client: int) -> list[str]:
         """Return the groups that a client is in."""
         return list(self._ranks.get(client, ()))
+
+    def all_names(self) -> list[str]:
+        """Return the names of all groups."""
+        return list(self._groups)
 
     def below(self, name: str) -> list[str]:
         """Return the parts of a group that still exist."""
@@ -866,6 +894,91 @@ class StatusQueries:
 
 _EARLIER = ("self", "client", "request")
 _Test = Callable[[object], bool]
+
+
+@dataclass(slots=True)
+class _StopRound:
+    """A request to stop.
+
+    Attributes:
+        reason: Reason given with the request.
+        passed: Number of step boundaries that each rank had passed when it learnt of the request.
+        waiting: Requests for the verdict, by clients that have arrived at their next boundary.
+        verdict: Number of the boundary at which all stop; None until all ranks have answered.
+    """
+
+    reason: str
+    passed: dict[int, int] = field(default_factory=dict)
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    verdict: int | None = None
+
+
+class StopRounds:
+    """One request to stop for each group: the first one counts.
+
+    A request is pushed to all ranks of the group. Each reports how many step boundaries it has passed, and passes no
+    further one without the verdict, so that the largest number reported, plus 1, is a boundary that no rank has passed.
+    The barrier of JAX's preemption sync manager works in the same way.
+
+    Args:
+        groups: The groups of the job.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._rounds: dict[str, _StopRound] = {}
+
+    def request(self, name: str, reason: str) -> Outgoing:
+        """Begin a round in a group, unless it has one already."""
+        if name in self._rounds:
+            return []
+        self._rounds[name] = _StopRound(reason)
+        return [(client, (0, "boundary", (name, reason))) for client in self._groups.present(name).values()]
+
+    def joined(self, client: int, name: str) -> Outgoing:
+        """Push the round of a group to a member that has joined since."""
+        current = self._rounds.get(name)
+        return [] if current is None else [(client, (0, "boundary", (name, current.reason)))]
+
+    def passed(self, client: int, name: str, count: int) -> Outgoing:
+        """Take a rank's report."""
+        rank = self._groups.rank_of(client, name)
+        if rank is None or name not in self._rounds:
+            return []
+        self._rounds[name].passed[rank] = count
+        return self.look(name)
+
+    def ask(self, client: int, request: int, name: str) -> Outgoing:
+        """Take a request for the verdict, which is answered when there is one."""
+        # A rank asks only after the push, so there is no round only if its group has ended meanwhile.
+        current = self._rounds.get(name)
+        if current is None:
+            return [(client, (request, "ok", None))]
+        current.waiting.append((client, request))
+        return self.look(name)
+
+    def look(self, name: str) -> Outgoing:
+        """Reach the verdict if all ranks have reported that are left, and answer the requests for it."""
+        current = self._rounds.get(name)
+        if current is None:
+            return []
+        if current.verdict is None:
+            if not self._groups.complete(name) or not self._groups.present(name).keys() <= current.passed.keys():
+                return []
+            current.verdict = max(current.passed.values(), default=0) + 1
+        waiting = current.waiting
+        current.waiting = []
+        return [(client, (request, "ok", current.verdict)) for client, request in waiting]
+
+    def drop(self, name: str) -> list[tuple[int, int]]:
+        """End the round of a group that has failed or ended. Return the requests for its verdict."""
+        current = self._rounds.pop(name, None)
+        return [] if current is None else current.waiting
+
+    def forget(self, client: int, request: int | None = None) -> None:
+        """Drop the requests of a client, or one of them."""
+        for current in self._rounds.values():
+            current.waiting = [wait for wait in current.waiting if wait[0] != client or request not in (None, wait[1])]
 
 
 def check_form(handler: Callable[..., Any], verb: str, arguments: Sequence[object]) -> None:

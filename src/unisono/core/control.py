@@ -10,6 +10,7 @@ from unisono.core.call import Fingerprint, explain
 from unisono.core.failure import Cause
 from unisono.core.flight_recorder import Activity
 from unisono.core.group import Group
+from unisono.core.step_boundaries import StepBoundaries
 from unisono.errors import MismatchError
 
 __all__ = ["ControlPlane", "NewMembership", "compare_in_full", "raise_mismatch"]
@@ -121,6 +122,19 @@ class ControlPlane(ABC):
     @abstractmethod
     def request_admission(self, timeout: float) -> tuple[NewMembership, int, bytes]:
         """Wait to be admitted as a newcomer; return the group, this newcomer's rank, and the members' terms."""
+
+    # -- stopping at the same step -------------------------------------------------------------
+    @abstractmethod
+    def boundaries(self, group: Group) -> StepBoundaries:
+        """Return this rank's count of step boundaries in a group, the same object at each call until `leave`."""
+
+    @abstractmethod
+    def request_stop(self, group: Group | None, reason: str) -> None:
+        """Ask all ranks of the group, or of all groups, to stop at the same boundary. The first request counts."""
+
+    @abstractmethod
+    def stop_verdict(self, group: Group, timeout: float) -> int | None:
+        """Wait for the number of the boundary at which all ranks stop; None if the group has ended meanwhile."""
 
     # -- activity of all ranks -----------------------------------------------------------------
     @abstractmethod

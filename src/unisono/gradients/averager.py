@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 
-from unisono.communicator import Communicator
+from unisono.communicator import Communicator, boundaries_of
 from unisono.core.notebook import html_table
 from unisono.core.types import Work
 from unisono.core.work import format_bytes
@@ -292,7 +292,9 @@ class GradientAverager:
             with suppress(AllRanksDone):
                 while True:
                     self._shadow()
-            by_rank = weights.comm.all_gather_object(made)
+            counts = weights.comm.all_gather_object((made, *self._boundaries.counts))
+            by_rank = [steps for steps, *_ in counts]
+            self._boundaries.catch_up([count for _, *count in counts])
             # A forward may have assigned buffers.
             tensors = self._parameters if self._model is None else [*self._parameters, *self._model.buffers()]
             broadcast_all(tensors, weights.comm, by_rank.index(max(by_rank)))
@@ -445,6 +447,7 @@ class GradientAverager:
             share([*self._named, *buffers], comm, model=self._model, hint=INIT_SYNC)
         self.rank = comm.rank
         self.size = comm.size
+        self._boundaries = boundaries_of(comm)
         self._comms = AveragerComms(comm, deterministic=self._deterministic)
         data = self._comms.data
         background = data.overlaps and codec is None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from unisono.core.failure import ended_by
+from unisono.core.step_boundaries import STOPPED_SAVED, STOPPED_UNSAVED
 from unisono.launcher.local_host import LocalHost
 from unisono.launcher.remote_host import RemoteHost, Shell
 from unisono.launcher.script_job import Report, ScriptJob
@@ -38,7 +39,8 @@ class ScriptResult:
 
     Attributes:
         status: 0, or the exit status of the rank that failed first: 128 and the signal's number if a signal ended it,
-            or if it ended this launcher. With "continue", 0 if any rank has ended well.
+            or if it ended this launcher. With "continue", 0 if any rank has ended well. If ranks have stopped on
+            request (`un.stop.exit_status`), and none has failed, 75 if all of these have a checkpoint, else 74.
         first: The rank that failed first; None if none did.
         ranks: Exit status of each rank that was started from here, by rank; negative if a signal ended it.
         restarts: How often all ranks were started again.
@@ -70,7 +72,7 @@ def run_script(
     for attempt in range(restarts + 1):
         attempted = _Attempt(jobs, shells or {}, attempt, on_failure)
         status = attempted.run()
-        if not status or attempted.signal is not None:
+        if status in (0, STOPPED_SAVED, STOPPED_UNSAVED) or attempted.signal is not None:
             break
         if attempt < restarts:
             _print_error(f"unisono run: start all ranks again ({attempt + 1} of {restarts} restarts)\n")
@@ -123,7 +125,17 @@ class _Attempt:
             with ThreadPoolExecutor(len(self._hosts)) as pool:
                 for statuses in pool.map(lambda host: host.end(), self._hosts):
                     self.statuses.update(statuses)
-        return self._conclude() if self.signal is None else 128 + self.signal
+        stopped = self._stopped()
+        if self.signal is None or stopped:
+            return self._conclude() or stopped
+        return 128 + self.signal
+
+    def _stopped(self) -> int:
+        """Return the exit status of ranks that have stopped on request; 0 if none has, or some ended in another way."""
+        ends = set(self.statuses.values()) - {0}
+        if not ends or not ends <= {STOPPED_SAVED, STOPPED_UNSAVED}:
+            return 0
+        return min(ends)
 
     # -- events of ranks -----------------------------------------------------------------------
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
@@ -172,7 +184,7 @@ class _Attempt:
             self._running.discard(rank)
             if rank < 0:
                 self._on_signal(status)
-            elif status and not self._ending:
+            elif status and not self._ending and status not in (STOPPED_SAVED, STOPPED_UNSAVED):
                 self._failures.append((rank, status))
                 if self._continues:
                     self._print_failure(rank, status, self._reports[rank])

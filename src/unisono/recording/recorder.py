@@ -50,13 +50,14 @@ REPLIES: dict[str, int | None] = {
     "request_admission": 0,
     "query": 1,
     "measured": 2,
+    "stop_verdict": 1,
 }
 """Methods of the control plane that reply, and how many of their arguments tell one question from another."""
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables by which a script finds its rank."""
 
-_FORWARDED = ("set", "join", "leave", "watch", "hold", "share", "close")
+_FORWARDED = ("set", "join", "leave", "boundaries", "request_stop", "watch", "hold", "share", "close")
 
 
 class Recording:

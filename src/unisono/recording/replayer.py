@@ -21,6 +21,7 @@ from unisono.core.failure import Cause
 from unisono.core.flight_recorder import Activity, callers_place, site_text
 from unisono.core.group import Group
 from unisono.core.staging import digest
+from unisono.core.step_boundaries import StepBoundaries
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
 from unisono.core.work import Completion
@@ -498,6 +499,19 @@ class _Control(ControlPlane):
 
     def request_admission(self, timeout: float) -> Any:
         raise CommError("a replay admits no newcomers")
+
+    # -- stopping at the same step ---------------------------------------------------------------
+    def boundaries(self, group: Group) -> StepBoundaries:
+        boundaries = StepBoundaries()
+        # The recording does not tell when the request arrived. The first boundary finds the verdict, if there was one.
+        boundaries.hold("the recorded run stopped here")
+        return boundaries
+
+    def request_stop(self, group: Group | None, reason: str) -> None:
+        """Request nothing: the verdict is that of the recording."""
+
+    def stop_verdict(self, group: Group, timeout: float) -> int | None:
+        return self._reply("stop_verdict", [group], lambda: None)
 
     # -- activity ------------------------------------------------------------------------------
     def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:

@@ -1,0 +1,68 @@
+"""A rank's count of its steps, by which all ranks stop at the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["STOPPED_SAVED", "STOPPED_UNSAVED", "StepBoundaries"]
+
+STOPPED_SAVED = 75
+"""Exit status of a rank that was stopped, and can be resumed from a checkpoint of that step (EX_TEMPFAIL)."""
+STOPPED_UNSAVED = 74
+"""Exit status of a rank that was stopped without a checkpoint of that step (EX_IOERR)."""
+
+
+class StepBoundaries:
+    """Number of step boundaries that this rank has passed in one communicator.
+
+    | state | event | new state |
+    |---|---|---|
+    | running | a stop was requested: `hold`, in the control thread | held |
+    | held | the training thread arrives at a boundary, and gets the verdict | decided |
+
+    Nothing is sent while it is running. `hold` sets `requested` and only then reads `passed`; the training thread
+    counts a boundary and only then reads `requested`. So each boundary is in the number that `hold` returns, or waits.
+
+    Attributes:
+        passed: Number of boundaries at which this rank has arrived.
+        requested: Reason of the request; None while it is running.
+        stops_at: The verdict: number of the boundary at which all ranks stop; None before.
+        saved_at: Number of boundaries that it had passed at the latest save that is complete; None before.
+    """
+
+    __slots__ = ("passed", "requested", "saved_at", "stops_at")
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.requested: str | None = None
+        self.stops_at: int | None = None
+        self.saved_at: int | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this rank has arrived at the boundary at which all stop."""
+        return self.stops_at is not None and self.passed >= self.stops_at
+
+    @property
+    def saved(self) -> bool:
+        """Whether the step at which all stop is saved: the latest save was made after it, the last step there is."""
+        return self.stopped and self.saved_at is not None and self.saved_at + 1 >= (self.stops_at or 0)
+
+    @property
+    def counts(self) -> tuple[int, int | None]:
+        """Boundaries passed, and the verdict, for `catch_up` on another rank."""
+        return self.passed, self.stops_at
+
+    def catch_up(self, counts: Sequence[Sequence[int | None]]) -> None:
+        """Continue with the count of the rank that has passed most: ranks have run loops of different lengths.
+
+        Args:
+            counts: `counts` of each rank, by rank.
+        """
+        self.passed = max(passed or 0 for passed, _ in counts)
+        self.stops_at = next((verdict for _, verdict in counts if verdict is not None), None)
+
+    def hold(self, reason: str) -> int:
+        """Let the next boundary wait for the verdict. Return the number of boundaries passed before."""
+        self.requested = reason
+        return self.passed

@@ -1,0 +1,269 @@
+"""Stop all ranks of a training at the same step: on a signal, a deadline, a file, or a request of the program.
+
+    for batch in un.stop.batches(comm, loader):
+        train(batch)
+    ...
+    sys.exit(un.stop.exit_status(comm))
+
+What counts steps, and when it is true, is `Communicator.stop_requested`. This module is about who asks for a stop, and
+what a job script learns of it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
+
+from unisono.communicator import Communicator, boundaries_of
+from unisono.core.step_boundaries import STOPPED_SAVED, STOPPED_UNSAVED
+from unisono.errors import CommError
+
+__all__ = ["STOPPED_SAVED", "STOPPED_UNSAVED", "StopSources", "batches", "enable", "exit_status"]
+
+T = TypeVar("T")
+
+_LOOK_EVERY_S = 0.5
+_DUPLICATE_S = 1.0
+"""Seconds within which a second signal is taken for the same one: a scheduler and a launcher may both send it."""
+
+_sources: weakref.WeakKeyDictionary[Communicator, StopSources] = weakref.WeakKeyDictionary()
+
+
+def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
+    """Yield the batches until they end, or until all ranks stop at the same step.
+
+    The step is counted before a batch is fetched, so a loader that can be resumed is at the first batch that was not
+    trained. Unless `enable` was called for the communicator, SIGTERM and Slurm's time limit are enabled, SIGTERM only
+    where it has no other handler.
+
+    Args:
+        comm: The ranks that stop together. All of them call this, with loaders of equal length or in
+            `averager.join()`.
+        batches: A loader, or any other iterable.
+
+    Raises:
+        CommError: As `comm.stop_requested`.
+
+    Example:
+        >>> def program(comm):
+        ...     done = []
+        ...     for batch in un.stop.batches(comm, range(100)):
+        ...         comm.barrier()
+        ...         done.append(batch)
+        ...         if batch == 2 and comm.rank == 1:
+        ...             comm.request_stop("that is enough")
+        ...     return done
+        >>> un.launch(program, nprocs=2, backend="thread")
+        [[0, 1, 2], [0, 1, 2]]
+    """
+    if comm not in _sources:
+        free = _is_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        enable(comm, [signal.SIGTERM] if free else [])
+    iterator = iter(batches)
+    while not comm.stop_requested():
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        yield batch
+
+
+def enable(
+    comm: Communicator,
+    signals: Iterable[int] = (signal.SIGTERM,),
+    *,
+    after_s: float | None = None,
+    before_limit_s: float | None = 60.0,
+    file: str | os.PathLike[str] | None = None,
+) -> StopSources:
+    """Let signals to this process, a deadline and a file request a stop, until `comm` is closed.
+
+    On any rank, or on all: the first request of any of them counts. Follows `comm.rebuild`.
+
+    Args:
+        comm: The communicator whose `stop_requested` becomes true.
+        signals: Signals that request a stop. Handlers that were installed before are called as well, but for Python's
+            own of SIGINT. The same signal again, 1 s later or more, ends the process as if there were no handler.
+        after_s: Seconds from now after which to stop.
+        before_limit_s: Seconds before the time limit of a Slurm job ($SLURM_JOB_END_TIME) at which to stop; or None.
+        file: Path of a file that requests a stop once it exists. It is looked for twice a second.
+
+    Returns:
+        What has been enabled: a context manager, whose `close` disables it.
+
+    Raises:
+        ValueError: A signal is not received by Python, or `after_s` is negative.
+        RuntimeError: Signals were given in another thread than the main thread, as ranks of backend "thread" are. Let
+            the main thread's handler call `comm.request_stop`.
+
+    Example:
+        >>> import os, signal
+        >>> with un.init() as comm, un.stop.enable(comm, [signal.SIGUSR1]):
+        ...     for step in un.stop.batches(comm, range(10**9)):
+        ...         if step == 3:
+        ...             os.kill(os.getpid(), signal.SIGUSR1)
+        ...     comm.stop_reason
+        'signal SIGUSR1'
+    """
+    if after_s is not None and not after_s >= 0:
+        raise ValueError(f"after_s must be a number of seconds, not {after_s}")
+    deadlines = {} if after_s is None else {f"{after_s:g} s have passed": time.time() + after_s}
+    limit = os.environ.get("SLURM_JOB_END_TIME", "")
+    if before_limit_s is not None and limit.isdecimal():
+        deadlines[f"the time limit of the Slurm job is near ({before_limit_s:g} s)"] = int(limit) - before_limit_s
+    return StopSources(comm, [signal.Signals(number) for number in signals], deadlines, file)
+
+
+def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
+    """Return the status with which a script exits, so that a job script knows whether to start it again.
+
+    Args:
+        comm: The communicator that may have stopped; it may be closed by now.
+        saved: Whether a checkpoint of the last step is complete. None: whether a `Checkpointer` of this communicator
+            has saved one.
+
+    Returns:
+        0 if the training has not been stopped. 75 (`STOPPED_SAVED`; EX_TEMPFAIL of sysexits.h) if it has, and is
+        resumed from a checkpoint of that step; 74 (`STOPPED_UNSAVED`; EX_IOERR) if there is none.
+
+    Example:
+        >>> with un.init() as comm:
+        ...     comm.request_stop()
+        ...     while not comm.stop_requested():
+        ...         pass
+        >>> un.stop.exit_status(comm), un.stop.exit_status(comm, saved=True)
+        (74, 75)
+    """
+    if comm.stop_reason is None:
+        return 0
+    return STOPPED_SAVED if (boundaries_of(comm).saved if saved is None else saved) else STOPPED_UNSAVED
+
+
+class StopSources:
+    """What requests a stop of one communicator: made by `enable`.
+
+    A signal's handler only puts its number into a queue, so that it may interrupt anything. A thread of its own waits
+    for that, looks for the deadline and the file, and sends the request.
+
+    Args:
+        comm: The communicator.
+        signals: The signals.
+        deadlines: For each reason, the time of the clock from which it holds.
+        file: The file that requests a stop once it exists.
+
+    Example:
+        >>> with un.init() as comm:
+        ...     sources = un.stop.enable(comm, [], after_s=0)
+        ...     for _ in un.stop.batches(comm, iter(int, 1)):
+        ...         pass
+        ...     sources.close()
+        ...     comm.stop_reason
+        '0 s have passed'
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        signals: Sequence[signal.Signals],
+        deadlines: dict[str, float],
+        file: str | os.PathLike[str] | None,
+    ) -> None:
+        if signals and not _is_main_thread():
+            raise RuntimeError(
+                "signals reach the main thread of a process only. Call un.stop.enable there, or let a handler that is "
+                "installed there call comm.request_stop(reason)"
+            )
+        self._deadlines = deadlines
+        self._file = None if file is None else Path(file)
+        # Putting is safe in a handler that has interrupted the same queue.
+        self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        # One that is dropped without `close` is closed in the background.
+        self._comm = weakref.ref(comm, lambda _: self._events.put(None))
+        self._since: dict[int, float] = {}
+        self._before: dict[int, Any] = {}
+        for number in signals:
+            before = signal.getsignal(number)
+            if before is None:
+                self._restore()
+                raise ValueError(f"{number.name} has a handler that was not installed by Python")
+            self._before[number] = before
+            signal.signal(number, self._on_signal)
+        _sources[comm] = self
+        comm.before_close(self.close)
+        self._thread = threading.Thread(target=self._run, name="unisono-stop", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disable all, and restore the signals' handlers. Idempotent."""
+        self._events.put(None)
+        self._restore()
+
+    def _restore(self) -> None:
+        # Only the main thread may; elsewhere the handlers stay, and request what nobody hears.
+        while self._before and _is_main_thread():
+            number, before = self._before.popitem()
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        first = self._since.setdefault(number, now)
+        before = self._before.get(number)
+        if now - first > _DUPLICATE_S:
+            signal.signal(number, before if callable(before) else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._events.put(f"signal {signal.Signals(number).name}")
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def _run(self) -> None:
+        looks = self._deadlines or self._file is not None
+        while True:
+            try:
+                reason = self._events.get(timeout=_LOOK_EVERY_S if looks else None)
+            except queue.Empty:
+                reason = self._due()
+                if reason is None:
+                    continue
+            if reason is None:
+                return
+            self._request(reason)
+
+    def _due(self) -> str | None:
+        """Return the reason to stop now, if there is one."""
+        passed = [reason for reason, when in self._deadlines.items() if time.time() >= when]
+        if self._file is not None and self._file.exists():
+            passed.append(f"the file {self._file} exists")
+        return passed[0] if passed else None
+
+    def _request(self, reason: str) -> None:
+        """Request a stop of the communicator that is in use now: ranks may be rebuilding it."""
+        comm = self._comm()
+        requested = None
+        while comm is not None and requested is not comm.latest:
+            requested = comm.latest
+            # A communicator that has failed is rebuilt, or its ranks end by that failure.
+            with suppress(CommError):
+                requested.request_stop(reason)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,40 @@
+"""Ask all ranks of a running job to stop at the same step, as its program has agreed to (`comm.stop_requested`).
+
+Ranks of a program that never calls it go on.
+
+  unisono stop 12345                               (the job of a process: a rank, or what started the ranks)
+  unisono stop 12345 --reason 'the node is needed'
+  unisono stop 12345 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from unisono.control.client import SocketControl
+from unisono.control.inspect_socket import find_control
+
+__all__ = ["add_arguments", "run"]
+
+_REACH_WITHIN_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments: the job, and the reason."""
+    parser.add_argument("pid", type=int, help="a process of the job, or its launcher")
+    parser.add_argument("--reason", default="unisono stop", help="what comm.stop_reason is on every rank (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the address of the control plane as JSON")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Send the request to the job's control plane."""
+    address, secret = find_control(given.pid)
+    control = SocketControl(address, secret, _REACH_WITHIN_S)
+    try:
+        control.request_stop(None, given.reason)
+    finally:
+        control.close()
+    where = json.dumps({"control": list(address), "reason": given.reason})
+    print(where if given.json else f"asked the ranks at the control plane {address[0]}:{address[1]} to stop")
+    return 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_helpers import new_pool
+from waiting import wait_until
 
 import unisono as un
+from unisono.bootstrap import tcp_store
 
 Task = Callable[..., Any]
 
@@ -84,6 +88,45 @@ def thrice() -> float:
 
 def test_the_next_init_meets_at_its_own_address(port: int) -> None:
     assert on_ranks(thrice, 3, port) == [3.0] * 3
+
+
+def dies_while_others_gather() -> None:
+    """Be rank 0 until another rank has joined, and is in the middle of the meeting."""
+
+    def killed(claim: Any, address: Any, secret: bytes, lease: Any) -> None:
+        assert wait_until(lambda: lease.server._state._registrations, 40)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    vars(tcp_store)["meet"] = killed
+    un.init("gloo", timeout=40)
+
+
+def summed() -> float:
+    with un.init("gloo", timeout=40) as comm:
+        x = torch.ones(1)
+        comm.all_reduce(x)
+        return x.item()
+
+
+def test_rank_0_is_killed_while_others_gather_and_comes_again(port: int) -> None:
+    with new_pool(1) as other, new_pool(1) as first, new_pool(1) as second:
+        waiting = other.submit(as_rank, variables(1, 2, port), summed)
+        with pytest.raises(BrokenExecutor):
+            first.submit(as_rank, variables(0, 2, port), dies_while_others_gather).result(60)
+        assert second.submit(as_rank, variables(0, 2, port), summed).result(60) == 2.0
+        assert waiting.result(60) == 2.0
+
+
+@pytest.mark.soak
+def test_rank_0_is_killed_while_others_gather_and_does_not_come_again(port: int) -> None:
+    with new_pool(1) as other, new_pool(1) as first:
+        waiting = other.submit(as_rank, variables(1, 2, port), un.init, "gloo", timeout=15)
+        with pytest.raises(BrokenExecutor):
+            first.submit(as_rank, variables(0, 2, port), dies_while_others_gather).result(60)
+        said = str(waiting.exception(60))
+    assert "rank 0 was not reached in time at the address published through the store" in said
+    assert "was lost" in said
+    assert "recv" not in said
 
 
 def test_forged_address_is_not_believed(port: int) -> None:

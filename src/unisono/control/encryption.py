@@ -50,7 +50,7 @@ _FLUSH_S = 2.0
 """Time for the last bytes of a process that ends to be sent."""
 
 
-class UntrustedError(OSError):
+class UntrustedError(ConnectionError):
     """The peer does not encrypt, or one side does not trust the other's certificate: to try again is of no use.
 
     Attributes:

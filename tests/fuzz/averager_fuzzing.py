@@ -22,7 +22,7 @@ from unisono.testing import pool
 __all__ = ["drawn", "failures"]
 
 _BATCH = 20
-_COMPILING_S = 60.0
+_COMPILING_S = 200.0
 """Timeout of ranks whose models are compiled: one may still compile when another one is done."""
 
 

@@ -46,6 +46,14 @@ def test_many_random_programs(backend: str, count: int, block: int, size: int) -
     check(failures(range(first, first + count), backend, size))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("block", range(5))
+def test_many_random_programs_with_compiled_steps(block: int, size: int) -> None:
+    first = 1000 * block
+    check(failures(range(first, first + 20), "shm", size, compiled=True))
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 

@@ -34,6 +34,7 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_current_autograd_node": ("torch._C", "errors in backward name no layer", "leave the name out"),
     "_current_graph_task_id": ("torch._C", "passes of two threads are mixed up", "one lock for each backward()"),
     "_disable_current_modes": ("torch.utils._python_dispatch", "reductions under FakeTensorMode", "refuse modes"),
+    "_dynamo": (torch, "an optimizer is tried while another thread compiles", "a lock of our own, for the stance"),
     "_engine_run_backward": (
         torch.autograd.graph,
         "backward passes that end by an error are not cleaned up",

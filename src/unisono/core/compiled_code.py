@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
 from types import ModuleType
 from typing import Any
 
 __all__ = ["leave_out_of_graphs"]
 
-_RULES = "torch._dynamo.trace_rules"
+_MODULE = "torch._dynamo.convert_frame"
 
-_PACKAGE = Path(__file__).parents[1]
+_FOLDER = __file__.removesuffix("core/compiled_code.py")
 
 _TRACED = (
     "autograd/",
@@ -24,43 +24,57 @@ _TRACED = (
 )
 """Files whose functions Dynamo takes into the graph that calls them."""
 
+_REFUSES = f"{_FOLDER}sharding/runtime.py"
+"""A file that looks whether its caller is compiled."""
+
 
 def leave_out_of_graphs() -> None:
     """Tell Dynamo to end a graph at each call of this package, now or when Dynamo is first imported.
 
+    Nor is anything compiled that the call runs, such as the step of an optimizer whose parameters are parts that move.
     Dynamo would otherwise trace every Python frame below a compiled one, and so put messages, locks, hooks of a
     backward pass and inference mode into a graph, where they are lost, happen once, or cannot be traced.
     `torch.compiler.disable` of each public function would import Dynamo, which takes a second, and would cost each call
     0.6 us; a rule about the files costs neither.
     """
-    if _RULES in sys.modules:
-        _add_rules(import_module(_RULES))
+    if _MODULE in sys.modules:
+        _add_rules(import_module(_MODULE))
     else:
-        sys.meta_path.insert(0, _AtImport())
+        sys.meta_path.insert(0, _AtImport)
 
 
-class _AtImport:
-    """Finder that adds the rules to Dynamo's when that module is imported, and finds nothing else."""
+class _AtImport(SourceFileLoader):
+    """Finder and loader of Dynamo's module, which adds the rules when it is imported."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the specification of the module of rules; None for all others."""
-        if name != _RULES:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the specification of that module; None for all others."""
+        file = f"{path[0]}/{name.rpartition('.')[2]}.py" if name == _MODULE else ""
+        return spec_from_file_location(name, file, loader=cls(name, file)) if file else None
 
-            def then_add(module: ModuleType) -> None:
-                execute(module)
-                _add_rules(module)
-
-            spec.loader.exec_module = then_add  # type: ignore[method-assign]
-        return spec
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, and add the rules."""
+        super().exec_module(module)
+        _add_rules(module)
 
 
-def _add_rules(rules: ModuleType) -> None:
-    # Both names are private: a torch without them traces this package as it does any other.
-    if hasattr(rules, "add") and hasattr(rules, "get_mod_inlinelist"):
-        rules.add("unisono")
-        # These are traced where they are called in a graph. Where they are called outside, the rule above holds.
-        rules.get_mod_inlinelist().update(f"{_PACKAGE}/{name}" for name in _TRACED)
+def _add_rules(dynamo: ModuleType) -> None:
+    # All of these names are private: a torch without them traces this package as it does any other.
+    try:
+        convert = dynamo.CatchErrorsWrapper.__call__
+        plain = dynamo.FrameExecStrategy(dynamo.FrameAction.SKIP, dynamo.FrameAction.SKIP)
+        # These are traced where they are called in a graph. Where they are called outside, all files are alike.
+        dynamo.trace_rules.get_mod_inlinelist().update(_FOLDER + name for name in _TRACED)
+        dynamo.trace_rules.add("unisono")
+    except AttributeError:
+        return
+
+    def call(self: Any, frame: Any, *given: Any) -> Any:
+        returned = convert(self, frame, *given)
+        file = frame.f_code.co_filename
+        if file.startswith(_FOLDER) and file != _REFUSES:
+            # Dynamo keeps it with the code, and asks once. By the rule alone it would compile what this frame calls.
+            returned.frame_exec_strategy = plain
+        return returned
+
+    dynamo.CatchErrorsWrapper.__call__ = call

@@ -546,17 +546,26 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
 )
 _GRAD: Any = torch.Tensor.grad
 _GRADIENT = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
+_DESCRIBED: frozenset[Callable[..., Any]] = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in ("_base", "grad", "is_mkldnn")),
+        *(getattr(torch.Tensor, name) for name in ("_is_view", "is_conj", "is_neg", "untyped_storage")),
+    ]
+)
+"""What a compiler reads of each p.grad, whether the graph uses it or not."""
 
 
 class _MetadataOnly(torch.Tensor):
     """Base of the classes whose tensors have no elements: reads of shape, dtype and other metadata work."""
+
+    _metadata = _METADATA
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Call a function of metadata; refuse any other."""
-        if func not in _METADATA:
+        if func not in cls._metadata:
             cls._refuse(func, args, kwargs)
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -596,6 +605,8 @@ class FreedParameter(_MetadataOnly, nn.Parameter):
 
 class ShardedGradient(_MetadataOnly):
     """Class of p.grad while each rank has a part of the gradient. Reads of metadata work; any other use raises."""
+
+    _metadata = _METADATA | _DESCRIBED
 
     @classmethod
     def _refuse(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> NoReturn:

@@ -15,6 +15,7 @@ from unisono.errors import ClosedError, PeerLostError
 from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
 from unisono.sharding.flat_parameters import FlatGradient, ParameterBucket, ParameterPiece, ShardedGradient
 from unisono.sharding.shard_optimizer import (
+    NO_OPTIONS,
     check_same_step,
     check_shardable,
     named_groups,
@@ -372,7 +373,7 @@ class ShardedOptimizer(Optimizer):
     def _share_options(self) -> None:
         """Let the optimizer of this rank's part have the options that the caller sees."""
         for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
-            theirs.update({key: value for key, value in mine.items() if key != "params"})
+            theirs.update({key: value for key, value in mine.items() if key not in NO_OPTIONS})
 
     def _show_options(self) -> None:
         """Let the caller see the options that the optimizer of this rank's part has."""

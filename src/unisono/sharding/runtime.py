@@ -208,7 +208,7 @@ class Runtime:
         raise TypeError(NO_COPY)
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None:
+        if eval_frame.get_eval_frame_callback() is not None:
             raise RuntimeError("torch.compile cannot trace a ShardedModel's hooks. Compile functions inside modules")
         backward = self._in_backward()
         if self._depth == 0 and not backward:

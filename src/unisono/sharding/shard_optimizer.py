@@ -6,7 +6,6 @@ import cmath
 import copy
 import inspect
 import math
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
@@ -28,6 +27,7 @@ from unisono.sharding.flat_parameters import ParameterPiece
 from unisono.utils.parameters import Named, check_parameters, named_tensors
 
 __all__ = [
+    "NO_OPTIONS",
     "SHARED_STATE",
     "ShardOptimizer",
     "check_elementwise",
@@ -231,7 +231,8 @@ def check_elementwise(
     failed: Exception | None = None
     for missing, at_least in ((True, 2), (False, 2), (False, 1)):
         try:
-            with _ONE_TRIAL, torch.compiler.set_stance("force_eager"):
+            # The stance is one for all threads. So is what torch's optimizers ask: whether anything is being compiled.
+            with torch._dynamo.convert_frame.compile_lock, torch.compiler.set_stance("force_eager"):
                 return _Trial(optimizer_class, groups, defaults, missing, at_least).run()
         except _RefusedError as refused:
             raise ValueError(f"{name} {refused}, so its states cannot be sharded. {advice}") from None
@@ -239,10 +240,6 @@ def check_elementwise(
             # Any, of the user's class.
             failed = error
     raise ValueError(f"{name} failed in a trial step: {failed}. {advice}") from failed
-
-
-_ONE_TRIAL = threading.Lock()
-"""Held during a trial, because the stance of torch's compiler is one for all threads."""
 
 
 class _RefusedError(Exception):
@@ -650,12 +647,20 @@ def _compare_step(names: Sequence[str], card: _Card, comm: Communicator) -> None
     comm.flush_agreements()
 
 
+NO_OPTIONS = frozenset({"params", "capturable"})
+"""Entries of a group that are neither compared nor taken over from the caller's groups.
+
+Dynamo sets "capturable" when it compiles a function that writes an option, for a step in the graph; ranks may do so at
+different times.
+"""
+
+
 def _numbers(group: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Options of a group that are numbers, as text."""
     found = []
     for key, value in sorted(group.items()):
         plain = value.tolist() if isinstance(value, torch.Tensor) else value
-        if key != "params" and isinstance(plain, int | float | tuple | list):
+        if key not in NO_OPTIONS and isinstance(plain, int | float | tuple | list):
             found.append((key, repr(plain)))
     return found
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from import_graph import modules
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 import unisono as un
 from unisono.core import compiled_code
@@ -28,7 +29,8 @@ from unisono.testing import pool
 Rank = Callable[[un.Communicator], Any]
 
 pytestmark = [
-    # Torch warns of names of its own.
+    # Torch warns of names of its own, and of gradients that it looks for itself.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"),
@@ -70,6 +72,8 @@ def training(comm: un.Communicator, how: str, kind: type[torch.optim.Optimizer],
     guard = un.gradients.NanGuard(model, comm)
 
     def step(x: torch.Tensor) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
         optimizer.zero_grad()
         if averager is not None:
             with averager.no_sync():
@@ -114,6 +118,35 @@ def test_whole_steps_of_processes_train_as_without_a_compiler(how: str, backend:
     assert all(pool(backend, 3, timeout=200.0).run(beside, how, torch.optim.Adam, "aot_eager", size=size))
 
 
+def test_what_a_call_runs_is_not_compiled() -> None:
+    """The parameters of this optimizer are parts, which a guard of Dynamo's takes for those of the last step."""
+    seen = list[bool]()
+
+    class Probe(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(get_eval_frame_callback() is None)
+            return super().step(closure)
+
+    with un.init() as comm:
+        optimizer = un.sharding.ShardedOptimizer(Probe, nn.Linear(2, 1), comm, elementwise=True, lr=0.1)
+        torch.compile(optimizer.step, backend="eager")()
+    assert seen == [True]
+
+
+def test_model_is_compiled_while_its_gradients_are_sharded() -> None:
+    def program(comm: un.Communicator) -> list[list[float]]:
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.0)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"p\.grad, which is sharded"):
+            model.weight.grad.norm()
+        found: list[list[float]] = torch.compile(model, backend="eager", fullgraph=True)(torch.zeros(1, 2)).tolist()
+        optimizer.remove()
+        return found
+
+    assert un.launch(program, 2, "thread") == [[[0.0]], [[0.0]]]
+
+
 # -- the rule ----------------------------------------------------------------------------------------------
 def test_rank_and_size_stay_in_the_graph() -> None:
     def program(comm: un.Communicator) -> list[float]:
@@ -140,7 +173,7 @@ def test_model_of_an_averager_stays_one_graph() -> None:
 
 
 def test_torch_without_the_private_names_is_left_alone() -> None:
-    compiled_code._add_rules(ModuleType("trace_rules"))
+    compiled_code._add_rules(ModuleType("convert_frame"))
 
 
 @pytest.mark.soak
@@ -183,16 +216,18 @@ def wrong_examples(names: list[str], monkeypatch: pytest.MonkeyPatch) -> list[st
         for test in finder.find(importlib.import_module(name), extraglobs={"torch": torch, "un": un}):
             if "un.launch(" in (test.docstring or "") or "un.simulate(" in (test.docstring or ""):
                 text: list[str] = []
-                done = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=text.append)
+                # Dynamo removes what it has put into the globals when it forgets the code.
+                done = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=text.append, clear_globs=False)
                 wrong += [f"{test.name}: {''.join(text)}"] if done.failed else []
     return wrong
 
 
-MODULES = [name for name in modules() if not name.endswith("__main__")]
+# A ShardedModel refuses to be compiled.
+MODULES = [name for name in modules() if not name.endswith("__main__") and name != "unisono.sharding.model"]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("room", sorted({".".join(name.split(".")[:2]) for name in MODULES}))
+@pytest.mark.parametrize("room", sorted({".".join(name.split(".")[:2]) for name in MODULES if "." in name}))
 def test_examples_of_docstrings(room: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     names = [name for name in MODULES if name == room or name.startswith(f"{room}.")]

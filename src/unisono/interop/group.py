@@ -31,6 +31,7 @@ from unisono.interop.options import (
     operation,
     plain,
     together,
+    unversioned,
 )
 from unisono.interop.serial_queue import Progress, SerialQueue
 
@@ -189,10 +190,10 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def reduce_scatter(self, outputs: _Tensors, inputs: _Lists, opts: Any = None) -> UnisonoWork:
-        output = only(outputs, "reduce_scatter")
+        only(outputs, "reduce_scatter")
         op = operation(opts)
         parts = [plain(t) for t in inputs[0]]
-        return self._do(opts, outputs, partial(self._comm.reduce_scatter, output, parts, op))
+        return self._do(opts, outputs, partial(self._comm.reduce_scatter, plain(outputs[0]), parts, op))
 
     @by_device
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> UnisonoWork:
@@ -275,7 +276,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
     ) -> UnisonoWork:
-        target = plain(output)
+        target = unversioned(output)
         source = plain(input)
         taken = output_split_sizes or None
         given = input_split_sizes or None

@@ -15,7 +15,17 @@ import torch.distributed as dist
 from unisono.core.types import Work
 from unisono.core.work import WorkGroup
 
-__all__ = ["GroupOptions", "UnisonoWork", "asynchronous", "limit_s", "only", "operation", "plain", "together"]
+__all__ = [
+    "GroupOptions",
+    "UnisonoWork",
+    "asynchronous",
+    "limit_s",
+    "only",
+    "operation",
+    "plain",
+    "together",
+    "unversioned",
+]
 
 _NAMES: dict[object, str] = {op: name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
@@ -74,7 +84,7 @@ def only(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
     """The only tensor of a list; several on one rank were for several devices of one process."""
     if len(tensors) != 1:
         raise ValueError(f"{name} takes one tensor per rank, not {len(tensors)}")
-    return plain(tensors[0])
+    return unversioned(tensors[0])
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,6 +94,16 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     a derivative do with their outputs. A sparse tensor is itself, for the other one would not be changed with it.
     """
     return tensor.detach() if tensor.layout == torch.strided else tensor
+
+
+def unversioned(tensor: torch.Tensor) -> torch.Tensor:
+    """As `plain`, with a version counter of its own: autograd does not notice what is written.
+
+    Torch's backends write without a trace where they get the tensor itself, and programs rely on that: they reduce an
+    activation that autograd has saved. Where torch's gloo copies from a buffer of its own, as to the outputs of
+    `all_gather`, autograd notices, so those outputs are `plain`.
+    """
+    return tensor.data if tensor.layout == torch.strided else tensor
 
 
 _ALWAYS = timedelta(0)

@@ -45,7 +45,7 @@ def check(first: int, count: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["thread", "sim"])
 def test_programs_on_threads_draw_as_in_a_process(backend: str) -> None:
-    check(0, 30, backend)
+    check(0, 20, backend)
 
 
 @pytest.mark.soak

@@ -3,8 +3,8 @@
 A process has one default generator each of torch, Python and numpy. While ranks live that are threads, these answer by
 the thread that asks. All three are Python objects, which are replaced by ones that forward to the calling rank's. That
 is enough for what calls methods (`torch.manual_seed`, `fork_rng`, activation checkpointing), but torch's operators take
-theirs in C++. So those of aten that accept a generator are overridden on the CPU: given none, or the default one, they
-pass on the calling rank's. All of this ends with the last of the ranks.
+theirs in C++. So those of aten that accept a generator are intercepted where torch selects a backend. On the CPU, given
+none or the default one, they are passed the calling rank's. All of this ends with the last of the ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import importlib
 import os
 import random
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType, TracebackType
@@ -28,16 +27,19 @@ from unisono.errors import UnavailableError
 
 __all__ = ["OWN_GENERATORS", "ThreadRank", "generator_operators", "here", "own_generators"]
 
-OWN_GENERATORS = hasattr(torch.library, "get_kernel")
-"""Whether torch can be given a generator for each rank, which needs the kernel that an override replaces."""
+# Not in torch's annotations.
+_c: Any = torch._C
+OWN_GENERATORS = all(
+    hasattr(_c, f"_dispatch_{name}")
+    for name in ("get_all_op_names", "has_kernel_for_dispatch_key", "keyset_full_after")
+)
+"""Whether torch can be given a generator for each rank, which needs private functions of it."""
 
 _REFUSED = ("manual_seed", "seed", "set_state")
 _WHY_REFUSED = (
-    "sets one generator for all ranks, which are threads of one process here. Use a generator of your own, or give "
-    "each rank one: with processes as ranks, or with torch 2.9 or later"
+    "sets one generator for all ranks, which are threads of one process here, and this torch cannot give each its own. "
+    "Make a generator and pass it on, or use processes as ranks"
 )
-# Not in torch's annotations.
-_c: Any = torch._C
 _default: Any = torch.random.default_generator
 
 
@@ -96,21 +98,20 @@ def _belong(rank: ThreadRank | None) -> None:
 def _overridden() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     try:
-        # Torch warns once that something is overridden.
-        with warnings.catch_warnings(action="ignore"):
-            operators = generator_operators() if OWN_GENERATORS else []
-            for operator in operators:
-                library.impl(operator, _given_a_generator(operator), "CPU", with_keyset=True)
-        # The end of a registration frees the kernel, which a thread outside of all ranks may be about to run: it only
-        # waits for Python's lock. So kernels are kept until the next ones are made.
-        _kernels[:] = [torch.library.get_kernel(operator, "CPU") for operator in operators]
+        operators = generator_operators() if OWN_GENERATORS else []
+        for operator in operators:
+            library.impl(operator, _given_a_generator(operator), "BackendSelect", with_keyset=True)
+        # The end of a registration frees the function, which a thread outside of all ranks may be about to run: it only
+        # waits for Python's lock. So functions are kept until the next ones are registered.
+        keep = getattr(torch.library, "get_kernel", None)
+        _kept[:] = [keep(operator, "BackendSelect") for operator in operators if keep is not None]
         with replaced([*_of_torch(), *_of_python(), *_of_numpy(), *_of_threads()]):
             yield
     finally:
         library._destroy()
 
 
-_kernels: list[Any] = []
+_kept: list[Any] = []
 own_generators = SharedContext(_overridden)
 """Context of ranks that have generators of their own. What starts ranks enters it, too, so that it is made once."""
 
@@ -162,18 +163,21 @@ def generator_operators() -> list[Any]:
 
 def _given_a_generator(operator: Any) -> Callable[..., Any]:
     """Return an implementation of an operator that passes the calling rank's generator on, where none is given."""
-    call = torch.library.get_kernel(operator, "CPU").call_boxed
+    cpu = _c.DispatchKey.CPU
+    backends = _c._dispatch_keyset_full_after(_c.DispatchKey.BackendSelect)
+    # Gives Python's lock back while the kernel runs, as a kernel called by `torch.library.get_kernel` does not.
+    call = operator._handle.redispatch_boxed
     # Some take it by keyword only: then it is behind all others.
     place = [argument.name for argument in operator._schema.arguments].index("generator")
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[place] if len(args) > place else kwargs.get("generator")
-        if given is None or given._cdata in _DEFAULTS:
+        if keys.has(cpu) and (given is None or given._cdata in _DEFAULTS):
             rank = _thread.rank
             if rank is not None or given is not None:
                 args = args[:place]
                 kwargs["generator"] = _default if rank is None else rank.torch
-        return call(keys, *args, **kwargs)
+        return call(keys & backends, *args, **kwargs)
 
     return draw
 

@@ -20,13 +20,12 @@ from torch.utils.data import DataLoader
 
 import unisono as un
 from unisono.core import thread_ranks
-from unisono.core.thread_ranks import OWN_GENERATORS, ThreadRank, here
+from unisono.core.thread_ranks import ThreadRank, here
 from unisono.core.threads import DaemonThreadPool
 from unisono.errors import UnavailableError
 
 BACKENDS = ("thread", "sim")
 DEFAULT = torch.default_generator
-needs_kernels = pytest.mark.skipif(not OWN_GENERATORS, reason="torch.library.get_kernel came with torch 2.9")
 
 
 @pytest.fixture
@@ -35,6 +34,10 @@ def rank() -> Iterator[ThreadRank]:
     rank = ThreadRank()
     with rank:
         yield rank
+
+
+def rank_like(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 # -- every operator ----------------------------------------------------------------------------------
@@ -112,7 +115,6 @@ def draw(operator: Any) -> list[torch.Tensor]:
     return [one.clone() for one in ([found] if isinstance(found, torch.Tensor) else found)]
 
 
-@needs_kernels
 def test_every_operator_draws_from_the_generator_of_its_rank(rank: ThreadRank) -> None:
     before = DEFAULT.get_state()
     drawn = 0
@@ -128,6 +130,24 @@ def test_every_operator_draws_from_the_generator_of_its_rank(rank: ThreadRank) -
     assert drawn > 100
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_sparse_tensors_draw_from_the_generator_of_the_rank(rank: ThreadRank) -> None:
+    sparse = torch.eye(4).to_sparse_csr()
+    assert torch.equal(sparse.clone().normal_(generator=rank_like(3)).values(), torch.randn(4, generator=rank_like(3)))
+    torch.manual_seed(3)
+    assert torch.equal(sparse.normal_().values(), torch.randn(4, generator=rank_like(3)))
+
+
+def test_other_threads_run_while_an_operator_draws(rank: ThreadRank) -> None:
+    big = torch.empty(10_000_000)
+    turns = []
+    drawing = threading.Thread(target=big.normal_)
+    drawing.start()
+    while drawing.is_alive():
+        turns.append(drawing.join(0.001))
+    assert len(turns) > 4
+
+
 # -- ranks of a launch -------------------------------------------------------------------------------
 def weights(comm: un.Communicator | None = None) -> torch.Tensor:
     torch.manual_seed(0)
@@ -135,7 +155,6 @@ def weights(comm: un.Communicator | None = None) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@needs_kernels
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_model_is_that_of_its_seed(backend: str) -> None:
     with torch.random.fork_rng(devices=[]):
@@ -168,7 +187,6 @@ def test_everything_is_as_before_after_the_last_rank(backend: str) -> None:
     assert np.array_equal(after["numpy"]["state"]["key"], state["numpy"]["state"]["key"])
 
 
-@needs_kernels
 def test_generators_remain_until_the_last_rank_ends() -> None:
     """One that is left behind after another one's failure, say."""
     rank = ThreadRank(1)
@@ -180,7 +198,6 @@ def test_generators_remain_until_the_last_rank_ends() -> None:
         assert drawn() == first
 
 
-@needs_kernels
 def test_ranks_that_do_not_ask_share_nothing_with_those_that_launch() -> None:
     """The thread that has launched them draws from the generator of the process, meanwhile."""
     with torch.random.fork_rng(devices=[]):
@@ -201,7 +218,6 @@ def test_ranks_that_do_not_ask_share_nothing_with_those_that_launch() -> None:
 
 
 # -- what the program holds --------------------------------------------------------------------------
-@needs_kernels
 def test_default_generator_is_that_of_the_rank(rank: ThreadRank) -> None:
     right = torch.rand(3, generator=torch.Generator().manual_seed(4))
     for generator in (torch.default_generator, torch.random.default_generator):
@@ -216,11 +232,6 @@ def test_default_generator_is_that_of_the_rank(rank: ThreadRank) -> None:
     assert torch.equal(torch.poisson(torch.ones(3), DEFAULT), torch.poisson(torch.ones(3), rank_like(4)))
 
 
-def rank_like(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-@needs_kernels
 def test_own_generator_of_a_program_is_its_own(rank: ThreadRank) -> None:
     before = rank.torch.get_state()
     assert torch.equal(torch.rand(3, generator=rank_like(1)), torch.rand(3, generator=rank_like(1)))
@@ -285,7 +296,6 @@ def loaded() -> torch.Tensor:
     return torch.stack(list(DataLoader(Draws(), batch_size=None, num_workers=1, multiprocessing_context="fork")))
 
 
-@needs_kernels
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_workers_of_a_loader_draw_as_in_a_process() -> None:
     with torch.random.fork_rng(devices=[]):
@@ -312,7 +322,6 @@ def test_forked_process_of_a_rank_has_another_seed_of_python() -> None:
 
 
 # -- what torch runs elsewhere -----------------------------------------------------------------------
-@needs_kernels
 def test_backward_drops_out_what_forward_did(rank: ThreadRank) -> None:
     model = nn.Dropout(0.5)
     given = torch.ones(1000, requires_grad=True)
@@ -325,7 +334,6 @@ def test_backward_drops_out_what_forward_did(rank: ThreadRank) -> None:
         assert torch.equal(given.grad, out.detach())
 
 
-@needs_kernels
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -345,7 +353,7 @@ def test_compiled_code_draws_on_ranks_as_in_a_process(backend: str) -> None:
         assert all(map(torch.equal, un.launch(program, 1, "thread")[0], right))
 
 
-# -- a torch without kernels to call on --------------------------------------------------------------
+# -- a torch that lacks what this needs --------------------------------------------------------------
 SEEDS: list[Callable[[], object]] = [
     lambda: torch.manual_seed(0),
     torch.seed,

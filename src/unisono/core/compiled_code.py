@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -63,11 +64,14 @@ def _add_rules(dynamo: ModuleType) -> None:
     try:
         convert = dynamo.CatchErrorsWrapper.__call__
         plain = dynamo.FrameExecStrategy(dynamo.FrameAction.SKIP, dynamo.FrameAction.SKIP)
-        # These are traced where they are called in a graph. Where they are called outside, all files are alike.
-        dynamo.trace_rules.get_mod_inlinelist().update(_FOLDER + name for name in _TRACED)
+        inlined = dynamo.trace_rules.get_mod_inlinelist
         dynamo.trace_rules.add("unisono")
     except AttributeError:
         return
+
+    # These are traced where they are called in a graph. Where they are called outside, all files are alike. The list is
+    # made anew when its cache is cleared, as by `init_process_group`.
+    dynamo.trace_rules.get_mod_inlinelist = functools.cache(lambda: inlined() | {_FOLDER + name for name in _TRACED})
 
     def call(self: Any, frame: Any, *given: Any) -> Any:
         returned = convert(self, frame, *given)

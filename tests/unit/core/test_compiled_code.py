@@ -172,6 +172,13 @@ def test_model_of_an_averager_stays_one_graph() -> None:
     assert un.launch(program, 2, "thread") == [True, True]
 
 
+def test_files_stay_in_the_graph_when_torch_makes_a_group() -> None:
+    from torch._dynamo import trace_rules
+
+    trace_rules.clear_lru_cache()
+    assert any(file.endswith("unisono/comm/place.py") for file in trace_rules.get_mod_inlinelist())
+
+
 def test_torch_without_the_private_names_is_left_alone() -> None:
     compiled_code._add_rules(ModuleType("convert_frame"))
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from doctor_helpers import Seen, find, the_problem
@@ -52,6 +53,53 @@ def test_native_core_disabled_or_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     (found,) = find("extension")
     assert found.state == "optional"
     assert "is missing: everything works" in found.text
+
+
+# -- torch's build ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("cuda", "vendor", "kind", "state", "says"),
+    [
+        ("12.8", "0x8086", "0x030000", "info", r"CUDA's libraries \(2.5 GB\) were installed for nothing"),
+        ("12.8", "0x10de", "0x020700", "info", "were installed for nothing"),
+        ("12.8", "0x10de", "0x030200", "optional", r"NVIDIA GPU \(0000:01:00.0\), but torch cannot use it"),
+        (None, "0x10de", "0x030200", "optional", "torch was built without CUDA"),
+        (None, "0x8086", "0x030000", None, ""),
+    ],
+)
+def test_torch_built_for_another_host(
+    cuda: str | None,
+    vendor: str,
+    kind: str,
+    state: str | None,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from unisono.tools.doctor.checks import torch as check
+
+    device = tmp_path / "0000:01:00.0"
+    device.mkdir()
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{kind}\n")
+    packages = [
+        SimpleNamespace(name="nvidia-cublas", files=[SimpleNamespace(size=2_500_000_000), SimpleNamespace(size=None)]),
+        SimpleNamespace(name="torch", files=[SimpleNamespace(size=700_000_000)]),
+        SimpleNamespace(name=None, files=None),
+    ]
+    monkeypatch.setattr(check, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(check, "distributions", lambda: packages)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = find("torch")
+    assert [each.state for each in found] == ["ok", *([state] if state else [])]
+    assert re.search(says, found[-1].text)
+    # GPUs may be hidden on purpose.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [each.state for each in find("torch")] == ["ok"]
 
 
 # -- the host's name -------------------------------------------------------------------------------

@@ -1,23 +1,31 @@
-"""Check that torch is installed, and new enough."""
+"""Check that torch is installed, new enough, and the build for this host: with CUDA, or without."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import distributions
+from pathlib import Path
 from types import ModuleType
 
-from unisono.tools.doctor.examination import Finding, Target, ok, problem
+from unisono.tools.doctor.examination import Finding, Target, info, ok, optional, problem
 
 __all__ = ["ORDER", "check", "load_torch"]
 
 ORDER = 10
 _OLDEST = (2, 8)
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NVIDIA = "0x10de"
+# Packages that torch's CUDA builds bring and no CPU build needs.
+_CUDA_PACKAGES = ("nvidia-", "cuda-", "triton")
 # Checks run in threads, and simultaneous imports by two of them break torch.
 _importing = threading.Lock()
 
 
-def check(_target: Target) -> Iterator[Finding]:
+def check(target: Target) -> Iterator[Finding]:
     """Import torch."""
     fix = f"{sys.executable} -m pip install --upgrade 'torch>={_OLDEST[0]}.{_OLDEST[1]}'"
     try:
@@ -32,6 +40,47 @@ def check(_target: Target) -> Iterator[Finding]:
     count = torch.cuda.device_count()
     gpus = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
     yield ok(f"{version}, {gpus}, {torch.get_num_threads()} threads a process")
+    # A list of visible devices may be empty on purpose, so it says nothing about the host.
+    if not count and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        yield from _build(torch, target)
+
+
+def _build(torch: ModuleType, target: Target) -> Iterator[Finding]:
+    """Compare torch's build with the host, of whose GPUs torch sees none."""
+    version = torch.__version__.partition("+")[0]
+    reinstall = f"{sys.executable} -m pip install --force-reinstall torch=={version}"
+    gpu = _nvidia_device()
+    if torch.version.cuda and not gpu and not target.requires("nccl"):
+        size = _cuda_bytes()
+        libraries = f"CUDA's libraries ({size / 1e9:.1f} GB)" if size else "CUDA's libraries"
+        yield info(
+            f"this build is for CUDA {torch.version.cuda}, and this host has no NVIDIA GPU: {libraries} were installed "
+            "for nothing, unless hosts with GPUs use this environment too",
+            f"{reinstall} --index-url {_CPU_INDEX}   # then uninstall the packages nvidia-*",
+        )
+    elif gpu and torch.version.hip is None:
+        # A container sees its host's devices even where it was not given them, so this is not surely a fault.
+        obstacle = "cannot use it: see its driver" if torch.version.cuda else "was built without CUDA"
+        fix = "nvidia-smi" if torch.version.cuda else reinstall
+        yield optional(f"this host has an NVIDIA GPU ({gpu}), but torch {obstacle}", fix)
+
+
+def _nvidia_device() -> str | None:
+    """Return the PCI address of a GPU of NVIDIA, whether or not it has a driver; None if the host has none."""
+    for device in sorted(_PCI_DEVICES.glob("*")):
+        try:
+            # Class 0x03 is displays and 3D controllers: NVIDIA's network cards have the same vendor.
+            if (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith("0x03"):
+                return device.name
+        except OSError:
+            continue
+    return None
+
+
+def _cuda_bytes() -> int:
+    """Return how many bytes the packages of CUDA take, by the lists of files that pip keeps."""
+    packages = [each for each in distributions() if (each.name or "").lower().startswith(_CUDA_PACKAGES)]
+    return sum(file.size or 0 for package in packages for file in package.files or ())
 
 
 def load_torch() -> ModuleType:

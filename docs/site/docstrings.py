@@ -10,7 +10,7 @@ import griffe
 __all__ = ["Sections", "normalize"]
 
 PARSED = {"Args", "Attributes", "Raises", "Returns", "Yields"}
-NOTES = re.compile(r"(Balance|Collective|Cost|Method): ")
+NOTES = re.compile(r"(Balance|Collective|Cost|Method|Provisional): ")
 ERRORS = re.compile(r"(\s*[A-Z]\w+(?:, [A-Z]\w+)*) (?![\w, ]+:)")
 SEVERAL = re.compile(r"(    )(\*{0,2}\w+(?:, \*{0,2}\w+)+): (.*)", re.DOTALL)
 

@@ -1,4 +1,7 @@
-"""Stop all ranks, look at any of them, and go on."""
+"""Stop all ranks, look at any of them, and go on.
+
+Provisional: it may change in any minor version, without a deprecation.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ __all__ = ["Session", "attach", "breakpoint"]
 
 def breakpoint(comm: Communicator | None = None) -> None:  # noqa: A001  # as Python's, for all ranks
     """Stop here, and stop all other ranks at their next call; return when a debugger lets them go.
+
+    Provisional: it may change in any minor version, without a deprecation.
 
     Deadlines stand still meanwhile. If the ranks are threads of this process, or simulated, and its standard input is a
     terminal, the debugger's prompt is shown here. Else attach from another terminal of the same user on this host with

@@ -25,6 +25,8 @@ _LOOK_EVERY_S = 0.01
 class Session:
     """A debugger's connection to the held ranks of one job on this host, as `attach` makes it.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     A context manager that closes it. The ranks are held as before then, and another debugger can attach.
 
     Args:
@@ -166,6 +168,8 @@ class Session:
 
 def attach(pid: int | None = None) -> Session:
     """Connect to the ranks of a job that are held on this host.
+
+    Provisional: it may change in any minor version, without a deprecation.
 
     Args:
         pid: A process of the job, or what started the ranks; None if only one job is held.

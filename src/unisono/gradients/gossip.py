@@ -59,6 +59,8 @@ class NeighbourMean:
 class Gossip(PeriodicAverager):
     """Gossip averaging: mix parameters with a few neighbours, by weights that keep the mean over all ranks.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     No rank waits for all others. Each round moves ranks towards the mean, which itself stays (up to rounding). Finite
     parameters that are equal on all neighbours do not change, except where all ranks are neighbours, as two or three on
     a ring are: an all_reduce may round. Method: Lian et al., Can

@@ -18,6 +18,8 @@ __all__ = ["DiLoCo", "LocalSGD", "SlowMo"]
 class LocalSGD(PeriodicAverager):
     """Local SGD: average parameters over ranks every n-th step, instead of gradients at each step.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Method: Stich, Local SGD converges fast and communicates little (2019). After an average
     all ranks hold the same bits. Construction is collective, and so is each `step` that averages.
 
@@ -99,6 +101,8 @@ class LocalSGD(PeriodicAverager):
 class DiLoCo(PeriodicAverager):
     """Outer optimizer that takes the ranks' mean parameter change as its gradient, every n-th step.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Ranks start from a common anchor, train independently for n steps, and average anchor - parameters.
     The outer optimizer (SGD with Nesterov momentum) steps the anchor with that average, and all ranks continue from
     the anchor. Method: Douillard et al., DiLoCo, distributed low-communication training of
@@ -179,6 +183,8 @@ class DiLoCo(PeriodicAverager):
 
 class SlowMo(torch.optim.Optimizer):
     """Outer optimizer of SlowMo: momentum in units of gradients, for an inner learning rate that changes.
+
+    Provisional: it may change in any minor version, without a deprecation.
 
     With a constant inner learning rate it is `DiLoCo`'s SGD without Nesterov. Method: Wang, Tantia, Ballas, Rabbat:
     SlowMo, improving communication-efficient distributed SGD with slow momentum (2020).

@@ -28,6 +28,8 @@ _Gradients = list[torch.Tensor | None]
 class LogicalShards:
     """Averaging of gradients with the same bits on any number of ranks: the mean over logical shards of the data.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Each step's data is cut into `count` shards, which the ranks have in consecutive runs of equal length. Each rank
     runs the backward passes of each of its shards, in `shard`, once a step and in any order. When its last one ends,
     each `p.grad` is the mean over all shards: their sum in one balanced binary tree over the shards, in which the first

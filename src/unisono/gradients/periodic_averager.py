@@ -191,6 +191,8 @@ class Fragment:
 class PeriodicAverager(PeriodicAction):
     """Engine of periodic averaging, of which `LocalSGD`, `DiLoCo` and `Gossip` are settings.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Ranks train independently. When a fragment of the parameters is due, this rank's contribution is sent and reduced,
     and the result is applied `overlap_steps` steps later. Without `outer`, parameters are averaged themselves. With
     `outer`, the contribution is the change from a common anchor; the outer optimizer steps the anchor with the mean

@@ -28,6 +28,8 @@ _OUTLIER = 5.0
 class TrimmedMean:
     """Mean of each coordinate without its `trim` largest and smallest values; NaN counts as the largest.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     On rank 0 a warning of logger "unisono" names each rank that is 5 times as far from the result as the median rank
     is. Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning (2018).
 
@@ -77,6 +79,8 @@ class TrimmedMean:
 @dataclass(frozen=True)
 class ClippedMean:
     """Mean of contributions that are scaled down to the median of their norms, message by message.
+
+    Provisional: it may change in any minor version, without a deprecation.
 
     What is not finite counts as zeros. On rank 0 a warning of logger "unisono" names each rank whose norm
     is not finite, or more than 5 times the median. Method: Karimireddy, He, Jaggi: Learning from history for Byzantine

@@ -19,6 +19,8 @@ T = TypeVar("T")
 def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) -> Recording:
     """Record what this rank receives from now on, so that `replay` can run it again alone.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Call it right after `init`, before a checkpoint is loaded: a replay runs the program from its beginning, and loads
     the same checkpoint again. Ranks need not all record. Kept are the results of collectives, received messages, from
     which rank a receive from any rank was, what a work answered to `is_completed` and when its future completed,
@@ -70,6 +72,8 @@ def replay(
     folder: str | Path, rank: int, program: Callable[..., T], args: Sequence[Any] = (), **kwargs: Any
 ) -> T | None:
     """Run `program(comm, *args, **kwargs)` as one recorded rank, alone in this process, and return its result.
+
+    Provisional: it may change in any minor version, without a deprecation.
 
     The program calls `record` where it called it then, which begins the replay: from there on it receives what it
     received then. A script is replayed by `unisono replay`.

@@ -22,6 +22,8 @@ __all__ = ["CODEC", "Onebit", "pack_signs", "unpack_signs"]
 class Onebit(TwoStage):
     """Codec that sends the sign of each number, and for each block one float32: the mean of its magnitudes.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     A single average loses much, so use `error_feedback(onebit())`. Zero counts as positive, except in a block of
     only zeros. A block with a NaN or an infinity (in float64: anything beyond float32's range) becomes
     non-finite as a whole, on every rank.

@@ -21,6 +21,8 @@ __all__ = ["CODEC", "Randomk"]
 class Randomk(SteppedCodec):
     """Codec that sends one random element of each stretch of a bucket, drawn for each call, in the bucket's dtype.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     The rest counts as zero, and nothing is scaled up for it, so use `error_feedback(randomk())`. A NaN or an
     infinity anywhere makes the whole result NaN on every rank: otherwise it would be missed where it is not drawn.
 

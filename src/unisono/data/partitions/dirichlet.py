@@ -19,6 +19,8 @@ __all__ = ["PARTITIONER", "Dirichlet"]
 class Dirichlet(AssignmentPartitioner):
     """Parts that are not alike: each draws its mix of labels. By name: the dataset's `targets` or `labels`.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Args:
         labels: One for each sample: an integer tensor, or any hashable values.
         alpha: Concentration, more than 0: parts are alike if it is large, and have about one label each if it is small.

@@ -48,6 +48,8 @@ def play(
 ) -> None:
     """Write an HTML page that replays an algorithm: one file, which any browser opens without a network.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Args:
         path: The file to write; an existing one is replaced.
         collective: "all_reduce", ...; roots are rank 0.

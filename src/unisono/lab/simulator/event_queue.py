@@ -16,6 +16,8 @@ __all__ = ["EventQueue", "Message"]
 class Message(NamedTuple):
     """Message of a collective that was simulated, or is shown by the player.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Attributes:
         sender, receiver: Two ranks; in a `Replay`, their positions in its `ranks`.
         runs: Runs of chunks, as pairs of start and stop, in the sender's numbers. Empty if they are not known, as in a

@@ -24,6 +24,8 @@ def goal(
 ) -> str:
     """Return an algorithm as a schedule in GOAL, the text that LogGOPSim's `txt2bin` reads.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     All messages of a step depend on the end of the step before. The n-th message between two ranks has tag n.
     GOAL: Hoefler, Siebert and Lumsdaine, "Group operation assembly language", ICPP 2009.
 
@@ -86,6 +88,8 @@ def _operations(steps: Iterator[Step], offsets: list[int], gamma: float) -> Iter
 
 def chrome_trace(simulation: Simulation) -> str:
     """Return the recorded messages as a Chrome trace: JSON for chrome://tracing and ui.perfetto.dev.
+
+    Provisional: it may change in any minor version, without a deprecation.
 
     Each message is a bar on its sender's line, with an arrow to its receiver's.
 

@@ -14,6 +14,8 @@ __all__ = ["Level", "Network", "Path", "exponential", "exponentials"]
 class Level:
     """Units of equally many consecutive ranks, such as hosts or racks, and the link of each to the outside.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Args:
         name: What a unit is called, such as "host".
         ranks: Ranks of a unit; the last unit may have fewer.
@@ -58,6 +60,8 @@ class Path(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Network:
     """Network that ranks are simulated on: alpha-beta-gamma, or LogGP if there is an overhead.
+
+    Provisional: it may change in any minor version, without a deprecation.
 
     **Alpha, beta, gamma** (Hockney). A step begins when the rank's previous step has ended. Its messages leave the
     rank's port one after another, each after n / bandwidth seconds for n bytes, and arrive alpha later; latencies

@@ -24,6 +24,8 @@ _Engine = Literal["rounds", "worklist", "events"]
 class Simulation:
     """Result of a simulation; all times are simulated, in seconds.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Attributes:
         ends: For each rank the time of its end.
         messages: Number of messages.
@@ -80,6 +82,8 @@ def simulate(
     engine: _Engine | None = None,
 ) -> Simulation:
     """Simulate a collective on a network: run the steps of the algorithm's file on ranks that have times only.
+
+    Provisional: it may change in any minor version, without a deprecation.
 
     Args:
         collective: "all_reduce", ...; roots are rank 0.

@@ -20,6 +20,8 @@ __all__ = ["Overlap", "ScalingPoint", "plot_scaling", "scaling", "simulate_backw
 class ScalingPoint(NamedTuple):
     """Simulated time of an algorithm for one number of ranks and one size of message.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Attributes:
         algorithm: Its name.
         size: Number of ranks.
@@ -45,6 +47,8 @@ def scaling(
     network: Network | None = None,
 ) -> list[ScalingPoint]:
     """Simulate algorithms for several numbers of ranks and sizes of message.
+
+    Provisional: it may change in any minor version, without a deprecation.
 
     Args:
         collective: "all_reduce", ...
@@ -84,6 +88,8 @@ def scaling(
 def plot_scaling(points: Sequence[ScalingPoint], path: str | Path) -> None:
     """Draw scaling curves to a file: time by number of ranks, one diagram for each size of message.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Args:
         points: Result of `scaling`.
         path: The file; its suffix sets the format: .png, .svg, .pdf.
@@ -122,6 +128,8 @@ def plot_scaling(points: Sequence[ScalingPoint], path: str | Path) -> None:
 class Overlap:
     """Communication of a simulated backward pass; all times in seconds.
 
+    Provisional: it may change in any minor version, without a deprecation.
+
     Attributes:
         end: Time at which the last rank has all reduced buckets, from the beginning of the pass.
         exposed: Part of the communication that computation does not hide: `end` less the time of the last bucket.
@@ -145,6 +153,8 @@ def simulate_backward(
     network: Network | None = None,
 ) -> Overlap:
     """Simulate a backward pass that all_reduces its buckets in order, on one communicator, while it computes.
+
+    Provisional: it may change in any minor version, without a deprecation.
 
     Args:
         algorithm: All_reduce algorithm: a name, a file, or an `Algorithm` with its options.

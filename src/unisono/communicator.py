@@ -1605,9 +1605,7 @@ class Communicator(Place):
         made._before_close = self._before_close
         self._before_close = []
         self._successor = made
-        if (requested := self._boundaries.requested) is not None:
-            # The ranks that are left have not stopped yet, and newcomers know of no request.
-            made.request_stop(requested)
+        self._boundaries.end(made, made._boundaries)
         self._control.leave(self._engine.group)
         return made
 
@@ -1817,14 +1815,14 @@ class Communicator(Place):
         boundaries.passed += 1
         if boundaries.requested is None:
             return False
-        if boundaries.stops_at is None:
+        if self._successor is None and boundaries.stops_at is None:
             boundaries.stops_at = self._control.stop_verdict(self._engine.group, self._options.timeout_s)
-        return boundaries.stopped
+        return boundaries.stopped if self._successor is None else self._successor.stop_requested()
 
     def request_stop(self, reason: str = "the program asked for it") -> None:
         """Ask all ranks to stop at the same step: `stop_requested` becomes true there. From any thread of any rank.
 
-        Only the first request counts.
+        Only the first request counts. After `rebuild`, it is made to the new communicator.
 
         Args:
             reason: What `stop_reason` is on every rank.
@@ -1832,7 +1830,10 @@ class Communicator(Place):
         Raises:
             CommError: The control plane is gone.
         """
-        self._control.request_stop(self._engine.group, reason)
+        latest = self.latest
+        latest._control.request_stop(latest._engine.group, reason)
+        if latest is not self.latest:  # `rebuild` may have read the requests before this one arrived.
+            self.request_stop(reason)
 
     @property
     def stop_reason(self) -> str | None:

@@ -18,6 +18,7 @@ from unisono.checkpoint.saver import Path, start, write
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.verification import complete
 from unisono.communicator import Communicator, boundaries_of, engine_of
+from unisono.core.step_boundaries import StepBoundaries
 from unisono.errors import MismatchError
 
 __all__ = ["Checkpointer"]
@@ -34,7 +35,7 @@ class Checkpointer:
 
     Args:
         directory: Directory for the checkpoints of one run, such as "runs/7"; they are named "step-0000000100".
-        comm: The ranks that save together; None is this process alone.
+        comm: The ranks that save together, also after `comm.rebuild`; None is this process alone.
         keep: Number of complete checkpoints to keep; at least 1.
         every: `step` saves when the number of steps is divisible by it.
         background: Save as `async_save` does. The error of a save is raised by the next, or by `wait`.
@@ -69,16 +70,21 @@ class Checkpointer:
         if keep < 1 or every < 1:
             raise ValueError(f"keep={keep} and every={every} must be at least 1")
         self._storage = storage_at(directory)
-        self._comm = comm
+        self._given = comm
         self._save_on_stop = save_on_stop
         self._saving: SaveHandle | None = None
-        # Of the last call of `step`, if it has saved nothing.
+        # Of the last call of `step`, until it is saved.
         self._unsaved: tuple[int, Any] | None = None
+        self._stepped = False
         # Number of step boundaries of the communicator at the last save.
         self._passed = 0
         self._saved = False
         # Names of checkpoints that this object has saved, or that were there before.
         self._known = set[str]()
+
+    @property
+    def _comm(self) -> Communicator | None:
+        return None if self._given is None else self._given.latest
 
     def step(self, step: int, state: Any) -> bool:
         """Save if this step is due. Collective in that case.
@@ -92,8 +98,9 @@ class Checkpointer:
         Raises:
             CheckpointError, MismatchError, TypeError, ValueError: As `save` does.
         """
+        self._unsaved = step, state
+        self._stepped = True
         if index(step) % self.every:
-            self._unsaved = step, state
             return False
         self.save(step, state)
         return True
@@ -115,13 +122,12 @@ class Checkpointer:
         step = index(step)
         if not 0 <= step < 10**10:
             raise ValueError(f"step={step} must be from 0 to 10**10 - 1")
-        if self._comm is not None and engine_of(self._comm).activity.inside:
+        if self._comm is not None and engine_of(self._comm).is_inside:
             raise CheckpointError(
                 "save() was called inside a call of the same communicator, as from a signal handler, where the other "
                 "ranks are elsewhere. Let all ranks stop at the same step with un.stop, and save there"
             )
         self.wait()
-        self._unsaved = None
         self._passed = 0 if self._comm is None else boundaries_of(self._comm).passed
         storage = self._storage.child(f"{_PREFIX}{step:010d}")
         extra = {"step": step}
@@ -137,6 +143,7 @@ class Checkpointer:
         except MismatchError as error:
             error.add_note("If ranks save on a signal, let all stop at the same step with un.stop, and save there")
             raise
+        self._unsaved = None
 
     def load(self, state: Any, *, step: int | None = None, map_location: MapLocation = None) -> int | None:
         """Load the newest complete checkpoint, or that of a step, in place. Collective.
@@ -203,10 +210,13 @@ class Checkpointer:
         Raises:
             CheckpointError, MismatchError, TypeError: A save has failed.
         """
-        unsaved = self._unsaved
-        if unsaved is not None and self._save_on_stop and self._comm is not None and self._comm.stop_reason is not None:
-            self.save(*unsaved)
+        boundaries = StepBoundaries() if self._comm is None else boundaries_of(self._comm)
+        if self._unsaved is not None and self._save_on_stop and boundaries.stopped:
+            self.save(*self._unsaved)
         self.wait()
+        if self._unsaved is None and self._stepped and boundaries.saved_at == self._passed:
+            # The last `step` is the last there was: boundaries between epochs, or before an evaluation, have none.
+            boundaries.saved_at = boundaries.passed
         if self._unsaved is not None:
             _log.warning(
                 "step %s is the last, and is not saved: every=%s. Call save() at the end", self._unsaved[0], self.every

@@ -387,6 +387,11 @@ class Engine:
             )
             self.run(call)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in a call already, as in a signal handler."""
+        return get_ident() in self._inside
+
     def _called_inside(self, operation: str) -> CommError:
         outer = format_call(*self.activity.now[:4]) if self.activity.now else "another collective"
         return self.with_context(
@@ -406,7 +411,7 @@ class Engine:
             then: Makes a call that follows this one with no other between, from what this one has received.
         """
         fingerprint = call.fingerprint
-        if get_ident() in self._inside:
+        if self.is_inside:
             raise self._called_inside(fingerprint.operation)
         self._calls = fingerprint.call if then is None else fingerprint.call + 1
         self.activity.note(fingerprint.operation, self._calls, fingerprint, fingerprint.site)

@@ -929,8 +929,8 @@ class StopRounds:
         self._rounds: dict[str, _StopRound] = {}
 
     def request(self, name: str, reason: str) -> Outgoing:
-        """Begin a round in a group, unless it has one already."""
-        if name in self._rounds:
+        """Begin a round in a group, unless it has one already, or has ended."""
+        if name in self._rounds or not self._groups.knows(name):
             return []
         self._rounds[name] = _StopRound(reason)
         return [(client, (0, "boundary", (name, reason))) for client in self._groups.present(name).values()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 __all__ = ["STOPPED_SAVED", "STOPPED_UNSAVED", "StepBoundaries"]
 
@@ -28,15 +29,22 @@ class StepBoundaries:
         requested: Reason of the request; None while it is running.
         stops_at: The verdict: number of the boundary at which all ranks stop; None before.
         saved_at: Number of boundaries that it had passed at the latest save that is complete; None before.
+        followers: Called with each communicator that takes the place of this one.
     """
 
-    __slots__ = ("passed", "requested", "saved_at", "stops_at")
+    __slots__ = ("followers", "passed", "requested", "saved_at", "stops_at")
 
     def __init__(self) -> None:
         self.passed = 0
         self.requested: str | None = None
         self.stops_at: int | None = None
         self.saved_at: int | None = None
+        self.followers: list[Callable[[Any], None]] = []
+
+    @property
+    def unused(self) -> bool:
+        """Whether this rank has neither counted a boundary nor heard of a request."""
+        return not self.passed and self.requested is None
 
     @property
     def stopped(self) -> bool:
@@ -61,6 +69,21 @@ class StepBoundaries:
         """
         self.passed = max(passed or 0 for passed, _ in counts)
         self.stops_at = next((verdict for _, verdict in counts if verdict is not None), None)
+
+    def end(self, comm: Any, successor: StepBoundaries) -> None:
+        """Pass a request and the followers on to the communicator that takes the place of this one, and its boundaries.
+
+        It is already the latest: a request that is not seen here any more is made to it. The ranks that are left have
+        not stopped yet, and newcomers know of no request.
+        """
+        requested = self.requested
+        # `stop_requested` of the earlier communicator now looks further, which costs nothing before.
+        self.hold("the communicator was rebuilt")
+        successor.followers = self.followers
+        for follow in self.followers:
+            follow(comm)
+        if requested is not None:
+            comm.request_stop(requested)
 
     def hold(self, reason: str) -> int:
         """Let the next boundary wait for the verdict. Return the number of boundaries passed before."""

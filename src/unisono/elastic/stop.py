@@ -18,8 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -65,8 +63,8 @@ def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
         >>> un.launch(program, nprocs=2, backend="thread")
         [[0, 1, 2], [0, 1, 2]]
     """
-    if comm not in _sources:
-        free = _is_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if comm.latest not in _sources:
+        free = _is_main_thread() and _handler(signal.SIGTERM) is signal.SIG_DFL
         enable(comm, [signal.SIGTERM] if free else [])
     iterator = iter(batches)
     while not comm.stop_requested():
@@ -152,7 +150,10 @@ class StopSources:
     """What requests a stop of one communicator: made by `enable`.
 
     A signal's handler only puts its number into a queue, so that it may interrupt anything. A thread of its own waits
-    for that, looks for the deadline and the file, and sends the request.
+    for that, looks for the deadline and the file, and sends the request, again and again until it is received.
+
+    Once closed, and in a forked process, whose copy of the queue nobody reads, the handler does what was done before
+    with the signal: it may still be installed, since only the main thread can remove it, and only if it is the newest.
 
     Args:
         comm: The communicator.
@@ -183,22 +184,26 @@ class StopSources:
                 "installed there call comm.request_stop(reason)"
             )
         self._deadlines = deadlines
-        self._file = None if file is None else Path(file)
+        self._file = file
         # Putting is safe in a handler that has interrupted the same queue.
         self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        # One that is dropped without `close` is closed in the background.
-        self._comm = weakref.ref(comm, lambda _: self._events.put(None))
         self._since: dict[int, float] = {}
         self._before: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self._closed = False
         for number in signals:
-            before = signal.getsignal(number)
-            if before is None:
+            before = _handler(number)
+            try:
+                if before is None:
+                    raise ValueError("it has a handler that was not installed by Python")
+                signal.signal(number, self._on_signal)
+            except (OSError, ValueError) as error:
                 self._restore()
-                raise ValueError(f"{number.name} has a handler that was not installed by Python")
+                raise ValueError(f"{number.name} cannot request a stop: {error}") from error
             self._before[number] = before
-            signal.signal(number, self._on_signal)
-        _sources[comm] = self
-        comm.before_close(self.close)
+        self._follow(comm.latest)
+        boundaries_of(comm).followers.append(self._follow)
+        comm.latest.before_close(self.close)
         self._thread = threading.Thread(target=self._run, name="unisono-stop", daemon=True)
         self._thread.start()
 
@@ -212,22 +217,35 @@ class StopSources:
 
     def close(self) -> None:
         """Disable all, and restore the signals' handlers. Idempotent."""
+        self._closed = True
         self._events.put(None)
         self._restore()
 
+    def _follow(self, comm: Communicator) -> None:
+        """Request stops of this communicator from now on."""
+        self._comm = weakref.ref(comm, self._on_drop)
+        _sources[comm] = self
+
+    def _on_drop(self, dropped: weakref.ref[Communicator]) -> None:
+        # One that is dropped without `close` is closed in the background.
+        if dropped is self._comm:
+            self._events.put(None)
+
     def _restore(self) -> None:
-        # Only the main thread may; elsewhere the handlers stay, and request what nobody hears.
-        while self._before and _is_main_thread():
-            number, before = self._before.popitem()
-            if signal.getsignal(number) == self._on_signal:
+        for number, before in self._before.items() if _is_main_thread() else ():
+            # A scheduler's second signal, while the ranks close, must not end those that have stopped as it asked.
+            lingers = number in self._since and before in (signal.SIG_DFL, signal.default_int_handler)
+            if not lingers and signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        first = self._since.setdefault(number, now)
-        before = self._before.get(number)
-        if now - first > _DUPLICATE_S:
-            signal.signal(number, before if callable(before) else signal.SIG_DFL)
+        before = self._before[number]
+        forked = os.getpid() != self._pid
+        if not self._closed and not forked:
+            self._since.setdefault(number, now)
+        if forked or now - self._since.get(number, -_DUPLICATE_S) > _DUPLICATE_S:
+            signal.signal(number, before)
             os.kill(os.getpid(), number)
             return
         self._events.put(f"signal {signal.Signals(number).name}")
@@ -235,34 +253,46 @@ class StopSources:
             before(number, frame)
 
     def _run(self) -> None:
-        looks = self._deadlines or self._file is not None
+        reason: str | None = None
         while True:
+            waits = reason is None and not self._deadlines and self._file is None
             try:
-                reason = self._events.get(timeout=_LOOK_EVERY_S if looks else None)
+                event = self._events.get(timeout=None if waits else _LOOK_EVERY_S)
+                if event is None:
+                    return
+                reason = reason or event
             except queue.Empty:
-                reason = self._due()
-                if reason is None:
-                    continue
-            if reason is None:
-                return
-            self._request(reason)
+                reason = reason or self._due()
+            if reason is not None and self._request(reason):
+                reason = self._file = None
+                self._deadlines = {}
 
     def _due(self) -> str | None:
         """Return the reason to stop now, if there is one."""
         passed = [reason for reason, when in self._deadlines.items() if time.time() >= when]
-        if self._file is not None and self._file.exists():
-            passed.append(f"the file {self._file} exists")
+        # Not `Path.exists`, whose errors would end this thread.
+        if self._file is not None and os.path.exists(self._file):  # noqa: PTH110
+            passed.append(f"the file {os.fspath(self._file)} exists")
         return passed[0] if passed else None
 
-    def _request(self, reason: str) -> None:
-        """Request a stop of the communicator that is in use now: ranks may be rebuilding it."""
+    def _request(self, reason: str) -> bool:
+        """Request a stop of the communicator that is in use now. Return whether the control plane has received it."""
         comm = self._comm()
-        requested = None
-        while comm is not None and requested is not comm.latest:
-            requested = comm.latest
-            # A communicator that has failed is rebuilt, or its ranks end by that failure.
-            with suppress(CommError):
-                requested.request_stop(reason)
+        try:
+            if comm is not None:
+                comm.request_stop(reason)
+        except CommError:
+            # Lost, or too busy to answer. Ranks may be rebuilding the communicator; or end by that failure.
+            return False
+        return True
+
+
+def _handler(number: int) -> Any:
+    """Return the handler of a signal, other than those of closed sources."""
+    found = signal.getsignal(number)
+    while isinstance(owner := getattr(found, "__self__", None), StopSources) and owner._closed:
+        found = owner._before[number]
+    return found
 
 
 def _is_main_thread() -> bool:

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,7 +50,7 @@ def stop_and_resume(backend: str, sizes: list[int], folder: Path) -> None:
     """Stop a training again and again. Each checkpoint is whole, and of the step at which all ranks have stopped."""
     before = total = 0.0
     for seed, size in enumerate(sizes):
-        found: list[Found] = un.launch(trained, size, backend, args=(seed, str(folder)), timeout=60)
+        found: list[Found] = pool(backend, size).run(trained, seed, str(folder))
         assert found == [found[0]] * size
         step, reason, status, weights = found[0]
         assert (reason, status) == (f"seed {seed}", SAVED)
@@ -61,15 +63,15 @@ def stop_and_resume(backend: str, sizes: list[int], folder: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "count"),
     [
-        ("thread", 6),
-        ("shm", 3),
+        ("thread", 4),
+        ("shm", 2),
         pytest.param("thread", 200, marks=pytest.mark.soak),
         *[pytest.param(backend, 20, marks=pytest.mark.soak) for backend in ("shm", "tcp", "gloo")],
     ],
 )
 def test_stopped_trainings_resume_where_they_stopped(backend: str, count: int, tmp_path: Path) -> None:
     for part in range(0, count, 6):
-        sizes = [2 + number % 3 for number in range(part, min(part + 6, count))]
+        sizes = [2 + number % 3 if count > 3 else 2 for number in range(part, min(part + 6, count))]
         stop_and_resume(backend, sizes, tmp_path / f"{part}")
 
 
@@ -93,9 +95,9 @@ def test_simulated_ranks_stop_at_the_same_step(seeds: range) -> None:
         assert found == [found[0]] * len(found)
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm"])
-def test_ranks_without_collectives_stop_at_the_same_step(backend: str) -> None:
-    for seed in range(10):
+@pytest.mark.parametrize(("backend", "count"), [("thread", 10), pytest.param("shm", 10, marks=pytest.mark.soak)])
+def test_ranks_without_collectives_stop_at_the_same_step(backend: str, count: int) -> None:
+    for seed in range(count):
         found = pool(backend, 3).run(alone, seed)
         assert found == [found[0]] * 3
 
@@ -164,7 +166,7 @@ def dying(comm: un.Communicator) -> str:
     return "stopped"
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm"])
+@pytest.mark.parametrize("backend", ["thread", pytest.param("shm", marks=pytest.mark.soak)])
 def test_a_rank_that_fails_between_request_and_step_is_an_error(backend: str) -> None:
     found = un.launch(dying, 3, backend, on_failure="continue", timeout=20)
     assert [found[0], found[2]] == ["PeerLostError"] * 2
@@ -190,6 +192,60 @@ def test_a_request_holds_for_the_survivors() -> None:
     found = un.launch(rebuilding, 3, "shm", on_failure="continue", timeout=20)
     assert found[:2] == [found[0]] * 2
     assert found[0][1] == "while ranks rebuild"
+
+
+def requesting_later(comm: un.Communicator, folder: str) -> tuple[int, str | None, int]:
+    """A loop that goes on with the communicator that it began with, whose ranks rebuild it; and stop and save then."""
+    if comm.rank == 2:
+        raise RuntimeError("rank 2 ends here")
+    current = comm
+    done = 0
+    with un.checkpoint.Checkpointer(folder, comm, every=100, save_on_stop=True) as checkpointer:
+        for step in un.stop.batches(comm, range(50)):
+            try:
+                current.barrier()
+            except un.CommError:
+                current = current.rebuild()
+            if step == 5 and comm.rank == 0:
+                comm.request_stop("after the rebuild")
+            done += 1
+            current.barrier()
+            checkpointer.step(done, {"done": done})
+    return done, comm.stop_reason, un.stop.exit_status(comm)
+
+
+def test_a_request_to_a_communicator_that_was_rebuilt_is_made_to_the_new_one(tmp_path: Path) -> None:
+    found = un.launch(requesting_later, 3, "thread", args=(str(tmp_path),), on_failure="continue", timeout=20)
+    assert found[:2] == [(6, "after the rebuild", SAVED)] * 2
+
+
+def test_sources_follow_to_the_rebuilt_communicator(tmp_path: Path) -> None:
+    comm = un.init()
+    un.stop.enable(comm, [], file=tmp_path / "stop")
+    comm = comm.rebuild()  # Nothing else refers to the one before.
+    (tmp_path / "stop").touch()
+    for _ in un.stop.batches(comm, iter(int, 1)):
+        pass
+    assert comm.stop_reason == f"the file {tmp_path / 'stop'} exists"
+    comm.close()
+
+
+def test_a_request_is_repeated_until_the_control_plane_receives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = un.Communicator.request_stop
+    failures = [un.errors.CommTimeoutError("busy", waited_s=1.0)]
+
+    def failing(self: un.Communicator, reason: str) -> None:
+        if failures:
+            raise failures.pop()
+        request(self, reason)
+
+    monkeypatch.setattr(un.Communicator, "request_stop", failing)
+    monkeypatch.setattr("unisono.elastic.stop._LOOK_EVERY_S", 0.01)
+    with un.init() as comm, un.stop.enable(comm, [signal.SIGUSR2]):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        for _ in un.stop.batches(comm, iter(int, 1)):
+            pass
+        assert comm.stop_reason == "signal SIGUSR2"
 
 
 # -- signals, deadlines, files ---------------------------------------------------------------------
@@ -237,6 +293,62 @@ def test_deadlines_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert "time limit of the Slurm job" in str(comm.stop_reason)
 
 
+def test_a_forked_process_ends_by_the_signal() -> None:
+    with un.init() as comm, un.stop.enable(comm, [signal.SIGTERM]):
+        reads, writes = os.pipe()
+        child = os.fork()
+        if not child:
+            # Python drops signals that arrive before it has returned from fork.
+            os.write(writes, b"x")
+            time.sleep(60)
+        os.read(reads, 1)
+        os.kill(child, signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        ended = 0
+        while not ended and time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        assert comm.stop_reason is None
+
+
+def test_closed_sources_leave_the_signal_to_the_handler_before() -> None:
+    heard: list[int] = []
+    mine = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        with un.init() as first, un.init() as second:
+            early, late = (un.stop.enable(comm, [signal.SIGUSR2]) for comm in (first, second))
+            early.close()
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert heard == [signal.SIGUSR2]
+            # Only the main thread can remove a handler.
+            closing = threading.Thread(target=late.close)
+            closing.start()
+            closing.join()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == [signal.SIGUSR2] * 2
+        assert first.stop_reason is second.stop_reason is None
+    finally:
+        signal.signal(signal.SIGUSR2, mine)
+
+
+def test_a_second_signal_while_ranks_close_does_not_end_them() -> None:
+    before = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    try:
+        for _ in range(2):
+            with un.init() as comm, un.stop.enable(comm, [signal.SIGUSR2]):
+                os.kill(os.getpid(), signal.SIGUSR2)
+                for _ in un.stop.batches(comm, iter(int, 1)):
+                    pass
+            # A scheduler and a launcher may both send it. By default, it ends a process.
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert comm.stop_reason == "signal SIGUSR2"
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_wrong_sources_are_refused() -> None:
     def in_a_thread(comm: un.Communicator) -> None:
         un.stop.enable(comm, [signal.SIGTERM])
@@ -248,6 +360,10 @@ def test_wrong_sources_are_refused() -> None:
             un.stop.enable(comm, after_s=-1)
         with pytest.raises(ValueError, match="0 is not a valid Signals"):
             un.stop.enable(comm, [0])
+        before = signal.getsignal(signal.SIGWINCH)
+        with pytest.raises(ValueError, match="SIGKILL cannot request a stop"):
+            un.stop.enable(comm, [signal.SIGWINCH, signal.SIGKILL])
+        assert signal.getsignal(signal.SIGWINCH) is before
 
 
 ENDLESS = """
@@ -260,6 +376,24 @@ with un.init() as comm:
 """
 
 
+def test_a_second_signal_is_for_the_handler_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(number: int, frame: object) -> None:
+        heard.append(number)
+
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, mine)
+    try:
+        with un.init() as comm, un.stop.enable(comm, [signal.SIGUSR2]):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            monkeypatch.setattr("unisono.elastic.stop._DUPLICATE_S", 0.0)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert signal.getsignal(signal.SIGUSR2) is mine
+        assert heard == [signal.SIGUSR2] * 2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.soak
 def test_a_second_signal_ends_the_process(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ENDLESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
@@ -296,6 +430,53 @@ def test_the_exit_status_tells_what_is_saved(tmp_path: Path) -> None:
     assert run({4}) == UNSAVED
     assert run({4, 5}) == SAVED
     assert run({4}, save_on_stop=True) == SAVED
+
+
+@pytest.mark.parametrize("asks_before_evaluation", [False, True])
+def test_a_stop_between_epochs_is_of_the_last_step(tmp_path: Path, *, asks_before_evaluation: bool) -> None:
+    with un.init() as comm, un.checkpoint.Checkpointer(tmp_path, comm, save_on_stop=True) as checkpointer:
+        for epoch in range(3):
+            for step in un.stop.batches(comm, range(4)):
+                checkpointer.step(4 * epoch + step, {"step": step})
+            if asks_before_evaluation:
+                comm.stop_requested()
+            if epoch == 1:
+                comm.request_stop()
+    assert checkpointer.steps() == [5, 6, 7]
+    assert un.stop.exit_status(comm) == SAVED
+
+
+def test_a_save_that_failed_is_not_taken_for_the_last_step(tmp_path: Path) -> None:
+    with un.init() as comm:
+        checkpointer = un.checkpoint.Checkpointer(tmp_path, comm, background=False, save_on_stop=True)
+        checkpointer.step(1, {"step": 1})
+        comm.stop_requested()
+        checkpointer._storage = checkpointer._storage.child("file")
+        (tmp_path / "file").touch()
+        with pytest.raises(un.checkpoint.CheckpointError):
+            checkpointer.step(2, {"step": 2})
+        comm.request_stop()
+        while not comm.stop_requested():
+            pass
+        with suppress(un.checkpoint.CheckpointError):
+            checkpointer.close()
+    assert un.stop.exit_status(comm) == UNSAVED
+
+
+def saved_beside(comm: un.Communicator, folder: str) -> bool:
+    """Save while a call of the same communicator is in flight: rank 1 is late for it."""
+    with un.checkpoint.Checkpointer(folder, comm) as checkpointer:
+        if comm.rank == 1:
+            time.sleep(0.3)
+        work = comm.all_reduce(torch.ones(1 << 22), async_op=True)
+        checkpointer.save(1, {"step": 1})
+        work.wait()
+    return checkpointer.steps() == [1]
+
+
+@pytest.mark.soak
+def test_a_save_beside_a_call_in_flight(tmp_path: Path) -> None:
+    assert un.launch(saved_beside, 2, "shm", args=(str(tmp_path),), timeout=30) == [True, True]
 
 
 def test_without_a_stop_the_status_is_0() -> None:

@@ -6,19 +6,21 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from unisono.core.tracing import profiled_now
 from unisono.errors import UnavailableError
+from unisono.interop.call_forms import CallForms
 from unisono.transports.torch.process_groups import backend_plugin
 
 __all__ = ["DeviceBackends", "by_device"]
 
-P = ParamSpec("P")
 R = TypeVar("R")
+
+_OPTIONS = tuple(kind for name, kind in vars(dist.distributed_c10d).items() if name.endswith("Options"))
 
 # Methods as older versions of torch call them.
 _OLDER = {
@@ -144,24 +146,30 @@ _EVENTS = {
 """Names of events, which are those of gloo's, by method."""
 
 
-def by_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Hand a call about tensors of another device to the group that carries it. Others are seen by torch's profiler.
+def by_device(method: Callable[..., R]) -> Callable[..., R]:
+    """Take every form of a call, and hand one about tensors of another device to the group that carries it.
 
-    One that returns before it is done is an event until it returns.
+    Others are seen by torch's profiler. One that returns before it is done is an event until it returns.
     """
     event = f"unisono:{_EVENTS.get(method.__name__, method.__name__)}"
+    forms = CallForms(method)
+    last = _OPTIONS if forms.optioned else (int,)
 
     @wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        device = _device(args)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> R:
+        # Torch's own functions pass lists and an options object: their calls skip the translation.
+        own: Sequence[Any] = args
+        if kwargs or not args or (forms.lists and type(args[0]) is not list) or type(args[-1]) not in last:
+            own = forms.arguments(args, kwargs)
+        device = _device(own)
         if device is None or device.type == "cpu":
             if profiled_now():
-                entered = torch.autograd._record_function_with_args_enter(event, *_given(args))
+                entered = torch.autograd._record_function_with_args_enter(event, *_given(own))
                 try:
-                    return method(self, *args, **kwargs)
+                    return method(self, *own)
                 finally:
                     torch.autograd._record_function_with_args_exit(entered)
-            return method(self, *args, **kwargs)
+            return method(self, *own)
         other = self.others.of(device)
         name = method.__name__
         carried: R = getattr(other, name if hasattr(other, name) else _OLDER[name])(*args, **kwargs)
@@ -170,12 +178,12 @@ def by_device(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     return call
 
 
-def _device(arguments: tuple[object, ...]) -> torch.device | None:
+def _device(arguments: Sequence[object]) -> torch.device | None:
     """Return the device of the first tensor among arguments, or in lists among them."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             return argument.device
-        if isinstance(argument, list) and (found := _device(tuple(argument))) is not None:
+        if isinstance(argument, list) and (found := _device(argument)) is not None:
             return found
     return None
 

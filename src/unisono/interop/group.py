@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from unisono.comm.messages import Messages
 from unisono.communicator import Communicator, engine_of
@@ -80,7 +81,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._name = self._desc = "undefined"
         self._batch: list[UnisonoWork] | None = None
-        self._barriers = self._communicators = 0
+        self._barriers = self._communicators = self._sequence = 0
         self.others = DeviceBackends(self, store, timeout, others_options)
         self._connect = connect
         self._connection = connect(store, rank, size, self._timeout_s, group_options)
@@ -145,7 +146,18 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return False
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: the communicator counts its calls itself."""
+        """Nothing: it counts from 0, as gloo does."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    @property
+    def options(self) -> Any:
+        """What torch asks of the backend of a device: its name, and the default timeout."""
+        return Backend.Options("unisono", timedelta(seconds=self._timeout_s))
 
     # -- several calls as one ------------------------------------------------------------------
     def _start_coalescing(self, device: torch.device) -> None:
@@ -166,16 +178,15 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # calls; `wait` and the future raise the errors of those that run later.
     # -- reductions ----------------------------------------------------------------------------
     @by_device
-    def allreduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None) -> UnisonoWork:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        tensor = only(given, "all_reduce")
+    def allreduce(self, tensors: _Tensors, opts: Any = None) -> UnisonoWork:
+        tensor = only(tensors, "all_reduce")
         op = operation(opts)
         call = partial(self._comm.all_reduce, tensor, op)
         if tensor.layout != torch.strided:
             call = partial(_sum_sparse, self._comm, tensor, op)
         elif op == "avg" and tensor.dtype in _INTEGERS:
             call = partial(_truncated_mean, self._comm, tensor)
-        return self._do(opts, given, call)
+        return self._do(opts, tensors, call)
 
     @by_device
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> UnisonoWork:
@@ -183,7 +194,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(opts, tensors, *(partial(self._comm.all_reduce, plain(t), op) for t in tensors))
 
     @by_device
-    def reduce(self, tensors: _Tensors, opts: Any) -> UnisonoWork:
+    def reduce(self, tensors: _Tensors, opts: Any = None) -> UnisonoWork:
         tensor = only(tensors, "reduce")
         op = operation(opts)
         return self._do(opts, tensors, partial(self._comm.reduce, tensor, opts.rootRank, op))
@@ -192,7 +203,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(self, outputs: _Tensors, inputs: _Lists, opts: Any = None) -> UnisonoWork:
         only(outputs, "reduce_scatter")
         op = operation(opts)
-        parts = [plain(t) for t in inputs[0]]
+        parts = _row(inputs)
         return self._do(opts, outputs, partial(self._comm.reduce_scatter, plain(outputs[0]), parts, op))
 
     @by_device
@@ -208,14 +219,14 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- movements -----------------------------------------------------------------------------
     @by_device
-    def broadcast(self, tensors: _Tensors, opts: Any) -> UnisonoWork:
+    def broadcast(self, tensors: _Tensors, opts: Any = None) -> UnisonoWork:
         tensor = only(tensors, "broadcast")
         return self._do(opts, tensors, partial(self._comm.broadcast, tensor, opts.rootRank))
 
     @by_device
     def allgather(self, outputs: _Lists, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
         tensor = only(inputs, "all_gather")
-        parts = [plain(t) for t in outputs[0]]
+        parts = _row(outputs)
         return self._do(opts, outputs[0], partial(self._comm.all_gather, parts, tensor))
 
     @by_device
@@ -235,9 +246,9 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(opts, outputs, *(partial(self._comm.all_gather_single, plain(to), plain(t)) for to, t in pairs))
 
     @by_device
-    def gather(self, outputs: _Lists, inputs: _Tensors, opts: Any) -> UnisonoWork:
+    def gather(self, outputs: _Lists, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
         tensor = only(inputs, "gather")
-        targets = _list_at_root(outputs)
+        targets = _row_at_root(outputs)
         return self._do(opts, targets or [], partial(self._comm.gather, tensor, targets, opts.rootRank))
 
     @by_device
@@ -256,9 +267,9 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(opts, [output], partial(comm.gather, tensor, targets, opts.rootRank))
 
     @by_device
-    def scatter(self, outputs: _Tensors, inputs: _Lists, opts: Any) -> UnisonoWork:
+    def scatter(self, outputs: _Tensors, inputs: _Lists, opts: Any = None) -> UnisonoWork:
         tensor = only(outputs, "scatter")
-        sources = _list_at_root(inputs)
+        sources = _row_at_root(inputs)
         return self._do(opts, outputs, partial(self._comm.scatter, tensor, sources, opts.rootRank))
 
     @by_device
@@ -330,6 +341,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def _do(self, opts: Any, result: _Tensors, *calls: Callable[..., object]) -> UnisonoWork:
         """Make the calls now, or queue them as one job, in order; each receives its timeout in seconds."""
         limit = limit_s(opts) or self._timeout_s
+        self._sequence += 1
 
         def job() -> None:
             for call in calls:
@@ -458,6 +470,13 @@ def _truncated_mean(comm: Communicator, tensor: torch.Tensor, timeout: float) ->
     tensor.div_(comm.size, rounding_mode="trunc")
 
 
-def _list_at_root(lists: _Lists) -> _Tensors | None:
+def _row(lists: _Lists) -> _Tensors:
+    """The only list in a list. A tensor in its place would pass for a list of its rows."""
+    if len(lists) != 1 or not isinstance(lists[0], list):
+        raise TypeError(f"the list for all ranks stands in a list, not {[type(row).__name__ for row in lists]}")
+    return [plain(t) for t in lists[0]]
+
+
+def _row_at_root(lists: _Lists) -> _Tensors | None:
     """Torch gives a list of one list at the root, and an empty list (or an empty list in it) elsewhere."""
-    return [plain(t) for t in lists[0]] if lists and lists[0] else None
+    return (_row(lists) or None) if lists else None

@@ -30,7 +30,7 @@ class CallForms:
     """The forms of one method: all tensors in lists and an options object, as torch's own functions call it, or
     single tensors, and root, operation and timeout one by one, as programs do.
 
-    Torch names a parameter differently from form to form (`output`, `outputTensor`, `output_tensors`), so a keyword
+    Torch names a parameter differently from form to form (output, outputTensor, output_tensors), so a keyword
     means the parameter that begins like it.
 
     Attributes:

@@ -164,7 +164,6 @@ def generator_operators() -> list[Any]:
 def _given_a_generator(operator: Any) -> Callable[..., Any]:
     """Return an implementation of an operator that passes the calling rank's generator on, where none is given."""
     cpu = _c.DispatchKey.CPU
-    kernels = _c.DispatchKeySet(cpu)
     backends = _c._dispatch_keyset_full_after(_c.DispatchKey.BackendSelect)
     # Gives Python's lock back while the kernel runs, as a kernel called by `torch.library.get_kernel` does not.
     call = operator._handle.redispatch_boxed
@@ -172,18 +171,14 @@ def _given_a_generator(operator: Any) -> Callable[..., Any]:
     place = [argument.name for argument in operator._schema.arguments].index("generator")
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if keys.has(cpu):
-            # Quicker than to take from the keys those that are below.
-            keys = kernels
-            given = args[place] if len(args) > place else kwargs.get("generator")
-            if given is None or given._cdata in _DEFAULTS:
-                rank = _thread.rank
-                if rank is not None or given is not None:
-                    args = args[:place]
-                    kwargs["generator"] = _default if rank is None else rank.torch
-        else:
-            keys &= backends
-        return call(keys, *args, **kwargs)
+        given = args[place] if len(args) > place else kwargs.get("generator")
+        # True also of sparse tensors on the CPU, whose kernels draw for their values.
+        if keys.has(cpu) and (given is None or given._cdata in _DEFAULTS):
+            rank = _thread.rank
+            if rank is not None or given is not None:
+                args = args[:place]
+                kwargs["generator"] = _default if rank is None else rank.torch
+        return call(keys & backends, *args, **kwargs)
 
     return draw
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -49,12 +49,16 @@ class Pass:
         sync: Whether gradients are averaged.
         skips: For each rank the blocks that only pass on their input; the same ones if gradients are sharded.
         frozen: Parameters that are frozen from now on; all others are thawed.
+        orders: For each rank the order in which it adds up the terms of the loss, one for each model.
+        runs: The order in which it runs the models; the same one on all ranks if parameters are sharded.
     """
 
     seed: int
     sync: bool
     skips: tuple[frozenset[int], ...]
     frozen: Names
+    orders: tuple[tuple[int, ...], ...] = ()
+    runs: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class Program:
         groups: Names and options of the parameters of each group; empty for one group of all.
         kind: Class and options of the optimizer.
         elementwise: Whether it is declared to be elementwise.
+        models: Number of equal models, each with its own optimizer and batches; their losses share one `backward()`.
     """
 
     seed: int
@@ -120,6 +125,7 @@ class Program:
     kind: Kind
     elementwise: bool
     segments: tuple[Segment, ...]
+    models: int = 1
 
 
 def draw(seed: int, size: int) -> Program:
@@ -167,7 +173,28 @@ def draw(seed: int, size: int) -> Program:
         )
         for number, stage in enumerate(stages)
     ]
-    return replace(program, segments=tuple(segments))
+    return _with_models(replace(program, segments=tuple(segments)))
+
+
+def _with_models(program: Program) -> Program:
+    """Return the program with some more models."""
+    # Another generator, so that the seeds of known faults still draw the same programs.
+    draw = Random(f"{program.seed}, {program.size}, models")
+    models = draw.choice([2, 3]) if draw.random() < 0.25 else 1
+
+    def ordered(one: Pass, stage: int) -> Pass:
+        orders = tuple(tuple(draw.sample(range(models), models)) for _ in range(program.size))
+        return replace(one, orders=orders, runs=orders[:1] * program.size if stage == 3 else orders)
+
+    def reordered(segment: Segment) -> Segment:
+        steps = [replace(s, passes=tuple(ordered(one, segment.stage) for one in s.passes)) for s in segment.steps]
+        if models > 1 and segment.stage != 1:
+            # Communicators are replaced where the next pass reaches a model, which has one order with one model only.
+            steps = [replace(step, failing=frozenset()) for step in steps]
+        return replace(segment, steps=tuple(steps))
+
+    segments = tuple(map(reordered, program.segments))
+    return replace(program, segments=segments, models=models)
 
 
 def _step(draw: Random, program: Program, stage: int, seed: int, some: Sequence[str]) -> Step:
@@ -305,12 +332,32 @@ def groups_of(program: Program, model: Model) -> list[dict[str, Any]]:
     return [{"params": [named[name] for name in names], **options} for names, options in groups]
 
 
-def loss_of(model: Model, one: Pass, rank: int, fails: int | None = None) -> torch.Tensor:
-    """Return a rank's loss."""
-    generator = torch.Generator().manual_seed(1000 * one.seed + rank)
-    x = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64).to(next(model.parameters()).dtype)
-    out: torch.Tensor = model(x, one.skips[rank], fails)
-    return (out - x.flip(1)).square().mean() * 10.0 ** (one.seed % 3 - 1)
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+"""For each model the inputs, and the factor of its loss."""
+
+
+def batches_of(program: Program, one: Pass, rank: int) -> Batches:
+    """Return what a rank computes with in a pass; not in a graph, where seeds are no numbers."""
+    dtype, found = getattr(torch, program.dtype), Batches()
+    for seed in range(one.seed, one.seed + 7 * program.models, 7):
+        numbers = torch.Generator().manual_seed(1000 * seed + rank)
+        x = torch.randn(SAMPLES, WIDTH, generator=numbers, dtype=torch.float64)
+        found.append((x.to(dtype), torch.tensor(10.0 ** (seed % 3 - 1), dtype=dtype)))
+    return found
+
+
+def loss_of(models: Sequence[Model], batches: Batches, one: Pass, rank: int, fails: int | None = None) -> torch.Tensor:
+    """Return a rank's loss: the sum of those of all models, in the order of the rank."""
+    terms = {n: _loss(models[n], batches[n], one.skips[rank], None if n else fails) for n in one.runs[rank]}
+    return torch.stack([terms[n] for n in one.orders[rank]]).sum()
+
+
+def _loss(
+    model: Model, batch: tuple[torch.Tensor, torch.Tensor], skips: frozenset[int], fails: int | None
+) -> torch.Tensor:
+    x, factor = batch
+    out: torch.Tensor = model(x, skips, fails)
+    return (out - x.flip(1)).square().mean() * factor
 
 
 Record = dict[str, Any]
@@ -329,27 +376,43 @@ def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 # -- in one process ------------------------------------------------------------------------------------
 def expected(program: Program) -> list[Record]:
     """Return the records of one process that has the batches of all ranks."""
-    model, found = make_model(program), list[Record]()
-    optimizer = program.kind.make(groups_of(program, model))
+    models, found = [make_model(program) for _ in range(program.models)], list[Record]()
+    optimizers = [program.kind.make(groups_of(program, model)) for model in models]
     for number, segment in enumerate(program.segments):
         if number:
-            state = optimizer.state_dict()
-            optimizer = program.kind.make(groups_of(program, model))
-            optimizer.load_state_dict(state)
+            states = [optimizer.state_dict() for optimizer in optimizers]
+            optimizers = [program.kind.make(groups_of(program, model)) for model in models]
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
         for step in segment.steps:
-            for group in optimizer.param_groups:
-                group["lr"] *= step.rate
-            model.zero_grad()
-            if step.flat:
-                flatten(program, model)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                _prepare(program, step, model, optimizer)
             for one in step.passes:
-                freeze(model, one.frozen)
-                torch.stack([loss_of(model, one, rank) for rank in range(program.size)]).mean().backward()
+                for model in models:
+                    freeze(model, one.frozen)
+                ranks = range(program.size)
+                losses = [loss_of(models, batches_of(program, one, rank), one, rank) for rank in ranks]
+                torch.stack(losses).mean().backward()
             if step.clip is not None:
-                found.append({"norm": torch.nn.utils.clip_grad_norm_(model.parameters(), *step.clip).double()})
-            optimizer.step()
-            found.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    return [*found, dict(leaves(optimizer.state_dict()))]
+                norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), *step.clip) for model in models]
+                found.append({"norms": torch.stack(norms).double()})
+            for optimizer in optimizers:
+                optimizer.step()
+            found.append(values(models))
+    return [*found, dict(leaves([optimizer.state_dict() for optimizer in optimizers]))]
+
+
+def _prepare(program: Program, step: Step, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= step.rate
+    model.zero_grad()
+    if step.flat:
+        flatten(program, model)
+
+
+def values(models: Sequence[Model]) -> Record:
+    """Return copies of all parameters."""
+    return {f"{n}.{name}": p.detach().clone() for n, model in enumerate(models) for name, p in model.named_parameters()}
 
 
 # -- on ranks ------------------------------------------------------------------------------------------
@@ -393,9 +456,12 @@ class _Trainer:
         self.compiled = compiled
         self.removes: list[Callable[[], None]] = []
         self.stage = 0
-        self.owner: Any = None
-        """The averager, sharded optimizer or sharded model that averages gradients."""
-        self.optimizer: Any = None
+        self.models: list[Model] = []
+        self.owners: list[Any] = []
+        """For each model the averager, sharded optimizer or sharded model that averages gradients."""
+        self.optimizers: list[Any] = []
+        self.batches: list[Batches] = []
+        """Of each pass of the running step."""
 
     def run(self) -> None:
         for number, segment in enumerate(self.program.segments):
@@ -416,53 +482,67 @@ class _Trainer:
     # -- from segment to segment ---------------------------------------------------------------
     def _start(self, number: int, segment: Segment) -> bool:
         """Shard a new model, and load the state of the segment before. Return whether the optimizer is accepted."""
-        before, model_before = self.optimizer, self._parts()
+        before, parts_before = self.optimizers, self._parts()
         where = str(self.folder / f"{self.program.seed} {self.program.size} {number}")
         whole = self._whole() if number else {}
         if segment.files:
-            un.checkpoint.save(where, {"model": model_before, "optimizer": before}, self.comm)
-        saved = None if segment.files or not number else before.state_dict()
+            un.checkpoint.save(where, {"models": parts_before, "optimizers": before}, self.comm)
+        saved = [] if segment.files else [optimizer.state_dict() for optimizer in before]
         self.remove()
-        self.model = make_model(self.program)
+        self.stage = segment.stage
+        self.models = [make_model(self.program) for _ in range(self.program.models)]
+        self.owners, self.optimizers = [], []
         try:
-            self._shard(segment)
+            for model in self.models:
+                self._shard(model, segment)
         except ValueError as error:
             self.outcome.refused = str(error)
             return False
         if segment.files:
-            un.checkpoint.load(where, {"model": self._parts(), "optimizer": self.optimizer}, self.comm)
-        elif saved is not None:
-            self.optimizer.load_state_dict(saved)
-            context = self.owner.full_parameters() if self.stage == 3 else nullcontext()
-            with context, torch.no_grad():
-                for name, parameter in self.model.named_parameters():
-                    parameter.copy_(whole[name])
+            un.checkpoint.load(where, {"models": self._parts(), "optimizers": self.optimizers}, self.comm)
+        elif saved:
+            for optimizer, state in zip(self.optimizers, saved, strict=True):
+                optimizer.load_state_dict(state)
+            with self._full(), torch.no_grad():
+                for n, model in enumerate(self.models):
+                    for name, parameter in model.named_parameters():
+                        parameter.copy_(whole[f"{n}.{name}"])
         return True
 
-    def _parts(self) -> Any:
-        return self.owner if self.stage == 3 else getattr(self, "model", None)
+    def _parts(self) -> list[Any]:
+        return list(self.owners if self.stage == 3 else self.models)
 
-    def _shard(self, segment: Segment) -> None:
+    @contextmanager
+    def _full(self, **options: bool) -> Iterator[None]:
+        """Whole parameters of all models."""
+        with ExitStack() as stack:
+            for owner in self.owners if self.stage == 3 else ():
+                stack.enter_context(owner.full_parameters(**options))
+            yield
+
+    def _shard(self, model: Model, segment: Segment) -> None:
         program, comm = self.program, self.comm
         options = {**program.kind.options, "elementwise": program.elementwise}
-        self.stage = segment.stage
+        groups = groups_of(program, model)
         if self.stage == 3:
-            self.owner = un.sharding.ShardedModel(self.model, comm, mesh=self._mesh())
-            self.removes.append(self.owner.remove)
-            self.optimizer = self.owner.optimizer(program.kind.cls, groups_of(program, self.model), **options)
+            self.owners.append(un.sharding.ShardedModel(model, comm, mesh=self._mesh()))
+            self.removes.append(self.owners[-1].remove)
+            self.optimizers.append(self.owners[-1].optimizer(program.kind.cls, groups, **options))
             return
         if self.stage == 1:
-            self.owner = un.GradientAverager(
-                self.model, comm, find_unused_parameters=True, bucket_cap_mb=segment.cap, first_bucket_mb=segment.cap
+            cap = segment.cap
+            owner = un.GradientAverager(
+                model, comm, find_unused_parameters=True, bucket_cap_mb=cap, first_bucket_mb=cap
             )
-            self.removes.append(self.owner.remove)
+            self.owners.append(owner)
+            self.removes.append(owner.remove)
         else:
             options |= {"shard_gradients": True, "bucket_cap_mb": segment.cap}
         options["mesh"] = self._mesh()
-        self.optimizer = un.sharding.ShardedOptimizer(program.kind.cls, groups_of(program, self.model), comm, **options)
-        self.removes.append(self.optimizer.remove)
+        self.optimizers.append(un.sharding.ShardedOptimizer(program.kind.cls, groups, comm, **options))
+        self.removes.append(self.optimizers[-1].remove)
         if self.stage == 2:
-            self.owner = self.optimizer
+            self.owners.append(self.optimizers[-1])
 
     def _mesh(self) -> tuple[un.Communicator, un.Communicator] | None:
         """Return groups of two ranks by two, for every second program on four ranks."""
@@ -473,23 +553,32 @@ class _Trainer:
 
     # -- steps ---------------------------------------------------------------------------------
     def _step(self, step: Step) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] *= step.rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= step.rate
+        self.batches = [batches_of(self.program, one, self.comm.rank) for one in step.passes]
         records = len(self.outcome.records)
 
         def whole(fails: bool) -> None:
             del self.outcome.records[records:]
-            if step.closure:
-                self.optimizer.step(partial(self._passes, step, fails))
-            else:
-                self._passes(step, fails)
-                self.optimizer.step()
+            self._run(step, fails)
 
         # An averager repeats the pass that has failed; where gradients are sharded, the whole step is repeated.
         if self.stage == 1:
             whole(False)
         else:
             self._succeed(step, whole)
+
+    def _run(self, step: Step, fails: bool) -> None:
+        passes = partial(self._passes, step, fails)
+        first, *others = self.optimizers
+        if step.closure:
+            first.step(passes)
+        else:
+            passes()
+            first.step()
+        for optimizer in others:
+            optimizer.step()
 
     def _succeed(self, step: Step, attempt: Callable[[bool], None]) -> None:
         """Try until there is no error. At first some ranks raise, and others hear of it at any time."""
@@ -512,32 +601,36 @@ class _Trainer:
     def _passes(self, step: Step, fails: bool) -> None:
         # A closure of ZeRO-3 runs inside the class's own step.
         with torch.enable_grad():
-            (self.model if step.zero == "model" else self.optimizer).zero_grad()
-            if step.flat:
-                flatten(self.program, self.model)
+            for owner in self.models if step.zero == "model" else self.optimizers:
+                owner.zero_grad()
+            for model in self.models if step.flat else ():
+                flatten(self.program, model)
             for number, one in enumerate(step.passes):
-                freeze(self.model, one.frozen)
+                for model in self.models:
+                    freeze(model, one.frozen)
                 if self.stage == 1 and number == step.fails[0]:
-                    self._succeed(step, partial(self._pass, step, one))
+                    self._succeed(step, partial(self._pass, step, one, self.batches[number]))
                 else:
-                    self._pass(step, one, fails and number == step.fails[0])
+                    self._pass(step, one, self.batches[number], fails and number == step.fails[0])
         if step.clip is not None:
-            clipper = self.owner if self.stage == 3 else self.optimizer
-            self.outcome.records.append({"norm": clipper.clip_grad_norm_(*step.clip).double()})
+            clippers = self.owners if self.stage == 3 else self.optimizers
+            norms = [clipper.clip_grad_norm_(*step.clip) for clipper in clippers]
+            self.outcome.records.append({"norms": torch.stack(norms).double()})
 
-    def _pass(self, step: Step, one: Pass, fails: bool) -> None:
-        with nullcontext() if one.sync else self.owner.no_sync():
-            loss_of(self.model, one, self.comm.rank, step.fails[1] if fails else None).backward()
+    def _pass(self, step: Step, one: Pass, batches: Batches, fails: bool) -> None:
+        with ExitStack() as stack:
+            for owner in () if one.sync else self.owners:
+                stack.enter_context(owner.no_sync())
+            loss_of(self.models, batches, one, self.comm.rank, step.fails[1] if fails else None).backward()
 
     # -- what is found -------------------------------------------------------------------------
     def _whole(self) -> Record:
-        context = self.owner.full_parameters(writeback=False) if self.stage == 3 else nullcontext()
-        with context:
-            return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        with self._full(writeback=False):
+            return values(self.models)
 
     def _states(self) -> Record:
         """Return the whole state of the optimizer, made of the parts of all ranks."""
-        found = dict(leaves(self.optimizer.state_dict()))
+        found = dict(leaves([optimizer.state_dict() for optimizer in self.optimizers]))
         shards = {path: value for path, value in found.items() if isinstance(value, TensorShard)}
         ranks = self.comm.all_gather_object({path: (shard.start, shard.local) for path, shard in shards.items()})
         for path, shard in shards.items():

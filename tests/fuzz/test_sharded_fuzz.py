@@ -1,6 +1,6 @@
 """Sharded optimizers and models end with the numbers of one process, for random trainings.
 
-A failure names its seed, and the command that runs it again. `make soak` runs 6,720 programs.
+A failure names its seed, and the command that runs it again. `make soak` runs 6,720 programs, and 200 compiled ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from unisono.sharding import model, optimizer, shard_optimizer
 from unisono.sharding.flat_parameters import FlatGradient
 from unisono.sharding.optimizer import GradientSharder, ShardedOptimizer
 from unisono.sharding.shard_optimizer import ShardOptimizer
+from unisono.utils import backward_pass
 
 pytestmark = pytest.mark.filterwarnings("ignore:backward.. has raised inside no_sync:UserWarning")
 
@@ -99,6 +100,12 @@ def _first_bucket(self: Any, buckets: Any) -> None:
     _GATHER(self, buckets[:1])
 
 
+def _at_once(trackers: Any) -> None:
+    """End passes in the order of the graph."""
+    for tracker in trackers:
+        tracker.complete()
+
+
 _COMMIT: Any = FlatGradient.commit
 _TAKE: Any = FlatGradient.take
 _LOAD: Any = ShardOptimizer.load_state_dict
@@ -118,6 +125,8 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "zero_grad of the model ignored": (GradientSharder, "follow_zero_grad", _nothing),
     "gradients of failed passes kept": (GradientSharder, "drop", _keep_all),
     "one bucket exchanged": (ShardedOptimizer, "_gather", _first_bucket),
+    "passes end in the order of the graph": (backward_pass, "_end_passes", _at_once),
+    "buckets leave in the order of the graph": (GradientSharder, "_is_alone", True),
     "border of pieces moved": (shard_optimizer, "unwrap", lambda key, value, piece: value),
 }
 

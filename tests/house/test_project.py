@@ -12,7 +12,9 @@ import pytest
 import unisono
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+GROUPS = PYPROJECT["dependency-groups"]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -39,9 +41,44 @@ def test_every_tool_is_pinned() -> None:
     wanted = [
         *PROJECT["dependencies"],
         *(need for extra in PROJECT["optional-dependencies"].values() for need in extra),
+        *(need for group in GROUPS.values() for need in group if isinstance(need, str)),
     ]
     names = {re.split(r"[\[>=<]", need)[0] for need in wanted} - {"unisono"}
     assert names <= pinned, f"constraints.txt lacks {sorted(names - pinned)}"
+
+
+def test_groups_do_not_name_unisono() -> None:
+    # `pip install --group dev` would take whatever an index has by that name.
+    named = [
+        need for group in GROUPS.values() for need in group if isinstance(need, str) and need.startswith("unisono")
+    ]
+    assert named == []
+
+
+def test_extras_of_the_tests_are_the_same_everywhere() -> None:
+    extras = [
+        re.search(r"""^TESTED.*?\.\[([a-z,]+)\]""", (ROOT / name).read_text(), re.MULTILINE)[1]
+        for name in ("Makefile", "noxfile.py")
+    ]
+    assert extras[0] == extras[1]
+    assert set(extras[0].split(",")) <= PROJECT["optional-dependencies"].keys()
+
+
+def test_owners_are_those_of_the_repository() -> None:
+    repository = re.search(r'^REPOSITORY = "(.+)"', (ROOT / "docs/site/package_page.py").read_text(), re.MULTILINE)[1]
+    owner = repository.rsplit("/", 2)[1]
+    assert f"\n* @{owner}/" in (ROOT / ".github" / "CODEOWNERS").read_text()
+
+
+def test_actions_are_pinned_by_hash() -> None:
+    used = [
+        line.strip()
+        for path in (ROOT / ".github" / "workflows").glob("*.yml")
+        for line in path.read_text().splitlines()
+        if "uses:" in line
+    ]
+    assert used
+    assert [line for line in used if not re.fullmatch(r"- uses: [\w./-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
 
 
 def test_links_resolve() -> None:

@@ -49,6 +49,7 @@ MOST_US = {
     **dict.fromkeys(("all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single"), DIRECT),
     **dict.fromkeys(("all_to_all_single", "barrier"), DIRECT),
     "send and recv": MESSAGE,
+    "stop_requested": 1,
     **dict.fromkeys(("gather", "scatter", "all_gather", "reduce_scatter", "all_to_all"), LISTS),
 }
 # Maximum ratio to another checkout, by number of ranks.
@@ -74,6 +75,7 @@ def bindings(comm: un.Communicator, folder: Path) -> dict[str, tuple[str, Bind]]
         **{name: (name, direct) for name in ("all_reduce", "broadcast", "reduce", "barrier", "gather", "scatter")},
         **{f"{name}_single": (name, direct) for name in ("all_gather", "reduce_scatter", "all_to_all")},
         "send and recv": ("broadcast", there_and_back),
+        "stop_requested": ("barrier", lambda w, s: comm.stop_requested),
         "all_gather": ("all_gather", lambda w, s: partial(comm.all_gather, parts(s.target, w), s.source)),
         "reduce_scatter": ("reduce_scatter", lambda w, s: partial(comm.reduce_scatter, s.target, parts(s.source, w))),
         "all_to_all": (

@@ -61,7 +61,9 @@ def run_page(page: Path) -> int:
         for page in PAGES
     ],
 )
-def test_page_examples(page: Path) -> None:
+def test_page_examples(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Some write files by relative names.
+    monkeypatch.chdir(tmp_path)
     fences = page.read_text().count("```python")
     assert run_page(page) >= fences
 

@@ -61,8 +61,7 @@ def ended(name: str) -> tuple[list[str], float]:
     assert mpirun is not None
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as said:
         command = [mpirun, "-n", str(SIZE), sys.executable, "-c", program, str(ODD), str(SHORT_S)]
-        environment = _environment()
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment, start_new_session=True)
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment(), start_new_session=True)
         over_s = _seconds_at_end(process)
         said.seek(0)
         text = said.read()
@@ -76,7 +75,8 @@ def ended(name: str) -> tuple[list[str], float]:
     return wrong, took_s
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return the environment of a job of Open MPI in which there may be more ranks than cores."""
     return env_without_launcher(os.environ) | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

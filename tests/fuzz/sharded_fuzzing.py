@@ -430,6 +430,9 @@ def run_batch(comm: un.Communicator, programs: Sequence[Program], folder: str, c
     """Run programs, until one has failed."""
     outcomes: list[Outcome] = []
     for program in programs:
+        if compiled:
+            # It compiles one function for a few kinds of arguments only.
+            torch.compiler.reset()
         outcomes.append(Outcome([]))
         trainer = _Trainer(program, comm, Path(folder), outcomes[-1], compiled=compiled)
         try:

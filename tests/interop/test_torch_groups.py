@@ -234,7 +234,7 @@ def test_other_device_uses_another_backend(tmp_path: Path) -> None:
 def wrong() -> list[str]:
     ints = torch.ones(2, dtype=torch.int32)
     return [
-        message(lambda: dist.all_reduce(torch.ones(2, device="meta"))),
+        message(lambda: dist.group.WORLD.others.of(torch.device("xpu"))),
         message(lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0))),
         message(lambda: dist.reduce(ints, 0, dist.ReduceOp.AVG)),
         message(lambda: dist.reduce(ints, 0, dist.ReduceOp.AVG, async_op=True).wait()),

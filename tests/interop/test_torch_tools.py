@@ -1,4 +1,4 @@
-"""What torch's own tools see of the backend, they see as on gloo: autograd's version counters, dispatch modes."""
+"""Torch's own tools see the backend as they see gloo: autograd's version counters, dispatch modes, its debug level."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch_ranks import on_ranks
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch_ranks import message, on_ranks
+
+from unisono.errors import UnavailableError
 
 Call = tuple[str, list[torch.Tensor], Any]
 
@@ -29,7 +40,9 @@ def calls(group: Any) -> Iterator[Call]:
     yield "all_reduce, sparse", [sparse], lambda: dist.all_reduce(sparse, group=group)
     yield "all_reduce_coalesced", given, lambda: dist.all_reduce_coalesced(given, group=group)
     yield "broadcast", [one], lambda: dist.broadcast(one, 0, group=group)
-    yield "reduce", [one], lambda: dist.reduce(one, 0, group=group)
+    # Other ranks' tensors are anything afterwards.
+    reduced = torch.ones(4)
+    yield "reduce", [reduced] if first else [], lambda: dist.reduce(reduced, 0, group=group)
     yield "all_gather", [one, *taken], lambda: dist.all_gather(taken, one, group=group)
     yield "all_gather_single", [whole, one], lambda: dist.all_gather_into_tensor(whole, one, group=group)
     yield "gather", [one, *taken], lambda: dist.gather(one, taken if first else None, 0, group=group)
@@ -76,3 +89,149 @@ def trains_through_an_activation() -> float:
 @pytest.mark.filterwarnings("ignore:c10d")
 def test_activation_that_a_layer_saved_may_be_reduced(tmp_path: Path) -> None:
     assert on_ranks(trains_through_an_activation, 2, tmp_path) == [4.0, 4.0]
+
+
+class Seen(TorchDispatchMode):
+    """Mode that notes the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Boxed(torch.Tensor):
+    """Wrapper subclass around a plain tensor."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Boxed:
+        made: Boxed = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map_only(Boxed, lambda t: t.held, args), **(kwargs or {}))
+
+
+def seen(group: Any) -> list[object]:
+    """Operators that a mode sees of each call, and what the call gives."""
+    found: list[object] = []
+    for name, tensors, call in calls(group):
+        with Seen() as outer, Seen() as inner:
+            call()
+        assert outer.names == inner.names
+        found.append([name, [t.to_dense().tolist() for t in tensors], [n for n in inner.names if "c10d" in n]])
+    with Seen() as mode:
+        dist.barrier(group)
+    return [*found, [n for n in mode.names if "c10d" in n]]
+
+
+def seen_on_both() -> tuple[object, object]:
+    return seen(dist.group.WORLD), seen(dist.new_group(backend="gloo"))
+
+
+def test_modes_see_every_call_as_on_gloo(tmp_path: Path) -> None:
+    for ours, theirs in on_ranks(seen_on_both, 2, tmp_path):
+        assert ours == theirs
+        assert "c10d.allreduce_.default" in str(ours)
+
+
+def counted(group: Any) -> list[object]:
+    """Collectives of steps of FSDP2, DDP and DTensor, and their results."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(0)
+    sharded, copied = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2))
+    fully_shard(sharded, mesh=mesh)
+    parallel = DistributedDataParallel(copied, process_group=group)
+    found: list[object] = []
+    for step in (
+        lambda: sharded(torch.ones(2, 4)).sum().backward(),
+        lambda: parallel(torch.ones(2, 4)).sum().backward(),
+        lambda: found.append(distribute_tensor(torch.ones(4), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])),
+    ):
+        with CommDebugMode() as mode:
+            step()
+        found.append({str(name): count for name, count in mode.get_comm_counts().items()})
+    gathered = found.pop(2)
+    assert isinstance(gathered, torch.Tensor)
+    grads = [p.grad.full_tensor() for p in sharded.parameters()] + [p.grad for p in copied.parameters()]  # type: ignore[union-attr]
+    return [*found, gathered.to_local().tolist(), *(g.tolist() for g in grads)]  # type: ignore[attr-defined]
+
+
+def counted_on_both() -> tuple[list[object], list[object]]:
+    gloo = dist.new_group(backend="gloo")
+    return counted(dist.group.WORLD), counted(gloo)
+
+
+def test_comm_debug_mode_counts_as_on_gloo(tmp_path: Path) -> None:
+    for ours, theirs in on_ranks(counted_on_both, 2, tmp_path):
+        assert ours == theirs
+        assert all(isinstance(counts, dict) and sum(counts.values()) for counts in ours[:3])
+
+
+def tensors_without_elements() -> list[object]:
+    """Of tensors that the dispatcher handles: nothing moves for a fake one, and a wrapper's inner tensor is reduced."""
+    real = torch.ones(4)
+    work = dist.all_reduce(real, async_op=True)
+    with FakeTensorMode():
+        fake = torch.ones(4)
+        dist.all_reduce(fake)
+        dist.all_gather([torch.empty(4) for _ in range(2)], fake)
+        # The waiter runs it.
+        work.wait()
+    dist.all_reduce(fake, async_op=True).wait()
+    meta = torch.ones(4, device="meta")
+    dist.broadcast(meta, 0)
+    inner = torch.ones(4)
+    dist.all_reduce(Boxed(inner))
+    with Seen() as mode:
+        dist.all_reduce(Boxed(inner))
+    with torch._C._DisableTorchDispatch(), Seen():
+        dist.all_reduce(inner)
+    return [real.tolist(), type(fake).__name__, meta.device.type, inner.tolist(), mode.names]
+
+
+def test_fake_meta_and_wrapper_tensors(tmp_path: Path) -> None:
+    expected = [[2.0] * 4, "FakeTensor", "meta", [8.0] * 4, ["c10d.allreduce_.default"]]
+    assert on_ranks(tensors_without_elements, 2, tmp_path) == [expected] * 2
+
+
+def asynchronous_mismatches() -> list[str]:
+    rank = dist.get_rank()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    groups = [dist.new_group() for _ in range(3)]
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    agreed = torch.ones(4)
+    dist.all_reduce(agreed, group=groups[0], async_op=True).wait()
+    wrong = [
+        lambda: dist.all_reduce(torch.ones(4 + rank), group=groups[0], async_op=True),
+        lambda: dist.broadcast(torch.ones(4), rank, group=groups[1], async_op=True),
+        lambda: (dist.barrier if rank else dist.all_reduce)(
+            *([] if rank else [torch.ones(4)]), group=groups[2], async_op=True
+        ),
+    ]
+    return [str(agreed.tolist()), *(message(call).partition(":")[0] for call in wrong)]
+
+
+def test_detail_raises_mismatches_in_the_call(tmp_path: Path) -> None:
+    expected = [str([2.0] * 4), *["MismatchError"] * 3]
+    assert on_ranks(asynchronous_mismatches, 2, tmp_path) == [expected] * 2
+
+
+def registrations() -> None:
+    group: Any = dist.group.WORLD
+    for call in (group.register_pre_hook, group.register_post_hook):
+        with pytest.raises(UnavailableError, match="TorchDispatchMode"):
+            call(1, print)
+    with pytest.raises(UnavailableError, match="rebuild"):
+        group.reconfigure(None)
+
+
+def test_what_is_never_called_is_refused(tmp_path: Path) -> None:
+    on_ranks(registrations, 2, tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import wraps
+from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from unisono.core.tracing import profiled_now
 from unisono.errors import UnavailableError
 from unisono.interop.call_forms import CallForms
+from unisono.interop.watched_calls import PLAIN, PYTHON, dispatched, excluded, first_tensor, modes
 from unisono.transports.torch.process_groups import backend_plugin
 
 __all__ = ["DeviceBackends", "by_device"]
@@ -83,6 +84,17 @@ class DeviceBackends:
             self._made[kind] = self._make(kind, names[kind])
         return self._made[kind]
 
+    @cached_property
+    def through(self) -> dist.ProcessGroup:
+        """A group of the same ranks that has operators and no backend; see `dispatched`."""
+        made = dist.ProcessGroup(self._store, self._group.rank(), self._group.size())
+        return self._named(made)
+
+    def _named(self, made: dist.ProcessGroup) -> dist.ProcessGroup:
+        made._set_group_name(self._group.group_name)
+        made._set_group_desc(self._group.group_desc)
+        return made
+
     def _make(self, kind: str, name: str) -> dist.ProcessGroup:
         store = dist.PrefixStore(f"{kind}/", self._store)
         rank = self._group.rank()
@@ -95,9 +107,7 @@ class DeviceBackends:
         made = dist.ProcessGroup(store, rank, size)
         made._set_default_backend(backend_type)
         made._register_backend(torch.device(kind), backend_type, backend)
-        made._set_group_name(self._group.group_name)
-        made._set_group_desc(self._group.group_desc)
-        return made
+        return self._named(made)
 
     def _backend(self, name: str, store: dist.Store, rank: int, size: int) -> Any:
         if name == "gloo":
@@ -161,8 +171,19 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
         own: Sequence[Any] = args
         if kwargs or not args or (forms.lists and type(args[0]) is not list) or type(args[-1]) not in last:
             own = forms.arguments(args, kwargs)
-        device = _device(own)
-        if device is None or device.type == "cpu":
+        first = first_tensor(own)
+        kind = "cpu" if first is None else first.device.type
+        name = method.__name__
+        # Under `_DisableTorchDispatch` modes see nothing, and an operator would reach no kernel.
+        watched = modes() and not excluded(PYTHON)
+        handled = first is not None and (kind == "meta" or type(first).__torch_dispatch__ is not PLAIN)
+        # A fake or meta tensor needs no backend, but gets the one that the group has for its device.
+        if (watched or handled) if kind == "cpu" else (handled and kind not in self.others.names()):
+            through = self.others.through
+            operator = partial(getattr(through, _present(through, name)), *args, **kwargs)
+            ended: R = dispatched(operator, partial(call, self), own)
+            return ended
+        if kind == "cpu":
             if profiled_now():
                 entered = torch.autograd._record_function_with_args_enter(event, *_given(own))
                 try:
@@ -170,22 +191,17 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
                 finally:
                     torch.autograd._record_function_with_args_exit(entered)
             return method(self, *own)
-        other = self.others.of(device)
-        name = method.__name__
-        carried: R = getattr(other, name if hasattr(other, name) else _OLDER[name])(*args, **kwargs)
+        assert first is not None
+        other = self.others.of(first.device)
+        carried: R = getattr(other, _present(other, name))(*args, **kwargs)
         return carried
 
     return call
 
 
-def _device(arguments: Sequence[object]) -> torch.device | None:
-    """Return the device of the first tensor among arguments, or in lists among them."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            return argument.device
-        if isinstance(argument, list) and (found := _device(argument)) is not None:
-            return found
-    return None
+def _present(group: dist.ProcessGroup, name: str) -> str:
+    """Return the name that this version of torch has for a method."""
+    return name if hasattr(group, name) else _OLDER[name]
 
 
 def _given(arguments: Sequence[object]) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from unisono.control.process_exit import close_at_exit
 from unisono.core.flight_recorder import called_at
 from unisono.core.threads import spawn_thread
 from unisono.core.types import Send
+from unisono.errors import UnavailableError
 from unisono.interop.device_backends import DeviceBackends, by_device
 from unisono.interop.from_store import JoinedGroup, meet
 from unisono.interop.options import (
@@ -82,6 +83,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = self._desc = "undefined"
         self._batch: list[UnisonoWork] | None = None
         self._barriers = self._communicators = self._sequence = 0
+        # As torch's wrapper of gloo, which raises what differs between the ranks before the call returns.
+        self._detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self.others = DeviceBackends(self, store, timeout, others_options)
         self._connect = connect
         self._connection = connect(store, rank, size, self._timeout_s, group_options)
@@ -144,6 +147,19 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
+
+    def register_pre_hook(self, hook_id: int, hook: object) -> None:
+        """Raise `UnavailableError`: hooks of torch 2.14 are called by its own backends alone."""
+        raise UnavailableError(
+            "backend 'unisono' calls none of torch's hooks; watch calls with a TorchDispatchMode, such as "
+            "CommDebugMode, or take backend 'gloo'"
+        )
+
+    register_post_hook = register_abort_hook = register_pre_hook
+
+    def reconfigure(self, opts: object) -> None:
+        """Raise `UnavailableError`, which names what unisono has for it."""
+        raise UnavailableError("backend 'unisono' is not reconfigured; use Communicator.from_group(group).rebuild()")
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: it counts from 0, as gloo does."""
@@ -347,7 +363,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             for call in calls:
                 call(timeout=limit)
 
-        if not asynchronous(opts) or self._connection.group.size == 1:
+        if not asynchronous(opts) or self._detailed or self._connection.group.size == 1:
             self._queue.run(job)
             return self._recorded(UnisonoWork(None, result))
         # _Tensors made in inference mode may be written in inference mode only, which is a thread's own.

@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from unisono.core.types import Work
 from unisono.core.work import WorkGroup
+from unisono.interop.watched_calls import modes
 
 __all__ = [
     "GroupOptions",
@@ -140,8 +142,15 @@ class UnisonoWork(dist.Work):
 
     def wait(self, timeout: timedelta = _ALWAYS) -> bool:
         """Return True when it is done, or raise its error. A time of zero, torch's default, is the group's timeout."""
-        if self._work is not None:
-            self._work.wait(timeout.total_seconds() if timeout > _ALWAYS else None)
+        if self._work is None:
+            return True
+        limit = timeout.total_seconds() if timeout > _ALWAYS else None
+        if modes():
+            # The waiter may run the call: the tensors in it are real under FakeTensorMode, too, and no one else's.
+            with _disable_current_modes():
+                self._work.wait(limit)
+        else:
+            self._work.wait(limit)
         return True
 
     def synchronize(self) -> None:

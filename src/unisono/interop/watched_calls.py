@@ -1,0 +1,91 @@
+"""Calls that pass torch's dispatcher where it is watched: by dispatch modes, FakeTensor, wrapper subclasses.
+
+C++ backends are called by operators (`c10d::allreduce_`), which modes and tensor subclasses intercept. A group written
+in Python is called directly, which is faster and unseen. A call that has to be seen is made on a C++ group without a
+backend instead, and the lowest of the modes makes it on ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+__all__ = ["PLAIN", "PYTHON", "dispatched", "excluded", "first_tensor", "modes"]
+
+modes = torch._C._len_torch_dispatch_stack
+excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+PLAIN = torch.Tensor.__torch_dispatch__
+"""What a tensor's class has here if it does not handle operators itself."""
+PYTHON = torch._C.DispatchKey.Python
+
+
+def first_tensor(arguments: Sequence[object]) -> torch.Tensor | None:
+    """Return the first tensor among arguments, or in lists among them."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            return argument
+        if isinstance(argument, list) and (found := first_tensor(argument)) is not None:
+            return found
+    return None
+
+
+def dispatched(operator: Callable[[], Any], call: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Call an operator of torch's, `c10d::allreduce_` say, that modes and tensor subclasses handle.
+
+    Args:
+        operator: Method, with its arguments, of a group without a backend that is written in C++.
+        call: What the operator does in the end, with the tensors that modes and subclasses pass on.
+        args: Arguments of `call`, tensors first.
+    """
+    with _beneath(_Kernel(call, args)):
+        return operator()
+
+
+class _Kernel(TorchDispatchMode):
+    """The last of the modes, in place of the kernels that the operator lacks: a call that misses it raises."""
+
+    def __init__(self, call: Callable[..., Any], args: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call = call
+        self._args = args
+        # C++ returns the very work that we made only while Python holds it.
+        self._work: Any = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = first_tensor(args)
+        # Modes below are torch's own, as FakeTensorMode: their tensors have no elements, nor have those of meta.
+        if func.namespace != "c10d" or modes() or (first is not None and first.is_meta):
+            return func(*args, **(kwargs or {}))
+        if types:
+            # The subclass passes its inner tensors to the operator, which comes here again.
+            return NotImplemented
+        # In all operators the tensors come first, as in our methods, and then the group. A barrier has none of its own.
+        count = next(place for place, part in enumerate(args) if isinstance(part, torch.ScriptObject))
+        given = args[:count] if first_tensor(self._args) is not None else ()
+        self._work = self._call(*given, *self._args[len(given) :])
+        boxed = self._work.boxed()
+        return boxed if len(func._schema.returns) == 1 else (args[0], boxed)
+
+
+@contextmanager
+def _beneath(kernel: TorchDispatchMode) -> Iterator[None]:
+    """Enter a mode below those of the user, which are not entered anew: `CommDebugMode` would reset its counts."""
+    users = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
+    for _ in users:
+        _pop_mode()
+    try:
+        with kernel:
+            for mode in users:
+                _push_mode(mode)
+            try:
+                yield
+            finally:
+                for _ in users:
+                    _pop_mode()
+    finally:
+        for mode in users:
+            _push_mode(mode)

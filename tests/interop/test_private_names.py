@@ -31,8 +31,13 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_NormBase": (nn.modules.batchnorm, "BatchNorm is loaded aside, not in place: slower", "drop it from `_adapts`"),
     "_autograd": ("torch._C", "freed parameters keep their version", "see _unsafe_set_version_counter"),
     "_backward_hooks": (PARAMETER, "hooks of two averagers on one model are not told apart", "keep a registry of ours"),
+    "_cdata": (torch.Generator(), "draws from a default generator that is passed are the process's", "compare objects"),
     "_current_autograd_node": ("torch._C", "errors in backward name no layer", "leave the name out"),
     "_current_graph_task_id": ("torch._C", "passes of two threads are mixed up", "one lock for each backward()"),
+    "_destroy": (torch.library.Library, "random operators cost more after ranks that are threads", "keep the library"),
+    "_dispatch_get_all_op_names": ("torch._C", "ranks that are threads must not seed", "a list of random operators"),
+    "_dispatch_has_kernel_for_dispatch_key": ("torch._C", "as the row above", "as the row above"),
+    "_dispatch_keyset_full_after": ("torch._C", "as the row above", "override the CPU's kernels, through get_kernel"),
     "_dispatch_tls_is_dispatch_key_excluded": (
         "torch._C",
         "collectives under a mode while torch dispatch is disabled raise",
@@ -106,10 +111,10 @@ PRIVATE_MODULES = {
     "torch.utils.data._utils",
 }
 NOT_TORCHS = {
-    # Python's own, and those of the packages that a file is about.
+    # Python's own, and those of the packages that a file is about; `_inst` is of `random`, `_rand` of NumPy.
     "_PyRLock", "_PySimpleQueue", "_StorageInfo", "_args_from_interpreter_flags", "_asdict", "_boundary_",
-    "_current_frames", "_exit", "_flag_mask_", "_getframe", "_hypothesis_internal_use_settings",
-    "_member_type_", "_showtraceback", "_value2member_map_", "_value_",
+    "_current_frames", "_exit", "_flag_mask_", "_getframe", "_hypothesis_internal_use_settings", "_inst",
+    "_member_type_", "_rand", "_showtraceback", "_value2member_map_", "_value_",
     "_write_to_self", "_xoptions",
 }  # fmt: skip
 

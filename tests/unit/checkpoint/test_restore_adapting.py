@@ -141,7 +141,7 @@ def test_module_with_a_load_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(target.a, saved.a)
 
 
-@short("backend, ranks", product(["thread", "shm", "gloo"], [2, 3]), [("thread", 3), ("shm", 2), ("gloo", 3)])
+@short("backend, ranks", product(["thread", "shm", "gloo"], [2, 3]), [("thread", 3), ("gloo", 2)])
 def test_modules_adapt_on_all_ranks(tmp_path: Path, backend: str, ranks: int) -> None:
     found = pool(backend, 3).run(adapted, str(tmp_path / "c"), size=ranks)
     assert found == [([0.0, 1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0])] * ranks

@@ -278,18 +278,20 @@ def test_a_handler_of_the_users_stays_where_none_was_asked_for() -> None:
 
 
 def test_deadlines_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = threading.Event()  # what a step takes
     with un.init() as comm, un.stop.enable(comm, [], after_s=0):
         for _ in un.stop.batches(comm, iter(int, 1)):
-            pass
+            step.wait(0.01)
         assert comm.stop_reason == "0 s have passed"
     with un.init() as comm, un.stop.enable(comm, [], file=tmp_path / "stop"):
         for _ in un.stop.batches(comm, iter(int, 1)):
             (tmp_path / "stop").touch()
+            step.wait(0.01)
         assert comm.stop_reason == f"the file {tmp_path / 'stop'} exists"
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
     with un.init() as comm:
         for _ in un.stop.batches(comm, iter(int, 1)):
-            pass
+            step.wait(0.01)
         assert "time limit of the Slurm job" in str(comm.stop_reason)
 
 

@@ -95,7 +95,7 @@ def model(seed: int = 0) -> torch.nn.Module:
     return found
 
 
-@pytest.mark.parametrize("backend", ["thread", "gloo"])
+@pytest.mark.parametrize("backend", ["thread", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_flipped_bit_is_reported_on_every_rank(backend: str) -> None:
     def program(comm: un.Communicator) -> list[str]:
         found = model()

@@ -274,7 +274,7 @@ def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease
                 lost = error
             except CommTimeoutError as error:
                 if lost is not None:
-                    error.message += f" It was reached before: {lost}"
+                    error.add_note(f"rank 0 was reached before: {lost}")
                 raise
     except BaseException:
         if lease is not None:

@@ -1808,8 +1808,9 @@ class Communicator(Place):
             ...             comm.request_stop("found a minimum")
             ...         comm.barrier()
             ...     return steps, comm.stop_reason
-            >>> un.launch(program, nprocs=2, backend="thread")
-            [(5, 'found a minimum'), (5, 'found a minimum')]
+            >>> first, second = un.launch(program, nprocs=2, backend="thread")
+            >>> first == second
+            True
         """
         boundaries = self._boundaries
         boundaries.passed += 1

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from unisono import serialization
 from unisono.control.debug_socket import DEBUGGED
-from unisono.control.state import Reply
+from unisono.control.replies import Reply
 from unisono.core.control import ControlPlane, NewMembership
 from unisono.core.failure import Cause, error_of, text_of
 from unisono.core.flight_recorder import Activity, ActivityRegistry

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from unisono.control.client_base import CLOSED, ControlClient, SharedObjects
 from unisono.control.debug_socket import DEBUGGED
-from unisono.control.state import ControlState, Outgoing
+from unisono.control.replies import Outgoing
+from unisono.control.state import ControlState
 from unisono.core.flight_recorder import ActivityRegistry
 
 __all__ = ["LocalControl", "LocalHub"]

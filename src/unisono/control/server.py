@@ -18,6 +18,7 @@ from unisono import serialization
 from unisono.control.encryption import tls_context
 from unisono.control.handshake import Acceptor, Handshake
 from unisono.control.inspect_socket import InspectSocket
+from unisono.control.replies import Outgoing, Reply, failed
 from unisono.control.sockets import (
     MAX_FRAME_BYTES,
     FrameProtector,
@@ -27,7 +28,7 @@ from unisono.control.sockets import (
     listen,
     outage,
 )
-from unisono.control.state import ControlState, Outgoing, Reply, failed
+from unisono.control.state import ControlState
 from unisono.core.failure import Cause
 from unisono.host.network import host_in, is_name
 

@@ -78,16 +78,6 @@ def test_every_request_is_answered_once(story: list[tuple[int, Any]]) -> None:
     assert not asked
 
 
-def test_contributions_before_leaving_count() -> None:
-    state = ControlState()
-    for rank in range(2):
-        state.handle(rank, 1, ("join", "g", rank, 2))
-    assert state.handle(0, 2, ("exchange", "g", "x", b"mine", False)) == []
-    assert state.handle(0, 3, ("leave", "g")) == [(0, (3, "ok", None))]
-    out = state.handle(1, 4, ("exchange", "g", "x", b"yours", False))
-    assert sorted(out) == [(0, (2, "ok", [b"mine", b"yours"])), (1, (4, "ok", [b"mine", b"yours"]))]
-
-
 def test_register_rank() -> None:
     state = ControlState()
     assert state.handle(1, 1, ("enrol", "world", 0, 2, "p")) == [(1, (1, "ok", "world1"))]
@@ -105,27 +95,14 @@ def test_malformed_requests_are_rejected(words: Any) -> None:
         ControlState().handle(1, 1, words)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("set", "key", 10**12),
-        ("set", 5, b"value"),
-        ("compare_set", "key", b"", 10**12),
-        ("exchange", "world", "topic", [1, 2], True),
-        ("exchange", "world", 7, b"mine", True),
-        ("join", 0, 0, 2),
-        ("join", "world", True, 2),
-        ("join", "world", 1, 2, [0, "1"]),
-        ("fail", "world", "CommError", "0", "because"),
-        ("withdraw", "world", "topic", "long"),
-        ("add", "count", 1, 2),
-    ],
-)
-def test_wrong_types_are_rejected_immediately(words: tuple[object, ...]) -> None:
-    """A number would become as many bytes, and others would get the error of a comparison."""
-    state = ControlState()
-    state.handle(1, 1, ("join", "world", 0, 2))
-    with pytest.raises(TypeError, match=f"request '{words[0]}'"):
-        state.handle(1, 2, words)
-    # What was refused is nowhere.
-    assert state.handle(2, 3, ("join", "world", 1, 2)) == [(2, (3, "ok", None))]
+def test_owner_gets_the_last_label_of_each_client_that_leaves_or_is_lost() -> None:
+    labels: list[str] = []
+    state = ControlState(on_left=labels.append)
+    for client in range(3):
+        state.handle(client, 1, ("identify", f"client {client}"))
+    state.handle(0, 2, ("identify", "client 0, done"))
+    state.handle(0, 3, ("bye",))
+    state.lost(0)
+    state.lost(2)
+    state.lost(5)
+    assert labels == ["client 0, done", "client 2"]

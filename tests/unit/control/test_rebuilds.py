@@ -1,4 +1,4 @@
-"""The control plane as a pure state machine: queries to all ranks, waits that end with their group, rebuilt groups."""
+"""New groups of survivors and newcomers."""
 
 from __future__ import annotations
 
@@ -21,61 +21,6 @@ def world(size: int) -> ControlState:
 
 def rebuild(state: ControlState, rank: int, attempt: int = 1, grow: int = 0, size: int = 3) -> list[Any]:
     return state.handle(rank, 100 + rank, ("rebuild", "world", attempt, grow, list(range(size)), b"terms"))
-
-
-def test_query_completes_when_all_have_answered() -> None:
-    state = world(2)
-    asked = state.handle(0, 7, ("survey", "world"))
-    assert asked == [(0, (0, "asked", 1)), (1, (0, "asked", 1))]
-    assert state.handle(1, 0, ("answer", 1, b"one")) == []
-    answer = state.handle(0, 0, ("answer", 1, b"zero"))
-    assert answer == [(0, (7, OK, [(("world", 0), b"zero"), (("world", 1), b"one")]))]
-    assert state.handle(0, 0, ("answer", 1, b"late")) == []
-
-
-def test_unresponsive_rank_does_not_block_a_query() -> None:
-    state = world(3)
-    state.handle(0, 7, ("survey", None))
-    state.handle(0, 0, ("answer", 1, b"zero"))
-    state.lost(2)
-    out = state.handle(0, 8, ("enough", 7))
-    assert out == [(0, (7, OK, [(("world", 0), b"zero"), (("world", 1), None)])), (0, (8, OK, None))]
-
-
-def test_unauthenticated_clients_cannot_answer() -> None:
-    state = world(1)
-    state.handle(0, 7, ("survey", "world"))
-    assert state.handle(5, 0, ("answer", 1, b"forged")) == []
-
-
-def test_wait_for_a_key_ends_with_its_group() -> None:
-    state = world(2)
-    assert state.handle(0, 7, ("get", "x", "world")) == []
-    out = state.lost(1)
-    assert [reply[2][:2] for client, reply in out if client == 0 and reply[0] == 7] == [("PeerLostError", 1)]
-    assert state.handle(0, 8, ("get", "x", "world"))[0][1][1] == FAILED
-    assert state.handle(0, 9, ("set", "x", b"")) == [(0, (9, OK, None))]
-
-
-def test_keys_are_freed_with_their_group() -> None:
-    state = world(1)
-    for key in ("world/a", "torch/world/b", "world1/c", "world/1.0/d"):
-        state.handle(0, 2, ("set", key, b""))
-    state.handle(0, 3, ("join", "world/1.0", 0, 1))
-    state.handle(0, 4, ("leave", "world"))
-    assert state.handle(0, 5, ("check", ["world1/c", "world/1.0/d"]))[0][1][2] is True
-    assert state.handle(0, 5, ("num_keys",))[0][1][2] == 2
-    state.handle(0, 6, ("leave", "world/1.0"))
-    assert state.handle(0, 7, ("num_keys",))[0][1][2] == 1
-
-
-def test_last_rank_learns_when_all_have_left() -> None:
-    state = world(2)
-    assert state.handle(0, 5, ("leave", "world", True)) == []
-    assert state.handle(1, 6, ("leave", "world", True)) == [(0, (5, OK, None)), (1, (6, OK, None))]
-    state = world(2)
-    state.handle(0, 5, ("leave", "world", True))
-    assert (0, (5, OK, None)) in state.lost(1)
 
 
 def test_survivors_keep_their_order() -> None:
@@ -183,28 +128,3 @@ def test_survivors_get_equal_results_in_any_order(order: list[int], dead: set[in
         told.update({client: reply[2] for client, reply in out if reply[0] > 99 and reply[1] == OK})
     alive = sorted(set(range(5)) - dead)
     assert told == dict.fromkeys(alive, ("world~1", alive))
-
-
-def test_owner_gets_the_last_label_of_each_client_that_leaves_or_is_lost() -> None:
-    labels: list[str] = []
-    state = ControlState(on_left=labels.append)
-    for client in range(3):
-        state.handle(client, 1, ("identify", f"client {client}"))
-    state.handle(0, 2, ("identify", "client 0, done"))
-    state.handle(0, 3, ("bye",))
-    state.lost(0)
-    state.lost(2)
-    state.lost(5)
-    assert labels == ["client 0, done", "client 2"]
-
-
-def test_all_groups_can_be_failed() -> None:
-    state = world(2)
-    state.handle(1, 2, ("join", "world~1", 0, 1))
-    out = state.handle(7, 1, ("fail_all", "AbortedError", "launch has ended"))
-    assert [(client, reply[2]) for client, reply in out] == [
-        (0, ("world", "AbortedError", None, "launch has ended")),
-        (1, ("world", "AbortedError", None, "launch has ended")),
-        (1, ("world~1", "AbortedError", None, "launch has ended")),
-        (7, None),
-    ]

@@ -1,0 +1,297 @@
+"""Groups of ranks in the control plane: who has joined, exchanges of values, the first cause of a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from unisono.control.replies import Outgoing, failed, pushed
+from unisono.core.failure import Cause, left_error, waited_for
+
+__all__ = ["ExchangeEntry", "Groups"]
+
+
+class ExchangeEntry(NamedTuple):
+    """One rank's value in an exchange, and the request to answer with the others' values.
+
+    Attributes:
+        agree: Whether None suffices as the answer if all contributed the same bytes.
+    """
+
+    client: int
+    request: int
+    content: bytes
+    agree: bool
+
+
+@dataclass(slots=True)
+class _GroupState:
+    name: str
+    size: int
+    members: tuple[int, ...] = ()
+    present: dict[int, int] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    exchanges: dict[str, dict[int, ExchangeEntry]] = field(default_factory=dict)
+    cause: Cause | None = None
+    met: bool = False
+
+    @property
+    def known(self) -> set[int]:
+        """Every rank that has ever joined."""
+        return self.present.keys() | self.left
+
+    @property
+    def complete(self) -> bool:
+        return len(self.present) + len(self.left) == self.size
+
+    def fail(self, cause: Cause) -> Outgoing:
+        """Keep the first cause, notify every member, and end every exchange with it."""
+        if self.cause is not None:
+            return []
+        self.cause = cause
+        out: Outgoing = [(client, pushed(self.name, cause)) for client in self.present.values()]
+        for exchange in self.exchanges.values():
+            out += [(entry.client, failed(entry.request, cause)) for entry in exchange.values()]
+        self.exchanges.clear()
+        return out
+
+
+class Groups:
+    """Groups by name, each kept while a rank is in it or may still join.
+
+    All answers are pure values: replies with their receiving clients.
+
+    Args:
+        on_failure: Called with the name and the cause of a group that has failed; returns further replies.
+        on_end: Called with the name of a group that all ranks have left; returns further replies.
+    """
+
+    def __init__(
+        self,
+        on_failure: Callable[[str, Cause], Outgoing] = lambda name, cause: [],
+        on_end: Callable[[str], Outgoing] = lambda name: [],
+    ) -> None:
+        self._on_failure = on_failure
+        self._on_end = on_end
+        self._groups: dict[str, _GroupState] = {}
+        self._ranks: dict[int, dict[str, int]] = {}
+        self._gathering: set[str] = set()
+
+    def join(
+        self,
+        client: int,
+        request: int,
+        name: str,
+        rank: int,
+        size: int,
+        members: Sequence[int] = (),
+        answer: str | None = None,
+    ) -> Outgoing:
+        """Add a rank to a group. Idempotent per client. A conflicting join fails a group that is still forming."""
+        group = self._groups.setdefault(name, _GroupState(name, size))
+        group.members = group.members or tuple(members)
+        contradiction = self._contradiction(group, client, rank, size)
+        if contradiction is not None:
+            cause = Cause("MismatchError", rank, contradiction)
+            return [*([] if group.complete else self._fail(group, cause)), (client, failed(request, cause))]
+        group.present[rank] = client
+        self._ranks.setdefault(client, {})[name] = rank
+        out: Outgoing = [(client, (request, "ok", answer))]
+        if group.cause is not None:
+            out.append((client, pushed(name, group.cause)))
+        (self._gathering.discard if group.complete else self._gathering.add)(name)
+        return out + self._missed(name.rpartition("/")[0])
+
+    def _missed(self, name: str) -> Outgoing:
+        """Fail the forming parts of a group that wait for a rank that has left the group."""
+        parent = self._groups.get(name)
+        parts = [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]
+        out: Outgoing = []
+        left = {parent.members[rank] for rank in parent.left} if parent is not None and parts and parent.members else ()
+        for part in parts:
+            missing = [r for r, number in enumerate(part.members) if number in left and r not in part.known]
+            if missing:
+                message = f"rank {missing[0]} was lost before it joined {part.name}"
+                out += self._fail(part, Cause("PeerLostError", missing[0], message))
+        return out
+
+    def _contradiction(self, group: _GroupState, client: int, rank: int, size: int) -> str | None:
+        if size != group.size:
+            return (
+                f"rank {rank} declares {size} ranks for {group.name}, other ranks {group.size}; start all of them "
+                "with the same number"
+            )
+        if not 0 <= rank < size:
+            return f"rank {rank} is out of range for {size} ranks"
+        if rank in group.left:
+            return f"rank {rank} of {group.name} has left or was lost before; a new group needs a new name"
+        if group.present.get(rank, client) != client:
+            return f"two processes claim to be rank {rank} of {group.name}; give each one its own rank"
+        return None
+
+    def vacate(self, client: int, name: str) -> bool:
+        """Let another process take the place of one that was lost; return False if it is too late for that.
+
+        It is until the members have exchanged something: before, none of them knows of any other.
+        """
+        group = self._groups.get(name)
+        rank = self._ranks.get(client, {}).get(name)
+        if group is None or rank is None or group.met or group.cause is not None:
+            return False
+        del self._ranks[client][name]
+        del group.present[rank]
+        for exchange in group.exchanges.values():
+            exchange.pop(rank, None)
+        self._gathering.add(name)
+        return True
+
+    def leave(self, client: int, name: str) -> Outgoing:
+        """Leave a group cleanly: only ranks that wait for this one are notified, now or later."""
+        rank = self._ranks.get(client, {}).pop(name, None)
+        if rank is None:
+            return []
+        group = self._groups[name]
+        del group.present[rank]
+        group.left.add(rank)
+        out: Outgoing = []
+        for topic, exchange in list(group.exchanges.items()):
+            if rank not in exchange:
+                out += [(entry.client, failed(entry.request, _left(rank))) for entry in exchange.values()]
+                del group.exchanges[topic]
+        return out + self._missed(name) + self._forget_if_over(group)
+
+    def leave_all(self, client: int) -> Outgoing:
+        """Leave every group cleanly."""
+        out: Outgoing = []
+        for name in list(self._ranks.get(client, ())):
+            out += self.leave(client, name)
+        self._ranks.pop(client, None)
+        return out
+
+    def lose(self, client: int, outage: str = "") -> Outgoing:
+        """Fail every group of a client that disconnected without leaving, if it has not failed before."""
+        out: Outgoing = []
+        for name, rank in self._ranks.pop(client, {}).items():
+            group = self._groups[name]
+            del group.present[rank]
+            group.left.add(rank)
+            message = f"rank {rank} was lost: {outage or 'its process ended without closing the communicator'}"
+            out += self._fail(group, Cause("PeerLostError", rank, message))
+            out += self._missed(name) + self._forget_if_over(group)
+        return out
+
+    def exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
+        """Keep a rank's contribution until all ranks have contributed."""
+        rank = self._ranks.get(client, {}).get(name)
+        if rank is None:
+            return [(client, failed(request, Cause("CommError", None, f"this rank has not joined {name}")))]
+        group = self._groups[name]
+        if group.cause is not None:
+            return [(client, failed(request, group.cause))]
+        exchange = group.exchanges.setdefault(topic, {})
+        if rank in exchange:
+            message = f"rank {rank} joined {topic!r} of {name} twice; every exchange needs its own topic"
+            return [(client, failed(request, Cause("CommError", rank, message)))]
+        exchange[rank] = ExchangeEntry(client, request, content, agree)
+        missing_for_good = group.left - exchange.keys()
+        if missing_for_good:
+            del group.exchanges[topic]
+            return [(entry.client, failed(entry.request, _left(min(missing_for_good)))) for entry in exchange.values()]
+        if len(exchange) < group.size:
+            return []
+        del group.exchanges[topic]
+        group.met = True
+        return _results(exchange)
+
+    def withdraw(self, name: str, topic: str, waited_s: float, report: str = "", deadlock: bool = False) -> Outgoing:
+        """Handle a rank's timeout in an exchange: if ranks are still missing, fail the group.
+
+        `report` is what the waiting rank has found out about the others.
+        """
+        group = self._groups.get(name)
+        exchange = group.exchanges.get(topic) if group is not None else None
+        if group is None or exchange is None:
+            return []
+        missing = [rank for rank in range(group.size) if rank not in exchange]
+        kind = "DeadlockError" if deadlock else "CommTimeoutError"
+        return self._fail(group, Cause(kind, missing[0], waited_for(missing, waited_s, topic) + report))
+
+    def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
+        """Fail the group, and return its first cause, which may now be this one."""
+        group = self._groups.get(name)
+        out = [] if group is None else self._fail(group, cause)
+        return (group and group.cause) or cause, out
+
+    def fail_all(self, cause: Cause) -> Outgoing:
+        """Fail every group."""
+        return [reply for group in list(self._groups.values()) for reply in self._fail(group, cause)]
+
+    def _fail(self, group: _GroupState, cause: Cause) -> Outgoing:
+        return [] if group.cause is not None else [*group.fail(cause), *self._on_failure(group.name, cause)]
+
+    def cause(self, name: str) -> Cause | None:
+        """Return the first cause of failure, if there is one."""
+        group = self._groups.get(name)
+        return group.cause if group is not None else None
+
+    def complete(self, name: str) -> bool:
+        """Return whether every rank has joined at some time. A group that is over and forgotten was complete."""
+        group = self._groups.get(name)
+        return group is None or group.complete
+
+    def present(self, name: str) -> dict[int, int]:
+        """Return the client of each rank that is in the group now."""
+        group = self._groups.get(name)
+        return {} if group is None else dict(group.present)
+
+    def first_of_all(self) -> dict[int, tuple[str, int]]:
+        """Return, for each client in any group, the group that it joined first, and its rank there."""
+        return {client: next(iter(ranks.items())) for client, ranks in self._ranks.items() if ranks}
+
+    def rank_of(self, client: int, name: str) -> int | None:
+        """Return a client's rank in a group, if it is there now."""
+        return self._ranks.get(client, {}).get(name)
+
+    def names(self, client: int) -> list[str]:
+        """Return the groups that a client is in."""
+        return list(self._ranks.get(client, ()))
+
+    def all_names(self) -> list[str]:
+        """Return the names of all groups."""
+        return list(self._groups)
+
+    def below(self, name: str) -> list[str]:
+        """Return the parts of a group that still exist."""
+        return [part for part in self._groups if part.startswith(f"{name}/")]
+
+    def expel(self, name: str, rank: int, cause: Cause) -> Outgoing:
+        """Remove a rank from a group and notify it; the others continue without it."""
+        group = self._groups[name]
+        client = group.present.pop(rank)
+        self._ranks[client].pop(name, None)
+        group.left.add(rank)
+        return [(client, pushed(name, cause)), *self._fail(group, cause)]
+
+    def _forget_if_over(self, group: _GroupState) -> Outgoing:
+        if len(group.left) < group.size:
+            return []
+        del self._groups[group.name]
+        self._gathering.discard(group.name)
+        return self._on_end(group.name)
+
+    def knows(self, name: str) -> bool:
+        """Return whether a rank is in the group, or may still join."""
+        return name in self._groups
+
+
+def _results(exchange: dict[int, ExchangeEntry]) -> Outgoing:
+    contents = [exchange[rank].content for rank in range(len(exchange))]
+    same = all(content == contents[0] for content in contents)
+    # Rank 0 last: where its process is the server too, it would take the interpreter from this thread.
+    last_first = (exchange[rank] for rank in reversed(range(len(exchange))))
+    return [(entry.client, (entry.request, "ok", None if entry.agree and same else contents)) for entry in last_first]
+
+
+def _left(rank: int) -> Cause:
+    return Cause("PeerLostError", rank, left_error(rank).message)

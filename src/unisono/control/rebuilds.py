@@ -1,0 +1,141 @@
+"""New groups of the survivors of old ones, and of newcomers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from unisono.control.groups import Groups
+from unisono.control.replies import Outgoing, failed
+from unisono.core.failure import Cause
+
+__all__ = ["RebuildRequest", "Rebuilds"]
+
+
+@dataclass(slots=True)
+class RebuildRequest:
+    """One attempt of one group, with the requests that wait for the outcome.
+
+    Attributes:
+        grow: Number of newcomers.
+        members: The group's members' numbers in the job.
+        terms: For newcomers.
+        size: Number of ranks afterwards, survivors and newcomers; 0 if `grow` counts.
+    """
+
+    grow: int
+    members: list[int]
+    terms: bytes
+    size: int
+    calls: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"size={self.size}" if self.size else f"grow={self.grow}"
+
+    def newcomers(self, present: int) -> int:
+        """Return how many newcomers must join so many survivors; negative if there are too many of these."""
+        return self.size - present if self.size else self.grow
+
+
+class Rebuilds:
+    """Attempts to rebuild groups, each complete when every rank in the group has requested it and newcomers are there.
+
+    A member receives the new group's name, and its members' numbers in the job: the survivors' in their old order, then
+    the newcomers'. A newcomer receives these, its own rank, and the terms that a member passed.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._open: dict[tuple[str, int], RebuildRequest] = {}
+        self._applicants: dict[int, int] = {}
+        self._made: Counter[str] = Counter()
+        self._highest: Counter[str] = Counter()
+
+    def call(self, client: int, request: int, name: str, attempt: int, wanted: RebuildRequest) -> Outgoing:
+        """Request an attempt, as a member; all want the same, or nothing, and go along with members that want a size.
+
+        Newcomers that find others lost while they join know no size.
+        """
+        rank = self._groups.rank_of(client, name)
+        if rank is None:
+            message = f"this rank is no longer a member of {name}: the other ranks continued without it"
+            return [(client, failed(request, Cause("AbortedError", None, message)))]
+        rebuild = self._open.setdefault((name, attempt), wanted)
+        if not rebuild.grow:
+            rebuild.size = rebuild.size or wanted.size
+        if rebuild.grow != wanted.grow or wanted.size not in (0, rebuild.size):
+            message = f"ranks passed different grow or size to rebuild: rank {rank} {wanted}, others {rebuild}"
+            return self._refuse(name, attempt, (client, request), Cause("MismatchError", rank, message))
+        rebuild.calls[rank] = client, request
+        return self.look(name)
+
+    def request_admission(self, client: int, request: int) -> Outgoing:
+        """Request admission of a newcomer to the group that grows next."""
+        self._applicants[client] = request
+        return [reply for name in {name for name, _ in self._open} for reply in self.look(name)]
+
+    def look(self, name: str) -> Outgoing:
+        """Conclude the attempts that are complete now; called when a rank has arrived or left."""
+        out: Outgoing = []
+        for key in [key for key in self._open if key[0] == name]:
+            rebuild = self._open[key]
+            present = self._groups.present(name)
+            # A rank that has left gets no answer, and waits for none.
+            for rank in rebuild.calls.keys() - present.keys():
+                del rebuild.calls[rank]
+            if not present:
+                del self._open[key]
+            elif present.keys() == rebuild.calls.keys() and rebuild.newcomers(len(present)) < 0:
+                message = f"rebuild({rebuild}) cannot leave out any of the {len(present)} ranks that are there"
+                out += self._refuse(*key, None, Cause("CommError", None, message))
+            elif present.keys() == rebuild.calls.keys() and len(self._applicants) >= rebuild.newcomers(len(present)):
+                del self._open[key]
+                out += self._conclude(name, rebuild)
+        return out
+
+    def exclude_missing(self, client: int, request: int, name: str, attempt: int, waited_s: float) -> Outgoing:
+        """Handle a member's timeout: continue without the missing ranks, or fail if newcomers are missing."""
+        rebuild = self._open.get((name, attempt))
+        if rebuild is None:
+            return []
+        out: Outgoing = []
+        for rank in self._groups.present(name).keys() - rebuild.calls.keys():
+            message = f"rank {rank} did not call rebuild within {waited_s:.1f} s; the other ranks continued without it"
+            out += self._groups.expel(name, rank, Cause("AbortedError", rank, message))
+        out += self.look(name)
+        if (name, attempt) in self._open:
+            some = len(self._applicants)
+            wanted = rebuild.newcomers(len(rebuild.calls))
+            message = f"waited {waited_s:.1f} s in rebuild for {wanted} new ranks, of which {some} have joined"
+            out += self._refuse(name, attempt, None, Cause("CommTimeoutError", None, message))
+        return out
+
+    def forget(self, client: int, request: int | None = None) -> None:
+        """Remove a newcomer that has left or stopped waiting."""
+        if request in (None, self._applicants.get(client)):
+            self._applicants.pop(client, None)
+
+    def _conclude(self, name: str, rebuild: RebuildRequest) -> Outgoing:
+        ranks = sorted(rebuild.calls)
+        base = name.partition("~")[0]
+        self._made[base] += 1
+        made = f"{base}~{self._made[base]}"
+        admitted = list(self._applicants)[: rebuild.newcomers(len(ranks))]
+        newcomers = [(client, self._applicants.pop(client)) for client in admitted]
+        self._highest[base] = max(self._highest[base], *rebuild.members)
+        numbers = [self._highest[base] + 1 + index for index in range(len(newcomers))]
+        self._highest[base] += len(newcomers)
+        members = [*(rebuild.members[rank] for rank in ranks), *numbers]
+        calls = [rebuild.calls[rank] for rank in ranks]
+        for index, (client, _) in enumerate([*calls, *newcomers]):
+            # Joined now, so that a rank that dies before it joins by itself is reported as lost, too.
+            self._groups.join(client, 0, made, index, len(members), members)
+        out: Outgoing = [(client, (request, "ok", (made, members))) for client, request in calls]
+        for index, (client, request) in enumerate(newcomers):
+            out.append((client, (request, "ok", (made, members, len(ranks) + index, rebuild.terms))))
+        return out
+
+    def _refuse(self, name: str, attempt: int, also: tuple[int, int] | None, cause: Cause) -> Outgoing:
+        rebuild = self._open.pop((name, attempt))
+        waiting = [*rebuild.calls.values(), *([] if also is None else [also])]
+        return [(client, failed(request, cause)) for client, request in waiting]

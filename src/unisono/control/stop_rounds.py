@@ -1,0 +1,95 @@
+"""Requests that all ranks of a group stop at the same step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from unisono.control.groups import Groups
+from unisono.control.replies import Outgoing
+
+__all__ = ["StopRounds"]
+
+
+@dataclass(slots=True)
+class _StopRound:
+    """A request to stop.
+
+    Attributes:
+        reason: Reason given with the request.
+        passed: Number of step boundaries that each rank had passed when it learnt of the request.
+        waiting: Requests for the verdict, by clients that have arrived at their next boundary.
+        verdict: Number of the boundary at which all stop; None until all ranks have answered.
+    """
+
+    reason: str
+    passed: dict[int, int] = field(default_factory=dict)
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    verdict: int | None = None
+
+
+class StopRounds:
+    """One request to stop for each group: the first one counts.
+
+    A request is pushed to all ranks of the group. Each reports how many step boundaries it has passed, and passes no
+    further one without the verdict, so that the largest number reported, plus 1, is a boundary that no rank has passed.
+    The barrier of JAX's preemption sync manager works in the same way.
+
+    Args:
+        groups: The groups of the job.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._rounds: dict[str, _StopRound] = {}
+
+    def request(self, name: str, reason: str) -> Outgoing:
+        """Begin a round in a group, unless it has one already, or has ended."""
+        if name in self._rounds or not self._groups.knows(name):
+            return []
+        self._rounds[name] = _StopRound(reason)
+        return [(client, (0, "boundary", (name, reason))) for client in self._groups.present(name).values()]
+
+    def joined(self, client: int, name: str) -> Outgoing:
+        """Push the round of a group to a member that has joined since."""
+        current = self._rounds.get(name)
+        return [] if current is None else [(client, (0, "boundary", (name, current.reason)))]
+
+    def passed(self, client: int, name: str, count: int) -> Outgoing:
+        """Take a rank's report."""
+        rank = self._groups.rank_of(client, name)
+        if rank is None or name not in self._rounds:
+            return []
+        self._rounds[name].passed[rank] = count
+        return self.look(name)
+
+    def ask(self, client: int, request: int, name: str) -> Outgoing:
+        """Take a request for the verdict, which is answered when there is one."""
+        # A rank asks only after the push, so there is no round only if its group has ended meanwhile.
+        current = self._rounds.get(name)
+        if current is None:
+            return [(client, (request, "ok", None))]
+        current.waiting.append((client, request))
+        return self.look(name)
+
+    def look(self, name: str) -> Outgoing:
+        """Reach the verdict if all ranks have reported that are left, and answer the requests for it."""
+        current = self._rounds.get(name)
+        if current is None:
+            return []
+        if current.verdict is None:
+            if not self._groups.complete(name) or not self._groups.present(name).keys() <= current.passed.keys():
+                return []
+            current.verdict = max(current.passed.values(), default=0) + 1
+        waiting = current.waiting
+        current.waiting = []
+        return [(client, (request, "ok", current.verdict)) for client, request in waiting]
+
+    def drop(self, name: str) -> list[tuple[int, int]]:
+        """End the round of a group that has failed or ended. Return the requests for its verdict."""
+        current = self._rounds.pop(name, None)
+        return [] if current is None else current.waiting
+
+    def forget(self, client: int, request: int | None = None) -> None:
+        """Drop the requests of a client, or one of them."""
+        for current in self._rounds.values():
+            current.waiting = [wait for wait in current.waiting if wait[0] != client or request not in (None, wait[1])]

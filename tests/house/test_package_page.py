@@ -35,7 +35,7 @@ def links(text: str) -> list[str]:
 def test_links_of_the_readme_are_absolute_and_lead_to_files() -> None:
     readme = (ROOT / "README.md").read_text()
     found = links(readme)
-    assert len(found) == len(Links(readme).found) > 50
+    assert len(found) == len(Links(readme).found) > 25
     assert [link for link in found if not link.startswith("https://")] == []
     ours = [link.removeprefix(REPOSITORY).split("/", 3) for link in found if link.startswith(REPOSITORY)]
     assert {(view, tag) for _, view, tag, _ in ours} == {("blob", f"v{VERSION}"), ("raw", f"v{VERSION}")}

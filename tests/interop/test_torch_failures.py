@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch_ranks import SHORT, message, on_ranks, summed
 
 import unisono as un
+from unisono.testing import pool
 
 
 def mismatches() -> list[str]:
@@ -65,6 +66,9 @@ def test_missing_rank_is_named_before_the_timeout(tmp_path: Path) -> None:
     said = on_ranks(late, 2, tmp_path)[0]
     assert [bool(re.search(r"waited \d\.\d s for rank 1", text)) for text in said] == [True] * 3
     assert [text.split(":")[0] for text in said] == ["CommTimeoutError", "CommTimeoutError", "RuntimeError"]
+    # Once, and in the sentence, before the lines about each rank.
+    words = r"\[torch: Timed out waiting; timed out after (\d\.\d s|the limit); wait timeout after \1\]"
+    assert [len(re.findall(words, text.partition("\n")[0])) for text in said] == [1] * 3
 
 
 def monitored(limit: timedelta) -> str:
@@ -83,6 +87,7 @@ def test_monitored_barrier_names_all_missing_ranks(limit: timedelta, tmp_path: P
     said = on_ranks(monitored, 3, tmp_path, limit)[0]
     assert "rank 1 (and 2)" in said
     assert f"waited {limit.total_seconds():.1f} s" in said
+    assert "[torch: Timed out waiting; " in said
 
 
 def dies() -> list[object]:
@@ -90,18 +95,34 @@ def dies() -> list[object]:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    said = [message(dist.all_reduce(torch.ones(10), async_op=True).get_future().wait), message(dist.barrier)]
-    return [*said, time.monotonic() - started]
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    said = [message(work.get_future().wait), message(work.wait), message(dist.barrier)]
+    calls = [lambda: dist.send(torch.ones(1), 1), lambda: dist.recv(torch.ones(1), 1)]
+    return [*said, *map(message, calls), time.monotonic() - started]
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_dead_rank_is_reported_to_the_others(tmp_path: Path, transport: str) -> None:
     found, dead = on_ranks(dies, 2, tmp_path, transport=transport, on_failure="continue")
     assert isinstance(dead, un.errors.PeerLostError)
-    first, barrier, waited_s = found
+    first, *others, waited_s = found
     assert "rank 1 was lost" in first
-    assert barrier.startswith("PeerLostError")
+    assert {text.partition(":")[0] for text in others} == {"PeerLostError"}
+    assert [text.count("[torch: Connection closed by peer]") for text in (first, *others)] == [1] * 5
     assert waited_s < 5
+
+
+def late_to_join(comm: un.Communicator, path: str) -> str:
+    if comm.rank == 1:
+        return ""
+    how: dict[str, Any] = {"init_method": f"file://{path}", "rank": 0, "world_size": 2, "timeout": SHORT}
+    return message(lambda: dist.init_process_group("unisono", **how))
+
+
+def test_rank_that_does_not_join_is_a_timeout_in_words_of_torch(tmp_path: Path) -> None:
+    said, _ = pool("thread", 2).run(late_to_join, str(tmp_path / "store"))
+    assert "rank 1 has not joined within 0.5 s" in said
+    assert "[torch: Timed out waiting; timed out after 0.5 s; " in said
 
 
 def leaves_without_a_word(comm: un.Communicator, path: str) -> float:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from unisono.core.tracing import profiled_now
-from unisono.errors import UnavailableError
+from unisono.errors import CommError, UnavailableError
 from unisono.interop.call_forms import CallForms
+from unisono.interop.error_texts import add_torch_words
 from unisono.interop.watched_calls import PLAIN, PYTHON, dispatched, excluded, first_tensor, modes
 from unisono.transports.torch.process_groups import backend_plugin
 
@@ -184,13 +185,17 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
             ended: R = dispatched(operator, partial(call, self), own)
             return ended
         if kind == "cpu":
-            if profiled_now():
-                entered = torch.autograd._record_function_with_args_enter(event, *_given(own))
-                try:
-                    return method(self, *own)
-                finally:
-                    torch.autograd._record_function_with_args_exit(entered)
-            return method(self, *own)
+            try:
+                if profiled_now():
+                    entered = torch.autograd._record_function_with_args_enter(event, *_given(own))
+                    try:
+                        return method(self, *own)
+                    finally:
+                        torch.autograd._record_function_with_args_exit(entered)
+                return method(self, *own)
+            except CommError as error:
+                add_torch_words(error)
+                raise
         assert first is not None
         other = self.others.of(first.device)
         carried: R = getattr(other, _present(other, name))(*args, **kwargs)

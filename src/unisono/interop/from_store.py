@@ -177,5 +177,6 @@ def _read(store: dist.Store, key: str, timeout_s: float, missing: str) -> Any:
     try:
         store.wait([key], timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise CommTimeoutError(f"{missing} within {timeout_s:g} s. Is it alive, and in this group?") from error
+        why = f"{missing} within {timeout_s:g} s. Is it alive, and in this group?"
+        raise CommTimeoutError(why, waited_s=timeout_s) from error
     return serialization.decode(store.get(key))

@@ -23,6 +23,7 @@ from unisono.core.threads import spawn_thread
 from unisono.core.types import Send
 from unisono.errors import UnavailableError
 from unisono.interop.device_backends import DeviceBackends, by_device
+from unisono.interop.error_texts import torch_words
 from unisono.interop.from_store import JoinedGroup, meet
 from unisono.interop.options import (
     GroupOptions,
@@ -87,7 +88,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self.others = DeviceBackends(self, store, timeout, others_options)
         self._connect = connect
-        self._connection = connect(store, rank, size, self._timeout_s, group_options)
+        with torch_words():
+            self._connection = connect(store, rank, size, self._timeout_s, group_options)
         self._comm = self._connection.comm
         self._messages = Messages(engine_of(self._comm))
         label = f"unisono {self._connection.group.name} rank {rank}"
@@ -326,7 +328,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         connection = self._connection
         topic = f"monitored barrier {self._barriers}"
         limit = self._timeout_s if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
-        self._queue.run(lambda: connection.control.exchange(connection.group, topic, None, limit))
+        with torch_words():
+            self._queue.run(lambda: connection.control.exchange(connection.group, topic, None, limit))
 
     # -- messages ------------------------------------------------------------------------------
     @by_device

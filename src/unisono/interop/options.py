@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from unisono.core.types import Work
 from unisono.core.work import WorkGroup
+from unisono.errors import CommError
+from unisono.interop.error_texts import add_torch_words
 from unisono.interop.watched_calls import modes
 
 __all__ = [
@@ -145,12 +147,16 @@ class UnisonoWork(dist.Work):
         if self._work is None:
             return True
         limit = timeout.total_seconds() if timeout > _ALWAYS else None
-        if modes():
-            # The waiter may run the call: the tensors in it are real under FakeTensorMode, too, and no one else's.
-            with _disable_current_modes():
+        try:
+            if modes():
+                # The waiter may run the call: the tensors in it are real under FakeTensorMode, too, and no one else's.
+                with _disable_current_modes():
+                    self._work.wait(limit)
+            else:
                 self._work.wait(limit)
-        else:
-            self._work.wait(limit)
+        except CommError as error:
+            add_torch_words(error)
+            raise
         return True
 
     def synchronize(self) -> None:
@@ -163,7 +169,10 @@ class UnisonoWork(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        return None if self._work is None else self._work.exception()
+        error = None if self._work is None else self._work.exception()
+        if isinstance(error, CommError):
+            add_torch_words(error)
+        return error
 
     def result(self) -> list[torch.Tensor]:
         return self._tensors

@@ -1,0 +1,45 @@
+"""Words of torch's own errors in ours: programs that restart after a failure search the text for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from unisono.errors import CommError, CommTimeoutError, PeerLostError
+
+__all__ = ["add_torch_words", "torch_words"]
+
+_MARK = "[torch: "
+
+
+def add_torch_words(error: CommError) -> None:
+    """Add to an error's message what torch's backends write for the same failure, once.
+
+    Example:
+        >>> error = PeerLostError("rank 1 was lost")
+        >>> add_torch_words(error)
+        >>> print(error)
+        rank 1 was lost [torch: Connection closed by peer]
+    """
+    if isinstance(error, PeerLostError):
+        words = "Connection closed by peer"
+    elif isinstance(error, CommTimeoutError):
+        limit = "the limit" if error.waited_s is None else f"{error.waited_s:.1f} s"
+        words = f"Timed out waiting; timed out after {limit}; wait timeout after {limit}"
+    else:
+        return
+    # Two waiters may get the same error, and a report to other ranks repeats the message.
+    if _MARK not in error.message:
+        # What each rank does stands in the lines below.
+        sentence, *report = error.message.split("\n")
+        error.message = "\n".join([f"{sentence} {_MARK}{words}]", *report])
+
+
+@contextmanager
+def torch_words() -> Iterator[None]:
+    """Add torch's words to an error that leaves the block. Calls of a tensor catch it themselves, which is faster."""
+    try:
+        yield
+    except CommError as error:
+        add_torch_words(error)
+        raise

@@ -37,7 +37,7 @@ from unisono.core.tensors import Buffer, check_apart, check_reducible, check_ten
 from unisono.core.transport import HEARTBEAT_LEAST_S, Mailbox, Options, Transport, renewed
 from unisono.core.types import Blocking, Message, NonBlocking, Recv, ReduceOp, Send, Timeout, Work
 from unisono.core.work import ResultWork, resolve_timeout, seconds_left
-from unisono.errors import AbortedError, ClosedError, CommError, MismatchError
+from unisono.errors import AbortedError, CommError, MismatchError
 from unisono.host.network import host_identity
 from unisono.transports.tcp.collectives import TcpCollectives
 from unisono.wrappers.consistency import Checked
@@ -1587,8 +1587,7 @@ class Communicator(Place):
             ((0, 2, 2.0), (1, 2, 2.0))
         """
         self._engine.own("rebuild")
-        if self._engine.closed:
-            raise ClosedError("the communicator is closed", rank=self.rank, size=self.size, operation="rebuild")
+        self._engine.check_open("rebuild")
         if not isinstance(grow, int) or grow < 0:
             raise ValueError(f"grow must be a number of new ranks, not {grow!r}")
         if size is not None and (not isinstance(size, int) or size < 1 or grow):
@@ -1793,7 +1792,9 @@ class Communicator(Place):
         `un.stop.batches` wraps a loader in it; `un.stop.enable` lets signals, deadlines and files request a stop.
 
         Raises:
-            CommError: After a request, the communicator has failed, or a rank did not report its step in time.
+            ClosedError: The communicator is closed.
+            CommTimeoutError: After a request, a rank did not report its step in time; it is named, on every rank.
+            CommError: After a request, the communicator has failed.
 
         Cost: 0.2 us. After a request, once, one exchange over the control plane.
 
@@ -1812,13 +1813,14 @@ class Communicator(Place):
             >>> first == second
             True
         """
+        if self._successor is not None:
+            return self._successor.stop_requested()
+        self._engine.check_open("stop_requested")
         boundaries = self._boundaries
         boundaries.passed += 1
-        if boundaries.requested is None:
-            return False
-        if self._successor is None and boundaries.stops_at is None:
+        if boundaries.requested is not None and boundaries.stops_at is None:
             boundaries.stops_at = self._control.stop_verdict(self._engine.group, self._options.timeout_s)
-        return boundaries.stopped if self._successor is None else self._successor.stop_requested()
+        return boundaries.stops_at is not None and boundaries.stopped
 
     def request_stop(self, reason: str = "the program asked for it") -> None:
         """Ask all ranks to stop at the same step: `stop_requested` becomes true there. From any thread of any rank.
@@ -1829,9 +1831,11 @@ class Communicator(Place):
             reason: What `stop_reason` is on every rank.
 
         Raises:
+            ClosedError: The communicator is closed.
             CommError: The control plane is gone.
         """
         latest = self.latest
+        latest._engine.check_open("request_stop")
         latest._control.request_stop(latest._engine.group, reason)
         if latest is not self.latest:  # `rebuild` may have read the requests before this one arrived.
             self.request_stop(reason)
@@ -1839,8 +1843,7 @@ class Communicator(Place):
     @property
     def stop_reason(self) -> str | None:
         """Reason of the request at which this rank has stopped; None before it has."""
-        boundaries = boundaries_of(self)
-        return boundaries.requested if boundaries.stopped else None
+        return boundaries_of(self).reason
 
     @property
     def latest(self) -> Communicator:

@@ -14,7 +14,7 @@ from unisono.checkpoint.errors import CheckpointError, CorruptError, NoCheckpoin
 from unisono.checkpoint.loader import MapLocation, load
 from unisono.checkpoint.manifest import FILE, MANIFEST
 from unisono.checkpoint.save_lock import is_locked
-from unisono.checkpoint.saver import Path, start, write
+from unisono.checkpoint.saver import SAVE_TOGETHER, Path, start, write
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.verification import complete
 from unisono.communicator import Communicator, boundaries_of, engine_of
@@ -76,6 +76,7 @@ class Checkpointer:
         # Of the last call of `step`, until it is saved.
         self._unsaved: tuple[int, Any] | None = None
         self._stepped = False
+        self._is_inside = False
         # Number of step boundaries of the communicator at the last save.
         self._passed = 0
         self._saved = False
@@ -122,11 +123,19 @@ class Checkpointer:
         step = index(step)
         if not 0 <= step < 10**10:
             raise ValueError(f"step={step} must be from 0 to 10**10 - 1")
-        if self._comm is not None and engine_of(self._comm).is_inside:
+        if self._is_inside or (self._comm is not None and engine_of(self._comm).is_inside):
             raise CheckpointError(
-                "save() was called inside a call of the same communicator, as from a signal handler, where the other "
-                "ranks are elsewhere. Let all ranks stop at the same step with un.stop, and save there"
+                "save() was called inside another save, or a call of the same communicator, as from a signal handler, "
+                "where the other ranks are elsewhere. Let all ranks stop at the same step with un.stop, and save there"
             )
+        self._is_inside = True
+        try:
+            self._save(step, state)
+        finally:
+            self._is_inside = False
+        self._unsaved = None
+
+    def _save(self, step: int, state: Any) -> None:
         self.wait()
         self._passed = 0 if self._comm is None else boundaries_of(self._comm).passed
         storage = self._storage.child(f"{_PREFIX}{step:010d}")
@@ -141,9 +150,9 @@ class Checkpointer:
                 self._rotate(storage.name)
                 self._note_saved()
         except MismatchError as error:
-            error.add_note("If ranks save on a signal, let all stop at the same step with un.stop, and save there")
+            if error.operation != "save":  # Other ranks made another call.
+                error.add_note(SAVE_TOGETHER)
             raise
-        self._unsaved = None
 
     def load(self, state: Any, *, step: int | None = None, map_location: MapLocation = None) -> int | None:
         """Load the newest complete checkpoint, or that of a step, in place. Collective.
@@ -205,7 +214,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save in progress. With `save_on_stop`, save first if all ranks have stopped; collective then.
 
-        A state of the last `step` that is not saved is logged as a warning.
+        A state of the last `step` that is not saved is logged as a warning, on rank 0.
 
         Raises:
             CheckpointError, MismatchError, TypeError: A save has failed.
@@ -217,11 +226,11 @@ class Checkpointer:
         if self._unsaved is None and self._stepped and boundaries.saved_at == self._passed:
             # The last `step` is the last there was: boundaries between epochs, or before an evaluation, have none.
             boundaries.saved_at = boundaries.passed
-        if self._unsaved is not None:
+        if self._unsaved is not None and (self._comm is None or self._comm.rank == 0):
             _log.warning(
                 "step %s is the last, and is not saved: every=%s. Call save() at the end", self._unsaved[0], self.every
             )
-            self._unsaved = None
+        self._unsaved = None
 
     def _note_saved(self) -> None:
         """Record for `un.stop.exit_status` that the checkpoint of the last save is complete."""

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
 __all__ = [
+    "SAVE_TOGETHER",
     "ByteShare",
     "Path",
     "Portion",
@@ -69,6 +70,8 @@ __all__ = [
 Path = str | os.PathLike[str] | Storage
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has processed, and with its total."""
+
+SAVE_TOGETHER = "If ranks save on a signal, let all stop at the same step with un.stop, and save there"
 
 _log = logging.getLogger("unisono.checkpoint")
 
@@ -252,7 +255,7 @@ def commit(
         digests,
         lambda: {"(the path)": storage.where, **snapshot.describe()},
         "Wrap values that differ on purpose in PerRank(...); un.checkpoint.sync(state, comm) makes the rest equal. "
-        "Nothing was written",
+        f"{SAVE_TOGETHER}. Nothing was written",
     )
     check_ranges(snapshot.shards, ranges, team.rank)
     lock = SaveLock(storage, save_id)

@@ -177,6 +177,11 @@ class Engine:
         if failure is not None:
             raise failure
 
+    def check_open(self, operation: str) -> None:
+        """Raise if the communicator is closed. It may be broken."""
+        if self.closed:
+            self.check(operation)
+
     def failure(self, operation: str | None = None) -> CommError | None:
         """Return the error of any further call, such as this operation; None while calls can be made."""
         if self.closed:

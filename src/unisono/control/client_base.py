@@ -350,12 +350,15 @@ class ControlClient(ControlPlane, ABC):
         # The control thread may be the first to need them, at the same time as the thread that makes the communicator.
         return self._boundaries.setdefault(name, StepBoundaries())
 
-    def request_stop(self, group: Group | None, reason: str) -> None:
-        self._request("stop", None if group is None else group.name, reason)
+    def request_stop(self, group: Group | None, reason: str) -> int:
+        return int(self._request("stop", None if group is None else group.name, reason))
 
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
-        unanswered = f"waited {timeout:.1f} s for all ranks to report which step they are at, to stop at the same one"
-        verdict: int | None = self._ask(timeout, _forget, "verdict", group.name, group=group, unanswered=unanswered)
+        def unreported(_number: int) -> tuple[Any, ...]:
+            # Had this rank alone given up, it would have passed a boundary of which the verdict knows nothing.
+            return "unreported", group.name, timeout, hang_report(self, group).report
+
+        verdict: int | None = self._ask(timeout, unreported, "verdict", group.name, group=group)
         return verdict
 
     # -- what the ranks are doing ------------------------------------------------------------------

@@ -245,6 +245,11 @@ class Groups:
         group = self._groups.get(name)
         return {} if group is None else dict(group.present)
 
+    def awaited(self, name: str) -> set[int]:
+        """Return the ranks that are in the group, or may still join it."""
+        group = self._groups.get(name)
+        return set() if group is None else set(range(group.size)) - group.left
+
     def first_of_all(self) -> dict[int, tuple[str, int]]:
         """Return, for each client in any group, the group that it joined first, and its rank there."""
         return {client: next(iter(ranks.items())) for client, ranks in self._ranks.items() if ranks}

@@ -211,10 +211,11 @@ class ControlState:
 
     # -- stopping at the same step -----------------------------------------------------------------
     def _on_stop(self, client: int, request: int, name: str | None, reason: str) -> Outgoing:
-        """Ask all ranks of a group to stop; without a name, those of all groups."""
+        """Ask all ranks of a group to stop; without a name, those of all groups. Answer with the number of clients."""
         names = self._groups.all_names() if name is None else [name]
         out = [reply for each in names for reply in self._stops.request(each, reason)]
-        return [*out, (client, (request, "ok", None))]
+        asked = {other for each in names for other in self._groups.present(each).values()}
+        return [*out, (client, (request, "ok", len(asked)))]
 
     def _on_passed(self, client: int, request: int, name: str, count: int) -> Outgoing:
         """Take the number of step boundaries that a rank has passed. It gets no reply."""
@@ -224,6 +225,12 @@ class ControlState:
         """Answer with the boundary at which all ranks of the group stop, once it is known; a failure ends the wait."""
         cause = self._groups.cause(name)
         return self._stops.ask(client, request, name) if cause is None else [(client, failed(request, cause))]
+
+    def _on_unreported(self, client: int, request: int, name: str, waited_s: float, report: str = "") -> Outgoing:
+        """Handle a rank's timeout in the wait for the verdict: if ranks have not reported, fail the group."""
+        cause = self._stops.unreported(name, waited_s, report)
+        out = [] if cause is None else self._groups.fail(name, cause)[1]
+        return [*out, (client, (request, "ok", None))]
 
     # -- debugging ---------------------------------------------------------------------------------
     def _on_hold(self, client: int, request: int, reason: str | None) -> Outgoing:
@@ -325,10 +332,10 @@ class ControlState:
     def _group_over(self, name: str) -> Outgoing:
         """Delete the keys of a group that all ranks have left, and answer the requests that wait for that."""
         self._on_end(name)
-        self._stops.drop(name)
+        unanswered = [*self._leaving.pop(name, {}).items(), *self._stops.drop(name)]
         parts = self._groups.below(name)
         self._keys.drop(_prefixes(name), tuple(prefix for part in parts for prefix in _prefixes(part)))
-        return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, {}).items()]
+        return [(client, (request, "ok", None)) for client, request in unanswered]
 
 
 def _prefixes(name: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from unisono.control.groups import Groups
 from unisono.control.replies import Outgoing
+from unisono.core.failure import Cause
 
 __all__ = ["StopRounds"]
 
@@ -77,12 +78,22 @@ class StopRounds:
         if current is None:
             return []
         if current.verdict is None:
-            if not self._groups.complete(name) or not self._groups.present(name).keys() <= current.passed.keys():
+            if not self._groups.awaited(name) <= current.passed.keys():
                 return []
             current.verdict = max(current.passed.values(), default=0) + 1
         waiting = current.waiting
         current.waiting = []
         return [(client, (request, "ok", current.verdict)) for client, request in waiting]
+
+    def unreported(self, name: str, waited_s: float, report: str) -> Cause | None:
+        """Return the failure of a group whose ranks have not all reported; None if they have, or it has no round."""
+        current = self._rounds.get(name)
+        missing = [] if current is None else sorted(self._groups.awaited(name) - current.passed.keys())
+        if not missing:
+            return None
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}{' and more' * (len(missing) > 8)}"
+        text = f"waited {waited_s:.1f} s for {ranks} to report the current step, so that all can stop at the same one"
+        return Cause("CommTimeoutError", missing[0], text + report)
 
     def drop(self, name: str) -> list[tuple[int, int]]:
         """End the round of a group that has failed or ended. Return the requests for its verdict."""

@@ -129,12 +129,18 @@ class ControlPlane(ABC):
         """Return this rank's count of step boundaries in a group, the same object at each call until `leave`."""
 
     @abstractmethod
-    def request_stop(self, group: Group | None, reason: str) -> None:
-        """Ask all ranks of the group, or of all groups, to stop at the same boundary. The first request counts."""
+    def request_stop(self, group: Group | None, reason: str) -> int:
+        """Ask all ranks of the group, or of all groups, to stop at the same boundary. The first request counts.
+
+        Returns the number of clients that are in the group, or in any.
+        """
 
     @abstractmethod
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
-        """Wait for the number of the boundary at which all ranks stop; None if the group has ended meanwhile."""
+        """Wait for the number of the boundary at which all ranks stop; None if the group has ended meanwhile.
+
+        Ranks that have not reported their boundaries when the timeout ends fail the group.
+        """
 
     # -- activity of all ranks -----------------------------------------------------------------
     @abstractmethod

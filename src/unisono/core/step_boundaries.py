@@ -52,6 +52,11 @@ class StepBoundaries:
         return self.stops_at is not None and self.passed >= self.stops_at
 
     @property
+    def reason(self) -> str | None:
+        """Reason of the request at which this rank has stopped; None before it has."""
+        return self.requested if self.stopped else None
+
+    @property
     def saved(self) -> bool:
         """Whether the step at which all stop is saved: the latest save was made after it, the last step there is."""
         return self.stopped and self.saved_at is not None and self.saved_at + 1 >= (self.stops_at or 0)
@@ -73,17 +78,14 @@ class StepBoundaries:
     def end(self, comm: Any, successor: StepBoundaries) -> None:
         """Pass a request and the followers on to the communicator that takes the place of this one, and its boundaries.
 
-        It is already the latest: a request that is not seen here any more is made to it. The ranks that are left have
-        not stopped yet, and newcomers know of no request.
+        It is already the latest: a request that arrives too late to be seen here is made to it. The ranks that are left
+        have not stopped yet, and newcomers know of no request.
         """
-        requested = self.requested
-        # `stop_requested` of the earlier communicator now looks further, which costs nothing before.
-        self.hold("the communicator was rebuilt")
         successor.followers = self.followers
         for follow in self.followers:
             follow(comm)
-        if requested is not None:
-            comm.request_stop(requested)
+        if self.requested is not None:
+            comm.request_stop(self.requested)
 
     def hold(self, reason: str) -> int:
         """Let the next boundary wait for the verdict. Return the number of boundaries passed before."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
-from unisono.communicator import Communicator, boundaries_of
+from unisono.communicator import Communicator, boundaries_of, engine_of
 from unisono.core.step_boundaries import STOPPED_SAVED, STOPPED_UNSAVED
 from unisono.errors import CommError
 
@@ -100,6 +100,7 @@ def enable(
         What has been enabled: a context manager, whose `close` disables it.
 
     Raises:
+        ClosedError: The communicator is closed.
         ValueError: A signal is not received by Python, or `after_s` is negative.
         RuntimeError: Signals were given in another thread than the main thread, as ranks of backend "thread" are. Let
             the main thread's handler call `comm.request_stop`.
@@ -113,6 +114,7 @@ def enable(
         ...     comm.stop_reason
         'signal SIGUSR1'
     """
+    engine_of(comm.latest).check_open("stop.enable")
     if after_s is not None and not after_s >= 0:
         raise ValueError(f"after_s must be a number of seconds, not {after_s}")
     deadlines = {} if after_s is None else {f"{after_s:g} s have passed": time.time() + after_s}

@@ -507,8 +507,9 @@ class _Control(ControlPlane):
         boundaries.hold("the recorded run stopped here")
         return boundaries
 
-    def request_stop(self, group: Group | None, reason: str) -> None:
+    def request_stop(self, group: Group | None, reason: str) -> int:
         """Request nothing: the verdict is that of the recording."""
+        return 0
 
     def stop_verdict(self, group: Group, timeout: float) -> int | None:
         return self._reply("stop_verdict", [group], lambda: None)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -493,20 +494,108 @@ def test_a_training_that_ends_unsaved_says_so(tmp_path: Path, caplog: pytest.Log
     with un.checkpoint.Checkpointer(tmp_path, every=80) as checkpointer:
         for step in range(160, 169):
             checkpointer.step(step, {"step": step})
-    assert [record.getMessage() for record in caplog.records] == [
-        "step 168 is the last, and is not saved: every=80. Call save() at the end"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [UNSAVED_TEXT]
     caplog.clear()
     with un.checkpoint.Checkpointer(tmp_path, every=80) as checkpointer:
         checkpointer.step(168, {"step": 168})
         checkpointer.save(168, {"step": 168})
     assert not caplog.records
 
-
-def test_a_save_of_different_steps_names_the_module(tmp_path: Path) -> None:
     def program(comm: un.Communicator) -> None:
-        un.checkpoint.Checkpointer(tmp_path, comm, background=False).save(1, {"step": comm.rank})
+        with un.checkpoint.Checkpointer(tmp_path, comm, every=80) as checkpointer:
+            checkpointer.step(168, {"step": 168})
 
-    with pytest.raises(un.errors.MismatchError) as caught:
-        un.launch(program, 2, "thread")
-    assert any("un.stop" in note for note in caught.value.__notes__)
+    un.launch(program, 2, "thread")
+    assert [record.getMessage() for record in caplog.records] == [UNSAVED_TEXT], "once for all ranks"
+
+
+UNSAVED_TEXT = "step 168 is the last, and is not saved: every=80. Call save() at the end"
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("what", ["state", "step", "call"])
+def test_a_save_at_different_steps_names_the_module(tmp_path: Path, what: str, *, background: bool) -> None:
+    def program(comm: un.Communicator) -> str:
+        odd = comm.rank == 1
+        try:
+            with un.checkpoint.Checkpointer(tmp_path, comm, background=background) as checkpointer:
+                if odd and what == "call":
+                    comm.all_reduce(torch.ones(2))
+                else:
+                    checkpointer.save(1 + (odd and what == "step"), {"step": odd and what == "state"})
+        except un.errors.MismatchError as error:
+            return "\n".join([str(error), *getattr(error, "__notes__", ())])
+        return "saved"
+
+    first, second = un.launch(program, 2, "thread", on_failure="continue")
+    assert first.count("un.stop") == 1
+    assert second.count("un.stop") == (what != "call")
+
+
+def test_a_save_inside_another_names_the_module(tmp_path: Path) -> None:
+    class Handled:
+        """What a signal handler does while its value is saved."""
+
+        def state_dict(self) -> dict[str, int]:
+            checkpointer.save(1, {})
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    with un.init() as comm:
+        checkpointer = un.checkpoint.Checkpointer(tmp_path, comm, background=False)
+        with pytest.raises(un.checkpoint.CheckpointError, match=re.escape("with un.stop, and save there")):
+            checkpointer.save(1, {"handled": Handled()})
+        checkpointer.save(2, {})
+    assert checkpointer.steps() == [2]
+
+
+# -- communicators that have ended -----------------------------------------------------------------
+@pytest.mark.parametrize(
+    "call",
+    [
+        un.Communicator.stop_requested,
+        un.Communicator.request_stop,
+        un.stop.enable,
+        lambda comm: next(un.stop.batches(comm, [1])),
+    ],
+)
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_a_closed_communicator_is_an_error(call: Callable[[un.Communicator], object], *, rebuilt: bool) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with un.init() as comm:
+        if rebuilt:
+            comm.rebuild()
+    with pytest.raises(un.errors.ClosedError, match="the communicator is closed"):
+        call(comm)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def stopped_process(comm: un.Communicator) -> tuple[int | None, str]:
+    """Rank 1 is stopped before it can report its step; the others name it, and so does rank 1 once it goes on."""
+    pids = comm.all_gather_object(os.getpid())
+    if comm.rank == 1:
+        # Its control thread does not run while it is stopped, or before the others have noticed.
+        comm.send(torch.ones(1), 0)
+    if comm.rank == 0:
+        comm.recv(torch.ones(1), 1)
+        os.kill(pids[1], signal.SIGSTOP)
+        comm.request_stop("while a process is stopped")
+    try:
+        while not (comm.stop_requested() and comm.rank != 1):
+            pass
+    except un.errors.CommTimeoutError as error:
+        return error.rank, str(error)
+    finally:
+        if comm.rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+    return None, "stopped"
+
+
+@pytest.mark.soak
+def test_a_rank_that_does_not_report_is_named_on_all() -> None:
+    found = un.launch(stopped_process, 3, "shm", on_failure="continue", timeout=2)
+    assert [rank for rank, _ in found] == [0, 1, 2]
+    for _, text in found:
+        assert "s for rank 1 to report the current step" in text
+        assert "rank 1 does not answer: its process is stopped, or busy" in text

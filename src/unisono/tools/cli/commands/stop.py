@@ -14,6 +14,7 @@ import json
 
 from unisono.control.client import SocketControl
 from unisono.control.inspect_socket import find_control
+from unisono.errors import CommError
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: the job, and the reason."""
     parser.add_argument("pid", type=int, help="a process of the job, or its launcher")
     parser.add_argument("--reason", default="unisono stop", help="what comm.stop_reason is on every rank (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the address of the control plane as JSON")
+    parser.add_argument("--json", action="store_true", help="print the control plane and the number of ranks as JSON")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -32,9 +33,18 @@ def run(given: argparse.Namespace) -> int:
     address, secret = find_control(given.pid)
     control = SocketControl(address, secret, _REACH_WITHIN_S)
     try:
-        control.request_stop(None, given.reason)
+        ranks = control.request_stop(None, given.reason)
     finally:
         control.close()
-    where = json.dumps({"control": list(address), "reason": given.reason})
-    print(where if given.json else f"asked the ranks at the control plane {address[0]}:{address[1]} to stop")
+    if not ranks:
+        raise CommError(
+            f"the job of process {given.pid} has no ranks to stop: they have not joined yet, or have left. Nothing was "
+            "requested"
+        )
+    where = json.dumps({"control": list(address), "ranks": ranks, "reason": given.reason})
+    print(
+        where
+        if given.json
+        else f"asked {ranks} rank{'s' * (ranks > 1)} at the control plane {address[0]}:{address[1]} to stop"
+    )
     return 0

@@ -52,7 +52,7 @@ def test_native_core_disabled_or_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv(NO_EXTENSIONS)
     (found,) = find("extension")
     assert found.state == "optional"
-    assert "is missing: everything works" in found.text
+    assert "is missing: backends shm and tcp need it" in found.text
 
 
 # -- torch's build ---------------------------------------------------------------------------------

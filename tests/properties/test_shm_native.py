@@ -1,11 +1,8 @@
-"""The native core gives what the general path gives, bit for bit, whatever the bits are."""
+"""The native core gives what algorithms by messages give, bit for bit, whatever the bits are."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +13,8 @@ from native_core import without_core
 
 import unisono as un
 from unisono.core.tensors import check_reducible, parse_op
-from unisono.errors import CommError
 from unisono.host.native import native
 from unisono.testing.pools import RankPool
-from unisono.transports.shm import transport
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no compiler was here when unisono was installed")
 
@@ -184,7 +179,7 @@ def reducible(op: str, dtype: torch.dtype) -> bool:
 
 
 def apart(comm: un.Communicator) -> list[str]:
-    """Return the errors of a call with wrong tensors, with the core and without it."""
+    """Return the errors of a call with wrong tensors, with the core and without its collectives."""
     whole = torch.zeros(4 * comm.size)
     wrong = [
         lambda c: c.all_gather_single(whole, whole[2:6]),
@@ -210,34 +205,3 @@ def apart(comm: un.Communicator) -> list[str]:
 
 def test_wrong_calls_are_rejected_like_the_general_path(ranks: RankPool) -> None:
     assert ranks.run(apart, size=2) == [[""] * 8] * 2
-
-
-def mixed(comm: un.Communicator, build: str | None) -> tuple[bool, list[str], float]:
-    """Another communicator for which rank 1 has no core, or one of another build."""
-    known = native()
-    assert known is not None
-    other = None if build is None else SimpleNamespace(BUILD=build, Core=known.Core)
-    with (
-        warnings.catch_warnings(record=True) as warned,
-        patch.object(transport, "native", lambda: other if comm.rank == 1 else known),
-    ):
-        warnings.simplefilter("always")
-        part = comm.dup()
-    with part:
-        total = torch.ones(3)
-        part.all_reduce(total)
-        return engine_of(part).fast_path is None, [str(w.message) for w in warned], total[0].item()
-
-
-def test_rank_without_the_core_disables_it_on_all(ranks: RankPool) -> None:
-    first, *others = ranks.run(mixed, None, size=3)
-    assert [found[::2] for found in (first, *others)] == [(True, 3.0)] * 3
-    assert [len(first[1]), *(len(found[1]) for found in others)] == [1, 0, 0]
-    assert first[1][0].startswith("rank 1 has no native core")
-
-
-def test_ranks_with_different_cores_are_rejected(ranks: RankPool) -> None:
-    with pytest.raises(
-        CommError, match=r"ranks have different builds of unisono's native core: .* on rank 0, older on rank 1"
-    ):
-        ranks.run(mixed, "older", size=2)

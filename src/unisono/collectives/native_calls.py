@@ -22,6 +22,7 @@ from unisono.core.tensors import as_flat, copy_back
 from unisono.core.transport import Status, Transport
 from unisono.core.types import MAX_TAG, PointToPoint, ReduceOp, Work
 from unisono.core.work import Deferred, missing_ranks_error
+from unisono.errors import CommError, UnavailableError
 
 __all__ = [
     "DTYPES",
@@ -31,6 +32,7 @@ __all__ = [
     "NativeCalls",
     "NativeTransport",
     "Programs",
+    "check_builds",
     "codes_of",
     "known_dtypes",
     "memory_of",
@@ -346,28 +348,47 @@ class NativeCalls(ABC):
 
 
 class NativeTransport(Transport):
-    """Transport whose collectives are those of a native core, if it has one: on flat memory, with any algorithm."""
+    """Transport whose collectives are those of a native core: on flat memory, with any algorithm."""
 
     native = frozenset(FAMILIES)
     any_source = checks = True
     devices = ACCELERATORS | {"cpu"}
     host_staged = ACCELERATORS
-    calls: NativeCalls | None = None
+    calls: NativeCalls
 
     def supports(self, call: Call) -> bool:
-        return self.calls is not None and not call.lengths and self.calls.carries(call)
+        return not call.lengths and self.calls.carries(call)
 
     def agree(self, call: Call, deadline: float) -> None:
         """Compare calls by messages, and backward calls, in separate rounds. Native ones compare in their first."""
-        if self.calls is None:
-            return
         if call.fingerprint.adjoint_of is not None or not self.calls.carries(call):
             self.calls.compare(call.fingerprint, deadline)
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
-        if self.calls is None or not self.calls.carries(call):
+        if not self.calls.carries(call):
             return super().run(call, over)
         return Deferred(partial(self.calls.carry, call), call.timeout)
+
+
+def check_builds(backend: str, builds: Sequence[str]) -> None:
+    """Raise if a rank has no native core, or another one.
+
+    Args:
+        backend: Needs the core.
+        builds: By rank: what identifies the core.
+
+    Raises:
+        UnavailableError: A rank has no native core.
+        CommError: Ranks have different builds of it.
+    """
+    if "" in builds:
+        raise UnavailableError(
+            f"backend {backend!r} needs unisono's native core, which rank {builds.index('')} has not: install a wheel, "
+            "or a C++ compiler before unisono; or use backend 'gloo'"
+        )
+    if len(set(builds)) > 1:
+        quoted = ", ".join(f"{build} on rank {rank}" for rank, build in enumerate(builds))
+        raise CommError(f"ranks have different builds of unisono's native core: {quoted}. Install the same for all")
 
 
 def known_dtypes() -> list[tuple[str, int]]:

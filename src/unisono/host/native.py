@@ -1,4 +1,4 @@
-"""Native core, built if a compiler was available; without it everything runs in Python, more slowly."""
+"""Native core, built if a compiler was available; backends shm and tcp need it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from unisono.host.native import native
+from unisono.host.native import NO_EXTENSIONS, native
 
 __all__ = [
     "INTERFACE",
@@ -49,12 +49,13 @@ def why_no_shm() -> str | None:
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64", "aarch64"):
         return f"backend 'shm' needs x86-64 or aarch64, and this processor is {machine}; use backend='gloo'"
-    if machine == "aarch64" and native() is None:
-        # Of two plain stores in Python, data and then a flag, others may see the second one first.
-        return (
-            f"backend 'shm' needs unisono's native core on {machine}, which reorders the stores of Python; install a "
-            "wheel, or build unisono with a C++ compiler, or use backend='gloo'"
+    if native() is None:
+        fix = (
+            f"unset {NO_EXTENSIONS}"
+            if os.environ.get(NO_EXTENSIONS)
+            else "install a wheel, or build unisono with a C++ compiler"
         )
+        return f"backend 'shm' needs unisono's native core: {fix}; or use backend='gloo'"
     try:
         os.close(os.memfd_create("unisono"))
     except OSError as error:

@@ -152,7 +152,7 @@ def _chosen(hosts: set[str], obstacle: str | None, builds: tuple[str, ...], requ
         raise MismatchError(f"ranks request different transports: {quoted}")
     why_not = obstacle or ("the ranks are on several hosts" if len(hosts) > 1 else None)
     if name == "auto":
-        return network_of(builds) if why_not else "shm"
+        return "shm" if why_not is None and len(set(builds)) == 1 else network_of(builds)
     try:
         in_process = TRANSPORTS[name].in_process
     except ValueError as error:

@@ -69,6 +69,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("unisono")
+_NO_SHM = "unisono: no shared memory between these ranks: %s"
 
 TIMEOUT_S = 300.0
 HEARTBEAT = "UNISONO_HEARTBEAT"
@@ -344,8 +345,10 @@ def launch(
         )
         return conclude(run_on(engine, program, nprocs, on_failure), nprocs, on_failure)
     sharing = given or (tuple(range(nprocs)),)
-    if why_no_shm() is not None:
+    obstacle = why_no_shm()
+    if obstacle is not None:
         sharing = tuple((rank,) for rank in range(nprocs))
+        _log.info(_NO_SHM, obstacle)
     chosen = None if backend == "auto" else backend
     network = network_of([core_build()])
     name = chosen or choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs, network=network)
@@ -522,7 +525,7 @@ def discover(place: Rendezvous, interface: str | None, timeout: float, backend: 
     hosts = tuple(tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names))
     obstacle = next(filter(None, obstacles), None)
     if obstacle is not None:
-        _log.info("unisono: no shared memory between these ranks: %s", obstacle)
+        _log.info(_NO_SHM, obstacle)
     sharing = TRANSPORTS["shm"].shm_peers(group, place.control, timeout)
     gpus = all(count >= names.count(name) for name, count in zip(names, counts, strict=True))
     if not gpus and all(counts) and all(selections):

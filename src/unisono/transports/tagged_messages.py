@@ -38,8 +38,8 @@ class MessageWork(CountdownWork):
     Args:
         timeout_s: Default timeout in seconds.
         messages: The batch.
-        move: Waits until messages have moved, or the work is done: `MessageRings.wait`.
-        check: Moves messages without waiting: `MessageRings.check`.
+        move: Waits until messages have moved, or the work is done: `TaggedMessages.wait`.
+        check: Moves messages without waiting: `TaggedMessages.check`.
     """
 
     def __init__(self, timeout_s: float, messages: Sequence[Message], move: _Move, check: _Check) -> None:
@@ -301,6 +301,7 @@ class TaggedMessages(ABC):
 
     Attributes:
         lock, idle, held: As of `MessageEnds`.
+        broken: Why no message can be posted any more, if so.
     """
 
     def __init__(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], rank: int) -> None:
@@ -311,13 +312,13 @@ class TaggedMessages(ABC):
         self.lock = threading.RLock()
         self.idle = True
         self.held = False
+        self.broken: BaseException | None = None
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
         """Start messages, and move them as far as possible. A thread that waits for the work moves the rest."""
         work = MessageWork(timeout_s, batch, self.wait, self.check)
-        cause = self.cause()
-        if cause is not None:
-            work.complete(cause)
+        if self.broken is not None:
+            work.complete(self.broken)
             return work
         with self.lock:
             if self.held:
@@ -345,7 +346,16 @@ class TaggedMessages(ABC):
             return [work for end in ends for work in end.works()]
 
     def holds(self, peer: int, tag: int) -> bool:
-        """Move what can be moved. Return whether a message with this tag has arrived that no receive waits for."""
+        """Return whether a message with this tag has arrived that no receive waits for.
+
+        Raises as `check` if it cannot arrive any more.
+        """
+        found = self._holds(peer, tag)
+        if not found and (self.broken or self.end_of(peer)):
+            self.check(lambda: self._holds(peer, tag), lambda: [peer])
+        return found
+
+    def _holds(self, peer: int, tag: int) -> bool:
         with self.lock:
             self.open(peer)
             self._receiving[peer] = end = self._in[peer]
@@ -368,11 +378,25 @@ class TaggedMessages(ABC):
             self.idle = not self._sending and not self._receiving
         return moved
 
-    # -- of each carrier -----------------------------------------------------------------------
-    @abstractmethod
-    def cause(self) -> BaseException | None:
-        """Return why no message can be posted any more, if so."""
+    def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Move what can be moved. Raise if the rest cannot complete: an abort's cause, or the loss of a rank."""
+        if self.move() or done():
+            return
+        if self.broken is not None:
+            raise self.broken
+        for rank in missing():
+            error = self.end_of(rank)
+            # Its last messages may have come between the move and its end, and another thread may have received them.
+            if error is not None and not self.move() and not done() and rank in missing():
+                raise error
 
+    def abort(self, cause: BaseException) -> None:
+        """End every wait with an error, from any thread."""
+        self.broken = cause
+        for work in self.pending():
+            work.complete(cause)
+
+    # -- of each carrier -----------------------------------------------------------------------
     @abstractmethod
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Wait until messages have moved, or `done` is true.
@@ -384,8 +408,8 @@ class TaggedMessages(ABC):
         """
 
     @abstractmethod
-    def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Move what can be moved. Raise if the rest cannot complete: an abort's cause, or the loss of a rank."""
+    def end_of(self, peer: int) -> CommError | None:
+        """Return the error of waiting for a peer from which nothing more arrives, if so."""
 
     def open(self, peer: int) -> None:
         """Make what carries the bytes of a peer, if that is made when it is needed."""

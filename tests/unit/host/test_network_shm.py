@@ -8,10 +8,10 @@ from unisono.host import network
 from unisono.host.network import why_no_shm
 
 CASES = {
-    ("x86_64", False): None,
+    ("x86_64", False): "needs unisono's native core: install a wheel, or build unisono with a C++ compiler;",
     ("x86_64", True): None,
     ("aarch64", True): None,
-    ("aarch64", False): "needs unisono's native core on aarch64",
+    ("aarch64", False): "needs unisono's native core",
     ("riscv64", True): "needs x86-64 or aarch64, and this processor is riscv64",
 }
 

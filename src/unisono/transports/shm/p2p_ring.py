@@ -1,17 +1,10 @@
-"""Messages between ranks in shared memory: a ring of bytes for each direction of each pair."""
+"""Rings of bytes in shared memory: one for each direction of each pair of ranks."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from unisono.core.work import missing_ranks_error
-from unisono.transports.shm.barrier import SharedBarrier
 from unisono.transports.shm.segment import words_of
-from unisono.transports.tagged_messages import TaggedMessages
 
-__all__ = ["MessageRings", "Ring", "nbytes_of", "rings_of"]
+__all__ = ["Ring", "nbytes_of", "rings_of"]
 
 _LINE_BYTES = 64
 _CONTROL_BYTES = 2 * _LINE_BYTES
@@ -121,60 +114,3 @@ def rings_of(rank: int, size: int, memory: memoryview, ring_bytes: int) -> tuple
         return Ring(memory[control : control + _CONTROL_BYTES], memory[data : data + ring_bytes])
 
     return [ring(rank, peer) for peer in range(size)], [ring(peer, rank) for peer in range(size)]
-
-
-_RING_BYTES = 128 << 10
-_SLICE_S = 0.02
-"""The longest wait of the native core; after it failures and the deadline are checked."""
-
-
-class MessageRings(TaggedMessages):
-    """Messages in rings. A waiting thread moves them; there is no helper thread.
-
-    Args:
-        barrier: For waiting and waking without the core, and for failures.
-        memory: The part of the shared memory that holds the rings.
-        core: The native core, or None.
-    """
-
-    @staticmethod
-    def nbytes(size: int) -> int:
-        """Memory that the rings of `size` ranks take."""
-        return nbytes_of(size, _RING_BYTES)
-
-    def __init__(self, barrier: SharedBarrier, memory: memoryview, core: Any) -> None:
-        outgoing, incoming = rings_of(barrier.rank, barrier.size, memory, _RING_BYTES)
-        super().__init__(dict(enumerate(outgoing)), dict(enumerate(incoming)), barrier.rank)
-        self._barrier = barrier
-        self._core = core
-
-    def cause(self) -> BaseException | None:
-        return self._barrier.broken
-
-    def wake(self, peer: int) -> None:
-        (self._barrier if self._core is None else self._core).wake(peer)
-
-    def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until messages have moved, or `done` is true.
-
-        Raises as `SharedBarrier.wait_until`.
-        """
-        if self._core is None:
-            self._barrier.wait_until(lambda: self.move() or done(), deadline, missing)
-            return
-        # Another thread may move the messages that this one waits for: the core counts its steps.
-        progress = self._core.progress
-        started = time.monotonic()
-        if done():
-            return
-        limit = min(deadline, started + _SLICE_S)
-        self._core.wait_for_messages(list(self._sending), list(self._receiving), progress, limit)
-        if not self.move() and not done():
-            self._barrier.check(lambda: self.move() or done(), missing)
-            if time.monotonic() > deadline:
-                raise missing_ranks_error(time.monotonic() - started, missing())
-
-    def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Move what can be moved. Raise as `SharedBarrier.check` if the rest cannot complete."""
-        if not self.move() and not done():
-            self._barrier.check(lambda: self.move() or done(), missing)

@@ -17,7 +17,7 @@ from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, error_of
 from unisono.core.group import Group
 from unisono.errors import MismatchError, UnavailableError
-from unisono.host.native import native
+from unisono.host.native import core_build, native
 from unisono.host.network import host_identity, why_no_shm
 
 __all__ = ["PAGE_BYTES", "Words", "futex_wait", "futex_wake", "map_shared", "neighbours", "open_handle", "words_of"]
@@ -114,8 +114,9 @@ def neighbours(group: Group, control: ControlPlane, timeout: float) -> tuple[tup
     The first rank of a seemingly shared host publishes a random number in its own memory. A rank that does not find
     it there (for example in another container under the same kernel) counts as a separate host.
     """
+    # Ranks with different builds of the native core cannot share memory either.
     usable = why_no_shm() is None
-    seen = control.exchange(group, "finding ranks on one host", (host_identity(), usable), timeout)
+    seen = control.exchange(group, "finding ranks on one host", (host_identity(), usable and core_build()), timeout)
     mine = seen[group.rank]
     first = next(rank for rank, other in enumerate(seen) if other == mine)
     with _create_file("neighbours", PAGE_BYTES) if usable and first == group.rank else nullcontext(b"") as handle:
@@ -198,14 +199,12 @@ def words_of(memory: memoryview) -> Words:
     """Return words whose accesses order all others to shared memory; ranks synchronize in Python by these alone.
 
     A rank that reads a new value sees all that its writer stored before that value, and a rank that sets a value has
-    completed all its earlier reads. Each access is a sequentially consistent atomic one by the native core.
-    Without the core it is a plain one, which has both properties on x86-64 only (see `why_no_shm`).
+    completed all its earlier reads: each access is a sequentially consistent atomic one by the native core.
 
     Args:
         memory: The bytes of the words, aligned to 8.
     """
     core = native()
-    if core is None:
-        return memory.cast("Q")
+    assert core is not None
     words: Words = core.SharedWords(memory)
     return words

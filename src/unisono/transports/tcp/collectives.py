@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NoReturn, Self
 
-from unisono.collectives.native_calls import NativeCalls, Programs, known_dtypes
+from unisono.collectives.native_calls import NativeCalls, Programs, check_builds, known_dtypes
 from unisono.control.mesh import say_farewell
 from unisono.control.sockets import FAR_S, invalidate_after_fork, round_trip_s
 from unisono.core.call import Fingerprint
 from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.group import Group
 from unisono.core.transport import Options
-from unisono.errors import CommError, UnavailableError
 from unisono.host.native import core_build, native
 from unisono.host.processors import cores
 from unisono.transports.tcp.mailbox import meet
@@ -81,7 +80,7 @@ class TcpCollectives(NativeCalls):
             UnavailableError: A rank has no native core.
             CommError: Ranks have different builds of it, or cannot reach each other.
         """
-        _check_builds(control.exchange(group, "builds of the core", core_build(), options.timeout_s))
+        check_builds("tcp", control.exchange(group, "builds of the core", core_build(), options.timeout_s))
         messages = None
         if with_messages:
             messages = TcpMessages(group.rank, connected(group, control, options, "messages"))
@@ -131,16 +130,3 @@ def connected(group: Group, control: ControlPlane, options: Options, topic: str)
     """
     links = meet(group, control, options.address, options.timeout_s, topic)
     return {peer: connection for peer, (connection, _) in links.items()}
-
-
-def _check_builds(builds: Sequence[str]) -> None:
-    """Raise if a rank has no native core, or another one."""
-    without = [rank for rank, build in enumerate(builds) if not build]
-    if without:
-        raise UnavailableError(
-            f"backend 'tcp' needs unisono's native core, which rank {without[0]} has not: install a wheel, or a C++ "
-            "compiler before unisono; or use backend 'gloo'"
-        )
-    if len(set(builds)) > 1:
-        quoted = ", ".join(f"{build} on rank {rank}" for rank, build in enumerate(builds))
-        raise CommError(f"ranks have different builds of unisono's native core: {quoted}. Install the same for all")

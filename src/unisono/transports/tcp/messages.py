@@ -14,6 +14,7 @@ from unisono.control.sockets import invalidate_after_fork
 from unisono.core.failure import connection_error, left_error
 from unisono.core.types import Message
 from unisono.core.work import CountdownWork, missing_ranks_error
+from unisono.errors import CommError
 from unisono.transports.tagged_messages import FAREWELL, HEADER_BYTES, Incoming, Outgoing, TaggedMessages
 
 __all__ = ["Stream", "TcpMessages"]
@@ -142,7 +143,6 @@ class TcpMessages(TaggedMessages):
         # A thread that waits for bytes; the others wait for it.
         self._turn = threading.Condition(threading.Lock())
         self._polls = False
-        self.broken: BaseException | None = None
         invalidate_after_fork(self)
 
     def post(self, batch: Sequence[Message], timeout_s: float) -> CountdownWork:
@@ -150,9 +150,6 @@ class TcpMessages(TaggedMessages):
         if self._polls:
             self._ring()
         return work
-
-    def cause(self) -> BaseException | None:
-        return self.broken
 
     def open(self, peer: int) -> None:
         """Connect this rank to itself, for its first message there."""
@@ -168,13 +165,6 @@ class TcpMessages(TaggedMessages):
 
     def has_read(self, peer: int, tag: int) -> bool:
         return super().has_read(peer, tag) or self._streams[peer].buffered
-
-    def holds(self, peer: int, tag: int) -> bool:
-        """As of `TaggedMessages`; raise if the message cannot arrive any more."""
-        found = super().holds(peer, tag)
-        if not found:
-            self.check(lambda: False, lambda: [peer])
-        return found
 
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         started = time.monotonic()
@@ -221,17 +211,11 @@ class TcpMessages(TaggedMessages):
             return self._own[0 if sends else 1].fileno()
         return -1 if self._streams[peer].lost else self._connections[peer].fileno()
 
-    def check(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Raise if the wait cannot succeed: the cause of an abort, or the loss of a missing rank."""
-        if self.move() or done():
-            return
-        if self.broken is not None:
-            raise self.broken
-        for rank in missing():
-            stream = self._streams.get(rank)
-            # Another thread may have received its last messages.
-            if stream is not None and stream.lost and not done():
-                raise left_error(rank) if stream.left else connection_error(rank)
+    def end_of(self, peer: int) -> CommError | None:
+        stream = self._streams.get(peer)
+        if stream is None or not stream.lost:
+            return None
+        return left_error(peer) if stream.left else connection_error(peer)
 
     def _ring(self) -> None:
         # A full bell still wakes the waiting thread; a closed one need not. Without one, it has yet to look.
@@ -240,10 +224,7 @@ class TcpMessages(TaggedMessages):
                 bell.send(b"!")
 
     def abort(self, cause: BaseException) -> None:
-        """End every wait with an error, from any thread."""
-        self.broken = cause
-        for work in self.pending():
-            work.complete(cause)
+        super().abort(cause)
         self._ring()
 
     def leave(self) -> None:

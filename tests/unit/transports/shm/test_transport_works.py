@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from insides import control_of, engine_of
+from insides import control_of, engine_of, plain_of
 from waiting import wait_until
 
 import unisono as un
@@ -23,7 +23,6 @@ from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError, MismatchError, PeerLostError
 from unisono.testing import pool
-from unisono.transports.shm.barrier import SharedBarrier
 from unisono.transports.shm.segment import PAGE_BYTES, map_shared
 
 
@@ -68,18 +67,26 @@ def test_one_thread_completes_a_work() -> None:
 
 
 def test_rank_may_leave_after_its_message_was_received() -> None:
-    words = memoryview(bytearray(SharedBarrier.nbytes(2))).cast("Q")
-    board = SharedBarrier(words, 0, 0, 2)
-    SharedBarrier(words, 0, 1, 2).leave()
+    assert pool("shm", 2).run(takes_the_last_message) == [None] * 2
+
+
+def takes_the_last_message(comm: un.Communicator) -> None:
+    part = comm.dup()
+    messages = plain_of(part)._messages
+    if comm.rank == 1:
+        part.close()
+    comm.barrier()
+    if comm.rank == 1:
+        return
     awaited = [1]
 
     def taken_by_another_thread() -> bool:
         awaited.clear()
         return False
 
-    board.check(taken_by_another_thread, lambda: list(awaited))
+    messages.check(taken_by_another_thread, lambda: list(awaited))
     with pytest.raises(PeerLostError, match="rank 1 has left"):
-        board.check(lambda: False, lambda: [1])
+        messages.check(lambda: False, lambda: [1])
 
 
 class Deadly:

@@ -1,4 +1,4 @@
-"""Check that the native core is built; without it, calls on shared memory take longer."""
+"""Check that the native core is built; without it, processes have gloo alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ORDER", "check"]
 
 ORDER = 11
 _SOURCES = "/path/to/unisono"
-_COST = "everything works without it, but short calls on shared memory take ten times as long"
+_COST = "backends shm and tcp need it, and 'auto' takes the slower gloo instead"
 
 
 def check(_target: Target) -> Iterator[Finding]:
     """Look for the native core."""
     if native() is not None:
-        yield ok("the native core of shared memory is installed")
+        yield ok("the native core, which backends shm and tcp need, is installed")
     elif os.environ.get(NO_EXTENSIONS):
         yield info(
             f"{NO_EXTENSIONS} is set: {_COST}",
@@ -28,7 +28,7 @@ def check(_target: Target) -> Iterator[Finding]:
         )
     else:
         yield optional(
-            f"the native core of shared memory is missing: {_COST}",
+            f"the native core is missing: {_COST}",
             f"{sys.executable} -m pip install --force-reinstall --no-deps --no-cache-dir {source() or _SOURCES}   "
             "# needs a C++ compiler and Python's headers",
         )

@@ -6,6 +6,7 @@ Colours are CSS variables, so that a picture follows dark mode: the system's by 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -153,12 +154,12 @@ def hierarchy() -> str:
             x, y = left + 44 + 118 * (rank % 2), 68 + 60 * (rank // 2)
             parts += [rect(x, y, 54, 36, f"r{rank}"), text(x + 27, y + 23, str(4 * host + rank), "m n")]
         parts.append(text(left + 130, 122, "shm", "m f"))
-    parts += [arrow(278, 100, 342, 100), arrow(342, 120, 278, 120), text(310, 88, "gloo", "m f")]
+    parts += [arrow(278, 100, 342, 100), arrow(342, 120, 278, 120), text(310, 88, "tcp", "m f")]
     words = ("1. reduce-scatter inside each host", "2. all-reduce of each share between hosts", "3. all-gather inside")
     parts += [text(12, 222 + 22 * line, each) for line, each in enumerate(words)]
     title = (
         "Two hosts with four ranks each. Ranks of one host share memory; between the hosts, ranks of the same colour "
-        "exchange their shares by gloo."
+        "exchange their shares over tcp."
     )
     return picture(620, 276, title, parts)
 
@@ -226,6 +227,71 @@ def clients() -> str:
     return picture(620, 210, title, parts, ".un-picture .bar{rx:0}")
 
 
+def printed(heading: str, pattern: str) -> list[tuple[float, float]]:
+    """Return pairs of numbers in what the gallery's page shows as the output of one program."""
+    page = (FOLDER.parent / "gallery" / "index.md").read_text()
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [(float(x), float(y)) for x, y in re.findall(pattern, section)]
+
+
+def curve(heading: str, pattern: str, unit: str) -> Callable[[], str]:
+    """Return a function that draws the numbers that a program of the gallery prints."""
+
+    def drawn() -> str:
+        points = printed(heading, pattern)
+        (first, last), values = (points[0][0], points[-1][0]), [y for _, y in points]
+        low, high = min(values), max(values)
+        places = [(60 + 340 * (x - first) / (last - first), 130 - 100 * (y - low) / (high - low)) for x, y in points]
+        line = "L".join(f"{x:.4g} {y:.4g}" for x, y in places)
+        parts = [f'<path class="line" d="M60 30V130H400"/><path class="line thick" d="M{line}"/>']
+        parts += [f'<circle class="r0" cx="{x:.4g}" cy="{y:.4g}" r="4"/>' for x, y in places]
+        parts += [text(6, 34, f"{high:.3g}", "f"), text(6, 134, f"{low:.3g}", "f"), text(60, 18, unit)]
+        parts += [text(x, 150, f"{step:g}", "m f") for (x, _), (step, _) in zip(places, points, strict=True)]
+        title = f"{heading}: {unit}: " + ", ".join(f"{y:.3g} at {x:g}" for x, y in points) + "."
+        return picture(420, 160, title, parts, ".un-picture .thick{stroke:var(--r0);stroke-width:2.5}")
+
+    return drawn
+
+
+def uneven() -> str:
+    """Return the batches of three ranks: rank 0 takes the last half of its steps alone."""
+    parts = []
+    for rank, (_, batches) in enumerate(printed("Uneven inputs", r"(\d+) samples in (\d+) batches")):
+        parts.append(text(0, 24 + 34 * rank, f"rank {rank}"))
+        parts += [rect(60 + 21 * n, 8 + 34 * rank, 18, 24, f"r{rank}") for n in range(int(batches))]
+    parts += [arrow(228, 112, 398, 112), text(313, 130, "inside join()", "m f")]
+    title = "Rank 0 has 16 batches, ranks 1 and 2 have 8: in the second half, rank 0 steps alone inside join()."
+    return picture(420, 140, title, parts)
+
+
+def server() -> str:
+    """Return a parameter server on rank 0, and two workers."""
+    parts = [rect(150, 8, 120, 40, "r0"), text(210, 33, "rank 0: model", "m n")]
+    for rank, x in ((1, 60), (2, 260)):
+        parts += [rect(x, 118, 100, 40, f"r{rank}"), text(x + 50, 143, f"worker {rank}", "m n")]
+        parts += [arrow(x + 40, 116, 175 + 50 * (rank - 1), 52), arrow(195 + 50 * (rank - 1), 52, x + 64, 116)]
+    parts += [text(60, 88, "gradients", "m f"), text(352, 88, "parameters", "m f")]
+    title = "Two workers push gradients to the model on rank 0 and pull parameters, each at its own pace."
+    return picture(420, 166, title, parts)
+
+
+def resume() -> str:
+    """Return the steps of a training that stops on two ranks and resumes on three."""
+    unit, parts = 5.6, []
+    for top, ranks, start, steps in ((30, 2, 0, 36), (105, 3, 30, 30)):
+        for rank in range(ranks):
+            parts.append(text(0, top + 30 * rank + 17, f"rank {rank}"))
+            parts.append(rect(60 + start * unit, top + 30 * rank, steps * unit, 24, f"r{rank}"))
+    at = 60 + 30 * unit
+    parts += [
+        f'<path class="line" stroke-dasharray="4 3" d="M{at:g} 22V195"/>',
+        text(at, 16, "checkpoint, step 30", "m f"),
+    ]
+    parts += [text(60 + 36 * unit + 6, 47, "stopped at step 36", "f"), text(60 + 60 * unit, 210, "step 60", "m f")]
+    title = "Two ranks train to step 36, with a checkpoint at step 30; three ranks continue from step 30 to step 60."
+    return picture(440, 216, title, parts)
+
+
 def logo() -> str:
     """Return the mark of the project: four ranks on a ring, which hold the same."""
     dots = [f'<circle cx="{x}" cy="{y}" r="9"/>' for x, y in ((32, 12), (52, 32), (32, 52), (12, 32))]
@@ -250,6 +316,15 @@ PICTURES: dict[str, Callable[[], str]] = {
     "hierarchy": hierarchy,
     "partitions": partitions,
     "federated-averaging": clients,
+    "language-model": curve(
+        "A language model of characters", r"step (\d+): ([\d.]+) bits", "bits a character, by step"
+    ),
+    "digits": curve("Digits with a convolutional network", r"epoch (\d+): ([\d.]+)%", "% read correctly, by epoch"),
+    "uneven-inputs": uneven,
+    "parameter-server": server,
+    "reinforcement-learning": curve("Reinforcement learning", r"round (\d+): (\d+)%", "% of balls caught, by round"),
+    "resume": resume,
+    "two-by-two": curve("A transformer on two by two ranks", r"step (\d+): loss ([\d.]+)", "loss, by step"),
     "logo": logo,
 }
 

@@ -188,9 +188,6 @@ def _with_models(program: Program) -> Program:
 
     def reordered(segment: Segment) -> Segment:
         steps = [replace(s, passes=tuple(ordered(one, segment.stage) for one in s.passes)) for s in segment.steps]
-        if models > 1 and segment.stage != 1:
-            # Communicators are replaced where the next pass reaches a model, which has one order with one model only.
-            steps = [replace(step, failing=frozenset()) for step in steps]
         return replace(segment, steps=tuple(steps))
 
     segments = tuple(map(reordered, program.segments))

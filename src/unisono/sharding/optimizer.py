@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
-from unisono.errors import ClosedError, PeerLostError
+from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.sharding.comms import NO_COPY, Mesh, ShardComms
 from unisono.sharding.flat_parameters import FlatGradient, ParameterBucket, ParameterPiece, ShardedGradient
 from unisono.sharding.shard_optimizer import (
@@ -500,6 +500,7 @@ class ShardedOptimizer(Optimizer):
 _MASTER = "master"
 _PARAMETERS = "parameters"
 _STEPS = "steps"
+_REPEAT = "a backward pass failed there, so all ranks drop the gradients of this step. Repeat it"
 
 
 class GradientSharder:
@@ -523,9 +524,20 @@ class GradientSharder:
         self.sync = True
         on_cpu = all(p.is_cpu for bucket in buckets for p in bucket.parameters)
         self._watch = PassWatch("ShardedOptimizer", comms.in_use, comms.abort_all)
-        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=on_cpu, watch=self._watch)
+        self._pass = BackwardTracker(
+            self._begin,
+            self._end,
+            self._fail,
+            lambda: self._next == 0 and comms.data.exception() is not None,
+            self._renew,
+            one_thread=on_cpu,
+            watch=self._watch,
+        )
         self._next = 0
-        self._syncing = True
+        self._syncing = self._early = True
+        # Whether there were gradients of earlier passes, and the failure in which other ranks have dropped theirs.
+        self._held = False
+        self._lost: CommError | None = None
         self._problem: str | None = None
         self._handles: list[Any] = []
         # Of each parameter: its gradient in a bucket, its slot there, its piece, and its placeholder.
@@ -541,16 +553,11 @@ class GradientSharder:
 
     def _begin(self) -> None:
         error = self._comms.data.exception()
-        if error is not None:
-            if self.drop() and not self._comms.reported:
-                raise error
-            try:
-                self._comms.replace()
-            except PeerLostError as lost:
-                if isinstance(error, ClosedError):
-                    raise
-                # The rank whose pass has failed does not repeat it.
-                raise error from lost
+        if error is not None and self.drop() and not self._comms.reported:
+            raise error
+        # A reduction may block until all ranks make it. Gradients of several models arrive in any order, so theirs wait
+        # for the end of the pass, which has one order on all ranks; and so do all until the communicators are renewed.
+        self._early = error is None and self._is_alone
         self._check_placeholders()
         self.follow_zero_grad()
         self._next = 0
@@ -560,6 +567,22 @@ class GradientSharder:
         for _, _, parameter, _, placeholder in self._places:
             if parameter.grad is placeholder:
                 parameter.grad = None
+        self._held = self._holds()
+
+    def _renew(self) -> None:
+        """Replace the communicators, because a pass of this model has failed, or of another one in the same pass."""
+        self._comms.abort(_REPEAT)
+        error = self._comms.data.exception()
+        assert error is not None
+        try:
+            self._comms.replace()
+        except PeerLostError as lost:
+            if isinstance(error, ClosedError):
+                raise
+            # The rank whose pass has failed does not repeat it.
+            raise error from lost
+        # Raised when all models have new communicators, which other ranks make too.
+        self._lost = error if self._held else None
 
     @torch.no_grad()
     def _take(self, number: int, slot: int, parameter: torch.Tensor) -> None:
@@ -581,9 +604,7 @@ class GradientSharder:
             )
         bucket.gradient.take(slot, grad)
         parameter.grad = None
-        # A reduction may block until all ranks make it. Gradients of several models arrive in any order, so theirs wait
-        # for the end of the pass, which has one order on all ranks.
-        while self._syncing and self._is_alone and self._is_full(self._next):
+        while self._syncing and self._early and self._is_full(self._next):
             self._reduce()
 
     @property
@@ -609,6 +630,8 @@ class GradientSharder:
 
     @torch.no_grad()
     def _end(self) -> None:
+        if self._lost is not None:
+            raise self._lost
         if self._syncing:
             while self._next < len(self._buckets):
                 self._reduce()
@@ -621,9 +644,8 @@ class GradientSharder:
     def _fail(self) -> None:
         """Drop the gradients of this step: another rank may have a part of the pass that raised."""
         self.drop()
-        reason = "a backward pass failed there, so all ranks drop the gradients of this step. Repeat it"
-        self._comms.abort(self._problem or reason)
-        self._problem = None
+        self._comms.abort(self._problem or _REPEAT)
+        self._problem = self._lost = None
 
     # -- from step to step ----------------------------------------------------------------------
     def follow_zero_grad(self) -> None:
@@ -653,14 +675,17 @@ class GradientSharder:
 
     def drop(self) -> bool:
         """Drop all gradients. Return whether there were any."""
-        held = False
+        held = self._holds()
         for bucket in self._buckets:
-            held = held or bool(bucket.gradient.taken or bucket.gradient.reduced)
             bucket.gradient.drop()
         for _, _, parameter, piece, _ in self._places:
-            held = held or piece.tensor.grad is not None
             parameter.grad = piece.tensor.grad = None
         return held
+
+    def _holds(self) -> bool:
+        if any(bucket.gradient.taken or bucket.gradient.reduced for bucket in self._buckets):
+            return True
+        return any(piece.tensor.grad is not None for _, _, _, piece, _ in self._places)
 
     def remove(self) -> None:
         """Remove the hooks, and drop all gradients."""

@@ -47,9 +47,17 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
     That order is the same on all ranks. The order of their gradients is that of the graph, and differs where ranks add
     up a loss in another order; as ending a pass may block until all other ranks end theirs, they would block for ever.
     """
-    if not _is_nested():
-        for tracker in sorted(trackers, key=_in_order):
-            tracker.complete()
+    if _is_nested():
+        return
+    ordered = sorted(trackers, key=_in_order)
+    begun = [tracker for tracker in ordered if tracker.is_open]
+    if any(tracker.is_broken() for tracker in begun):
+        # All models, and before any of them communicates. Another rank may not know yet that one of them is broken, and
+        # wait in the end of one that is not: renewing that one too ends this wait, and the rank repeats its pass.
+        for tracker in begun:
+            tracker.renew()
+    for tracker in ordered:
+        tracker.complete()
 
 
 class BackwardTracker:
@@ -66,6 +74,8 @@ class BackwardTracker:
         end: Called when the outermost call has succeeded; its error is raised by `backward()`.
         fail: Called when the outermost call, or `end`, has raised; before the caller sees the error. Also if the pass
             has not begun.
+        is_broken: Whether the model cannot communicate, since one of its earlier passes has failed.
+        renew: Called before any `end` in the pass if one of its models is broken. Collective.
         one_thread: Whether all hooks run in the thread that called `backward()`, as on CPUs.
         watch: Started and stopped with each pass.
 
@@ -81,6 +91,8 @@ class BackwardTracker:
         begin: Callable[[], None],
         end: Callable[[], None],
         fail: Callable[[], None],
+        is_broken: Callable[[], bool] = bool,
+        renew: Callable[[], object] = bool,
         *,
         one_thread: bool,
         watch: PassWatch,
@@ -88,6 +100,8 @@ class BackwardTracker:
         self._begin = begin
         self._end = end
         self._fail = fail
+        self.is_broken = is_broken
+        self.renew = renew
         self._one_thread = one_thread
         self._watch = watch
         self.number = next(_created)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 from typing import Any
 
@@ -82,6 +83,46 @@ def test_a_failed_pass_cuts_off_no_step_before_it(way: Callable[..., Any], seed:
             goes_on()
 
     un.launch(program, 2, "sim", seed=seed)
+
+
+@short("failing, rank, seed", product(range(3), range(3), range(3)), [(0, 1, 0), (2, 1, 0)])
+def test_a_common_pass_of_several_optimizers_is_repeated(failing: int, rank: int, seed: int) -> None:
+    """Ranks add up the terms of the loss in another order, and reach another part of the models before the failure."""
+
+    def program(comm: un.Communicator) -> list[bool]:
+        models = [layers() for _ in range(3)]
+        options = {"shard_gradients": True, "bucket_cap_mb": 1e-5, "lr": 0.1}
+        optimizers = [ShardedOptimizer(SGD, model, comm, **options) for model in models]
+
+        def loss(number: int, *, fails: bool) -> torch.Tensor:
+            out = models[number](batch(comm.rank, number))
+            if fails and number == failing:
+                out.register_hook(lambda _: fail_on(rank, comm))
+            return (out**2).sum() / 100
+
+        def attempt(number: int) -> bool:
+            order = [(comm.rank + i) % 3 for i in range(3)]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            try:
+                with ExitStack() as stack:
+                    for optimizer in optimizers:
+                        stack.enter_context(optimizer.no_sync())
+                    torch.stack([loss(i, fails=False) for i in order]).sum().backward()
+                torch.stack([loss(i, fails=number == 0) for i in order]).sum().backward()
+            except (KeyError, AbortedError):
+                return False
+            return True
+
+        assert any(map(attempt, range(5)))
+        for optimizer in optimizers:
+            optimizer.step()
+        right = layers()
+        (sum(loss_of(right, batch(r, failing)) for r in range(3)) * 2 / 3).backward()  # type: ignore[union-attr]
+        SGD(right.parameters(), lr=0.1).step()
+        return [torch.allclose(p, q) for p, q in zip(models[failing].parameters(), right.parameters(), strict=True)]
+
+    assert un.launch(program, 3, "sim", seed=seed) == [[True] * 4] * 3
 
 
 def test_a_failed_forward_drops_the_earlier_passes_of_its_step() -> None:

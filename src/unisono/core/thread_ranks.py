@@ -161,6 +161,7 @@ def generator_operators() -> list[Any]:
     return found
 
 
+@functools.cache
 def _given_a_generator(operator: Any) -> Callable[..., Any]:
     """Return an implementation of an operator that passes the calling rank's generator on, where none is given."""
     cpu = _c.DispatchKey.CPU
@@ -225,6 +226,7 @@ def _numpy_random() -> Any:
         return None
 
 
+@functools.cache
 def _of_numpy() -> list[Replacement]:
     numpy = _numpy_random()
     if numpy is None:

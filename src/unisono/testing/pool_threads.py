@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any
 
 from unisono.communicator import Communicator
@@ -18,6 +20,8 @@ from unisono.testing.namespaced_ranks import run_ranks
 __all__ = ["LIBRARY", "overdue", "run_limited", "where"]
 
 LIBRARY = str(Path(__file__).parents[1])
+_IMPORTING_S = 0.05
+"""Seconds between looks at a rank that is left, and imports a module."""
 
 
 def run_limited(
@@ -60,12 +64,42 @@ def run_limited(
         raise
     finally:
         over.set()
-        for thread in list(running.values()):
-            # Ends a loop in Python. A thread that is blocked in C ends with this process.
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+        stopped = set[int]()
+        if running and _end(running, stopped):
+            threading.Thread(target=_end_importing, args=(running, stopped), name="unisono launch", daemon=True).start()
     if error is not None:
         raise error
     return results
+
+
+def _end(running: dict[int, int], stopped: set[int]) -> bool:
+    """End the ranks that are left, but for those that import a module; return whether there are any.
+
+    An exception that reaches a thread while it waits for another one's import leaves the lock of that module locked,
+    so that later programs of this process would wait for it for ever.
+
+    Args:
+        running: The thread of each rank; one that ends removes itself.
+        stopped: The threads that it has ended before; added to.
+    """
+    frames = thread_frames()
+    for thread in set(running.copy().values()) - stopped:
+        if not _imports(frames.get(thread)):
+            # Ends a loop in Python. A thread that is blocked in C ends with this process.
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+            stopped.add(thread)
+    return bool(set(running.copy().values()) - stopped)
+
+
+def _end_importing(running: dict[int, int], stopped: set[int]) -> None:
+    """End the others too, when they have imported."""
+    while _end(running, stopped):
+        time.sleep(_IMPORTING_S)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Return whether a thread is in an import, or waits for one."""
+    return any(each.f_code.co_filename.startswith("<frozen importlib") for each, _ in traceback.walk_stack(frame))
 
 
 def overdue(limit_s: float, stacks: Mapping[int, str]) -> CommTimeoutError:

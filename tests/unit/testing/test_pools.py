@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import select
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +178,34 @@ def test_hanging_program_is_ended_and_reported(backend: str) -> None:
             ranks.run(for_ever)
         assert str(Path(un.__file__).parent) not in str(caught.value)
         assert ranks.run(total) == [2.0] * 2
+
+
+def test_programs_that_are_ended_while_they_import_leave_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 imports when they are ended, and the others wait for it; afterwards one is in an endless loop."""
+    gate: Any = ModuleType("gate")
+    gate.opened = threading.Event()
+    monkeypatch.setitem(sys.modules, "gate", gate)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_to_import.py").write_text("import gate\ngate.opened.wait(30)\n")
+    threads: list[threading.Thread] = []
+
+    def imports(comm: un.Communicator, hangs: int | None) -> str:
+        threads.append(threading.current_thread())
+        module = importlib.import_module("slow_to_import")
+        while comm.rank == hangs:
+            time.sleep(0.01)
+        return module.__name__
+
+    with RankPool(3, "thread", limit_s=0.5) as ranks, pytest.raises(CommTimeoutError, match="on ranks 0, 1, 2"):
+        ranks.run(imports, 1)
+    gate.opened.set()
+    with RankPool(3, "thread", limit_s=20) as ranks:
+        assert ranks.run(imports, None) == ["slow_to_import"] * 3
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("backend", ["thread", "gloo"])

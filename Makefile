@@ -22,7 +22,7 @@ STAMP := $(VENV)/installed-in-$(shell pwd -P | cksum | cut -d ' ' -f 1)
 # The tests start hundreds of interpreters, each of which would compile everything anew if nothing were kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test soak slow gpu matrix bench lint format prose changelog docs docs-check package workflows site clean
+.PHONY: help install demo test soak slow gpu matrix bench lint format changelog docs docs-check package workflows site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -60,9 +60,6 @@ lint: $(STAMP) ## style, types and floors
 format: $(STAMP) ## put the code into the one form that lint accepts
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-
-prose: $(STAMP) ## print what a list of words would say more plainly in documents, comments and messages: advice
-	@$(PY) tests/house/prose.py $(ARGS)
 
 changelog: $(STAMP) ## print the changelog of the next release, as the fragments in changes/ make it
 	@$(PY) -m towncrier build --draft $(ARGS)

@@ -146,7 +146,7 @@ class Communicator(Place):
         self._boundaries = control.boundaries(group)
         control.watch(self._engine.activity)
         relay.connect(self._engine)
-        self.handle = f"communicator {next(_numbers)}"
+        self.handle: str = f"communicator {next(_numbers)}"
         BY_HANDLE[self.handle] = self
 
     def _handshake(self, transport: Transport, group: Group) -> Sequence[str]:
@@ -1460,7 +1460,7 @@ class Communicator(Place):
         """
         return self._split(color, key, self._check, self._options)
 
-    def _split(self, color: int | None, key: int, check: Any, options: Options) -> Communicator | None:
+    def _split(self, color: int | None, key: int, check: Check, options: Options) -> Communicator | None:
         self._engine.enter("split")
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and (value is not None or name == "key"):
@@ -1521,7 +1521,7 @@ class Communicator(Place):
         inside = self.rank in ranks
         return self._split(0 if inside else None, ranks.index(self.rank) if inside else 0, self._check, self._options)
 
-    def dup(self, *, check: Any = None, deterministic: bool | None = None) -> Communicator:
+    def dup(self, *, check: Check | None = None, deterministic: bool | None = None) -> Communicator:
         """Return a second communicator of the same ranks, for another thread or library. Collective.
 
         Args:

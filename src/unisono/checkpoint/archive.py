@@ -11,7 +11,7 @@ import torch
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.loader import MapLocation, device_for
-from unisono.checkpoint.manifest import TensorEntry, blocks, digest
+from unisono.checkpoint.manifest import Manifest, TensorEntry, blocks, digest
 from unisono.checkpoint.reader import Block, Files, read_manifest, windows_of
 from unisono.checkpoint.restore import Restorer, remapped_rank
 from unisono.checkpoint.storage import Storage, storage_at
@@ -46,7 +46,7 @@ class Archive(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, storage: Storage, map_location: MapLocation, check: bool) -> None:
-        self.manifest, _ = read_manifest(storage)
+        self.manifest: Manifest = read_manifest(storage)[0]
         self.manifest.check_sizes(storage.sizes())
         self._files = Files(storage, self.manifest)
         self._where = storage.where

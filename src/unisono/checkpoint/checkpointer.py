@@ -66,7 +66,9 @@ class Checkpointer:
         background: bool = True,
         save_on_stop: bool = False,
     ) -> None:
-        self.keep, self.every, self.background = index(keep), index(every), background
+        self.keep: int = index(keep)
+        self.every: int = index(every)
+        self.background = background
         if keep < 1 or every < 1:
             raise ValueError(f"keep={keep} and every={every} must be at least 1")
         self._storage = storage_at(directory)

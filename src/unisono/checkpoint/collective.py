@@ -53,7 +53,8 @@ class CollectiveScope:
         self._operation = operation
         self._path = path
         self._timeout = timeout
-        self.rank, self.size = (comm.rank, comm.size) if comm is not None else (0, 1)
+        self.rank: int = 0 if comm is None else comm.rank
+        self.size: int = 1 if comm is None else comm.size
 
     def measured(self, make: Callable[[], Any]) -> Any:
         """Return what `make` returns, as `ControlPlane.measured`."""
@@ -299,7 +300,7 @@ class SaveQueue:
     """The saves of one communicator: they run one after another on a duplicate of it."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.twin = comm.dup()
+        self.twin: Communicator = comm.dup()
         self.twin.allow_any_thread()
         self.last: SaveHandle | None = None
         comm.before_close(self.finish)

@@ -42,7 +42,7 @@ class CheckpointError(CommError):
     ) -> None:
         super().__init__(message, **known)
         self.path = path
-        self.tensors = tuple(tensors)
+        self.tensors: tuple[str, ...] = tuple(tensors)
 
     def __str__(self) -> str:
         text = super().__str__()

@@ -28,9 +28,9 @@ class FsspecStorage:
             raise UnavailableError(
                 f"{url!r} needs fsspec: {install_command('remote')}, or pass a local path"
             ) from error
-        self.where = url.rstrip("/")
+        self.where: str = url.rstrip("/")
         self._fs, self._root = fsspec.core.url_to_fs(self.where)
-        self.name = self._root.rpartition("/")[2]
+        self.name: str = self._root.rpartition("/")[2]
 
     def make(self) -> None:
         self._fs.makedirs(self._root, exist_ok=True)
@@ -109,7 +109,7 @@ class FsspecSource:
     def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs
         self._path = path
-        self.size = int(fs.info(path)["size"])
+        self.size: int = int(fs.info(path)["size"])
 
     def view(self, start: int, stop: int) -> memoryview:
         data = self._fs.cat_file(self._path, start=start, end=stop) if stop > start else b""

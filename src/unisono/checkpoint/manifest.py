@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -392,7 +392,7 @@ def _describe(error: Exception) -> str:
 hasher = xxhash.xxh3_128
 """Maker of something with `update` and `hexdigest`."""
 
-digest = xxhash.xxh3_128_hexdigest
+digest: Callable[..., str] = xxhash.xxh3_128_hexdigest
 """Digest of all bytes of a buffer: 32 hexadecimal digits."""
 
 

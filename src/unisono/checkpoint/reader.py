@@ -125,7 +125,7 @@ class Files:
         self._storage = storage
         self._manifest = manifest
         # A user's storage need not define it.
-        self.cached = bool(getattr(storage, "kept", False))
+        self.cached: bool = bool(getattr(storage, "kept", False))
         self.identities: dict[int, list[int] | None] = {}
         self._open: dict[int, Source] = {}
         self._held: dict[Block, memoryview] = {}

@@ -135,8 +135,8 @@ class Restorer:
         *,
         strict: bool = True,
     ) -> None:
-        self.early = Wanted()
-        self.late = Wanted()
+        self.early: Wanted = Wanted()
+        self.late: Wanted = Wanted()
         self.values: dict[str, torch.Tensor] = {}
         self.entries = entries
         self._source = source

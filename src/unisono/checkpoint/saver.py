@@ -36,6 +36,7 @@ from unisono.checkpoint.storage import Sink, Storage, contents, storage_at
 from unisono.checkpoint.tree import (
     DTYPE_NAMES,
     Captured,
+    Node,
     as_bytes,
     capture,
     dtype_of,
@@ -494,18 +495,18 @@ class PreparedState:
     """
 
     def __init__(self, captured: Captured) -> None:
-        self.tree = captured.tree
-        self.own_trees = captured.own_trees
-        self.shards = captured.shards
-        self.entries = {
+        self.tree: Node = captured.tree
+        self.own_trees: Sequence[Node] = captured.own_trees
+        self.shards: dict[str, TensorShard] = captured.shards
+        self.entries: dict[str, TensorEntry] = {
             name: TensorEntry(tensor.dtype, tuple(captured.shards.get(name, tensor).shape), str(tensor.device))
             for name, tensor in captured.tensors.items()
         }
-        self.own_entries = {
+        self.own_entries: dict[str, TensorEntry] = {
             name: TensorEntry(tensor.dtype, tuple(tensor.shape), str(tensor.device))
             for name, tensor in captured.own_tensors.items()
         }
-        self.ranges = {
+        self.ranges: dict[str, tuple[int, int]] = {
             name: (shard.start, shard.stop)
             for name, shard in captured.shards.items()
             if shard.start < shard.stop and shard.replica == 0

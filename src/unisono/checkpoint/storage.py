@@ -249,10 +249,10 @@ class LocalStorage:
     kept = True
 
     def __init__(self, path: str) -> None:
-        self.where = os.path.normpath(path)
+        self.where: str = os.path.normpath(path)
         # A later change of the working directory must not move it.
         self._root = Path(path).absolute()
-        self.name = self._root.name
+        self.name: str = self._root.name
 
     def make(self) -> None:
         missing = [path for path in (self._root, *self._root.parents) if not path.is_dir()]
@@ -388,8 +388,8 @@ class LocalSource:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         self._path = path
         found = os.fstat(self._fd)
-        self.size = found.st_size
-        self.identity = [found.st_dev, found.st_ino, found.st_mtime_ns]
+        self.size: int = found.st_size
+        self.identity: list[int] = [found.st_dev, found.st_ino, found.st_mtime_ns]
         if not stat.S_ISREG(found.st_mode):
             self.close()
             raise OSError(errno.EINVAL, "not a regular file", str(path))

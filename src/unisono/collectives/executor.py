@@ -210,7 +210,7 @@ class Schedule:
     def __init__(
         self, algorithm: Algorithm, rank: int, size: int, root: int, segment_bytes: int, scratch: ScratchPool
     ) -> None:
-        self.chunks = algorithm.chunks(size)
+        self.chunks: int = algorithm.chunks(size)
         self._rank = rank
         self._size = size
         self._root = root

@@ -350,9 +350,9 @@ class NativeCalls(ABC):
 class NativeTransport(Transport):
     """Transport whose collectives are those of a native core: on flat memory, with any algorithm."""
 
-    native = frozenset(FAMILIES)
+    native: frozenset[str] = frozenset(FAMILIES)
     any_source = checks = True
-    devices = ACCELERATORS | {"cpu"}
+    devices: frozenset[str] = ACCELERATORS | {"cpu"}
     host_staged = ACCELERATORS
     calls: NativeCalls
 

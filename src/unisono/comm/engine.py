@@ -97,29 +97,30 @@ class Engine:
     def __init__(
         self, transport: Transport, control: ControlPlane, options: Options, hosts: Sequence[str], *, check: str
     ) -> None:
-        self.transport = transport
-        self.control = control
+        self.transport: Transport = transport
+        self.control: ControlPlane = control
         self.options = options
-        self.group = group = transport.group
+        self.group: Group = transport.group
+        group = self.group
         self._here = {"rank": group.rank, "size": group.size, "group": group.text}
-        self.activity = Activity(group)
-        self.slow_rank = SlowRank(self.activity)
+        self.activity: Activity = Activity(group)
+        self.slow_rank: SlowRank = SlowRank(self.activity)
         self.owner: int | None = None
-        self.closed = False
+        self.closed: bool = False
         self.uneven_batches = False
         self.broken: Cause | None = None
-        self.agreements = Agreements()
+        self.agreements: Agreements = Agreements()
         self._waiting = self.agreements.waiting if check != "off" else _NEVER
         self._compared: dict[str, int] = {}
         self._calls = 0
         self._process = os.getpid()
         # A deterministic sum has another order than the fast path's.
         self.fast_path = None if options.deterministic else transport.fast_path
-        self.tuner = Tuner(transport, control, options, hosts)
-        self.selection = Selection(
+        self.tuner: Tuner = Tuner(transport, control, options, hosts)
+        self.selection: Selection = Selection(
             transport, options.chunk_bytes, deterministic=options.deterministic, machine=self.tuner.machine
         )
-        self.checked = check != "off"
+        self.checked: bool = check != "off"
         self._staging = BufferGuard if check == "full" else Staging
         self._streams: dict[torch.device, torch.Stream] = {}
         self._sink = SINK
@@ -131,7 +132,7 @@ class Engine:
         self._retired = False
         self._lock = threading.Lock()
         self.parent: Engine | None = None
-        self.ending = Teardown(transport, control, self._helper, options.timeout_s)
+        self.ending: Teardown = Teardown(transport, control, self._helper, options.timeout_s)
         self._dropped = weakref.finalize(self, self.ending.drop)
         # What is open at the end of the process is closed then by its control plane's handle.
         self._dropped.atexit = False

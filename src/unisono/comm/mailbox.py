@@ -37,9 +37,9 @@ class IncomingStream:
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
-        self.envelope = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
+        self.envelope: torch.Tensor = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
         self.rest: list[torch.Tensor] | None = None
-        self.head = b""
+        self.head: bytes = b""
         self.long_head: torch.Tensor | None = None
         self.bodies: list[torch.Tensor] = []
         self.work: Work | None = None

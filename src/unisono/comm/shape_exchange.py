@@ -58,7 +58,7 @@ class ShapeExchange:
         self._size = size
         self._devices = devices
         self._refusal: Exception | None = None
-        self.header = header_of(collective)
+        self.header: Collective = header_of(collective)
         self.input: Any = None
         self.output: Any = None
         self.lengths: tuple[int, ...] = ()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from unisono.control.process_exit import close_at_exit
 from unisono.core.control import ControlPlane
 from unisono.core.failure import to_cause
+from unisono.core.group import Group
 from unisono.core.threads import SerialWorker, spawn_thread
 from unisono.core.transport import Transport
 from unisono.errors import CommError
@@ -45,9 +46,10 @@ class Teardown:
         self._control = control
         self._helper = helper
         self._timeout_s = timeout_s
-        self.group = transport.group
+        self.group: Group = transport.group
         self.closers: list[Callable[[], None]] = []
-        self.over = self.dropped = False
+        self.over: bool = False
+        self.dropped: bool = False
         self._is_part = False
         self._parts: list[Teardown] = []
         self._settled = threading.Event()

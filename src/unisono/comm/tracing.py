@@ -139,10 +139,10 @@ class ClockReading:
         least = (begun - ended[:, :1]).amax(0)
         most = (ended - begun[:, :1]).amin(0)
         same = (least <= 0) & (most >= 0)
-        self.digest = blake2b(str(begun.tolist()).encode(), digest_size=8).hexdigest()
-        self.at_s = _now()
-        self.offset_s = (least + most).div(2).masked_fill(same, 0.0)[comm.rank].item()
-        self.uncertainty_s = (most - least).div(2).masked_fill(same, 0.0).max().item()
+        self.digest: str = blake2b(str(begun.tolist()).encode(), digest_size=8).hexdigest()
+        self.at_s: float = _now()
+        self.offset_s: float = (least + most).div(2).masked_fill(same, 0.0)[comm.rank].item()
+        self.uncertainty_s: float = (most - least).div(2).masked_fill(same, 0.0).max().item()
 
 
 def _aligned(clocks: list[ClockReading]) -> Callable[[float], float]:

@@ -179,7 +179,7 @@ class HalfPrecision(TwoStage):
     An all_reduce of halves would round at every addition, and no rank would book that loss: see `Codec.average`.
     """
 
-    half: torch.dtype
+    half: ClassVar[torch.dtype]
     block = 1 << 62
 
     def encode(self, pieces: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

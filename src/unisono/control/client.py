@@ -77,7 +77,7 @@ class SocketControl(ControlClient):
         self._reading = threading.Lock()
         self._shared = SharedObjects()
         self._heartbeat_s: float | None = None
-        self.server_lost = False
+        self.server_lost: bool = False
         self._connection, self._news = connect(
             address, secret, timeout if reach_within_s is None else reach_within_s, rank
         )

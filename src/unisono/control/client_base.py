@@ -440,9 +440,9 @@ class PendingRequest:
     __slots__ = ("awake", "number", "reply")
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number: int = number
         self.reply: Reply | None = None
-        self.awake = AutoResetEvent()
+        self.awake: AutoResetEvent = AutoResetEvent()
 
     def answer(self, reply: Reply) -> None:
         """Set the answer. The first one counts."""
@@ -457,7 +457,7 @@ class Membership:
     def __init__(self, group: Group, on_failure: Callable[[Cause], None] | None) -> None:
         self.group = group
         self.cause: Cause | None = None
-        self.failed = threading.Event()
+        self.failed: threading.Event = threading.Event()
         self._on_failure = on_failure
         self._lock = threading.Lock()
 

@@ -57,7 +57,7 @@ class Handshake:
 
     def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:
         self.peer = peer
-        self.deadline = time.monotonic() + _WITHIN_S
+        self.deadline: float = time.monotonic() + _WITHIN_S
         self._hello = Hello(secret, client=client, rank=rank)
         self._client = client
         self._met = False

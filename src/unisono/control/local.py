@@ -40,7 +40,7 @@ class LocalHub:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._controls: dict[int, LocalControl] = {}
-        self.shared = SharedObjects()
+        self.shared: SharedObjects = SharedObjects()
         self._state = ControlState(self.shared.drop)
 
     def control(self) -> LocalControl:

@@ -377,10 +377,10 @@ class Hello:
     def __init__(self, secret: bytes, *, client: bool, rank: int | None = None) -> None:
         self._secret = secret
         self._client = client
-        self.rank = rank
+        self.rank: int | None = rank
         self._nonce = os.urandom(_NONCE_BYTES)
         self._theirs = b""
-        self.hello = _WORD + self._nonce
+        self.hello: bytes = _WORD + self._nonce
 
     def meet(self, hello: bytes) -> bool:
         """Record the peer's hello. Return False if it belongs to another protocol."""

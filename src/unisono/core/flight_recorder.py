@@ -106,10 +106,10 @@ class Activity:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.owner = threading.get_ident()
-        self.calls = 0
-        self.messages = 0
-        self.inside = False
+        self.owner: int = threading.get_ident()
+        self.calls: int = 0
+        self.messages: int = 0
+        self.inside: bool = False
         self.in_background = False
         self.awaited: tuple[PendingMessage, ...] = ()
         self.posted: dict[tuple[str, int, int], int] = {}
@@ -118,9 +118,10 @@ class Activity:
         self._messages: deque[Record] = deque(maxlen=_FEW)
         self.keep: Callable[[Record], None] = self._collectives.append
         self.keep_message: Callable[[Record], None] = self._messages.append
-        self.since = time.monotonic()
-        self.outside_s = 0.0
-        self.broken = self.closed = self.timed_out = False
+        self.since: float = time.monotonic()
+        self.outside_s: float = 0.0
+        self.broken = self.closed = False
+        self.timed_out: bool = False
         self.record: EventRecorder | None = None
 
     @property

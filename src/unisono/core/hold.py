@@ -77,7 +77,7 @@ class Hold:
     """
 
     def __init__(self) -> None:
-        self.held = False
+        self.held: bool = False
         self._engines: weakref.WeakSet[_Holdable] = weakref.WeakSet()
         self._owners: list[tuple[_Holdable, int | None]] = []
         self._gates: dict[int, _thread.LockType] = {}

@@ -35,7 +35,7 @@ class StepBoundaries:
     __slots__ = ("followers", "passed", "requested", "saved_at", "stops_at")
 
     def __init__(self) -> None:
-        self.passed = 0
+        self.passed: int = 0
         self.requested: str | None = None
         self.stops_at: int | None = None
         self.saved_at: int | None = None

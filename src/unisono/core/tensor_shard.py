@@ -43,10 +43,10 @@ class TensorShard:
     def __init__(self, local: torch.Tensor, start: int, shape: Sequence[int], replica: int = 0) -> None:
         if not isinstance(local, torch.Tensor):
             raise TypeError(f"local must be a tensor, not a {type(local).__name__}")
-        self.local = local
-        self.start = start
-        self.replica = replica
-        self.shape = torch.Size(shape)
+        self.local: torch.Tensor = local
+        self.start: int = start
+        self.replica: int = replica
+        self.shape: torch.Size = torch.Size(shape)
         if local.ndim != 1:
             raise ValueError(f"local must be 1-d, not of shape {list(local.shape)}; flatten it")
         if not 0 <= start <= self.stop <= self.shape.numel():

@@ -55,14 +55,14 @@ class ThreadRank:
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        self.torch = torch.Generator() if OWN_GENERATORS else _default
+        self.torch: torch.Generator = torch.Generator() if OWN_GENERATORS else _default
         if seed is not None:
             self.torch.manual_seed(seed & (2**63 - 1))
         elif OWN_GENERATORS:
             self.torch.seed()
-        self.python = random.Random(seed)
+        self.python: random.Random = random.Random(seed)
         numpy = _numpy_random()
-        self.numpy = numpy and numpy.RandomState(None if seed is None else seed & (2**32 - 1))
+        self.numpy: Any = numpy and numpy.RandomState(None if seed is None else seed & (2**32 - 1))
         self.world: Any = None
 
     def __enter__(self) -> None:
@@ -112,7 +112,7 @@ def _overridden() -> Iterator[None]:
 
 
 _kept: list[Any] = []
-own_generators = SharedContext(_overridden)
+own_generators: SharedContext = SharedContext(_overridden)
 """Context of ranks that have generators of their own. What starts ranks enters it, too, so that it is made once."""
 
 

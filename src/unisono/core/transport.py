@@ -434,7 +434,7 @@ class Mailbox(ABC):
         self.group = group
         self.lost: dict[int, BaseException] = {}
         self.on_stall: Callable[[], None] = _nothing
-        self.closed = False
+        self.closed: bool = False
         self._closers: list[Callable[[], None]] = []
 
     @abstractmethod

@@ -73,6 +73,8 @@ class GlobalBatchSampler(Sampler[list[Any]]):
     ) -> None:
         if (size := operator.index(batch_size)) < 1:
             raise ValueError(f"batch_size must be 1 or more, but is {batch_size}")
+        self.rank: int
+        self.num_replicas: int
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         # One part that is all of the epoch: its state is the same on every rank.
         self._sampler = PartitionSampler(

@@ -54,7 +54,7 @@ class Partition(Dataset[T_co]):
             raise TypeError(f"indices must be integers, not {given.dtype}; for a mask pass mask.nonzero().flatten()")
         if given.dim() != 1:
             raise ValueError(f"indices must be one-dimensional, but have the shape {tuple(given.shape)}")
-        self.indices = given.long()
+        self.indices: torch.Tensor = given.long()
 
     def __len__(self) -> int:
         return len(self.indices)

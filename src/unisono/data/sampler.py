@@ -95,12 +95,14 @@ class PartitionSampler(DistributedSampler[Any]):
         if operator.index(seed) < 0:
             raise ValueError(f"seed must be 0 or more, but is {seed}")
         self.dataset: Any = dataset
+        self.rank: int
+        self.num_replicas: int
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         self.compare_on(comm)
-        self.rule = resolve(partition, dataset)
-        self.shuffle = self.rule.shuffles if shuffle is None else shuffle
-        self.seed = operator.index(seed)
-        self.epoch = 0
+        self.rule: Partitioner = resolve(partition, dataset)
+        self.shuffle: bool = self.rule.shuffles if shuffle is None else shuffle
+        self.seed: int = operator.index(seed)
+        self.epoch: int = 0
         self.drop_last = drop_last
         self.padding = padding
         self._phases: list[ShardingPhase] = []

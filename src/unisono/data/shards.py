@@ -104,7 +104,7 @@ class ShardPartition(IterableDataset[T_co]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        self.shards = list(shards)
+        self.shards: list[str] = list(shards)
         self._read = read
         # This rank's progress: shards that it has completed, and samples of the next.
         self._done = 0
@@ -113,9 +113,11 @@ class ShardPartition(IterableDataset[T_co]):
         self._lengths: list[int] = []
         self._reading = 0
         self._jobs: list[_Job] = []
+        self.rank: int
+        self.num_replicas: int
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         self.shuffle = shuffle
-        self.seed = operator.index(seed)
+        self.seed: int = operator.index(seed)
         self._begin(0)
 
     def __iter__(self) -> Iterator[T_co]:

@@ -28,7 +28,7 @@ class SampleSource:
         self._at = start
         self._ended = ended
         self._run: Iterator[Any] = iter(())
-        self.over = False
+        self.over: bool = False
 
     def runs(self) -> Iterator[Iterator[Any]]:
         length = _FIRST

@@ -69,9 +69,11 @@ class StreamPartition(IterableDataset[T_co]):
         if operator.index(batch_size) < 1:
             raise ValueError(f"batch_size must be 1 or more, but is {batch_size}")
         self.dataset = dataset
+        self.rank: int
+        self.num_replicas: int
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         self.batch_size = batch_size
-        self.epoch = 0
+        self.epoch: int = 0
         # Committed by earlier ranks: all places below the edge but for the holes.
         self._edge = 0
         self._taken = 0

@@ -34,11 +34,11 @@ class Prompt(cmd.Cmd):
         stdout: IO[str] | None = None,
     ) -> None:
         super().__init__(stdin=stdin, stdout=stdout)
-        self.use_rawinput = stdin is None
+        self.use_rawinput: bool = stdin is None
         self._session = session
         self._lets_go = lets_go
         ranks = session.ranks()
-        self.intro = f"{session.reason}; {len(ranks)} ranks are here. `help` lists the commands"
+        self.intro: str = f"{session.reason}; {len(ranks)} ranks are here. `help` lists the commands"
         # The one that stopped the others, if it is on this host.
         named = [each for each in ranks if session.reason.startswith(f"rank {each} ")]
         self._choose((named or list(ranks))[0] if rank is None else rank)
@@ -48,7 +48,7 @@ class Prompt(cmd.Cmd):
         self._rank = rank
         # The chosen frame: how many of the stack are below it.
         self._up = 0
-        self.prompt = f"rank {rank}> "
+        self.prompt: str = f"rank {rank}> "
 
     def _print(self, *lines: str) -> None:
         self.stdout.write("".join(f"{line}\n" for line in lines if line))

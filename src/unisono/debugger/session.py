@@ -46,7 +46,7 @@ class Session:
         self._job = job
         self._connections = connections
         self._of: dict[int, DebugConnection] = {}
-        self.reason = ""
+        self.reason: str = ""
         try:
             self.ranks()
         except CommError:

@@ -291,7 +291,7 @@ class TorchrunReport:
         # As torchrun arranges them: a folder for each attempt, and in it one for each rank.
         shares = self._path is not None and self._path.name == "error.json" and attempt is not None
         self._first = self._path.parents[1] / _FIRST if self._path is not None and shares else None
-        self.prints = shares and attempt == last
+        self.prints: bool = shares and attempt == last
 
     @property
     def shared(self) -> bool:

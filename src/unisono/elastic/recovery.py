@@ -96,8 +96,8 @@ class Recovery:
     def __init__(self, comm: Communicator, *, redundancy: int = 1, **parts: Any) -> None:
         if not isinstance(redundancy, int) or redundancy < 0:
             raise ValueError(f"redundancy must be a number of ranks, not {redundancy!r}")
-        self.comm = comm
-        self.step = 0
+        self.comm: Communicator = comm
+        self.step: int = 0
         self._samples = 0
         self._leaving = False
         self._attempts = 0
@@ -411,7 +411,7 @@ class Snapshots:
 
     def forget(self) -> None:
         """Drop all snapshots: this rank is to receive the state of others."""
-        self.serial = -1
+        self.serial: int = -1
         self._taken: dict[int, _Snapshot] = {}
 
     def take(self, comm: Communicator) -> None:

@@ -48,7 +48,7 @@ class Ray(Engine):
         **options: Any,
     ) -> None:
         wanted = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
-        self.bundle = {name: amount for name, amount in wanted.items() if amount}
+        self.bundle: dict[str, float] = {name: amount for name, amount in wanted.items() if amount}
         if not self.bundle:
             raise ValueError("a rank on Ray needs some resource to be reserved: pass num_cpus, such as 0.5")
         self._options = {

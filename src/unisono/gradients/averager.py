@@ -62,7 +62,7 @@ class AveragerComms(ReplaceableComms):
 
     def __init__(self, comm: Communicator, *, deterministic: bool = False) -> None:
         super().__init__(comm, deterministic=deterministic, check="off")
-        self.control = self.base
+        self.control: Communicator = self.base
         self._aborting: Thread | None = None
 
     def ready(self) -> None:
@@ -445,8 +445,8 @@ class GradientAverager:
         agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
         if init_sync:
             share([*self._named, *buffers], comm, model=self._model, hint=INIT_SYNC)
-        self.rank = comm.rank
-        self.size = comm.size
+        self.rank: int = comm.rank
+        self.size: int = comm.size
         self._boundaries = boundaries_of(comm)
         self._comms = AveragerComms(comm, deterministic=self._deterministic)
         data = self._comms.data

@@ -58,20 +58,22 @@ class GradientBucket:
     ) -> None:
         self.name = name
         self.scale = scale
-        self.indices = tuple(indices)
-        self.parameters = list(parameters)
+        self.indices: tuple[int, ...] = tuple(indices)
+        self.parameters: list[torch.Tensor] = list(parameters)
         numels = [p.numel() for p in parameters]
         like = parameters[0]
-        self.memory = allocate(sum(numels) + 2 * len(numels) + _REQUESTS, like.dtype, like.device)
-        self.flat = self.memory[: sum(numels)]
-        self.header = self.memory[sum(numels) :]
+        self.memory: torch.Tensor = allocate(sum(numels) + 2 * len(numels) + _REQUESTS, like.dtype, like.device)
+        self.flat: torch.Tensor = self.memory[: sum(numels)]
+        self.header: torch.Tensor = self.memory[sum(numels) :]
         arrived = [scale] * len(numels) + [0] * (len(numels) + _REQUESTS)
         self._full_header = torch.tensor(arrived, dtype=like.dtype, device=like.device)
-        self.views = [_shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)]
-        self.complete = [(True, False)] * len(numels)
-        self.shapes = [p.shape for p in parameters]
+        self.views: list[torch.Tensor] = [
+            _shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)
+        ]
+        self.complete: list[tuple[bool, bool]] = [(True, False)] * len(numels)
+        self.shapes: list[torch.Size] = [p.shape for p in parameters]
         # On an accelerator each gradient is copied on the stream of its own hook.
-        self.chunks = _chunks([p.nbytes for p in parameters], _CHUNK_BYTES if like.is_cpu else 0)
+        self.chunks: list[Sequence[int]] = _chunks([p.nbytes for p in parameters], _CHUNK_BYTES if like.is_cpu else 0)
         self._streams: set[torch.Stream] = set()
         self.work: Work | None = None
         self._factor = 1.0
@@ -81,14 +83,14 @@ class GradientBucket:
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
-        self.inside = bytearray(len(self.parameters))
+        self.inside: bytearray = bytearray(len(self.parameters))
         self.arrived: list[bool] = []
-        self.started = False
+        self.started: bool = False
         self.observed_s: float | None = None
         self._graphs: dict[int, torch.Tensor] = {}
         self._backup: torch.Tensor | None = None
         self.found: list[tuple[bool, bool]] = []
-        self.asked = [False] * _REQUESTS
+        self.asked: list[bool] = [False] * _REQUESTS
 
     # -- before the reduction -------------------------------------------------------------------
     def take(self, slots: Iterable[int]) -> None:

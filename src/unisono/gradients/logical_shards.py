@@ -105,10 +105,10 @@ class LogicalShards:
             raise ValueError(f"count must be a positive multiple of the {comm.size} ranks, not {count!r}")
         if init_sync:
             share([*self._named, *buffers], comm, model=self._model, hint=INIT_SYNC)
-        self.rank = comm.rank
-        self.size = comm.size
+        self.rank: int = comm.rank
+        self.size: int = comm.size
         each = count // comm.size
-        self.local = range(comm.rank * each, (comm.rank + 1) * each)
+        self.local: range = range(comm.rank * each, (comm.rank + 1) * each)
         runs = [(rank * each, (rank + 1) * each) for rank in range(comm.size)]
         # If the tree adds each rank's shards to one sum, ranks all-reduce these; else (three ranks with two shards
         # each, say) every rank gathers the partial sums of all.

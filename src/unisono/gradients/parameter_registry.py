@@ -73,12 +73,12 @@ class ParameterRegistry:
         self.named = named
         self._report = report
         self._owner = owner
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
-        self.ids = frozenset(map(id, self.parameters))
+        self.names: list[str] = [name for name, _ in named]
+        self.parameters: list[torch.Tensor] = [p for _, p in named]
+        self.ids: frozenset[int] = frozenset(map(id, self.parameters))
         self._implementations = list(map(_implementation, self.parameters))
         self._dtypes = list(map(_dtype, self.parameters))
-        self.hooked = False
+        self.hooked: bool = False
         self._handles: list[Any] = []
         self._paused: list[tuple[dict[int, Any], int, Any]] = []
         self._members = ModelMembers(model, named)

@@ -108,7 +108,7 @@ class PeriodicAction(ABC):
         check_parameters(named)
         self._model: Model = model if isinstance(model, torch.nn.Module) else named
         self._buffers = buffers
-        self.steps = 0
+        self.steps: int = 0
         self._hook: RemovableHandle | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         when = repr(self._schedule) if isinstance(self._schedule, PeriodicSchedule) else "a function"

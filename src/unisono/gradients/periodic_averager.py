@@ -304,8 +304,8 @@ class PeriodicAverager(PeriodicAction):
         self._alpha = alpha
         self._reduce = _reduction(reduce)
         self._cap = int(bucket_cap_mb * MIB)
-        self.anchor = [_wide(t, anchor_dtype) for _, t in named] if outer is not None else []
-        self.outer = None if outer is None else outer(self.anchor)
+        self.anchor: list[torch.Tensor] = [_wide(t, anchor_dtype) for _, t in named] if outer is not None else []
+        self.outer: torch.optim.Optimizer | None = None if outer is None else outer(self.anchor)
         codec = codec_for(compression)
         self._fragments: list[Fragment] = []
         for members, due in _divide(named, fragments, schedule):
@@ -335,7 +335,7 @@ class PeriodicAverager(PeriodicAction):
         }
         # Held while training, the thread that exchanges, or the timer of a turn changes fragments.
         self._lock = Condition()
-        self.missed = 0
+        self.missed: int = 0
         super().__init__(model, comm, schedule, buffers=buffers, settings={**shared, **(settings or {})})
         try:
             if self.anchor:
@@ -853,7 +853,7 @@ class PeriodicAverager(PeriodicAction):
                     fragment.is_loaded = False
                     for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
                         here.copy_(there)
-        self.steps = progress[leader][1]
+        self.steps: int = progress[leader][1]
         # The model may be loaded next, as `un.elastic.Recovery` does: the anchor is that of the leader.
         self._resumed = True
 

@@ -77,15 +77,16 @@ class Reducer:
         self._saved = saved
         self._reconnect = reconnect
         self._cap, self._first = sizes
-        self.background = comm.overlaps and codec is None
+        self.background: bool = comm.overlaps and codec is None
         self.buckets: list[GradientBucket] = []
         self.where: dict[int, tuple[GradientBucket, int]] = {}
         self._codecs: dict[tuple[int, ...], Codec] = {}
         self._factor: float | None = None
         self._repeats = False
         self._next = 0
-        self._halted = self._complete = self.uneven = False
-        self.asked = [False, False]
+        self._halted = self._complete = False
+        self.uneven: bool = False
+        self.asked: list[bool] = [False, False]
 
     # -- buckets --------------------------------------------------------------------------------
     def add(self, order: Sequence[int]) -> None:

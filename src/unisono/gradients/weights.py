@@ -45,7 +45,7 @@ class Weights:
         self.joining = False
         self.here = True
         self.attach(comm)
-        self.factor = 1.0
+        self.factor: float = 1.0
         self.forget()
 
     def attach(self, comm: Communicator) -> None:
@@ -60,8 +60,8 @@ class Weights:
         if not 0 <= n_samples < float("inf"):
             raise ValueError(f"a weight must be a number of at least 0, not {n_samples}")
         self._mine = float(n_samples)
-        self.uneven = True
-        self.in_use = False
+        self.uneven: bool = True
+        self.in_use: bool = False
 
     def keep(self) -> None:
         """Record that a pass in `no_sync` has run: this step's weight, if it is set, is that of its gradient too."""
@@ -81,10 +81,10 @@ class Weights:
         ):
             self.comm.all_gather_single(by_rank, figures)
         here, weights = by_rank.view(size, 2).t().tolist()
-        self.active = here.count(1.0)
+        self.active: int = here.count(1.0)
         if not self.active:
             raise AllRanksDone
-        self.source = here.index(1.0)
+        self.source: int = here.index(1.0)
         total = sum(weights)
         if not total:
             raise ValueError("the weights of all ranks are 0, so there is no mean")

@@ -42,10 +42,10 @@ class CallForms:
         self._name = method.__name__
         given = [Parameter(p.name, p.kind, default=p.default) for p in signature(method).parameters.values()][1:]
         own = [parameter for parameter in given if parameter.name != "opts"]
-        self.lists = [p.name for p in own if p.name in ("tensors", "outputs", "inputs")]
+        self.lists: list[str] = [p.name for p in own if p.name in ("tensors", "outputs", "inputs")]
         # `output_split_sizes` begins like `output`, too.
         self._longest = sorted((p.name for p in own), key=len, reverse=True)
-        self.optioned = own != given
+        self.optioned: bool = own != given
         loose = (*_BETWEEN.get(self._name, ()), "timeout") if self.optioned else ()
         self._loose = Signature([*own, *(given[0].replace(name=name, default=_DEFAULTS[name]) for name in loose)])
         self._grouped = Signature(given)

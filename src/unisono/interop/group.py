@@ -86,7 +86,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._barriers = self._communicators = self._sequence = 0
         # As torch's wrapper of gloo, which raises what differs between the ranks before the call returns.
         self._detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
-        self.others = DeviceBackends(self, store, timeout, others_options)
+        self.others: DeviceBackends = DeviceBackends(self, store, timeout, others_options)
         self._connect = connect
         with torch_words():
             self._connection = connect(store, rank, size, self._timeout_s, group_options)
@@ -157,7 +157,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             "CommDebugMode, or take backend 'gloo'"
         )
 
-    register_post_hook = register_abort_hook = register_pre_hook
+    register_post_hook: Callable[[UnisonoGroup, int, object], None] = register_pre_hook
+    register_abort_hook: Callable[[UnisonoGroup, int, object], None] = register_pre_hook
 
     def reconfigure(self, opts: object) -> None:
         """Raise `UnavailableError`, which names what unisono has for it."""

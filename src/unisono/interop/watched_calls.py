@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 __all__ = ["PLAIN", "PYTHON", "dispatched", "excluded", "first_tensor", "modes"]
 
-modes = torch._C._len_torch_dispatch_stack
-excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-PLAIN = torch.Tensor.__torch_dispatch__
+modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+excluded: Callable[[torch._C.DispatchKey], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+PLAIN: Any = torch.Tensor.__torch_dispatch__
 """What a tensor's class has here if it does not handle operators itself."""
 PYTHON = torch._C.DispatchKey.Python
 

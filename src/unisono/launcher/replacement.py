@@ -51,8 +51,8 @@ class Attempts:
         self._control = control
         self._start = start
         self._unjoined = [0] * size
-        self.last = [0] * size
-        self.open = set(range(size))
+        self.last: list[int] = [0] * size
+        self.open: set[int] = set(range(size))
 
     def settle(self, outcome: Outcome) -> list[Outcome]:
         """Return the outcome of a rank, with those of replacements that no rank is left to admit.

@@ -62,8 +62,8 @@ class ChunkCodec:
 class PickleCodec(ChunkCodec):
     """Pickles, with functions and classes as `launch` sends them: by name where workers can import them."""
 
-    dumps = staticmethod(dumps)
-    loads = staticmethod(pickle.loads)
+    dumps: Callable[[list[Any]], bytes] = staticmethod(dumps)
+    loads: Callable[[bytes], Any] = staticmethod(pickle.loads)
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, Any], bool] = {}
@@ -112,9 +112,12 @@ class Worker:
         self._initialize = initialize
         self.trusted = trusted
         self.codec: ChunkCodec = PickleCodec() if trusted else ChunkCodec()
+        self.start: Callable[[bool], Any]
+        self.run: Callable[[bytes], Any]
+        self.stop: Callable[[], None]
         self.start, self.run, self.stop = self._calls()
         expose = (self.start, self.run, self.stop)
-        self.agent = Agent(comm, f"rank{comm.rank}", TIMEOUT_S, trusted=False, expose=expose, workers=1)
+        self.agent: Agent = Agent(comm, f"rank{comm.rank}", TIMEOUT_S, trusted=False, expose=expose, workers=1)
         # Calls of the program itself are not for this agent.
         unregister(self.agent)
         self.agent.when_lost.append(self._lose)

@@ -47,8 +47,8 @@ class LogWriter:
         self._file = path.open("xb")
         self._lock = threading.Lock()
         self._file.write(_MAGIC)
-        self.nbytes = len(_MAGIC)
-        self.closed = False
+        self.nbytes: int = len(_MAGIC)
+        self.closed: bool = False
 
     def put(self, key: _Key, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Append an entry: a value that `unisono.serialization` supports, and the bytes of tensors."""

@@ -207,9 +207,9 @@ class Recorded(Wrapper):
 
     def __init__(self, inner: Transport, log: LogWriter) -> None:
         super().__init__(inner)
-        self.native = inner.native
-        self.overlaps = inner.overlaps
-        self.background = inner.background
+        self.native: frozenset[str] = inner.native
+        self.overlaps: bool = inner.overlaps
+        self.background: bool = inner.background
         self._log = log
         self._name = inner.group.name
         self._received = Counter[tuple[int, int]]()

@@ -58,16 +58,16 @@ class RankReplay:
         if not path.is_file():
             there = sorted(int(each.stem.removeprefix("rank")) for each in Path(folder).glob("rank*.record"))
             raise FileNotFoundError(f"{folder} holds recordings of ranks {there}, and none of rank {rank}")
-        self.log = Log(path)
+        self.log: Log = Log(path)
         header = self.log.take(("header",))
         if header is None:
             raise ValueError(f"{path} ends before its header")
         self.header: dict[str, Any] = header.value
-        self.begun = False
+        self.begun: bool = False
         self.calls = 0
         self.messages = 0
         self.difference: str | None = None
-        self.ended = False
+        self.ended: bool = False
 
     def report(self) -> dict[str, Any]:
         """Return what was found, for JSON."""

@@ -66,27 +66,28 @@ class Agent:
         self, comm: Communicator, name: str, timeout_s: float, trusted: bool, expose: Iterable[Any], workers: int
     ) -> None:
         exposed = ExportTable(trusted, expose)
-        self.box, names = comm.mailbox(name)
-        self.rank = comm.rank
-        self.size = comm.size
+        box, names = comm.mailbox(name)
+        self.box: Mailbox = box
+        self.rank: int = comm.rank
+        self.size: int = comm.size
         self.name = name
-        self.infos = [WorkerInfo(worker, rank) for rank, worker in enumerate(names)]
+        self.infos: list[WorkerInfo] = [WorkerInfo(worker, rank) for rank, worker in enumerate(names)]
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             self.box.close()
             raise ValueError(f"several ranks passed the name {twice[0]!r} to rpc.init; each rank needs its own name")
-        self.closed = False
+        self.closed: bool = False
         thread = f"unisono rpc {name}"
         self._adopt_thread = partial(set_agent, self)
-        self.workers = Workers(thread, workers, self._adopt_thread)
-        self.receiver = Receiver(self.box, self.workers, self._clock, self._adopt_thread, thread)
-        self.channel = MessageChannel(self, self.box, exposed, self.receiver, self.workers.run)
+        self.workers: Workers = Workers(thread, workers, self._adopt_thread)
+        self.receiver: Receiver = Receiver(self.box, self.workers, self._clock, self._adopt_thread, thread)
+        self.channel: MessageChannel = MessageChannel(self, self.box, exposed, self.receiver, self.workers.run)
         wait = self.workers.not_counted
-        self.references = RRefContext(self, self.channel, timeout_s, wait, self.rref_class)
-        self.contexts = Contexts(self.rank, self.channel.send_control)
-        self.client = Client(self.channel, self.receiver, self.references, self.infos, timeout_s, wait)
-        self.server = CallServer(self.channel, self.references)
-        self.termination = TerminationDetector(self.box, self.alive, self._counts)
+        self.references: RRefContext = RRefContext(self, self.channel, timeout_s, wait, self.rref_class)
+        self.contexts: Contexts = Contexts(self.rank, self.channel.send_control)
+        self.client: Client = Client(self.channel, self.receiver, self.references, self.infos, timeout_s, wait)
+        self.server: CallServer = CallServer(self.channel, self.references)
+        self.termination: TerminationDetector = TerminationDetector(self.box, self.alive, self._counts)
         self.when_lost: list[Callable[[int], None]] = [self.contexts.lose]
         register(self)
         close_at_exit(self)
@@ -401,7 +402,7 @@ class TerminationDetector:
         self._lock = threading.Lock()
         self._requested = False
         self._ended = threading.Event()
-        self.over = False
+        self.over: bool = False
         self._wave = 0
         self._last_report: tuple[int, int, _Report] | None = None
         self._reports: dict[int, dict[int, _Report]] = {}

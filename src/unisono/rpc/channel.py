@@ -78,7 +78,7 @@ class MessageChannel:
         _install()
         self._agent = agent
         self.box = box
-        self.rank = box.group.rank
+        self.rank: int = box.group.rank
         self.exposed = exposed
         self._receiver = receiver
         self._aside = aside
@@ -252,7 +252,7 @@ def _put(parts: MessageWriter, value: object, depth: int) -> None:
         put_pickled(parts, value, depth)
 
 
-class MessageWriter(list):  # type: ignore[type-arg]  # generic for checkers only
+class MessageWriter(list[Any]):
     """Parts of a message being written, with its state.
 
     Attributes:

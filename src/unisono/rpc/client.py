@@ -148,8 +148,8 @@ class Client:
         self._timeout_s = timeout_s
         self._not_counted = not_counted
         self._ranks: dict[Any, int] = {key: info.id for info in infos for key in (info, info.id, info.name)}
-        self.calls = PendingCalls(len(infos), channel.box.wake, self._result, self._cancel)
-        self.closed = False
+        self.calls: PendingCalls = PendingCalls(len(infos), channel.box.wake, self._result, self._cancel)
+        self.closed: bool = False
 
     def rank_of(self, to: Any) -> int:
         """Return the rank of a name, a rank or a `WorkerInfo`. Raises ValueError for anything else."""

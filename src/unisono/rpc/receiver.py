@@ -84,7 +84,7 @@ class Receiver:
         self._running = 0
         self._armed = False
         self._dispatcher = 0
-        self.closed = False
+        self.closed: bool = False
 
     def start(self, handlers: Mapping[int, Handler]) -> None:
         """Begin to receive. Handlers are called in the order of the messages, by one thread at a time."""
@@ -406,17 +406,17 @@ class PendingCall:
     )  # fmt: skip
 
     def __init__(self, number: int, peer: int, name: str, timeout: float, future: CallFuture | None = None) -> None:
-        self.number = number
-        self.peer = peer
-        self.name = name
-        self.timeout = timeout
-        self.started = time.monotonic()
-        self.future = future
-        self.within = context.get(), request.get()
+        self.number: int = number
+        self.peer: int = peer
+        self.name: str = name
+        self.timeout: float = timeout
+        self.started: float = time.monotonic()
+        self.future: CallFuture | None = future
+        self.within: tuple[int, Any] = context.get(), request.get()
         self.reply: Envelope | None = None
         self.error: BaseException | None = None
-        self.done = False
-        self.nbytes = 0
+        self.done: bool = False
+        self.nbytes: int = 0
         self._ended = AutoResetEvent()
 
     def end(self) -> None:
@@ -450,7 +450,7 @@ class PendingCall:
         return AbortedError(message, peer=self.peer, operation="rpc")
 
 
-class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # torch's is generic for checkers only
+class CallFuture(torch.futures.Future[Any]):
     """Future of a call made by `rpc_async`, with `cancel`."""
 
     def __init__(self) -> None:
@@ -539,18 +539,18 @@ class PendingCalls:
         result: Callable[[PendingCall], Any],
         cancel: Callable[[PendingCall], None],
     ) -> None:
-        self.windows = [FlowControl(_MOST_CALLS, _MOST_BYTES) for _ in range(size)]
+        self.windows: list[FlowControl] = [FlowControl(_MOST_CALLS, _MOST_BYTES) for _ in range(size)]
         self._wake = wake
         self._result = result
         self._cancel = cancel
-        self.number = itertools.count(1).__next__
+        self.number: Callable[[], int] = itertools.count(1).__next__
         self.sent: Counter[int] = Counter()
         self._open: dict[int, PendingCall] = {}
         self._unfinished: set[int] = set()
         self._due: list[tuple[float, int]] = []
         self._lock = threading.Lock()
         self._here = threading.local()
-        self.next_due = float("inf")
+        self.next_due: float = float("inf")
 
     def __len__(self) -> int:
         """Return the number of pending calls: unanswered, or with running callbacks, which may make more calls."""

@@ -173,8 +173,8 @@ class References:
     def __init__(self, rank: int, send: Send, blank: Callable[[], Any] = lambda: None) -> None:
         self.rank = rank
         self._send = send
-        self.ledger = RefCounts(blank)
-        self.lock = threading.Lock()
+        self.ledger: RefCounts = RefCounts(blank)
+        self.lock: threading.Lock = threading.Lock()
         self._tokens = itertools.count(1)
         self._numbers: dict[int, Any] = {}
         self._unused: set[tuple[int, Key]] = set()

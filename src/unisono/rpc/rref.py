@@ -28,7 +28,7 @@ class OwnedValue:
     __slots__ = ("_callbacks", "_lock", "error", "known", "trace", "value")
 
     def __init__(self) -> None:
-        self.known = False
+        self.known: bool = False
         self.value: Any = None
         self.error: BaseException | None = None
         self.trace: TracebackType | None = None
@@ -77,17 +77,17 @@ class RRefContext:
         not_counted: Callable[[], AbstractContextManager[object]],
         kind: type[Any],
     ) -> None:
-        self.rank = channel.rank
+        self.rank: int = channel.rank
         self.agent = agent
-        self.wake = channel.box.wake
+        self.wake: Callable[[], None] = channel.box.wake
         self._timeout_s = timeout_s
         self._not_counted = not_counted
         self._kind = kind
         self._protocol = References(self.rank, channel.send_control, OwnedValue)
-        self.arrived = self._protocol.arrived
-        self.dropped = self._protocol.dropped
-        self.new_key = self._protocol.new_key
-        self.unused = self._protocol.unused
+        self.arrived: Callable[[int, int, tuple[int, ...]], None] = self._protocol.arrived
+        self.dropped: Callable[[int, Key], None] = self._protocol.dropped
+        self.new_key: Callable[[int], Key] = self._protocol.new_key
+        self.unused: Callable[[int, Key], None] = self._protocol.unused
 
     def __len__(self) -> int:
         return len(self._protocol.ledger)
@@ -231,7 +231,7 @@ class RRef(Generic[T]):
         self._owner = owner
         self._key = key
         self._confirmation = confirmation
-        self.lost = False
+        self.lost: bool = False
 
     def owner(self) -> WorkerInfo:
         """Return the name and rank of the owner."""

@@ -52,7 +52,7 @@ class ShardComms:
 
     def _attach(self, comm: Communicator, mesh: Mesh | None) -> None:
         self._pairs = [ReplaceableComms(comm)]
-        self.steps = self._pairs[0].base
+        self.steps: Communicator = self._pairs[0].base
         try:
             _check_mesh(self.steps, mesh)
         except BaseException:
@@ -60,18 +60,18 @@ class ShardComms:
             raise
         # Replicas, then shards.
         self._pairs += map(ReplaceableComms, mesh or ())
-        self.shard_steps = self._pairs[-1].base
-        self.replica = 0 if mesh is None else mesh[0].rank
-        self.rank = self.shard_steps.rank
-        self.size = self.shard_steps.size
+        self.shard_steps: Communicator = self._pairs[-1].base
+        self.replica: int = 0 if mesh is None else mesh[0].rank
+        self.rank: int = self.shard_steps.rank
+        self.size: int = self.shard_steps.size
         self._connect()
 
     def _connect(self) -> None:
-        self.reported = False
-        self.data = self._pairs[0].data
-        self.replicate = self._pairs[1].data if len(self._pairs) > 1 else None
-        self.shard = self._pairs[-1].data
-        self.overlaps = self.data.overlaps
+        self.reported: bool = False
+        self.data: Communicator = self._pairs[0].data
+        self.replicate: Communicator | None = self._pairs[1].data if len(self._pairs) > 1 else None
+        self.shard: Communicator = self._pairs[-1].data
+        self.overlaps: bool = self.data.overlaps
 
     def in_use(self) -> tuple[Communicator, ...]:
         """Return what a failed step aborts."""

@@ -123,9 +123,9 @@ class FlatParameters:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named if isinstance(p, nn.Parameter)]
-        self.gathered = False
+        self.names: list[str] = [name for name, _ in named]
+        self.parameters: list[nn.Parameter] = [p for _, p in named if isinstance(p, nn.Parameter)]
+        self.gathered: bool = False
         self._comms = comms
         self._work: Work | None = None
         # What autograd has saved of the parameters is valid at this version. While they are freed, theirs is higher.
@@ -135,7 +135,7 @@ class FlatParameters:
         first = self.parameters[0]
         self._part_dtype = first.dtype
         self._dtype = param_dtype if param_dtype is not None and first.is_floating_point() else first.dtype
-        self.pieces = _make_pieces(named, first.dtype)
+        self.pieces: list[ParameterPiece] = _make_pieces(named, first.dtype)
         self._cut(padding)
         for piece, p in zip(self.pieces, self.parameters, strict=True):
             piece.tensor.detach().copy_(piece.cut(p.detach()))
@@ -148,8 +148,10 @@ class FlatParameters:
 
     def _cut(self, padding: int) -> None:
         """Make the part of this rank, and let the pieces be slices of it, with undefined elements."""
-        self.layout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
-        self.part = torch.zeros(self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device)
+        self.layout: FlatLayout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
+        self.part: torch.Tensor = torch.zeros(
+            self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device
+        )
         _move_pieces(self.pieces, self.layout, self._comms, self.part)
 
     def _make_whole(self) -> None:
@@ -447,14 +449,14 @@ class ParameterBucket:
         self, indices: Sequence[int], named: Named, comms: ShardComms, master_dtype: torch.dtype | None
     ) -> None:
         self.indices = indices
-        self.parameters = [p for _, p in named]
+        self.parameters: list[torch.Tensor] = [p for _, p in named]
         self._comms = comms
         raised = self.parameters[0].is_floating_point()
         self._dtype = master_dtype if master_dtype is not None and raised else self.parameters[0].dtype
-        self.pieces = _make_pieces(named, self._dtype)
+        self.pieces: list[ParameterPiece] = _make_pieces(named, self._dtype)
         self._cut()
         self._master.copy_(self._part)
-        self.gradient = FlatGradient(self._layout, comms, self._flat.dtype, self._flat.device)
+        self.gradient: FlatGradient = FlatGradient(self._layout, comms, self._flat.dtype, self._flat.device)
 
     def _cut(self) -> None:
         """Let the parameters be views of a flat tensor, and the pieces slices of this rank's part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -165,7 +166,7 @@ class ShardedOptimizer(Optimizer):
         self._claim = claim(named, "sharded", "ShardedOptimizer") if shard_gradients else None
         self._sharder = GradientSharder(made[0], self._comms) if shard_gradients else None
         super().__init__([{**g, "params": [p for _, p in g["params"]]} for g in groups], self._shards.defaults)
-        self.state = self._shards.state
+        self.state: defaultdict[torch.Tensor, Any] = self._shards.state
         self._created = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

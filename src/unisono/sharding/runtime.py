@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.errors import MismatchError
 from unisono.sharding.comms import NO_COPY, ShardComms
-from unisono.sharding.flat_parameters import FlatParameters, OneStream
+from unisono.sharding.flat_parameters import FlatGradient, FlatParameters, OneStream
 from unisono.sharding.partition import UnitPlan
 from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step
 from unisono.utils.backward_pass import BackwardTracker, current_pass, watch_outputs
@@ -54,16 +54,18 @@ class Unit:
     """
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
-        self.name = plan.name
-        self.modules = plan.modules
+        self.name: str = plan.name
+        self.modules: list[nn.Module] = plan.modules
         self.flats = flats
-        self.trained = [(flat, flat.gradient) for flat in flats if flat.gradient is not None]
-        self.gathered = False
+        self.trained: list[tuple[FlatParameters, FlatGradient]] = [
+            (flat, flat.gradient) for flat in flats if flat.gradient is not None
+        ]
+        self.gathered: bool = False
         self.running: list[nn.Module] = []
         self.held = False
-        self.call = ForwardCall()
+        self.call: ForwardCall = ForwardCall()
         self.open: set[ForwardCall] = set()
-        self.frees_after_gradients = len(self.trained) == len(flats)
+        self.frees_after_gradients: bool = len(self.trained) == len(flats)
 
     def free(self) -> None:
         """Release the memory of its parameters, unless one of its modules is running."""

@@ -53,7 +53,7 @@ class SimulatedTask:
         self.name = name
         self.rank = rank
         self.main = main
-        self.gate = _thread.allocate_lock()
+        self.gate: _thread.LockType = _thread.allocate_lock()
         self.gate.acquire()
         self.thread: threading.Thread | None = None
         self.ident: int | None = None
@@ -210,7 +210,7 @@ class TaskScheduler:
         preempt: float = 0.0,
     ) -> None:
         self.seed = seed
-        self.now = 0
+        self.now: int = 0
         self.trace: list[str] = []
         self._random = Random(seed)
         self._patience = int(_PATIENT * patience_s * _NS)

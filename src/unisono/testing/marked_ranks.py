@@ -37,8 +37,8 @@ class MarkedRanks:
         self.backend = backend
         self.torch = torch
         self.options = options
-        self.deadlocked = False
-        self.quickest_s = _QUICKEST_S
+        self.deadlocked: bool = False
+        self.quickest_s: float = _QUICKEST_S
 
     def __repr__(self) -> str:
         return f"{self.backend}-{self.size}"

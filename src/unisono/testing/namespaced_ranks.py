@@ -261,7 +261,7 @@ class Network:
         self._loss = loss
         self._seed = seed
         self._ipv6 = ipv6
-        self.addresses = [f"{'fd77::' if ipv6 else '10.77.0.'}{number + 1}" for number in range(hosts)]
+        self.addresses: list[str] = [f"{'fd77::' if ipv6 else '10.77.0.'}{number + 1}" for number in range(hosts)]
         self._guard: subprocess.Popen[str] | None = None
         self._relay: subprocess.Popen[bytes] | None = None
         # The relay's processor seconds at the previous report, and when that was.

@@ -78,9 +78,9 @@ class Samples(torch.utils.data.Dataset[int]):
         def skewed(most: int) -> torch.Tensor:
             return (torch.rand(count, generator=generator).square() * most).long()
 
-        self.targets = skewed(kinds)
-        self.groups = skewed(5 * kinds)
-        self.costs = skewed(1000)
+        self.targets: torch.Tensor = skewed(kinds)
+        self.groups: torch.Tensor = skewed(5 * kinds)
+        self.costs: torch.Tensor = skewed(1000)
 
     def __len__(self) -> int:
         return self._count

@@ -125,7 +125,7 @@ class Outgoing:
 
     def __init__(self, ring: Bytes) -> None:
         self._ring = ring
-        self.pending = 0
+        self.pending: int = 0
         self._queue: deque[tuple[Send, CountdownWork]] = deque()
         self._rest: memoryview | None = None
 
@@ -177,7 +177,7 @@ class Incoming:
         self._ring = ring
         self._peer = peer
         self._rank = rank
-        self.pending = 0
+        self.pending: int = 0
         self._posted: dict[int, deque[tuple[Recv, CountdownWork]]] = {}
         self.early: dict[int, deque[torch.Tensor]] = {}
         self.probed: int | None = None
@@ -309,8 +309,8 @@ class TaggedMessages(ABC):
         self._in = {peer: Incoming(carrier, peer, rank) for peer, carrier in incoming.items()}
         self._sending: dict[int, _End] = {}
         self._receiving: dict[int, _End] = {}
-        self.lock = threading.RLock()
-        self.idle = True
+        self.lock: threading.RLock = threading.RLock()
+        self.idle: bool = True
         self.held = False
         self.broken: BaseException | None = None
 

@@ -32,7 +32,7 @@ class MessageQueue:
     """Unmatched messages of all groups of one job. Shared by all ranks."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self.waiting: defaultdict[_Key, deque[tuple[Message, CountdownWork]]] = defaultdict(deque)
         # The keys of `waiting` by each of its two ranks, in order: a rank that ends looks at no other rank's messages.
         self._keys: defaultdict[_Rank, dict[_Key, None]] = defaultdict(dict)
@@ -161,10 +161,10 @@ class ThreadTransport(Transport):
 
     in_process = True
     any_source = checks = True
-    devices = ACCELERATORS | {"cpu"}
+    devices: frozenset[str] = ACCELERATORS | {"cpu"}
     host_staged = ACCELERATORS
-    latency_s = 20e-6
-    second_per_byte = 1e-10
+    latency_s: float = 20e-6
+    second_per_byte: float = 1e-10
     _work: type[CountdownWork] = CountdownWork
     _deliver: Callable[[InFlightMessage], None] = staticmethod(InFlightMessage.deliver)
 

@@ -104,7 +104,7 @@ class BackwardTracker:
         self.renew = renew
         self._one_thread = one_thread
         self._watch = watch
-        self.number = next(_created)
+        self.number: int = next(_created)
         self.forget()
 
     def forget(self) -> None:
@@ -113,7 +113,8 @@ class BackwardTracker:
             self._watch.stop()
         self.running: int | None = None
         self._reading: int | None = None
-        self.is_open = self._conflict = False
+        self.is_open: bool = False
+        self._conflict = False
         self.arrived: set[int] = set()
         self._thread: int | None = None
         self._tasks: dict[int, weakref.ref[Any]] = {}

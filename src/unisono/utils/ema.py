@@ -69,7 +69,7 @@ class EMA:
         self._use_buffers = use_buffers
         self._average = get_ema_multi_avg_fn(decay)
         self._comm = comm
-        self.n_averaged = 0
+        self.n_averaged: int = 0
         self._is_applied = False
         named = [*model.named_parameters(), *(model.named_buffers() if use_buffers else ())]
         check_parameters(named)

@@ -215,9 +215,11 @@ class FlatLayout:
     """
 
     def __init__(self, numels: Sequence[int], ranks: int) -> None:
-        *self.offsets, self.used = accumulate(numels, initial=0)
-        self.part = -(-self.used // ranks)
-        self.total = self.part * ranks
+        offsets = list(accumulate(numels, initial=0))
+        self.used: int = offsets.pop()
+        self.offsets: list[int] = offsets
+        self.part: int = -(-self.used // ranks)
+        self.total: int = self.part * ranks
         self._numels = numels
 
     def views(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

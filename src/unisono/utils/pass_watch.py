@@ -39,11 +39,11 @@ class PassWatch:
     """
 
     def __init__(self, kind: str, comms: Callable[[], Sequence[Communicator]], abort: Callable[[str], None]) -> None:
-        self.name = f"the {kind} created at {call_site()}"
+        self.name: str = f"the {kind} created at {call_site()}"
         self._comms = comms
         self._abort = abort
         self.running: Event | None = None
-        self.peers = _watches.setdefault(engine_of(comms()[0]).control, [])
+        self.peers: list[weakref.ref[PassWatch]] = _watches.setdefault(engine_of(comms()[0]).control, [])
         self.peers.append(weakref.ref(self, self.peers.remove))
 
     def remove(self) -> None:

@@ -44,12 +44,12 @@ class ReplaceableComms:
     """
 
     def __init__(self, comm: Communicator, *, deterministic: bool = False, **options: Any) -> None:
-        self.rank = comm.rank
-        self.size = comm.size
-        self.base = comm.dup(deterministic=deterministic or None)
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.base: Communicator = comm.dup(deterministic=deterministic or None)
         self.base.allow_any_thread()
         self._options = options
-        self.data = self.dup(**options)
+        self.data: Communicator = self.dup(**options)
 
     def dup(self, **options: Any) -> Communicator:
         """Make another communicator of these ranks. Collective."""

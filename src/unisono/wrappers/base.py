@@ -29,16 +29,16 @@ class Wrapper(Transport):
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.group = inner.group
-        self.tags = inner.tags
-        self.any_source = inner.any_source
-        self.checks = inner.checks
-        self.full = inner.full
-        self.balanced = inner.balanced
-        self.host_staged = inner.host_staged
-        self.devices = inner.devices
-        self.latency_s = inner.latency_s
-        self.second_per_byte = inner.second_per_byte
+        self.group: Group = inner.group
+        self.tags: bool = inner.tags
+        self.any_source: bool = inner.any_source
+        self.checks: bool = inner.checks
+        self.full: bool = inner.full
+        self.balanced: bool = inner.balanced
+        self.host_staged: frozenset[str] = inner.host_staged
+        self.devices: frozenset[str] = inner.devices
+        self.latency_s: float = inner.latency_s
+        self.second_per_byte: float = inner.second_per_byte
 
     @abstractmethod
     def wrap_child(self, inner: Transport) -> Self:

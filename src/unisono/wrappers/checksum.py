@@ -89,7 +89,7 @@ class Frame:
         self._message = message
         self._number = number
         size = _HEADER_BYTES + message.tensor.nbytes
-        self.packed = torch.empty(size, dtype=torch.uint8, device=message.tensor.device)
+        self.packed: torch.Tensor = torch.empty(size, dtype=torch.uint8, device=message.tensor.device)
 
     @property
     def _content(self) -> torch.Tensor:

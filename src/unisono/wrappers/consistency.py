@@ -83,7 +83,7 @@ class Checked(Wrapper):
         self._connect = connect
         self.full = full
         self._comparer: Comparer | None = None
-        self.native = inner.native
+        self.native: frozenset[str] = inner.native
         self.checks = True
         self._counted: Counter[tuple[bool, int, int, int]] = Counter()
 

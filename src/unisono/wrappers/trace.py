@@ -42,7 +42,7 @@ class Traced(Wrapper):
         self, inner: Transport, sink: Sink, called_s: float | None = None, posted: Sequence[PendingMessage] = ()
     ) -> None:
         super().__init__(inner)
-        self.native = inner.native
+        self.native: frozenset[str] = inner.native
         self._sink = sink
         self._called_s = called_s
         self._posted = posted

@@ -29,7 +29,7 @@ def _member(kind: Any, name: Any) -> Any:
     return kind[name]
 
 
-_DTYPES = {name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _CLASSES: dict[str, dict[str, Any]] = {
     "torch": {"Size": torch.Size, **_DTYPES},
     "torch.serialization": {"_get_layout": lambda name: torch.strided},

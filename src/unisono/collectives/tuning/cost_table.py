@@ -183,7 +183,9 @@ class TableFile:
         chosen = os.environ.get(_FILE)
         self._shared = bool(chosen)
         name = hashlib.sha256(json.dumps(self._pattern).encode()).hexdigest()[:16]
-        self.path = Path(chosen) if chosen else _cache_folder() / "tune" / f"{backend.replace(os.sep, '_')}-{name}.json"
+        self.path: Path = (
+            Path(chosen) if chosen else _cache_folder() / "tune" / f"{backend.replace(os.sep, '_')}-{name}.json"
+        )
 
     def load(self) -> CostTable | None:
         """Return the table; None if there is no file, or, with a line in the log, if it is damaged or foreign."""

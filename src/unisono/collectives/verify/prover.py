@@ -190,11 +190,11 @@ class ModelChecker:
     """
 
     def __init__(self, algorithm: Algorithm, size: int) -> None:
-        self.collective = algorithm.collective
+        self.collective: str = algorithm.collective
         self.size = size
-        self.chunks = algorithm.chunks(size)
-        self.trees = ReductionTrees()
-        self.models = [self._model(algorithm, rank) for rank in range(size)]
+        self.chunks: int = algorithm.chunks(size)
+        self.trees: ReductionTrees = ReductionTrees()
+        self.models: list[RankModel] = [self._model(algorithm, rank) for rank in range(size)]
 
     def _model(self, algorithm: Algorithm, rank: int) -> RankModel:
         owned = [start(self.collective, rank, chunk, self.size) for chunk in range(self.chunks)]

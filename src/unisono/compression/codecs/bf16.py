@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -27,7 +28,7 @@ class Bf16(HalfPrecision):
     """
 
     name = "bf16"
-    half = torch.bfloat16
+    half: ClassVar[torch.dtype] = torch.bfloat16
 
 
 CODEC = Bf16

@@ -47,7 +47,7 @@ class ErrorFeedback(Codec):
     name = "error_feedback"
 
     def __init__(self, codec: Spec = "onebit") -> None:
-        self.codec = resolve(codec)
+        self.codec: Codec = resolve(codec)
         if isinstance(self.codec, ErrorFeedback):
             raise ValueError(f"{self.codec!r} already feeds errors back; a second error feedback would add them twice")
         self._residual: torch.Tensor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,7 +29,7 @@ class Fp16(HalfPrecision):
     """
 
     name = "fp16"
-    half = torch.float16
+    half: ClassVar[torch.dtype] = torch.float16
 
 
 CODEC = Fp16

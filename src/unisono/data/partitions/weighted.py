@@ -41,7 +41,7 @@ class Weighted(Partitioner):
         self._given = None if weights is None else [float(weight) for weight in weights]
         self._weights = None if self._given is None else fractions_of(self._given)
         self._inner = Shuffled() if partition is None else partition
-        self.in_step = weights is None
+        self.in_step: bool = weights is None
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
         return self._inner.order(count, shuffle, seed, epoch, self._shares(shares))

@@ -44,7 +44,9 @@ class RemoteModule(nn.Module):
         if _module_interface_cls is not None:
             raise ValueError("modules with a TorchScript interface are not supported; leave _module_interface_cls out")
         self._live(remote_device)
-        self.module_rref = remote(self.on, _made, (module_cls, tuple(args or ()), dict(kwargs or {}), self.device))
+        self.module_rref: rpc.RRef[Any] = remote(
+            self.on, _made, (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
+        )
         # Errors of its constructor are raised here.
         rpc.rpc_sync(self.on, _known, (self.module_rref,))
         self._ready()
@@ -52,8 +54,8 @@ class RemoteModule(nn.Module):
     def _live(self, remote_device: str) -> None:
         worker, _, device = remote_device.partition("/")
         name = int(worker[5:]) if worker.startswith("rank:") else worker
-        self.on = rpc.get_worker_info(name).name
-        self.device = str(torch.device(device or "cpu"))
+        self.on: str = rpc.get_worker_info(name).name
+        self.device: str = str(torch.device(device or "cpu"))
 
     def _ready(self) -> None:
         self.is_scriptable = False

@@ -102,10 +102,12 @@ class EventQueue:
     ) -> None:
         self.network = network
         self.offsets = offsets
-        self.size = len(programs)
+        self.size: int = len(programs)
         self._recording = recording
         self.record: list[Message] = []
-        self.ranks = [_RankState(program, time) for program, time in zip(programs, start, strict=True)]
+        self.ranks: list[_RankState] = [
+            _RankState(program, time) for program, time in zip(programs, start, strict=True)
+        ]
         self._events: list[tuple[float, int, int, _Flight | None]] = []
         self._pushed = 0
         self._free = dict[int, float]()

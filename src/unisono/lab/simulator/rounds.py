@@ -7,7 +7,7 @@ where ranks wrap around, it is two slices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,11 +51,11 @@ class Rounds:
     """
 
     def __init__(self, offsets: Sequence[int], network: Network, start: Sequence[float], messages: int = 0) -> None:
-        self.size = len(start)
+        self.size: int = len(start)
         self.network = network
         self._offsets = np.array(offsets)
-        self.end = np.array(start, dtype=float)
-        self.messages = messages
+        self.end: _Array = np.array(start, dtype=float)
+        self.messages: int = messages
         self._tables: dict[tuple[int, int, int, float], _Array] = {}
         self._neighbours = set[int]()
         self._buffers = np.empty(self.size), np.empty(self.size)
@@ -208,13 +208,13 @@ class Rotation:
     """
 
     __slots__ = ("offset", "scale", "shift", "size")
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __init__(self, size: int, shift: int = 0, scale: int = 1, offset: int = 0) -> None:
-        self.size = size
-        self.shift = shift
-        self.scale = scale
-        self.offset = offset
+        self.size: int = size
+        self.shift: int = shift
+        self.scale: int = scale
+        self.offset: int = offset
 
     def __repr__(self) -> str:
         return f"Rotation(size={self.size}, shift={self.shift}, scale={self.scale}, offset={self.offset})"

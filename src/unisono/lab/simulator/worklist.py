@@ -44,11 +44,11 @@ class Worklist:
         self.programs = programs
         self.offsets = offsets
         self.costs = costs
-        self.size = len(programs)
-        self.end = list(start)
-        self.begin = list(start)
-        self.messages = 0
-        self.ended = 0
+        self.size: int = len(programs)
+        self.end: list[float] = list(start)
+        self.begin: list[float] = list(start)
+        self.messages: int = 0
+        self.ended: int = 0
         # The peer with which a rank waits to exchange one message each way, or the kind of its step.
         self._waits = [_NOBODY] * self.size
         self._steps = [Step()] * self.size

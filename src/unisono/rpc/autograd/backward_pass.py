@@ -41,8 +41,8 @@ class Context:
     def __init__(self, number: int, leaves: Leaves) -> None:
         self.number = number
         self.leaves = leaves
-        self.lock = threading.RLock()
-        self.numbers = itertools.count(1)
+        self.lock: threading.RLock = threading.RLock()
+        self.numbers: itertools.count[int] = itertools.count(1)
         self.sent: dict[int, SendRecord] = {}
         self.received: dict[tuple[int, int], RecvRecord] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
@@ -71,6 +71,8 @@ class Output:
     def __init__(self, tensors: list[torch.Tensor], record: SendRecord | None = None) -> None:
         self.tensors = tensors
         self.record = record
+        self.leaves: list[torch.Tensor]
+        self.received: list[RecvRecord]
         self.leaves, self.received = reachable(tensors)
 
 

@@ -191,7 +191,7 @@ class Contexts:
         self._rank = rank
         self._send = send
         self._lock = threading.Lock()
-        self.leaves = Leaves()
+        self.leaves: Leaves = Leaves()
         self._numbers = itertools.count(1)
         self._open: dict[int, Context] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()

@@ -64,7 +64,7 @@ class Batches:
         partitioner = DataPartitioner(pictures, [1 / ranks] * ranks, seed)
         self._parts = [partitioner.use(rank).indices for rank in range(ranks)]
         self._seed = seed
-        self.steps = min(-(-len(pictures) // BATCH), len(pictures) // ranks)
+        self.steps: int = min(-(-len(pictures) // BATCH), len(pictures) // ranks)
 
     def of(self, rank: int, epoch: int) -> list[StepShare]:
         """Return the shares of one rank in an epoch: all pictures of its partition, once."""

@@ -65,7 +65,7 @@ class HostAgreement:
         self._here = here
         self._timeout_s = timeout_s
         self._calls = 0
-        self.short_bytes = short_bytes // (hosts - 1)
+        self.short_bytes: int = short_bytes // (hosts - 1)
         # The first rank of a host has room for the packet of each host, including its own partial result.
         self._host_rounds = [_HostRound(self.short_bytes) for _ in range(hosts if links is not None else 1)]
         self._own = here if links is not None else 0

@@ -31,8 +31,8 @@ class Packet:
     __slots__ = ("content", "digest")
 
     def __init__(self, digest: bytes, content: memoryview | None = None) -> None:
-        self.digest = digest
-        self.content = memoryview(b"") if content is None else content
+        self.digest: bytes = digest
+        self.content: memoryview = memoryview(b"") if content is None else content
 
 
 class HostLinks:

@@ -30,7 +30,7 @@ class RankMappedTransport(Wrapper):
 
     def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
         super().__init__(inner)
-        self.native = inner.native
+        self.native: frozenset[str] = inner.native
         self._ranks = tuple(ranks)
         self._cause: BaseException | None = None
 
@@ -122,11 +122,11 @@ class SubsetTransport(Transport):
     def __init__(self, base: Transport, ranks: Sequence[int]) -> None:
         self._base = base
         self._ranks = tuple(ranks)
-        self.group = base.group.child("some", self._ranks)
-        self.latency_s = base.latency_s
-        self.second_per_byte = base.second_per_byte
-        self.devices = base.devices
-        self.host_staged = base.host_staged
+        self.group: Group = base.group.child("some", self._ranks)
+        self.latency_s: float = base.latency_s
+        self.second_per_byte: float = base.second_per_byte
+        self.devices: frozenset[str] = base.devices
+        self.host_staged: frozenset[str] = base.host_staged
 
     def post(self, batch: Sequence[Message]) -> Work:
         return self._base.post([_to(message, self._ranks[message.peer]) for message in batch])

@@ -90,8 +90,10 @@ class Hierarchical(Transport):
                 undo.callback(transport.close)
                 return transport
 
-            self.inner = self._numbered(made(inner, f"host {here}", self._here)) if len(self._here) > 1 else None
-            self.outer = made(outer, "between hosts", range(group.size))
+            self.inner: Transport | None = (
+                self._numbered(made(inner, f"host {here}", self._here)) if len(self._here) > 1 else None
+            )
+            self.outer: Transport = made(outer, "between hosts", range(group.size))
             self._rail: Transport | None = None
             place = self._here.index(group.rank)
             if place < min(map(len, hosts)):
@@ -118,13 +120,13 @@ class Hierarchical(Transport):
         inner = self.inner
         outer = self.outer
         even = len({len(ranks) for ranks in self._hosts}) == 1
-        self.native = _ANYWHERE | _IF_EVEN if even else _ANYWHERE
-        self.latency_s = outer.latency_s
-        self.second_per_byte = outer.second_per_byte
-        self.tags = outer.tags
-        self.any_source = outer.any_source
-        self.devices = outer.devices
-        self.host_staged = outer.host_staged
+        self.native: frozenset[str] = _ANYWHERE | _IF_EVEN if even else _ANYWHERE
+        self.latency_s: float = outer.latency_s
+        self.second_per_byte: float = outer.second_per_byte
+        self.tags: bool = outer.tags
+        self.any_source: bool = outer.any_source
+        self.devices: frozenset[str] = outer.devices
+        self.host_staged: frozenset[str] = outer.host_staged
         if inner is not None:
             self.tags = inner.tags and outer.tags
             self.any_source = inner.any_source and outer.any_source

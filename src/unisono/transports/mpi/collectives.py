@@ -66,7 +66,7 @@ class MpiCollectives:
         self._mpi = comms.mpi
         self._comm = comms.own
         self.watch = watch
-        self.reductions = Reductions(comms.mpi)
+        self.reductions: Reductions = Reductions(comms.mpi)
         self._rank = self._comm.Get_rank()
 
     def carry(self, call: Call, deadline: float) -> None:

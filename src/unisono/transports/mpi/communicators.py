@@ -88,8 +88,11 @@ class MpiCommunicators:
     """
 
     def __init__(self, base: CommHandle, ranks: Sequence[int], name: str) -> None:
-        mpi = self.mpi = library()
+        mpi = library()
+        self.mpi: Any = mpi
         several = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        self.users: Any
+        self.own: Any
         self.turn: AbstractContextManager[object] = nullcontext() if several else _turns
         self.broken: BaseException | None = None
         self.deadline: float | None = None
@@ -100,7 +103,7 @@ class MpiCommunicators:
             self.users, self.own = _created(base.comm, ranks, tag, tag + 1)
             for comm in (self.users, self.own):
                 comm.Set_errhandler(mpi.ERRORS_RETURN)
-        self.largest_tag = (mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - 1) // 2
+        self.largest_tag: int = (mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - 1) // 2
         self._base = base
         self._ranks = list(ranks)
         self._ours = [self.users, self.own]

@@ -55,8 +55,8 @@ class MpiAgreement:
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._given: list[int] = []
         self._taken: list[int] = []
-        self.number = 0
-        self.counted = 0
+        self.number: int = 0
+        self.counted: int = 0
 
     def check(self, word: int, deadline: float, rows: int = 0, count: int = 0) -> bool:
         """Return whether all ranks are at this call, and their rows match.

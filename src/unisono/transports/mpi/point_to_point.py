@@ -65,7 +65,7 @@ class MpiMessages:
         self.look = look
         self.spins = spins
         self._open: set[Posted] = set()
-        self.numbers = itertools.count()
+        self.numbers: itertools.count[int] = itertools.count()
 
     def __del__(self) -> None:
         # The memory of messages in flight must not be freed before they have arrived.

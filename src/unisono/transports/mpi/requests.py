@@ -81,8 +81,8 @@ class DirectMessage(MessageRequest):
     def __init__(self, comms: MpiCommunicators, message: Message) -> None:
         self._comms = comms
         self.message = message
-        self.requests = []
-        self.held = message.tensor
+        self.requests: list[Any] = []
+        self.held: object = message.tensor
 
     def start(self) -> None:
         start = self._comms.own.Irecv if isinstance(self.message, Recv) else self._comms.own.Isend
@@ -95,15 +95,15 @@ class RendezvousSend(MessageRequest):
 
     def __init__(self, comms: MpiCommunicators, message: Send, number: int) -> None:
         self._comms = comms
-        self.message = message
+        self.message: Send = message
         tensor = message.tensor
         self._number = number
         self._envelope = _HEADER.pack(tensor.numel(), number, name_of(tensor.dtype))
         self._inline = tensor.nbytes <= INLINE_BYTES
         if self._inline:
             self._envelope += bytes(view_of(tensor)) if tensor.nbytes else b""
-        self.requests = []
-        self.held = (tensor, self._envelope)
+        self.requests: list[Any] = []
+        self.held: object = (tensor, self._envelope)
 
     def start(self) -> None:
         send = self._comms.users.Isend
@@ -120,11 +120,11 @@ class RendezvousRecv(MessageRequest):
 
     def __init__(self, comms: MpiCommunicators, message: Recv) -> None:
         self._comms = comms
-        self.message = message
+        self.message: Recv = message
         self._envelope = bytearray(ENVELOPE_BYTES)
         self._opened = False
-        self.requests = []
-        self.held = (message.tensor, self._envelope)
+        self.requests: list[Any] = []
+        self.held: object = (message.tensor, self._envelope)
 
     def start(self) -> None:
         receive = self._comms.users.Irecv

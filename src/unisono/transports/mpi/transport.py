@@ -14,7 +14,7 @@ from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.failure import Cause, error_of, left_error
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
-from unisono.core.transport import Options, Transport
+from unisono.core.transport import FastPath, Options, Transport
 from unisono.core.types import COLLECTIVE_TAG, Message, PointToPoint, Recv, Send, Work
 from unisono.core.work import Completion, Deferred, seconds_left
 from unisono.diagnostics.hang_report import hang_report
@@ -60,10 +60,10 @@ class MpiTransport(Transport):
     launcher = "mpirun"
     native = NATIVE
     any_source = checks = True
-    devices = ACCELERATORS | {"cpu"}
+    devices: frozenset[str] = ACCELERATORS | {"cpu"}
     host_staged = ACCELERATORS
-    latency_s = 3e-6
-    second_per_byte = 2e-10
+    latency_s: float = 3e-6
+    second_per_byte: float = 2e-10
 
     def __init__(self, group: Group, comms: MpiCommunicators, control: ControlPlane, options: Options) -> None:
         self.group = group
@@ -78,7 +78,7 @@ class MpiTransport(Transport):
         self._agreement = MpiAgreement(comms, self._look, spins)
         self._watch = Watchdog(comms.mpi, comms, self._give_up)
         self._native = MpiCollectives(comms, self._watch)
-        self.fast_path = MpiFastPath(self._agreement, self._run, group.rank, group.size, self._differ)
+        self.fast_path: FastPath | None = MpiFastPath(self._agreement, self._run, group.rank, group.size, self._differ)
 
     @classmethod
     def connect(cls, group: Group, control: ControlPlane, options: Options) -> MpiTransport:

@@ -49,7 +49,7 @@ class Watchdog:
         self._comms = comms
         self._give_up = give_up
         self._since: float | None = None
-        self.enrolled = False
+        self.enrolled: bool = False
 
     def arm(self) -> None:
         """Start checking the deadline."""

@@ -16,7 +16,7 @@ from unisono.collectives.native_calls import NativeCalls, NativeTransport, Progr
 from unisono.core.call import Fingerprint
 from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.group import Group
-from unisono.core.transport import Mailbox, Options
+from unisono.core.transport import FastPath, Mailbox, Options
 from unisono.core.types import Message, Work
 from unisono.errors import ClosedError, UnavailableError
 from unisono.host.native import core_build, native
@@ -46,8 +46,8 @@ class ShmTransport(NativeTransport):
     """
 
     calls: ShmFastPath
-    latency_s = 10e-6
-    second_per_byte = 2e-10
+    latency_s: float = 10e-6
+    second_per_byte: float = 2e-10
 
     def __init__(self, group: Group, control: ControlPlane, options: Options, *, background: bool) -> None:
         self.group = group
@@ -69,9 +69,8 @@ class ShmTransport(NativeTransport):
         differ = _weak_method(self._raise_mismatch)
         addresses = begin + counters, begin + stages, begin + rings, begin + steps
         cost = self.latency_s, self.second_per_byte
-        self.fast_path = self.calls = ShmFastPath(
-            group, addresses, content[counters:stages], content[rings:steps], cost, differ
-        )
+        self.calls = ShmFastPath(group, addresses, content[counters:stages], content[rings:steps], cost, differ)
+        self.fast_path: FastPath | None = self.calls
         self._messages = self.calls.messages
         self._symmetric = SymmetricMemory(group, control, options.timeout_s, self.calls.core)
 
@@ -226,7 +225,7 @@ class ShmFastPath(NativeCalls):
         assert module is not None
         # With more ranks than processors, a wait yields immediately.
         core = module.Core(*addresses, _STAGE_BYTES, rank, size, size > cores(), known_dtypes())
-        self.messages = ShmMessages(rank, size, rings, words_of(counters), core)
+        self.messages: ShmMessages = ShmMessages(rank, size, rings, words_of(counters), core)
         super().__init__(core, rank, size, Programs(module, rank, size, *cost), self.messages)
         self._mismatch = mismatch
 

@@ -69,8 +69,8 @@ class SimTransport(ThreadTransport):
     # The control plane compares calls, in virtual time.
     checks = False
     _work = _SimWork
-    devices = frozenset({"cpu"})
-    host_staged = frozenset[str]()
+    devices: frozenset[str] = frozenset({"cpu"})
+    host_staged: frozenset[str] = frozenset[str]()
 
     _queue: _NetworkQueue
     _control: ControlPlane
@@ -85,8 +85,8 @@ class SimTransport(ThreadTransport):
     def _under(self, control: ControlPlane) -> SimTransport:
         self._control = control
         link = self._queue.network.link
-        self.latency_s = link.latency_s
-        self.second_per_byte = link.second_per_byte
+        self.latency_s: float = link.latency_s
+        self.second_per_byte: float = link.second_per_byte
         return self
 
     def split(self, group: Group) -> SimTransport:

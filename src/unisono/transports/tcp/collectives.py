@@ -43,8 +43,8 @@ class TcpCollectives(NativeCalls):
         slice_bytes: The length of a slice of a long call, the same on all ranks.
     """
 
-    latency_s = 30e-6
-    second_per_byte = 5e-10
+    latency_s: float = 30e-6
+    second_per_byte: float = 5e-10
 
     def __init__(
         self,

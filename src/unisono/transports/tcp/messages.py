@@ -39,7 +39,8 @@ class Stream:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._held = b""
-        self.left = self.lost = False
+        self.left: bool = False
+        self.lost: bool = False
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._at = self._end = 0
 

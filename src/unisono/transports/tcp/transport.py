@@ -9,7 +9,7 @@ import torch
 from unisono.collectives.native_calls import NativeTransport
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.transport import Mailbox, Options
+from unisono.core.transport import FastPath, Mailbox, Options
 from unisono.core.types import Message, Work
 from unisono.errors import ClosedError
 from unisono.host.network import host_identity
@@ -31,8 +31,8 @@ class TcpTransport(NativeTransport):
     """
 
     calls: TcpCollectives
-    latency_s = TcpCollectives.latency_s
-    second_per_byte = TcpCollectives.second_per_byte
+    latency_s: float = TcpCollectives.latency_s
+    second_per_byte: float = TcpCollectives.second_per_byte
 
     def __init__(self, group: Group, control: ControlPlane, options: Options, *, background: bool) -> None:
         self.group = group
@@ -40,7 +40,8 @@ class TcpTransport(NativeTransport):
         self._options = options
         self.background = background
         self._closed = False
-        self.fast_path = self.calls = TcpCollectives.connect(group, control, options, with_messages=True)
+        self.calls = TcpCollectives.connect(group, control, options, with_messages=True)
+        self.fast_path: FastPath | None = self.calls
         assert self.calls.messages is not None
         self._messages = self.calls.messages
 

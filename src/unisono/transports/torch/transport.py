@@ -50,10 +50,10 @@ class TorchTransport(Transport):
     With nccl they are nccl's, and a wait is one of the current stream: see `_follow`.
     """
 
-    native = NATIVE
+    native: frozenset[str] = NATIVE
     overlaps = True
-    latency_s = 150e-6
-    second_per_byte = 1e-9
+    latency_s: float = 150e-6
+    second_per_byte: float = 1e-9
 
     def __init__(
         self,
@@ -74,12 +74,13 @@ class TorchTransport(Transport):
         self._flying: list[_BackendWork] = []
         self._lock = threading.Lock()
         declared = self.declared(options.backend)
-        self.devices = declared.devices
-        self.host_staged = declared.host_staged
+        self.devices: frozenset[str] = declared.devices
+        self.host_staged: frozenset[str] = declared.host_staged
         self.native = declared.native
         self._cuda = "cpu" not in self.devices
         self._device = torch.device(options.device).index if self._cuda else None
-        self.tags = self.any_source = not self._cuda
+        self.tags: bool = not self._cuda
+        self.any_source: bool = not self._cuda
         self._broken: BaseException | None = None
         self._store: ControlStore | None = None
         self._messages: TcpMessages | None = None

@@ -122,7 +122,7 @@ def ring() -> str:
 def buckets() -> str:
     """Return the time of a backward pass with and without overlap."""
     parts = [*timeline(34, "one message at the end", [8, 9.5, 11, 12.5])]
-    parts += timeline(164, "buckets, while backward goes on", [2, 4, 6, 8])
+    parts += timeline(164, "buckets, while backward continues", [2, 4, 6, 8])
     title = (
         "Two timelines of a backward pass over eight layers. With one message at the end, the network waits for all "
         "layers. With four buckets, each is sent as soon as its two layers are done, and the step ends earlier."

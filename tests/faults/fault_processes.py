@@ -15,7 +15,7 @@ import unisono as un
 from unisono.errors import ClosedError, CommError, MismatchError
 
 
-@fault("a call on what is closed", ClosedError, names_odd=False, breaks=False)
+@fault("a call after close", ClosedError, names_odd=False, breaks=False)
 def _(comm: Any) -> None:
     comm.close()
     comm.all_reduce(torch.ones(4))
@@ -28,7 +28,7 @@ def _(comm: Any) -> None:
 
 
 @fault(
-    "a fork in the middle that calls",
+    "a call in a forked child",
     CommError,
     within_s=DEATH_S,
     names_odd=False,

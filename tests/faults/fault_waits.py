@@ -27,7 +27,7 @@ def _(comm: Any) -> None:
     comm.monitored_barrier(timeout=SHORT_S)
 
 
-@fault("a rank that waits for a lock of its own", CommTimeoutError, within_s=SHORT_S + LATE_S)
+@fault("a rank that waits for its own lock", CommTimeoutError, within_s=SHORT_S + LATE_S)
 def _(comm: Any) -> None:
     if odd(comm):
         threading.Lock().acquire()

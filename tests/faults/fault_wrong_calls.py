@@ -26,12 +26,12 @@ def _(comm: Any) -> None:
     comm.all_reduce(torch.ones(0 if odd(comm) else 4))
 
 
-@fault("dtypes of one width", MismatchError)
+@fault("dtypes of equal width", MismatchError)
 def _(comm: Any) -> None:
     comm.all_reduce(torch.ones(4, dtype=torch.int32 if odd(comm) else torch.float32))
 
 
-@fault("dtypes of other width", MismatchError)
+@fault("dtypes of different widths", MismatchError)
 def _(comm: Any) -> None:
     comm.all_reduce(torch.ones(4, dtype=torch.float64 if odd(comm) else torch.float32))
 
@@ -75,7 +75,7 @@ def _(comm: Any) -> None:
     comm.broadcast_object("x", 2 if odd(comm) else 0)
 
 
-@fault("another operation", MismatchError)
+@fault("different operations", MismatchError)
 def _(comm: Any) -> None:
     comm.broadcast(torch.ones(4), 0) if odd(comm) else comm.all_reduce(torch.ones(4))
 
@@ -182,6 +182,6 @@ def _(comm: Any) -> None:
     _message(comm, torch.ones(3), torch.ones(4))
 
 
-@fault("a message of another dtype", MismatchError)
+@fault("a message with another dtype", MismatchError)
 def _(comm: Any) -> None:
     _message(comm, torch.ones(4), torch.ones(4, dtype=torch.int32))

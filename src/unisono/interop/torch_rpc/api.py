@@ -97,7 +97,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             self.set_device_map(to, mapped)
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Accepted, with a warning: tensors travel by way of the CPU, and arrive there."""
+        """Accepted, with a warning: tensors travel through the CPU, and arrive there."""
         warnings.warn("unisono's calls carry tensors to the CPU of the other rank; move them there", stacklevel=2)
         self.device_maps.setdefault(to, {}).update(device_map)
 

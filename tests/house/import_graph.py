@@ -50,6 +50,8 @@ def import_graph(source: Path = SOURCE) -> Graph:
     files = modules(source)
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
-        found = {name if name in files else name.rpartition(".")[0] for name in imported(path)}
+        # The native core is no file of the package, and imports none of them.
+        names = set(imported(path)) - {"unisono._native"}
+        found = {name if name in files else name.rpartition(".")[0] for name in names}
         graph[module] = {name for name in found if name in files} - {module}
     return graph

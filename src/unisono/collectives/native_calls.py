@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import xxhash
@@ -23,6 +23,10 @@ from unisono.core.transport import Status, Transport
 from unisono.core.types import MAX_TAG, PointToPoint, ReduceOp, Work
 from unisono.core.work import Deferred, missing_ranks_error
 from unisono.errors import CommError, UnavailableError
+from unisono.host.native import NativeCore
+
+if TYPE_CHECKING:
+    from unisono._native import Core, Program, TcpCore
 
 __all__ = [
     "DTYPES",
@@ -58,16 +62,16 @@ class Programs:
         latency_s, second_per_byte: Cost of a message.
     """
 
-    def __init__(self, module: Any, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
+    def __init__(self, module: NativeCore, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
         self._module = module
         self._rank = rank
         self._size = size
         self._cost = latency_s, second_per_byte
         self._scratch = ScratchPool()
-        self._made: dict[tuple[Schedule, str], Any] = {}
+        self._made: dict[tuple[Schedule, str], Program] = {}
         self._addresses: dict[tuple[int, int, int, str], int] = {}
 
-    def cheapest(self, number: int, op: int, dtype: int, root: int, nbytes: int) -> Any:
+    def cheapest(self, number: int, op: int, dtype: int, root: int, nbytes: int) -> Program:
         """Return the steps with the least cost for calls of up to `nbytes`.
 
         Args:
@@ -90,11 +94,11 @@ class Programs:
             self._addresses[key] = self._made_of(needs, root, label).address if fits else 0
         return self._addresses[key]
 
-    def _made_of(self, needs: Needs, root: int, label: str) -> Any:
+    def _made_of(self, needs: Needs, root: int, label: str) -> Program:
         algorithm = find(needs.collective, label)
         return self.of(Schedule(algorithm, self._rank, self._size, max(0, root), 0, self._scratch), label)
 
-    def of(self, schedule: Schedule, label: str) -> Any:
+    def of(self, schedule: Schedule, label: str) -> Program:
         """Return the steps of a schedule of a named algorithm."""
         if (schedule, label) not in self._made:
             number = xxhash.xxh3_64_intdigest(label.encode())
@@ -131,7 +135,7 @@ class NativeCalls(ABC):
     """
 
     def __init__(
-        self, core: Any, rank: int, size: int, programs: Programs, messages: MessageEnds | None = None
+        self, core: Core | TcpCore, rank: int, size: int, programs: Programs, messages: MessageEnds | None = None
     ) -> None:
         self.core = core
         self._rank = rank

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
 
-__all__ = ["NO_EXTENSIONS", "core_build", "native"]
+if TYPE_CHECKING:
+    from unisono._native import Core, Program, SharedWords, TcpCore
+
+__all__ = ["NO_EXTENSIONS", "NativeCore", "core_build", "native"]
 
 NO_EXTENSIONS = "UNISONO_NO_EXTENSIONS"
 """Environment variable that disables the native extensions if it is not empty."""
@@ -19,13 +22,29 @@ _SOURCES = Path(__file__).parents[2] / "native"
 """In a checkout; an installed package has none."""
 
 
+class NativeCore(Protocol):
+    """The native core: the module that nanobind makes, so that checkers compare with it what the callers pass."""
+
+    BUILD: str
+    Core: type[Core]
+    Program: type[Program]
+    SharedWords: type[SharedWords]
+    TcpCore: type[TcpCore]
+
+    def copy_gradients(self, destinations: Sequence[int], sources: Sequence[int], lengths: Sequence[int], /) -> None:
+        """Copy memory: addresses of the memory to write, addresses of the memory to read, and lengths in bytes."""
+
+    def stop_deadlines(self, stood_s: float, stopped_at_s: float, /) -> None:
+        """Let waits not count the time for which a debugger has held the ranks."""
+
+
 @cache
-def native() -> ModuleType | None:
+def native() -> NativeCore | None:
     """Return the native core, unless it was built from other sources than those of this checkout."""
     if os.environ.get(NO_EXTENSIONS):
         return None
     try:
-        module = import_module("unisono._native")
+        import unisono._native as module
     except ImportError:
         return None
     if _SOURCES.is_dir() and getattr(module, "BUILD", None) != _digest():
@@ -37,7 +56,7 @@ def native() -> ModuleType | None:
 def core_build() -> str:
     """Return what identifies the native core; "" without one."""
     module = native()
-    return "" if module is None else str(module.BUILD)
+    return "" if module is None else module.BUILD
 
 
 def _digest() -> str:

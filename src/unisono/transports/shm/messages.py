@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from unisono.core.failure import left_error
 from unisono.core.work import missing_ranks_error
 from unisono.errors import CommError
 from unisono.transports.shm.barrier import LEFT, STRIDE
 from unisono.transports.shm.p2p_ring import nbytes_of, rings_of
+from unisono.transports.shm.segment import Words
 from unisono.transports.tagged_messages import TaggedMessages
+
+if TYPE_CHECKING:
+    from unisono._native import Core
 
 __all__ = ["ShmMessages"]
 
@@ -35,7 +39,7 @@ class ShmMessages(TaggedMessages):
         """Memory that the rings of `size` ranks take."""
         return nbytes_of(size, _RING_BYTES)
 
-    def __init__(self, rank: int, size: int, memory: memoryview, words: Any, core: Any) -> None:
+    def __init__(self, rank: int, size: int, memory: memoryview, words: Words, core: Core) -> None:
         outgoing, incoming = rings_of(rank, size, memory, _RING_BYTES)
         super().__init__(dict(enumerate(outgoing)), dict(enumerate(incoming)), rank)
         self._rank = rank
@@ -45,7 +49,7 @@ class ShmMessages(TaggedMessages):
     @property
     def round(self) -> int:
         """The number of this rank's last round of collectives."""
-        return int(self._words[self._rank * STRIDE])
+        return self._words[self._rank * STRIDE]
 
     def wake(self, peer: int) -> None:
         self._core.wake(peer)

@@ -8,7 +8,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -26,6 +26,9 @@ from unisono.transports.shm.barrier import NBYTES
 from unisono.transports.shm.mailbox import ShmMailbox
 from unisono.transports.shm.messages import ShmMessages
 from unisono.transports.shm.segment import PAGE_BYTES, map_shared, neighbours, words_of
+
+if TYPE_CHECKING:
+    from unisono._native import Core
 
 __all__ = ["TRANSPORT", "ShmFastPath", "ShmTransport", "SymmetricMemory"]
 
@@ -170,7 +173,7 @@ class SymmetricMemory:
         core: The native core, which reduces in place there.
     """
 
-    def __init__(self, group: Group, control: ControlPlane, timeout_s: float, core: Any) -> None:
+    def __init__(self, group: Group, control: ControlPlane, timeout_s: float, core: Core) -> None:
         self._group = group
         self._control = control
         self._timeout_s = timeout_s
@@ -209,6 +212,8 @@ class ShmFastPath(NativeCalls):
         cost: Latency and seconds per byte of a message.
         mismatch: Raises the error of ranks with different calls.
     """
+
+    core: Core
 
     def __init__(
         self,

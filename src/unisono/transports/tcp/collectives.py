@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Mapping
-from typing import NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from unisono.collectives.native_calls import NativeCalls, Programs, check_builds, known_dtypes
 from unisono.control.mesh import say_farewell
@@ -19,6 +19,9 @@ from unisono.host.native import core_build, native
 from unisono.host.processors import cores
 from unisono.transports.tcp.mailbox import meet
 from unisono.transports.tcp.messages import TcpMessages
+
+if TYPE_CHECKING:
+    from unisono._native import TcpCore
 
 __all__ = ["TcpCollectives", "connected"]
 
@@ -43,6 +46,7 @@ class TcpCollectives(NativeCalls):
         slice_bytes: The length of a slice of a long call, the same on all ranks.
     """
 
+    core: TcpCore
     latency_s: float = 30e-6
     second_per_byte: float = 5e-10
 

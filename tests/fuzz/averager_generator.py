@@ -57,8 +57,7 @@ def draw(seed: int, size: int, *, compiled: bool = False, changes: tuple[str, ..
     )
     # Of a list of parameters an averager does not know which ones have sparse gradients.
     if 0.25 < special < 0.4 and "embedding" not in kinds:
-        parts = [part for part in _PARTS if any(name.startswith(f"{part}.") for name in case.names)]
-        case = replace(case, part=draw.choice(parts), listed=draw.random() < 0.5)
+        case = replace(case, nodes=_terms(draw, nodes), parts=_parts(draw, case), listed=draw.random() < 0.5)
         case.options["broadcast_buffers"] = False
     case = replace(case, frozen=_some(draw, case) if draw.random() < 0.25 else frozenset())
     hooks = tuple(_hook(draw, case) for _ in range(draw.choice([0, 0, 1, 1, 2, 3])))
@@ -116,6 +115,23 @@ def _nodes(draw: Random, kinds: list[str], *, surely: bool, checkpoints: bool) -
     return tuple(nodes)
 
 
+def _terms(draw: Random, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The nodes as a sum of terms, which ranks compute in different orders."""
+    *terms, last = nodes
+    terms = [replace(node, reads=(0,)) if draw.random() < 0.5 else node for node in terms]
+    return (*terms, replace(last, reads=tuple(range(1, len(nodes)))))
+
+
+def _parts(draw: Random, case: Case) -> tuple[str, ...]:
+    """Sub-modules that have no parameter in common."""
+    chosen = list[str]()
+    there = [part for part in _PARTS if any(name.startswith(f"{part}.") for name in case.names)]
+    for part in draw.sample(there, draw.randint(1, 3)):
+        if not any(part.startswith(other) or other.startswith(part) for other in chosen):
+            chosen.append(part)
+    return tuple(chosen)
+
+
 def _is_sure(case: Case) -> bool:
     """Return whether every rank always uses layer 0."""
     return not case.find_unused_parameters or bool(case.amp) or case.change is not None
@@ -128,7 +144,7 @@ def _some(draw: Random, case: Case) -> frozenset[str]:
 
 def _is_alike(case: Case) -> bool:
     """Return whether all ranks have the same passes, as all but an averager of a whole model needs them."""
-    return not case.find_unused_parameters or bool(case.part)
+    return not case.find_unused_parameters or bool(case.parts)
 
 
 def _freeze(draw: Random, case: Case, other: frozenset[str]) -> Names:
@@ -172,7 +188,7 @@ def _hook(draw: Random, case: Case) -> Hook:
 def _steps(draw: Random, case: Case) -> tuple[Step, ...]:
     steps: list[Step] = []
     frozen: Names = (case.frozen,) * case.size
-    weighted = case.options["average"] == "mean" and not case.part and draw.random() < 0.3
+    weighted = case.options["average"] == "mean" and not case.parts and draw.random() < 0.3
     number = draw.randint(2, 4) if not case.compiled else 3
     counts = [draw.randint(0, case.joined) for _ in range(case.size)]
     counts[draw.randrange(case.size)] = case.joined
@@ -231,11 +247,11 @@ def _troubled(draw: Random, case: Case, step: Step) -> Step:
         step = replace(step, stumble=_failure(draw, case, first))
     chance = draw.random()
     if chance < 0.25:
-        failure = _failure(draw, case, last, used=chance < 0.08 and not (case.part or case.compiled))
+        failure = _failure(draw, case, last, used=chance < 0.08 and not (case.parts or case.compiled))
         if failure is not None and _is_noticed(case, last, failure) and draw.random() < 0.6:
             failure = replace(failure, retry=False, times=1)
         return replace(step, failure=failure)
-    if chance < 0.32 and not case.find_unused_parameters and not case.part:
+    if chance < 0.32 and not case.find_unused_parameters and not case.parts:
         return _mismatched(draw, case, step)
     return step
 
@@ -283,7 +299,7 @@ def _turned(case: Case, passes: list[Pass]) -> list[Pass]:
         for number, one in enumerate(passes)
     ]
     used = [frozenset.union(*(case.reached(one, rank) for one in turned)) for rank in range(case.size)]
-    alike = case.compiled or case.part or len(set(used)) > 1 or any(one.inputs for one in passes)
+    alike = case.compiled or case.parts or len(set(used)) > 1 or any(one.inputs for one in passes)
     return passes if alike else turned
 
 

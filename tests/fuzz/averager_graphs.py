@@ -43,12 +43,13 @@ def trap(given: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
 
 
 class Graph(nn.Module):
-    """A model of the nodes of a case."""
+    """A model of the nodes of a case, which a rank computes in an order of its own."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, rank: int) -> None:
         super().__init__()
         kinds = {node.kind for node in case.nodes}
         self.nodes = case.nodes
+        self.order = case.order(rank)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bool(which % 2)) for which in range(3))
         self.scales = nn.ParameterList([torch.empty(WIDTH), torch.empty(())])
         if "wide" in kinds:
@@ -73,8 +74,9 @@ class Graph(nn.Module):
     def forward(
         self, x: torch.Tensor, rows: torch.Tensor, skips: frozenset[int], watcher: Watcher | None = None
     ) -> torch.Tensor:
-        values = [x]
-        for i, node in enumerate(self.nodes):
+        values = {0: x}
+        for i in self.order:
+            node = self.nodes[i]
             given = values[node.reads[0]]
             for read in node.reads[1:]:
                 given = given + values[read]
@@ -87,9 +89,10 @@ class Graph(nn.Module):
                     given = run(given)
             if watcher is not None and i + 1 < len(self.nodes):
                 watcher.watch(i + 1, given)
-            values.append(given)
+            values[i + 1] = given
+        result = values[len(self.nodes)]
         # An averager cannot watch a result that is the batch itself.
-        out: torch.Tensor = self.extra(x * 1.0 if values[-1] is x else values[-1])
+        out: torch.Tensor = self.extra(x * 1.0 if result is x else result)
         return out
 
     def _run(self, i: int, given: torch.Tensor, rows: torch.Tensor, watcher: Watcher | None) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Worker:
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank = case, rank
-        self.model = Graph(case)
+        self.model = Graph(case, rank)
         self.parameters = dict(self.model.named_parameters())
         self.seen: list[tuple[str, torch.Tensor]] = []
         self.touched = set[str]()

@@ -168,7 +168,7 @@ class _Process:
     def _average(self, group: frozenset[str], ranks: Sequence[int]) -> frozenset[str]:
         """Give all workers the mean of some gradients, or the sum: those that a pass has reached, or that waited."""
         workers = [self.workers[rank] for rank in ranks]
-        if self.case.part and not any(worker.touched & group for worker in workers):
+        if self.case.parts and not any(worker.touched & group for worker in workers):
             return frozenset()
         found = frozenset(
             name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
@@ -204,8 +205,9 @@ class Case:
         frozen: Parameters that are frozen at first.
         memory: What the user's memory for gradients is: "flat", one tensor for each dtype; "offset", the same with
             gaps between gradients; "strided", every other element of it; or "apart", a tensor for each.
-        part: The sub-module that has an averager of its own, beside one of the other parameters; "" for one averager.
-        listed: Whether that averager is given a list of parameters, and not the sub-module.
+        parts: The sub-modules that have averagers of their own, beside one of the other parameters; for one averager
+            there are none. With several averagers, ranks compute the nodes in different orders.
+        listed: Whether the averagers of sub-modules are given lists of parameters.
         joined: How many steps at the end run in `join`.
         change: A change of the model at the end, which the next pass has to answer with an error on every rank.
         record: Whether hooks note each `p.grad` that they see: those registered before the averager, or after it.
@@ -220,7 +222,7 @@ class Case:
     wide: int = 4
     frozen: frozenset[str] = frozenset()
     memory: str = "flat"
-    part: str = ""
+    parts: tuple[str, ...] = ()
     listed: bool = False
     joined: int = 0
     record: frozenset[str] = frozenset()
@@ -286,8 +288,23 @@ class Case:
 
     def groups(self) -> list[frozenset[str]]:
         """The parameters of each averager."""
-        part = frozenset(name for name in self.names if self.part and name.startswith(f"{self.part}."))
-        return [group for group in (part, frozenset(self.names) - part) if group]
+        groups = [frozenset(name for name in self.names if name.startswith(f"{part}.")) for part in self.parts]
+        others = frozenset(self.names).difference(*groups)
+        return [*groups, others] if others else groups
+
+    def order(self, rank: int) -> list[int]:
+        """The order in which a rank computes the nodes, on which that of their gradients depends."""
+        numbers = list(range(len(self.nodes)))
+        # What buffers hold depends on the order; with one averager nothing does.
+        if not self.parts or any(node.kind == "buffer" for node in self.nodes):
+            return numbers
+        draw = Random(f"{self.seed}, order, {rank}")
+        order = list[int]()
+        while numbers:
+            ready = [i for i in numbers if all(read == 0 or read - 1 in order for read in self.nodes[i].reads)]
+            order.append(draw.choice(ready))
+            numbers.remove(order[-1])
+        return order
 
     def walk(self) -> Iterator[tuple[Step, Pass | None]]:
         """The steps, each with the last pass of the next one."""

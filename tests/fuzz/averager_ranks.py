@@ -87,12 +87,12 @@ class _Program:
     def _models(self) -> list[Any]:
         """Return the model or parameters of each averager."""
         model = self.worker.model
-        if not self.case.part:
+        if not self.case.parts:
             return [model]
-        part = model.get_submodule(self.case.part)
-        mine = list(part.parameters())
-        others = [p for p in model.parameters() if not any(p is other for other in mine)]
-        return [mine if self.case.listed else part, others]
+        groups = self.case.groups()
+        lists = [[p for name, p in model.named_parameters() if name in group] for group in groups]
+        modules = [] if self.case.listed else [model.get_submodule(part) for part in self.case.parts]
+        return [*modules, *lists[len(modules) :]]
 
     def run(self) -> None:
         steps = list(enumerate(self.case.walk()))

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from unittest.mock import patch
 
 import pytest
 from averager_fuzzing import failures
 from averager_mutants import MUTANTS
 from averager_reference import ReferenceAverager
+
+from unisono.utils import backward_pass
 
 pytestmark = pytest.mark.filterwarnings(
     # Torch warns of the reference cycles that create_graph=True makes, of checkpoints in an evaluation, of gradients
@@ -72,3 +75,9 @@ def test_reference_is_correct(backend: str, size: int, count: int) -> None:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_found(mutant: type[ReferenceAverager]) -> None:
     assert next(failures(range(1000), "thread", 2, make=mutant), None) is not None
+
+
+@pytest.mark.soak
+def test_passes_of_several_averagers_that_end_in_the_order_of_the_graph_are_found() -> None:
+    with patch.object(backward_pass, "_in_order", lambda _: 0):
+        assert next(failures(range(1000), "thread", 2), None) is not None

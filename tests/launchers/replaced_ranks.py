@@ -39,7 +39,7 @@ def train(comm: un.Communicator, size: int, steps: int, deaths: list[Death], fol
     """Return the weights after all steps. A rank's samples depend on its number only."""
     model = make_model()
     sharded = un.sharding.ShardedModel(model, comm)
-    optimizer = sharded.optimizer(torch.optim.Adam, lr=0.05)
+    optimizer = sharded.optimizer(torch.optim.Adam, lr=0.05, elementwise=True)
     training = un.elastic.Recovery(comm, model=sharded, optimizer=optimizer)
     while training.step < steps:
         try:

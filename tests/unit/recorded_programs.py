@@ -56,7 +56,7 @@ def averager(comm: un.Communicator, plan: random.Random) -> Any:
 def sharded_model(comm: un.Communicator, plan: random.Random) -> Any:
     model = model_of()
     sharded = ShardedModel(model, comm)
-    optimizer = sharded.optimizer(torch.optim.AdamW, lr=0.01)
+    optimizer = sharded.optimizer(torch.optim.AdamW, lr=0.01, elementwise=True)
     for _ in range(plan.randint(1, 3)):
         optimizer.zero_grad()
         model(torch.randn(4, WIDTH)).square().mean().backward()
@@ -67,7 +67,9 @@ def sharded_model(comm: un.Communicator, plan: random.Random) -> Any:
 
 def sharded_optimizer(comm: un.Communicator, plan: random.Random) -> Any:
     model = model_of()
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model, comm, lr=0.01, shard_gradients=True, bucket_cap_mb=1e-3)
+    optimizer = ShardedOptimizer(
+        torch.optim.AdamW, model, comm, lr=0.01, elementwise=True, shard_gradients=True, bucket_cap_mb=1e-3
+    )
     for _ in range(plan.randint(1, 3)):
         optimizer.zero_grad()
         model(torch.randn(4, WIDTH)).square().mean().backward()

@@ -160,7 +160,7 @@ def trained_equally(model: nn.Module, given: torch.Tensor) -> bool:
 
     def program(comm: un.Communicator) -> torch.Tensor:
         mine = copy.deepcopy(model)
-        return run(mine, ShardedModel(mine, comm).optimizer(torch.optim.SGD, lr=0.01))
+        return run(mine, ShardedModel(mine, comm).optimizer(torch.optim.SGD, lr=0.01, elementwise=True))
 
     found = un.launch(program, 2, "sim")
     wanted = run(model, torch.optim.SGD(model.parameters(), lr=0.01))

@@ -208,8 +208,9 @@ def trained(kind: str, model: nn.Module, comm: un.Communicator, parameters: Any)
         return model, SGD(parameters, **options)
     if kind == "three":
         sharded = un.sharding.ShardedModel(model, comm)
-        return sharded, sharded.optimizer(SGD, parameters, **options)
-    return model, un.sharding.ShardedOptimizer(SGD, parameters, comm, shard_gradients=kind == "two", **options)
+        return sharded, sharded.optimizer(SGD, parameters, elementwise=True, **options)
+    stage = {"shard_gradients": kind == "two", "elementwise": True}
+    return model, un.sharding.ShardedOptimizer(SGD, parameters, comm, **stage, **options)
 
 
 def saved_and_loaded(comm: un.Communicator, path: str, save: str, load: str) -> Any:

@@ -21,15 +21,15 @@ LONG_S = 60
 
 def zero_1(model: nn.Module, comm: un.Communicator) -> torch.optim.Optimizer:
     un.GradientAverager(model, comm)
-    return un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, lr=0.1)
+    return un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, lr=0.1, elementwise=True)
 
 
 def zero_2(model: nn.Module, comm: un.Communicator) -> torch.optim.Optimizer:
-    return un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.1)
+    return un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.1, elementwise=True)
 
 
 def zero_3(model: nn.Module, comm: un.Communicator) -> torch.optim.Optimizer:
-    return un.sharding.ShardedModel(model, comm).optimizer(torch.optim.SGD, lr=0.1)
+    return un.sharding.ShardedModel(model, comm).optimizer(torch.optim.SGD, lr=0.1, elementwise=True)
 
 
 KINDS: dict[str, Callable[[nn.Module, un.Communicator], torch.optim.Optimizer]] = {

@@ -139,7 +139,9 @@ def test_what_a_call_runs_is_not_compiled() -> None:
 def test_model_is_compiled_while_its_gradients_are_sharded() -> None:
     def program(comm: un.Communicator) -> list[list[float]]:
         model = nn.Linear(2, 1, bias=False)
-        optimizer = un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.0)
+        optimizer = un.sharding.ShardedOptimizer(
+            torch.optim.SGD, model, comm, shard_gradients=True, lr=0.0, elementwise=True
+        )
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(RuntimeError, match=r"p\.grad, which is sharded"):
             model.weight.grad.norm()

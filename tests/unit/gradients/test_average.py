@@ -46,4 +46,4 @@ def test_embedding_with_a_norm_limit_is_named() -> None:
             un.average_gradients(model, comm)
         model = nn.EmbeddingBag(4, 2, max_norm=1.0)
         with pytest.warns(UserWarning, match=r"writes 'weight' \(max_norm\)"):
-            un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.1)
+            un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.1, elementwise=True)

@@ -87,7 +87,7 @@ def test_a_backward_through_changed_parameters_raises(change: str) -> None:
     def program(comm: un.Communicator) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         sharded = ShardedModel(model, comm)
-        optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
+        optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1, elementwise=True)
         loss = model(torch.ones(3, 4)).sum()
         if change == "remove":
             sharded.remove()

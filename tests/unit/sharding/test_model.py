@@ -45,7 +45,7 @@ def test_training_equals_that_of_one_process(name: str, ranks: int) -> None:
         before = list(model.parameters())
         strides = [p.stride() for p in before]
         sharded = ShardedModel(model, comm)
-        optimizer = sharded.optimizer(torch.optim.AdamW, lr=0.01, eps=1e-3)
+        optimizer = sharded.optimizer(torch.optim.AdamW, lr=0.01, elementwise=True, eps=1e-3)
         losses = []
         for step in range(3):
             optimizer.zero_grad()
@@ -85,7 +85,7 @@ def test_memory_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
         with LiveStorages(model.parameters()) as live:
             sharded = ShardedModel(model, comm)
             ratios = [live.now() / 4 / (n / p)]
-            optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
+            optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1, elementwise=True)
             for _ in range(2):
                 live.restart()
                 loss = model(words).sum()

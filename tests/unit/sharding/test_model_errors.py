@@ -98,7 +98,7 @@ def test_ranks_with_other_options_raise() -> None:
     def program(comm: un.Communicator) -> bool:
         model, sharded, optimizer = simple(comm)
         kept = [shard.local.clone() for shard in sharded.state_dict().values()]
-        other = sharded.optimizer(torch.optim.Adam if comm.rank else torch.optim.SGD, lr=0.5)
+        other = sharded.optimizer(torch.optim.Adam if comm.rank else torch.optim.SGD, lr=0.5, elementwise=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         scaler.scale(model(torch.ones(1, 3)).sum()).backward()
         optimizer.param_groups[0]["lr"] += comm.rank

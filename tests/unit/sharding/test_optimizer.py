@@ -142,7 +142,9 @@ def test_groups_schedulers_and_closures(sharded: bool) -> None:
         model = make_model()
         if not sharded:
             un.GradientAverager(model, comm)
-        made = un.sharding.ShardedOptimizer(SGD, groups(model), comm, shard_gradients=sharded, lr=0.1, momentum=0.5)
+        made = un.sharding.ShardedOptimizer(
+            SGD, groups(model), comm, shard_gradients=sharded, lr=0.1, elementwise=True, momentum=0.5
+        )
         with pytest.raises(RuntimeError, match="no further groups"):
             made.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         return run(model, made, 0)

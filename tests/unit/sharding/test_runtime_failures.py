@@ -45,15 +45,15 @@ def averaged(comm: un.Communicator, model: nn.Module) -> Any:
 
 def zero_1(comm: un.Communicator, model: nn.Module) -> Any:
     un.GradientAverager(model, comm)
-    return ShardedOptimizer(SGD, model, comm, lr=0.1)
+    return ShardedOptimizer(SGD, model, comm, lr=0.1, elementwise=True)
 
 
 def zero_2(comm: un.Communicator, model: nn.Module) -> Any:
-    return ShardedOptimizer(SGD, model, comm, shard_gradients=True, lr=0.1)
+    return ShardedOptimizer(SGD, model, comm, shard_gradients=True, lr=0.1, elementwise=True)
 
 
 def zero_3(comm: un.Communicator, model: nn.Module) -> Any:
-    return ShardedModel(model, comm).optimizer(SGD, lr=0.1)
+    return ShardedModel(model, comm).optimizer(SGD, lr=0.1, elementwise=True)
 
 
 def fail_on(rank: int, comm: un.Communicator) -> None:
@@ -92,7 +92,7 @@ def test_a_common_pass_of_several_optimizers_is_repeated(failing: int, rank: int
     def program(comm: un.Communicator) -> list[bool]:
         models = [layers() for _ in range(3)]
         options = {"shard_gradients": True, "bucket_cap_mb": 1e-5, "lr": 0.1}
-        optimizers = [ShardedOptimizer(SGD, model, comm, **options) for model in models]
+        optimizers = [ShardedOptimizer(SGD, model, comm, elementwise=True, **options) for model in models]
 
         def loss(number: int, *, fails: bool) -> torch.Tensor:
             out = models[number](batch(comm.rank, number))
@@ -177,7 +177,7 @@ def test_a_rank_hears_once_that_its_gradients_are_lost(way: str) -> None:
     def program(comm: un.Communicator) -> float:
         model = layers()
         sharded = ShardedModel(model, comm)
-        optimizer = sharded.optimizer(SGD, lr=0.1)
+        optimizer = sharded.optimizer(SGD, lr=0.1, elementwise=True)
         loss_of(model, batch(comm.rank, 0)).backward()
         goes_wrong_in_a_later_forward(comm, model)
         if comm.rank != 1:
@@ -194,7 +194,7 @@ def test_a_rank_that_has_no_gradients_does_not_hear_of_a_failed_forward() -> Non
     def program(comm: un.Communicator) -> float:
         model = layers()
         sharded = ShardedModel(model, comm)
-        optimizer = sharded.optimizer(SGD, lr=0.1)
+        optimizer = sharded.optimizer(SGD, lr=0.1, elementwise=True)
         loss_of(model, batch(comm.rank, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -252,7 +252,7 @@ def test_a_skipped_backward_of_a_sharded_model_is_an_error_on_all_ranks() -> Non
     def program(comm: un.Communicator) -> list[torch.Tensor]:
         model = layers()
         sharded = ShardedModel(model, comm)
-        optimizer = sharded.optimizer(SGD, lr=0.1)
+        optimizer = sharded.optimizer(SGD, lr=0.1, elementwise=True)
         with pytest.raises((MismatchError, AbortedError)):
             skips(comm, model, optimizer)
         optimizer.zero_grad()

@@ -17,8 +17,10 @@ USERS: dict[str, Callable[[nn.Module, un.Communicator], Any]] = {
     "without init_sync": lambda model, comm: un.GradientAverager(model, comm, init_sync=False),
     "average_gradients": un.average_gradients,
     "broadcast_parameters": un.broadcast_parameters,
-    "ZeRO-1": lambda model, comm: un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, lr=1.0),
-    "ZeRO-2": lambda m, comm: un.sharding.ShardedOptimizer(torch.optim.SGD, m, comm, shard_gradients=True, lr=1.0),
+    "ZeRO-1": lambda model, comm: un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, lr=1.0, elementwise=True),
+    "ZeRO-2": lambda m, comm: un.sharding.ShardedOptimizer(
+        torch.optim.SGD, m, comm, shard_gradients=True, lr=1.0, elementwise=True
+    ),
     "ZeRO-3": un.sharding.ShardedModel,
     "EMA": lambda model, comm: un.utils.EMA(model, 0.5, comm),
     "EMA alone": lambda model, comm: un.utils.EMA(model, 0.5),

@@ -72,7 +72,7 @@ def common_loss_of_shards(comm: un.Communicator) -> list[float]:
     for model in models:
         nn.init.zeros_(model.weight)
         options = {"shard_gradients": True, "bucket_cap_mb": 1e-5, "lr": 1.0}
-        optimizers.append(un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, **options))
+        optimizers.append(un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, elementwise=True, **options))
     torch.stack([loss(model, 1.0 + comm.rank) for model in rotated(models, comm.rank)]).sum().backward()
     for optimizer in optimizers:
         optimizer.step()
@@ -114,7 +114,8 @@ def lacking(comm: un.Communicator) -> None:
 def sharded(comm: un.Communicator) -> None:
     models = [nn.Linear(2, 1) for _ in range(2)]
     optimizers = [
-        un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.1) for model in models
+        un.sharding.ShardedOptimizer(torch.optim.SGD, model, comm, shard_gradients=True, lr=0.1, elementwise=True)
+        for model in models
     ]
     for model in rotated(models, comm.rank % 2):
         loss(model, 1.0).backward()
@@ -162,7 +163,7 @@ def test_a_single_averager_has_no_thread() -> None:
 
 def lost(comm: un.Communicator) -> float:
     """An optimizer that was dropped without `remove` leaves nothing to watch."""
-    un.sharding.ShardedOptimizer(torch.optim.SGD, nn.Linear(2, 1), comm, shard_gradients=True, lr=0.1)
+    un.sharding.ShardedOptimizer(torch.optim.SGD, nn.Linear(2, 1), comm, shard_gradients=True, lr=0.1, elementwise=True)
     gc.collect()
     models, _ = averaged(comm, 1)
     loss(models[0], 1.0 + comm.rank).backward()

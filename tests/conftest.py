@@ -7,10 +7,7 @@ import multiprocessing
 import re
 
 import pytest
-import torch
 from hypothesis import settings
-
-torch.set_num_threads(1)
 
 # The same examples every time in `make test`, so that what passed passes again; new ones in `make soak`.
 settings.register_profile("test", deadline=None, derandomize=True, max_examples=8)
@@ -30,6 +27,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Each worker begins with a part of the list, and takes over from the end of another's. So one worker runs these.
     """
     items.sort(key=lambda item: not re.search("(^|[^a-z])mpi([^a-z]|$)|tests/house/", item.nodeid))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compute_in_one_thread() -> None:
+    """As each of several ranks should. The process that hands out the tests to workers does without torch."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="module")

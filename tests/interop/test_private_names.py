@@ -44,6 +44,11 @@ NAMES: dict[str, tuple[Any, str, str]] = {
         "call directly where an operator reaches no kernel",
     ),
     "_disable_current_modes": ("torch.utils._python_dispatch", "reductions under FakeTensorMode", "refuse modes"),
+    "_distributed_c10d": (
+        "torch._C",
+        "hooks that attach themselves are not called",
+        "distributed_c10d has NanCheckHook",
+    ),
     "_dynamo": (torch, "an optimizer is tried while another thread compiles", "a lock of our own, for the stance"),
     "_engine_run_backward": (
         torch.autograd.graph,

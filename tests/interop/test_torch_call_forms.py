@@ -29,6 +29,9 @@ def signatures() -> Iterator[tuple[type, str, list[Parameter]]]:
     """Of each call: its class and name, and for each parameter its name, its type, and whether it has a default."""
     for owner in (dist.ProcessGroup, _distributed_c10d.Backend):
         for name, method in vars(owner).items():
+            if name in ("gather_into_tensor", "gather_single"):
+                # Gloo has none.
+                continue
             lines = rf"^(?:\d+\. )?{name}\(self: [\w.]+(.*)\) -> (?:c10d::Work|None)"
             for text in re.findall(lines, method.__doc__ or "", re.MULTILINE):
                 found = re.findall(r", (\w+): (.+?)( = .*?)?(?=, \w+: |$)", text)

@@ -224,13 +224,114 @@ def test_detail_raises_mismatches_in_the_call(tmp_path: Path) -> None:
     assert on_ranks(asynchronous_mismatches, 2, tmp_path) == [expected] * 2
 
 
+# -- hooks of torch 2.14 ---------------------------------------------------------------------------
+NATIVE: Any = torch._C._distributed_c10d
+HOOKS = hasattr(dist.ProcessGroup, "register_pre_hook")
+with_hooks = pytest.mark.skipif(not HOOKS, reason="torch has hooks since 2.14")
+
+
+def hooked(group: Any) -> list[object]:
+    """Of each call: what hooks before and after it receive, and what the call gives."""
+    told: list[object] = []
+    group.register_pre_hook(
+        1,
+        lambda a: told.append([str(a.name), a.async_op, a.root, a.op_id, len(a.input_tensors), len(a.output_tensors)]),
+    )
+    group.register_post_hook(2, lambda a: told.append([str(a.name), a.async_op, a.op_id, type(a.work).__name__]))
+    for name, tensors, call in calls(group):
+        call()
+        told.append([name, [t.to_dense().tolist() for t in tensors]])
+    with Seen() as mode:
+        dist.barrier(group)
+    model = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
+    model(torch.ones(1, 2)).sum().backward()
+    group.unregister_pre_hook(1)
+    group.unregister_post_hook(2)
+    dist.barrier(group)
+    return [*told, [n for n in mode.names if "c10d" in n]]
+
+
+def hooked_on_both() -> tuple[object, object]:
+    return hooked(dist.group.WORLD), hooked(dist.new_group(backend="gloo"))
+
+
+@with_hooks
+def test_hooks_are_called_as_on_gloo(tmp_path: Path) -> None:
+    for ours, theirs in on_ranks(hooked_on_both, 2, tmp_path):
+        assert ours == theirs
+        assert str(ours).count("HookOpName.ALLREDUCE'") >= 8
+
+
+def with_hook_that_calls() -> list[object]:
+    """A hook makes a call of its own; the program gets works that know when they are done."""
+    group: Any = dist.group.WORLD
+    counted = torch.zeros(1)
+    inside: list[bool] = []
+
+    def count(args: object) -> None:
+        if not inside:
+            inside.append(True)
+            dist.all_reduce(counted.add_(1))
+            inside.clear()
+
+    group.register_pre_hook(1, count)
+    group.register_post_hook(2, count)
+    tensor = torch.ones(2)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    mismatch = message(lambda: dist.all_reduce(torch.ones(1 + dist.get_rank())))
+    return [tensor.tolist(), counted.item(), work.is_completed(), work.exception(), mismatch.partition(":")[0]]
+
+
+@with_hooks
+def test_hooks_may_call_and_works_are_ours(tmp_path: Path) -> None:
+    # Before a call and after it, for two calls; the sum over two ranks doubles each time.
+    assert on_ranks(with_hook_that_calls, 2, tmp_path) == [[[2.0, 2.0], 14.0, True, None, "MismatchError"]] * 2
+
+
+def hooks_that_attach_themselves() -> list[str]:
+    group: Any = dist.new_group()
+    recorder = NATIVE.FlightRecorderHook.attach(group)
+    dist.all_reduce(torch.ones(3), group=group)
+    recorder.remove()
+    attached = NATIVE.NanCheckHook.attach(group)
+    refused = message(lambda: dist.all_reduce(torch.tensor([torch.nan]), group=group))
+    attached.remove()
+    nothing = torch.tensor([torch.nan])
+    dist.all_reduce(nothing, group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DIST_NAN_CHECK", "1")
+        checked: Any = dist.new_group()
+    return [
+        refused,
+        message(lambda: dist.all_reduce(torch.tensor([torch.nan]), group=checked)),
+        NATIVE._dump_fr_trace_json(True, False).decode(),
+        group.group_name,
+    ]
+
+
+@with_hooks
+def test_hooks_that_attach_themselves_are_called(tmp_path: Path) -> None:
+    for nan, nan_by_environment, trace, name in on_ranks(hooks_that_attach_themselves, 2, tmp_path):
+        assert [nan, nan_by_environment] == ["RuntimeError: NaN found in input tensor."] * 2
+        assert f'"process_group":["{name}",' in trace
+        assert '"profiling_name":"c10d:allreduce"' in trace
+
+
 def registrations() -> None:
     group: Any = dist.group.WORLD
-    for call in (group.register_pre_hook, group.register_post_hook):
-        with pytest.raises(UnavailableError, match="TorchDispatchMode"):
-            call(1, print)
+    if not HOOKS:
+        with pytest.raises(UnavailableError, match="hooks of process groups need torch"):
+            group.register_pre_hook(1, print)
+    with pytest.raises(UnavailableError, match="no abort hooks"):
+        group.register_abort_hook(1, print)
     with pytest.raises(UnavailableError, match="rebuild"):
         group.reconfigure(None)
+    with pytest.raises(UnavailableError, match="rebuild"):
+        group.get_reconfigure_handle()
+    with pytest.raises(UnavailableError, match="windows"):
+        group.new_window()
+    dist.all_reduce(torch.ones(1))
 
 
 def test_what_is_never_called_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from unisono.core.tracing import profiled_now
 from unisono.errors import CommError, UnavailableError
 from unisono.interop.call_forms import CallForms
 from unisono.interop.error_texts import add_torch_words
+from unisono.interop.hooked_calls import Carrier, between_hooks, with_backend
 from unisono.interop.watched_calls import PLAIN, PYTHON, dispatched, excluded, first_tensor, modes
 from unisono.transports.torch.process_groups import backend_plugin
 
@@ -53,6 +54,7 @@ class DeviceBackends:
         self._timeout = timeout
         self._options = options
         self._made: dict[str, dist.ProcessGroup] = {}
+        self.has_hooks = False
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -73,8 +75,11 @@ class DeviceBackends:
         return {kind: name for kind, name in pairs if kind != "cpu"}
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
-        """The group for a device. Raises `ValueError` if the configuration has none."""
+        """The group for a device. Raises `ValueError` if the configuration has none, `UnavailableError` with hooks."""
         kind = device.type
+        if self.has_hooks:
+            # They would not be called: the hooks are those of `through`.
+            raise UnavailableError(f"a group with hooks carries tensors on the CPU alone, not on {device}")
         if kind not in self._made:
             names = self.names()
             if kind not in names:
@@ -90,6 +95,20 @@ class DeviceBackends:
         """A group of the same ranks that has operators and no backend; see `dispatched`."""
         made = dist.ProcessGroup(self._store, self._group.rank(), self._group.size())
         return self._named(made)
+
+    def hooked(self) -> Any:
+        """`through`, on which calls are made from now on, so that its hooks are called; see `between_hooks`.
+
+        Raises `UnavailableError` before torch 2.14.
+        """
+        if not hasattr(self.through, "register_pre_hook"):
+            raise UnavailableError(f"hooks of process groups need torch 2.14; this is {torch.__version__}")
+        if not self.has_hooks:
+            with_backend(self.through)
+            # Torch's flight recorder takes the name from the backend, which gets it from its group.
+            self._named(self.through)
+            self.has_hooks = True
+        return self.through
 
     def _named(self, made: dist.ProcessGroup) -> dist.ProcessGroup:
         made._set_group_name(self._group.group_name)
@@ -165,6 +184,7 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
     event = f"unisono:{_EVENTS.get(method.__name__, method.__name__)}"
     forms = CallForms(method)
     last = _OPTIONS if forms.optioned else (int,)
+    Carrier.take(method.__name__)
 
     @wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> R:
@@ -178,21 +198,26 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
         # Under `_DisableTorchDispatch` modes see nothing, and an operator would reach no kernel.
         watched = modes() and not excluded(PYTHON)
         handled = first is not None and (kind == "meta" or type(first).__torch_dispatch__ is not PLAIN)
+        hooked = kind == "cpu" and self.others.has_hooks
+        make = method
         # A fake or meta tensor needs no backend, but gets the one that the group has for its device.
-        if (watched or handled) if kind == "cpu" else (handled and kind not in self.others.names()):
+        if hooked or (watched or handled if kind == "cpu" else handled and kind not in self.others.names()):
             through = self.others.through
             operator = partial(getattr(through, _present(through, name)), *args, **kwargs)
-            ended: R = dispatched(operator, partial(call, self), own)
-            return ended
+            if not hooked:
+                ended: R = dispatched(operator, partial(call, self), own)
+                return ended
+            # That one has a backend, which modes and subclasses reach in the end.
+            make = partial(between_hooks, operator, method)
         if kind == "cpu":
             try:
                 if profiled_now():
                     entered = torch.autograd._record_function_with_args_enter(event, *_given(own))
                     try:
-                        return method(self, *own)
+                        return make(self, *own)
                     finally:
                         torch.autograd._record_function_with_args_exit(entered)
-                return method(self, *own)
+                return make(self, *own)
             except CommError as error:
                 add_torch_words(error)
                 raise

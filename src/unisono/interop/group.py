@@ -25,6 +25,7 @@ from unisono.errors import UnavailableError
 from unisono.interop.device_backends import DeviceBackends, by_device
 from unisono.interop.error_texts import torch_words
 from unisono.interop.from_store import JoinedGroup, meet
+from unisono.interop.hooked_calls import with_own_attach
 from unisono.interop.options import (
     GroupOptions,
     UnisonoWork,
@@ -144,25 +145,42 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             raise RuntimeError(f"this group has no backend for {device.type}")
         return self.others.of(device)._get_backend(device)
 
+    get_backend: Callable[[UnisonoGroup, torch.device], Any] = _get_backend
+
     # Methods that torch calls on a backend, which this group is for tensors on the CPU.
     supports_coalescing = supports_splitting = supports_time_estimate = supports_reconfigure = False
+    supports_window = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
 
-    def register_pre_hook(self, hook_id: int, hook: object) -> None:
-        """Raise `UnavailableError`: hooks of torch 2.14 are called by its own backends alone."""
-        raise UnavailableError(
-            "backend 'unisono' calls none of torch's hooks; watch calls with a TorchDispatchMode, such as "
-            "CommDebugMode, or take backend 'gloo'"
-        )
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Call a hook before each call of tensors on the CPU. Raises `UnavailableError` before torch 2.14."""
+        self.others.hooked().register_pre_hook(hook_id, hook)
 
-    register_post_hook: Callable[[UnisonoGroup, int, object], None] = register_pre_hook
-    register_abort_hook: Callable[[UnisonoGroup, int, object], None] = register_pre_hook
+    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Call a hook after each call, whose work may not be done then."""
+        self.others.hooked().register_post_hook(hook_id, hook)
 
-    def reconfigure(self, opts: object) -> None:
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        self.others.hooked().unregister_pre_hook(hook_id)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        self.others.hooked().unregister_post_hook(hook_id)
+
+    def register_abort_hook(self, hook_id: int, hook: object) -> None:
+        """Raise `UnavailableError`, as gloo raises an error."""
+        raise UnavailableError("backend 'unisono' has no abort hooks; a call that times out or fails raises an error")
+
+    def reconfigure(self, opts: object = None) -> None:
         """Raise `UnavailableError`, which names what unisono has for it."""
         raise UnavailableError("backend 'unisono' is not reconfigured; use Communicator.from_group(group).rebuild()")
+
+    get_reconfigure_handle: Callable[[UnisonoGroup], None] = reconfigure
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> None:
+        """Raise `UnavailableError`, as gloo raises an error."""
+        raise UnavailableError("backend 'unisono' has no windows of torch's; send messages, or use un.rpc")
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: it counts from 0, as gloo does."""
@@ -227,10 +245,14 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> UnisonoWork:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return self._reduce_scatter_singles([output], [input], opts)
 
     @by_device
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
+        return self._reduce_scatter_singles(outputs, inputs, opts)
+
+    # Not one method by another: hooks are called once.
+    def _reduce_scatter_singles(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> UnisonoWork:
         op = operation(opts)
         pairs = zip(outputs, inputs, strict=True)
         calls = [partial(self._comm.reduce_scatter_single, plain(output), plain(t), op) for output, t in pairs]
@@ -257,10 +279,13 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> UnisonoWork:
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return self._all_gather_singles([output], [input], opts)
 
     @by_device
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
+        return self._all_gather_singles(outputs, inputs, opts)
+
+    def _all_gather_singles(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> UnisonoWork:
         pairs = zip(outputs, inputs, strict=True)
         return self._do(opts, outputs, *(partial(self._comm.all_gather_single, plain(to), plain(t)) for to, t in pairs))
 
@@ -341,19 +366,24 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._recorded(UnisonoWork(work, tensors))
 
     @by_device
-    def recv(self, tensors: _Tensors, src: int | None, tag: int = 0) -> UnisonoWork:
-        work = self._messages.receive("recv", only(tensors, "recv"), src, tag)
-        self._progress.watch(work)
-        return self._recorded(UnisonoWork(work, tensors))
+    def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> UnisonoWork:
+        return self._receive(tensors, src, tag)
 
     @by_device
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> UnisonoWork:
-        return self.recv(tensors, None, tag)
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: _Tensors, src: int | None, tag: int) -> UnisonoWork:
+        work = self._messages.receive("recv", only(tensors, "recv"), src, tag)
+        self._progress.watch(work)
+        return self._recorded(UnisonoWork(work, tensors))
 
     # Names by which other versions of torch call the same.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+    allreduce_sparse = allreduce
+    gather_into_tensor = gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -420,6 +450,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self.others.abort()
         self.shutdown()
 
+
+with_own_attach(UnisonoGroup)
 
 _FINISH_WITHIN_S = 30.0
 """Long enough for a collective that others still need, short enough for one that they will never join."""

@@ -73,7 +73,7 @@ class _Kernel(TorchDispatchMode):
 
 @contextmanager
 def _beneath(kernel: TorchDispatchMode) -> Iterator[None]:
-    """Enter a mode below those of the user, which are not entered anew: `CommDebugMode` would reset its counts."""
+    """Enter a mode below those of the user, which are not entered anew: one that counts would begin again."""
     users = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
     for _ in users:
         _pop_mode()

@@ -120,14 +120,14 @@ def table(cells: dict[tuple[str, str], Cell]) -> str:
                     notes.append(reason)
                 row.append(f"n/a [{notes.index(reason) + 1}]")
             elif (name, backend) in cells:
-                row.append(f"{cells[name, backend].took_s:.2f} s")
+                row.append(f"{cells[name, backend].took_s:.2f}")
             else:
                 row.append("")
         kinds = ", ".join(f"`{kind}`" for kind in dict.fromkeys(kind.__name__ for kind in found.kinds))
         lines.append(f"| {name} | {kinds} | {' | '.join(row)} |")
     notes.append("only MPI has ulfm")
     for name in JOBS:
-        took_s = [f"{cells[name, JOB].took_s:.2f} s"] if (name, JOB) in cells else [""]
+        took_s = [f"{cells[name, JOB].took_s:.2f}"] if (name, JOB) in cells else [""]
         row = [f"n/a [{len(notes)}]"] * (len(BACKENDS) - 1) + took_s
         lines.append(f"| {name}, MPI without ulfm | the job ends, and rank {ODD} is named | {' | '.join(row)} |")
     lines += ["", *(f"{number}. {reason}." for number, reason in enumerate(notes, 1))]

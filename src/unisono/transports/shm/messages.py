@@ -78,6 +78,6 @@ class ShmMessages(TaggedMessages):
 
     def abort(self, cause: BaseException) -> None:
         # First, because a call of the core may hold the lock under which the works are found.
-        self.broken = cause
+        self.broken: BaseException | None = cause
         self._core.abort()
         super().abort(cause)

@@ -100,3 +100,36 @@ def test_new_rank_receives_model_and_remaining_samples(tmp_path: Path) -> None:
     )
     assert (step, weight) == (1, 7.0)
     assert sorted([*first, *second, *samples]) == list(range(12))
+
+
+def stopped(comm: Any) -> tuple[int, str | None]:
+    steps = 0
+    for _ in un.stop.batches(comm, range(1000)):
+        comm.barrier()
+        steps += 1
+    return steps, comm.stop_reason
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("asks", ["before", "after"])
+def test_a_stop_requested_while_a_rank_joins_is_for_the_newcomer_too(tmp_path: Path, asks: str) -> None:
+    def grown(comm: Any, folder: str) -> tuple[int, str | None]:
+        if comm.rank == 0:
+            tell_pid(folder)
+        if comm.rank == 1 and asks == "before":
+            comm.request_stop("while a rank joins")
+        comm = comm.rebuild(grow=1, timeout=30)
+        if comm.rank == 1 and asks == "after":
+            comm.request_stop("while a rank joins")
+        return stopped(comm)
+
+    def joining(comm: Any, pid: int) -> tuple[int, str | None]:
+        with un.join(pid=pid, timeout=20) as joined:
+            return stopped(joined)
+
+    ends, newcomer = run_concurrently(
+        lambda: launched(grown, 2, "tcp", str(tmp_path)), lambda: launched(joining, 1, "shm", told_pid(tmp_path))
+    )
+    assert ends[0][1] == "while a rank joins"
+    assert ends == [ends[0]] * 2
+    assert newcomer == [ends[0]]

@@ -139,7 +139,7 @@ class Checkpointer:
 
     def _save(self, step: int, state: Any) -> None:
         self.wait()
-        self._passed = 0 if self._comm is None else boundaries_of(self._comm).passed
+        self._count_boundaries()
         storage = self._storage.child(f"{_PREFIX}{step:010d}")
         extra = {"step": step}
         self._known.add(storage.name)
@@ -190,6 +190,9 @@ class Checkpointer:
 
     def _load(self, step: int, state: Any, map_location: MapLocation) -> None:
         load(self._storage.child(f"{_PREFIX}{step:010d}"), state, self._comm, map_location=map_location)
+        # All that a stop before the next step needs is saved.
+        self._count_boundaries()
+        self._note_saved()
 
     def steps(self) -> list[int]:
         """Return the numbers of the steps that have complete checkpoints, ascending.
@@ -234,8 +237,11 @@ class Checkpointer:
             )
         self._unsaved = None
 
+    def _count_boundaries(self) -> None:
+        self._passed = 0 if self._comm is None else boundaries_of(self._comm).passed
+
     def _note_saved(self) -> None:
-        """Record for `un.stop.exit_status` that the checkpoint of the last save is complete."""
+        """Record for `un.stop.exit_status` that the checkpoint last saved or loaded is complete."""
         if self._comm is not None:
             boundaries_of(self._comm).saved_at = self._passed
 

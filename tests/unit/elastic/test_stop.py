@@ -37,7 +37,10 @@ def trained(comm: un.Communicator, seed: int, path: str) -> Found:
         done = checkpointer.load(state) or 0
         for step in un.stop.batches(comm, range(done + 1, STEPS + 1)):
             if comm.rank == asks and step == done + when:
-                threading.Thread(target=comm.request_stop, args=(f"seed {seed}",)).start()
+                if comm.backend == "sim":  # Its ranks run in turn, in threads of its own.
+                    comm.request_stop(f"seed {seed}")
+                else:
+                    threading.Thread(target=comm.request_stop, args=(f"seed {seed}",)).start()
             weight.grad = None
             (weight * (comm.rank + 1) * step).sum().backward()
             with torch.no_grad():
@@ -51,7 +54,10 @@ def stop_and_resume(backend: str, sizes: list[int], folder: Path) -> None:
     """Stop a training again and again. Each checkpoint is whole, and of the step at which all ranks have stopped."""
     before = total = 0.0
     for seed, size in enumerate(sizes):
-        found: list[Found] = pool(backend, size).run(trained, seed, str(folder))
+        if backend == "sim":
+            found: list[Found] = un.simulate(trained, size, seed=seed, args=(seed, str(folder))).results
+        else:
+            found = pool(backend, size).run(trained, seed, str(folder))
         assert found == [found[0]] * size
         step, reason, status, weights = found[0]
         assert (reason, status) == (f"seed {seed}", SAVED)
@@ -66,6 +72,7 @@ def stop_and_resume(backend: str, sizes: list[int], folder: Path) -> None:
     [
         ("thread", 4),
         ("shm", 2),
+        pytest.param("sim", 500, marks=pytest.mark.soak),
         pytest.param("thread", 200, marks=pytest.mark.soak),
         *[pytest.param(backend, 20, marks=pytest.mark.soak) for backend in ("shm", "tcp", "gloo")],
     ],

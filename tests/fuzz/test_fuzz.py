@@ -22,11 +22,14 @@ def test_every_parser_is_a_target() -> None:
     names = {target.name for target in TARGETS}
     assert names >= {
         "serialization",
-        "control_frames",
+        "frames",
+        "mail",
         "handshake",
         "requests",
         "replies",
         "news",
+        "launcher_frames",
+        "debug_requests",
         "bootstrap_file",
         "hostlist",
         "events",

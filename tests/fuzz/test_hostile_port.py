@@ -13,6 +13,7 @@ from insides import control_of
 
 import unisono as un
 from unisono.control.sockets import HELLO_BYTES, Hello
+from unisono.core.frames import FrameChannel, Kind
 from unisono.testing import pool
 
 _SOON_S = 10.0
@@ -42,12 +43,16 @@ def a_browser(peer: socket.socket, draw: Random) -> None:
     peer.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
 
 
+def a_frame_without_a_proof(peer: socket.socket, draw: Random) -> None:
+    peer.sendall(FrameChannel().encode(draw.choice([*Kind]), draw.randbytes(draw.choice((0, 60, 5000)))))
+
+
 def a_reset(peer: socket.socket, draw: Random) -> None:
     half_a_hello(peer, draw)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
 
-ATTACKS = (random_bytes, half_a_hello, a_guess, a_huge_frame, a_browser, a_reset)
+ATTACKS = (random_bytes, half_a_hello, a_guess, a_huge_frame, a_browser, a_frame_without_a_proof, a_reset)
 
 
 def heard(peer: socket.socket) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from unisono import serialization
 from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, acquire, alone, meet
 from unisono.control.process_exit import close_all
 from unisono.control.sockets import secret_bytes
+from unisono.core.frames import HEAD_BYTES, FrameChannel, Kind
 from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
 from unisono.host.mpi_library import check_world, has_ulfm, launched, library, name_of, poll_until
 from unisono.host.network import address_for_others, address_outward, host_identity
@@ -28,7 +28,6 @@ __all__ = ["MpiAbortGuard", "detected", "find", "find_on", "job_end"]
 
 _TAG = 23041
 _MAX_BYTES = 4096
-_LENGTH = struct.Struct("<I")
 _GRACE_S = 2.0
 
 
@@ -149,8 +148,7 @@ class _HelloExchange:
         return host, port, secret
 
     def _send(self, message: object, ranks: Any) -> None:
-        content = serialization.encode(message)
-        data = _LENGTH.pack(len(content)) + content
+        data = FrameChannel().encode(Kind.HELLO, serialization.encode(message))
         # So short that MPI keeps them until they are received: what it needs no longer is the caller's.
         sent = {rank: self._comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
         poll_until(lambda: _all_done(sent), self._claim.deadline + _GRACE_S, spins=1)
@@ -177,8 +175,11 @@ def _all_done(waiting: dict[int, Any]) -> bool:
 
 
 def _read(memory: bytearray) -> Any:
-    (length,) = _LENGTH.unpack_from(memory)
-    return serialization.decode(bytes(memory[_LENGTH.size : _LENGTH.size + length]))
+    channel = FrameChannel(most_bytes=_MAX_BYTES - HEAD_BYTES)
+    channel.feed(memory)
+    frame = channel.next(Kind.HELLO)
+    assert frame is not None
+    return serialization.decode(frame.content)
 
 
 def job_end(mpi: Any, rank: int, size: int) -> MpiAbortGuard:

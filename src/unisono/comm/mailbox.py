@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import struct
 import threading
 import time
 import weakref
@@ -16,6 +15,7 @@ import torch
 from unisono.comm.engine import Engine
 from unisono.core.failure import Cause, error_of, to_cause
 from unisono.core.group import Group
+from unisono.core.mail import pack, parse
 from unisono.core.tensors import view_of
 from unisono.core.transport import Envelope, Mailbox
 from unisono.core.types import Message, Recv, Send, Work
@@ -28,20 +28,18 @@ if TYPE_CHECKING:
 __all__ = ["ENVELOPE_BYTES", "IncomingStream", "PointToPointMailbox", "open_mailbox"]
 
 ENVELOPE_BYTES = 2048
-_FIXED = struct.Struct("<II")
 _LOOK_EVERY_S = 0.05
 
 
 class IncomingStream:
-    """Incoming stream of one rank: an envelope, then the bodies that did not fit into it, then the next envelope."""
+    """Incoming stream of one rank: an envelope, what did not fit into it, the bodies, then the next envelope."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
         self.envelope: torch.Tensor = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
-        self.rest: list[torch.Tensor] | None = None
-        self.head: bytes = b""
-        self.long_head: torch.Tensor | None = None
-        self.bodies: list[torch.Tensor] = []
+        self.rest: list[torch.Tensor] = []
+        self._begin: bytes = b""
+        self._message: Envelope | None = None
         self.work: Work | None = None
 
     def wanted(self) -> list[Message]:
@@ -49,35 +47,26 @@ class IncomingStream:
         return [Recv(tensor, self.peer) for tensor in (self.rest or [self.envelope])]
 
     def arrived(self) -> Envelope | None:
-        """Handle the arrival of the posted receives. Return the message if it is complete."""
-        if self.rest is None:
-            self._open()
+        """Handle the arrival of the posted receives. Return the message if it is complete.
+
+        Raises:
+            ValueError: No rank sends such a message, or there is no memory for it.
+        """
+        if self._message is None:
+            (arrived,) = self.rest or [self.envelope]
+            self._begin += bytes(view_of(arrived))
+            self._message, end = parse(self.peer, self._begin)
+            if self._message is None:
+                self.rest = [torch.empty(end - len(self._begin), dtype=torch.uint8, device="cpu")]
+                return None
+            self._begin = b""
+            self.rest = [body for body in self._message.bodies if body.numel()]
             if self.rest:
                 return None
-        elif self.long_head is not None:
-            self.head = _bytes(self.long_head)
-        mail = Envelope(self.peer, self.head, self.bodies)
-        self.rest = None
-        self.long_head = None
-        self.bodies = []
-        return mail
-
-    def _open(self) -> None:
-        content = _bytes(self.envelope)
-        length, count = _FIXED.unpack_from(content)
-        sizes = struct.Struct(f"<{count}Q")
-        start = _FIXED.size
-        if count > _most_inline():
-            raise CommError(f"received a message with {count} bodies, which no rank sends", peer=self.peer)
-        lengths = sizes.unpack_from(content, start)
-        start += sizes.size
-        self.bodies = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths]
-        self.rest = [body for body in self.bodies if body.numel()]
-        if start + length <= ENVELOPE_BYTES:
-            self.head = content[start : start + length]
-        else:
-            self.long_head = torch.empty(length, dtype=torch.uint8, device="cpu")
-            self.rest.insert(0, self.long_head)
+        message = self._message
+        self._message = None
+        self.rest = []
+        return message
 
 
 class PointToPointMailbox(Mailbox):
@@ -110,15 +99,10 @@ class PointToPointMailbox(Mailbox):
         incoming.work.get_future().add_done_callback(lambda _: self._bell.put(peer))
 
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        fixed = _FIXED.pack(len(head), len(bodies)) + struct.pack(f"<{len(bodies)}Q", *(b.numel() for b in bodies))
-        if len(bodies) > _most_inline():
-            raise ValueError(f"a message has at most {_most_inline()} bodies, not {len(bodies)}")
-        inline = len(fixed) + len(head) <= ENVELOPE_BYTES
-        content = fixed + head if inline else fixed
-        envelope = _tensor(content.ljust(ENVELOPE_BYTES, b"\0"))
-        batch: list[Message] = [Send(envelope, peer)]
-        if not inline:
-            batch.append(Send(_tensor(head), peer))
+        frame = pack(head, bodies)
+        batch: list[Message] = [Send(_tensor(frame[:ENVELOPE_BYTES].ljust(ENVELOPE_BYTES, b"\0")), peer)]
+        if len(frame) > ENVELOPE_BYTES:
+            batch.append(Send(_tensor(frame[ENVELOPE_BYTES:]), peer))
         batch += [Send(body, peer) for body in bodies if body.numel()]
         self.check(peer)
         # Messages of one pair arrive in the order posted, so the batch is posted as one.
@@ -172,7 +156,7 @@ class PointToPointMailbox(Mailbox):
         try:
             mail = incoming.arrived()
             self._post(incoming)
-        except (CommError, TypeError, RuntimeError, MemoryError, struct.error) as failure:
+        except (CommError, ValueError, RuntimeError, MemoryError) as failure:
             self.mark_lost(incoming.peer, failure)
             return
         if mail is not None:
@@ -211,17 +195,8 @@ def _partners(rank: int, size: int) -> list[int]:
     return found
 
 
-def _most_inline() -> int:
-    """Largest number of bodies of a message: their lengths are stored in the envelope."""
-    return (ENVELOPE_BYTES - _FIXED.size) // 8
-
-
 def _tensor(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(view_of(tensor)) if tensor.numel() else b""
 
 
 def open_mailbox(engine: Engine, number: int, metadata: Any) -> tuple[Mailbox, list[Any]]:

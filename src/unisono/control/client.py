@@ -18,8 +18,9 @@ from unisono.control.client_base import CLOSED, ControlClient, PendingRequest, S
 from unisono.control.encryption import UntrustedError
 from unisono.control.inspect_socket import InspectSocket
 from unisono.control.process_exit import close_at_exit
-from unisono.control.sockets import FrameProtector, check_platform, invalidate_after_fork, limit_silence, outage
+from unisono.control.sockets import check_platform, invalidate_after_fork, limit_silence, outage
 from unisono.core.failure import Cause
+from unisono.core.frames import Frame, FrameChannel, Kind
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
 from unisono.host.network import host_identity, host_in, in_zone_of, is_loopback, means_here
@@ -211,10 +212,10 @@ class SocketControl(ControlClient):
         try:
             while waiter.reply is None:
                 left_s = deadline - time.monotonic()
-                contents = self._connection.receive(left_s)
-                for content in contents:
-                    self.receive(reply_of(content))
-                if left_s <= 0 and not contents:
+                frames = self._connection.receive(left_s, Kind.REPLY)
+                for frame in frames:
+                    self.receive(reply_of(frame.content))
+                if left_s <= 0 and not frames:
                     return
         except (OSError, ValueError):
             self._stop()
@@ -240,8 +241,8 @@ class SocketControl(ControlClient):
         away = ""
         try:
             while not goodbye:
-                for content in self._news.receive(None):
-                    news = news_of(content)
+                for frame in self._news.receive(None, Kind.NEWS):
+                    news = news_of(frame)
                     goodbye = goodbye or news[1] == "goodbye"
                     self._call(None if goodbye else self.receive(news))
         except (OSError, ValueError) as error:
@@ -277,7 +278,7 @@ _MAX_POLL_S = 1e6
 class ClientConnection:
     """A connection on which both sides know each other. One thread at a time may send, and one receive."""
 
-    def __init__(self, peer: socket.socket, channel: FrameProtector) -> None:
+    def __init__(self, peer: socket.socket, channel: FrameChannel) -> None:
         peer.setblocking(False)
         self._peer = peer
         self._host = ""
@@ -301,9 +302,9 @@ class ClientConnection:
         return host_in(self._peer.getpeername())
 
     def send(self, content: bytes, deadline: float) -> None:
-        """Send a frame. Raises OSError if the server does not take it by `deadline` (of the monotonic clock)."""
+        """Send a request. Raises OSError if the server does not take it by `deadline` (of the monotonic clock)."""
         with self._sending:
-            rest = memoryview(self._channel.encode(content))
+            rest = memoryview(self._channel.encode(Kind.REQUEST, content))
             while rest:
                 try:
                     rest = rest[self._peer.send(rest) :]
@@ -318,12 +319,12 @@ class ClientConnection:
             self._inspect_number = inspect_socket.socket.fileno()
             self._readable.register(inspect_socket.socket, select.POLLIN)
 
-    def receive(self, timeout: float | None) -> list[bytes]:
-        """Return the contents of the frames that have arrived, none at the timeout. Raises OSError at the end."""
+    def receive(self, timeout: float | None, kind: Kind) -> list[Frame]:
+        """Return the frames that have arrived, none at the timeout. Raises OSError at the end."""
         found = dict(self._readable.poll(None if timeout is None else _milliseconds(timeout)))
         if self._inspect_socket is not None and self._inspect_number in found:
             self._inspect_socket.answer()
-        return self._channel.receive(self._peer) if found else []
+        return self._channel.available(self._peer, kind) if found else []
 
     def limit_silence(self, seconds: float) -> None:
         """End the connection when the server's host has not answered for so long."""
@@ -418,10 +419,10 @@ def _both(
 
 def _request(out: ClientConnection, back: ClientConnection, words: tuple[object, ...], timeout: float) -> object:
     out.send(serialization.encode((1, words)), time.monotonic() + timeout)
-    contents = back.receive(timeout)
-    if not contents:
+    frames = back.receive(timeout, Kind.REPLY)
+    if not frames:
         raise TimeoutError("the server does not answer")
-    return serialization.decode(contents[0])[2]
+    return reply_of(frames[0].content)[2]
 
 
 def _reach(address: tuple[str, int], secret: bytes, timeout: float, rank: int | None) -> ClientConnection:

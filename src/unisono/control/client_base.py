@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from unisono.control.replies import Reply
 from unisono.core.control import ControlPlane, NewMembership
 from unisono.core.failure import Cause, error_of, text_of
 from unisono.core.flight_recorder import Activity, ActivityRegistry
+from unisono.core.frames import Frame
 from unisono.core.group import Group
 from unisono.core.step_boundaries import StepBoundaries
 from unisono.core.threads import AutoResetEvent
@@ -404,16 +404,13 @@ def reply_of(content: bytes) -> Reply:
     raise ValueError("a malformed reply")
 
 
-def news_of(content: bytes) -> Reply:
+def news_of(frame: Frame) -> Reply:
     """Return the news in a frame of the second connection: in JSON, so that a failure is reported in few steps.
 
     Raises:
         ValueError: No server sends such a frame.
     """
-    try:
-        news = json.loads(content)
-    except RecursionError:
-        raise ValueError("a malformed notification") from None
+    news = frame.json()
     match news:
         case "failed", (str(name), str(kind), rank, str(message)) if _is_rank(rank):
             return 0, "failed", (name, kind, rank, message)

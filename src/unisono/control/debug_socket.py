@@ -3,14 +3,13 @@
 A debugger can run any code here. So the socket exists only while the ranks are held, the kernel says which user
 connects, and nothing of this goes over the control plane, but for the words "hold" and "go on".
 
-Requests and answers are lines of JSON.
+Requests and answers are frames of JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import socket
 import threading
 import traceback
@@ -23,6 +22,7 @@ from unisono.control.inspect_socket import is_this_user, names, opened, path_of,
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause
 from unisono.core.flight_recorder import ActivityRegistry, format_call, is_users, site_of, thread_frames, users_frame
+from unisono.core.frames import READ_BYTES, FrameChannel, Kind, within
 from unisono.core.hold import HOLD
 from unisono.core.threads import spawn_thread
 from unisono.errors import CommError
@@ -182,10 +182,9 @@ class DebuggedProcess:
         with peer, contextlib.suppress(OSError, ValueError):
             if not is_this_user(peer):
                 return
-            with peer.makefile("rwb") as stream:
-                while line := stream.readline(_MOST_BYTES):
-                    stream.write(json.dumps(self._answer(json.loads(line))).encode() + b"\n")
-                    stream.flush()
+            channel = FrameChannel(most_bytes=_MOST_BYTES)
+            for frame in channel.frames(partial(peer.recv, READ_BYTES), Kind.DEBUG):
+                peer.sendall(channel.encode_json(Kind.ANSWER, self._answer(frame.json())))
 
     def _answer(self, asked: Any) -> _Json:
         if not isinstance(asked, dict):
@@ -241,32 +240,32 @@ class DebugConnection:
         if user_of(self._socket)[0] != pid or not is_this_user(self._socket):
             self._socket.close()
             raise CommError(f"the socket of process {pid} belongs to another process or user")
-        self._stream = self._socket.makefile("rwb")
+        self._channel = FrameChannel(most_bytes=_MOST_BYTES)
 
     def ask(self, do: str, **more: Any) -> _Json:
         """Return the answer to one request.
 
         Raises:
             CommError: The process has ended, or lets its ranks go.
+            ValueError: The request is too long.
         """
+        request = self._channel.encode_json(Kind.DEBUG, {"do": do, **more})
         try:
-            self._stream.write(json.dumps({"do": do, **more}).encode() + b"\n")
-            self._stream.flush()
-            line = self._stream.readline()
+            self._socket.settimeout(_WITHIN_S)
+            self._socket.sendall(request)
+            frame = self._channel.receive(within(self._socket, _WITHIN_S), Kind.ANSWER)
+            answer: _Json = {} if frame is None else frame.json()
         except (OSError, ValueError) as error:
             self.close()
             raise CommError(f"process {self.pid} has ended, or this connection to it") from error
-        if not line:
+        if frame is None:
             self.close()
             raise CommError(f"process {self.pid} has ended, or was let go")
-        answer: _Json = json.loads(line)
         if "error" in answer:
             raise CommError(answer["error"])
         return answer
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.close()
         self._socket.close()
 
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 from unisono.control.encryption import ADVICE, TLS_RECORDS, EncryptedSocket, UntrustedError, encrypted, tls_context
-from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, FrameProtector, Hello, tune
+from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, Hello, tune
+from unisono.core.frames import FrameChannel
 from unisono.host.network import host_in
 
 __all__ = ["Acceptor", "AuthenticationError", "Handshake", "connect", "dial"]
@@ -73,7 +74,7 @@ class Handshake:
         """Send the client's hello."""
         self.peer.sendall(self._hello.hello)
 
-    def advance(self) -> FrameProtector | None:
+    def advance(self) -> FrameChannel | None:
         """Read the bytes that have arrived, and answer. Return the channel when both sides have proved the secret.
 
         Raises:
@@ -123,7 +124,7 @@ class Handshake:
                 self.peer.sendall(self._hello.hello)
         raise UntrustedError("the other side encrypts, and this one does not")
 
-    def _conclude(self, proof: bytes) -> FrameProtector:
+    def _conclude(self, proof: bytes) -> FrameChannel:
         if not self._hello.accepts(proof):
             if self._client:
                 with contextlib.suppress(OSError):
@@ -136,7 +137,7 @@ class Handshake:
 
 def connect(
     address: tuple[str, int], secret: bytes, timeout: float, rank: int | None = None
-) -> tuple[socket.socket, FrameProtector]:
+) -> tuple[socket.socket, FrameChannel]:
     """Connect, and authenticate both sides, within `timeout` seconds.
 
     Raises:
@@ -232,7 +233,7 @@ class Acceptor:
         self._pending[peer] = Handshake(peer, self._secret)
         self._selector.register(peer, selectors.EVENT_READ, self._pending[peer])
 
-    def advance(self, handshake: Handshake) -> FrameProtector | None:
+    def advance(self, handshake: Handshake) -> FrameChannel | None:
         """Serve a client. With a channel, its connection is the caller's, and no longer in the selector."""
         try:
             channel = handshake.advance()

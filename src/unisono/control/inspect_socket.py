@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import socket
 import struct
 import sys
 from pathlib import Path
 
 from unisono import serialization
+from unisono.core.frames import FrameChannel, Kind, within
 from unisono.errors import CommError, UnavailableError
 from unisono.host.processes import process_stat
 
@@ -34,7 +34,6 @@ __all__ = [
 _MOST = 16
 _WITHIN_S = 2.0
 _MAX_BYTES = 4096
-_LENGTH = struct.Struct("<I")
 _KIND = "unisono"
 _CREDENTIALS = struct.Struct("3i")
 
@@ -67,7 +66,7 @@ class InspectSocket:
             peer.setblocking(False)
             try:
                 if is_this_user(peer):
-                    peer.send(_LENGTH.pack(len(self._content)) + self._content)
+                    peer.send(FrameChannel().encode(Kind.ADDRESS, self._content))
             except OSError:
                 # The process has disconnected already.
                 return
@@ -186,15 +185,12 @@ def _ask(pid: int, number: int) -> tuple[tuple[str, int], bytes] | None:
 
 
 def _read(connection: socket.socket, pid: int) -> tuple[tuple[str, int], bytes]:
-    data = b""
-    while len(data) < _LENGTH.size or len(data) < _LENGTH.size + min(_LENGTH.unpack_from(data)[0], _MAX_BYTES):
-        more = b""
-        # One that ends before it has answered resets the connection.
-        with contextlib.suppress(ConnectionResetError):
-            if select.select([connection], [], [], _WITHIN_S)[0]:
-                more = connection.recv(_MAX_BYTES)
-        if not more:
-            raise CommError(f"process {pid} does not answer: it is stopped or ending")
-        data += more
-    host, port, secret = serialization.decode(data[_LENGTH.size :])
-    return (host, port), secret
+    try:
+        for frame in FrameChannel(most_bytes=_MAX_BYTES).frames(within(connection, _WITHIN_S), Kind.ADDRESS):
+            match serialization.decode(frame.content):
+                case str(host), int(port), bytes(secret):
+                    return (host, port), secret
+    # One that ends before it has answered resets the connection; one of another version says something else.
+    except (OSError, ValueError):
+        pass
+    raise CommError(f"process {pid} does not answer: it is stopped or ending, or has another version of unisono")

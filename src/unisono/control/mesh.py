@@ -15,15 +15,16 @@ from typing import Any
 
 from unisono import serialization
 from unisono.control.handshake import Acceptor, AuthenticationError, connect
-from unisono.control.sockets import FrameProtector, limit_silence, listen
+from unisono.control.sockets import limit_silence, listen
 from unisono.core.control import ControlPlane
+from unisono.core.frames import FrameChannel
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
 from unisono.host.network import INTERFACE, host_in, in_zone_of, interface_of, is_loopback
 
 __all__ = ["Link", "Mesh", "say_farewell"]
 
-Link = tuple[socket.socket, FrameProtector]
+Link = tuple[socket.socket, FrameChannel]
 """A connection that does not block, and the channel that encodes and decodes its frames."""
 
 _LOOK_EVERY_S = 0.1
@@ -193,7 +194,7 @@ class _Accepting:
                         self._admit(key.data.rank, key.data.peer, channel)
                 acceptor.tidy()
 
-    def _admit(self, rank: int, peer: socket.socket, channel: FrameProtector) -> None:
+    def _admit(self, rank: int, peer: socket.socket, channel: FrameChannel) -> None:
         if rank in self._missing:
             self._links[rank] = peer, channel
             self._missing.remove(rank)

@@ -20,8 +20,6 @@ from unisono.control.handshake import Acceptor, Handshake
 from unisono.control.inspect_socket import InspectSocket
 from unisono.control.replies import Outgoing, Reply, failed
 from unisono.control.sockets import (
-    MAX_FRAME_BYTES,
-    FrameProtector,
     check_platform,
     invalidate_after_fork,
     limit_silence,
@@ -30,6 +28,7 @@ from unisono.control.sockets import (
 )
 from unisono.control.state import ControlState
 from unisono.core.failure import Cause
+from unisono.core.frames import MAX_FRAME_BYTES, FrameChannel, Kind
 from unisono.host.network import host_in, is_name
 
 __all__ = ["Connection", "ControlServer"]
@@ -210,7 +209,7 @@ class ControlServer:
                 self._deliver(self._state.handle(client, 0, ("answer", reply[2], answer)))
                 continue
             try:
-                connection.write(_encoded(reply))
+                connection.write(*_encoded(reply))
                 self._watch(connection)
             except OSError as error:
                 connection.error = error
@@ -239,7 +238,7 @@ class ControlServer:
         deadline = time.monotonic() + _FLUSH_WITHIN_S
         for news in self._news.values():
             with contextlib.suppress(OSError):
-                news.write(_encoded((0, "goodbye", None)))
+                news.write(*_encoded((0, "goodbye", None)))
         for connection in (*self._news.values(), *self._known.values()):
             with contextlib.suppress(OSError):
                 connection.flush_until(deadline)
@@ -259,16 +258,15 @@ class ControlServer:
             held.close()
 
 
-def _encoded(reply: Reply) -> bytes:
+def _encoded(reply: Reply) -> tuple[Kind, bytes]:
     if not reply[0]:
-        return json.dumps(reply[1:]).encode()
+        return Kind.NEWS, json.dumps(reply[1:]).encode()
     content = serialization.encode(reply)
     if len(content) <= MAX_FRAME_BYTES:
-        return content
+        return Kind.REPLY, content
     message = f"the values of all ranks together have {len(content) >> 20} MiB, more than the {MAX_FRAME_BYTES >> 20} "
-    return serialization.encode(
-        failed(reply[0], Cause("CommError", None, message + "that the control plane sends in one message"))
-    )
+    refusal = Cause("CommError", None, message + "that the control plane sends in one message")
+    return Kind.REPLY, serialization.encode(failed(reply[0], refusal))
 
 
 _MAX_UNREAD_BYTES = 256 << 20
@@ -285,7 +283,7 @@ class Connection:
         error: The error that has ended the connection.
     """
 
-    def __init__(self, number: int, peer: socket.socket, channel: FrameProtector) -> None:
+    def __init__(self, number: int, peer: socket.socket, channel: FrameChannel) -> None:
         self.number = number
         self.peer = peer
         self._channel = channel
@@ -310,12 +308,12 @@ class Connection:
         return outage(self.peer, self._host, self.error) if self._host else ""
 
     def read(self) -> list[bytes]:
-        """Return the contents of the frames that have arrived. Raises ConnectionError at the end."""
-        return self._channel.receive(self.peer)
+        """Return the requests that have arrived. Raises ConnectionError at the end."""
+        return [frame.content for frame in self._channel.available(self.peer, Kind.REQUEST)]
 
-    def write(self, content: bytes) -> None:
+    def write(self, kind: Kind, content: bytes) -> None:
         """Send a frame, now or when the peer has read. Raises OSError if it never does."""
-        self._queue(self._channel.encode(content))
+        self._queue(self._channel.encode(kind, content))
 
     def _queue(self, data: bytes) -> None:
         if self._unsent:

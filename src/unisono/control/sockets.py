@@ -15,24 +15,21 @@ import sys
 import tempfile
 import time
 import weakref
-from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
+from unisono.core.frames import FrameChannel
 from unisono.errors import CommError, UnavailableError
 from unisono.host.network import is_name, means_here
 
 __all__ = [
     "FAR_S",
     "HELLO_BYTES",
-    "MAX_FRAME_BYTES",
     "PORT_RANGE",
     "PROOF_BYTES",
     "RANK_BYTES",
     "ForkUnsafeResource",
-    "FrameProtector",
     "Hello",
-    "InvalidFrameError",
     "check_platform",
     "find_secret",
     "invalidate_after_fork",
@@ -40,7 +37,6 @@ __all__ = [
     "listen",
     "outage",
     "port_range",
-    "recv_exactly",
     "refuse_if_shared",
     "round_trip_s",
     "secret_bytes",
@@ -267,23 +263,10 @@ def _reason(error: OSError, host: str, port: int) -> str:
     return f"{error.strerror or error}"
 
 
-def recv_exactly(peer: socket.socket, count: int) -> bytes:
-    """Receive exactly `count` bytes. Raises `ConnectionError` if the connection is closed before."""
-    data = b""
-    while len(data) < count:
-        more = peer.recv(count - len(data))
-        if not more:
-            raise ConnectionError("the connection was closed immediately")
-        data += more
-    return data
-
-
-MAX_FRAME_BYTES = 64 << 20
-_READ_BYTES = 1 << 16
 PROOF_BYTES = 32
 
 _NAME = b"unisono"
-_PROTOCOL = b"2"
+_PROTOCOL = b"3"
 """The protocol's number changes with the bytes of any connection between ranks."""
 _WORD = _NAME + _PROTOCOL
 _NONCE_BYTES = 32
@@ -293,72 +276,6 @@ _RANK = struct.Struct("<q")
 _NO_RANK = -1
 _NO_PROOF = bytes(PROOF_BYTES)
 RANK_BYTES = _RANK.size
-
-_HEAD = struct.Struct("<I16s")
-_NUMBER = struct.Struct("<Q")
-
-
-class InvalidFrameError(ValueError):
-    """Bytes that the peer did not encode, or not at this position in the stream."""
-
-
-class FrameProtector:
-    """Encoder of outgoing and verifier of incoming frames, in order."""
-
-    def __init__(self, send_key: bytes, receive_key: bytes) -> None:
-        self._send_key = send_key
-        self._receive_key = receive_key
-        self._encoded = self._decoded = 0
-        self._arrived = bytearray()
-
-    def encode(self, content: bytes) -> bytes:
-        """Return the frame to send next."""
-        if len(content) > MAX_FRAME_BYTES:
-            raise ValueError(
-                f"{len(content)} bytes are too many for one message; at most {MAX_FRAME_BYTES} are allowed"
-            )
-        mac = _mac(self._send_key, self._encoded, content)
-        self._encoded += 1
-        return _HEAD.pack(len(content), mac) + content
-
-    def receive(self, peer: socket.socket) -> list[bytes]:
-        """Return the contents of the frames that have arrived at a socket that does not block.
-
-        Raises:
-            ConnectionError: The connection has ended.
-        """
-        try:
-            data = peer.recv(_READ_BYTES)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise ConnectionError("the connection has ended")
-        return self.decode(data)
-
-    def decode(self, data: bytes) -> list[bytes]:
-        """Return the contents of the frames that these bytes complete."""
-        self._arrived += data
-        contents = []
-        while len(self._arrived) >= _HEAD.size:
-            length, mac = _HEAD.unpack_from(self._arrived)
-            if length > MAX_FRAME_BYTES:
-                raise InvalidFrameError("a frame is too long")
-            end = _HEAD.size + length
-            if len(self._arrived) < end:
-                break
-            content = bytes(memoryview(self._arrived)[_HEAD.size : end])
-            if not hmac.compare_digest(mac, _mac(self._receive_key, self._decoded, content)):
-                raise InvalidFrameError("a frame is not authentic")
-            self._decoded += 1
-            del self._arrived[:end]
-            contents.append(content)
-        return contents
-
-
-def _mac(key: bytes, number: int, content: bytes) -> bytes:
-    mac = blake2b(_NUMBER.pack(number), key=key, digest_size=16)
-    mac.update(content)
-    return mac.digest()
 
 
 class Hello:
@@ -419,10 +336,10 @@ class Hello:
             self.rank = number
         return accepted
 
-    def channel(self) -> FrameProtector:
+    def channel(self) -> FrameChannel:
         """Make the channel for everything that follows."""
         keys = self._derive(b"client's frames"), self._derive(b"server's frames")
-        return FrameProtector(*keys) if self._client else FrameProtector(*reversed(keys))
+        return FrameChannel(*keys) if self._client else FrameChannel(*keys[::-1])
 
     def _rank_bytes(self) -> bytes:
         return _RANK.pack(_NO_RANK if self.rank is None else self.rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import signal
 import socket
@@ -13,9 +12,11 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from unisono.core.frames import READ_BYTES, Frame, FrameChannel, Kind
 from unisono.host.processes import interpreter_flags
 from unisono.host.processors import cores
 
@@ -179,12 +180,13 @@ def fork_ranks(
     ranks = [ForkedRank(template.pid, *(os.fdopen(reader, "rb") for reader, _ in pair)) for pair in outputs]
 
     def follow() -> None:
-        # Whatever ends the template, a torn line included, ends its ranks below.
+        # Whatever ends the template, a torn frame included, ends its ranks below.
         with own, suppress(OSError, ValueError):
-            own.sendall("".join(f"{json.dumps(order)}\n" for order in orders).encode())
+            channel = FrameChannel()
+            own.sendall(b"".join(channel.encode_json(Kind.ORDER, order) for order in orders))
             own.shutdown(socket.SHUT_WR)
-            for line in own.makefile("rb"):
-                _on_message(ranks, json.loads(line), on_end)
+            for frame in channel.frames(partial(own.recv, READ_BYTES), Kind.STARTED, Kind.ENDED):
+                _on_frame(ranks, frame, on_end)
         _end_left(ranks, template.wait(), on_end)
 
     threading.Thread(target=follow, daemon=True).start()
@@ -192,13 +194,15 @@ def fork_ranks(
     return ranks, template.stdout
 
 
-def _on_message(ranks: list[ForkedRank], message: list[Any], on_end: Callable[[int, int], object]) -> None:
-    match message:
-        case ["started", rank, process]:
-            ranks[rank].pid = process
-        case ["ended", rank, status]:
-            ranks[rank].end(status)
-            on_end(rank, status)
+def _on_frame(ranks: list[ForkedRank], frame: Frame, on_end: Callable[[int, int], object]) -> None:
+    match frame.kind, frame.json():
+        case Kind.STARTED, int(process) if frame.number in range(len(ranks)):
+            ranks[frame.number].pid = process
+        case Kind.ENDED, int(status) if frame.number in range(len(ranks)):
+            ranks[frame.number].end(status)
+            on_end(frame.number, status)
+        case _:
+            raise ValueError(f"no rank {frame.number} can have {frame.kind.name.lower()}")
 
 
 def _end_left(ranks: list[ForkedRank], status: int, on_end: Callable[[int, int], object]) -> None:

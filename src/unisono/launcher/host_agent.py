@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import sys
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unisono.core.frames import READ_BYTES, FrameChannel, Kind
 from unisono.launcher.local_host import LocalHost
 from unisono.launcher.script_job import Report, ScriptJob
 
-__all__ = ["ENDED", "HEADER", "MARKER", "STARTED", "STATUSES"]
+__all__ = ["MARKER"]
 
 MARKER = b"\0unisono host agent\n"
 """Precedes the first frame. It ends a line, so that its reader can show others as they come."""
-
-HEADER = struct.Struct(">iBI")
-"""Header of a frame: a rank, or -1; the kind; the number of bytes that follow. Kinds 1 and 2 are streams' output."""
-
-STARTED, ENDED, STATUSES = 3, 4, 5
 
 
 class _Frames:
@@ -34,30 +30,36 @@ class _Frames:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._channel = FrameChannel()
         os.write(descriptor, MARKER)
         self._writing = threading.Lock()
 
-    def send(self, rank: int, kind: int, data: bytes) -> None:
-        view = memoryview(HEADER.pack(rank, kind, len(data)) + data)
+    def send(self, kind: Kind, data: bytes = b"", rank: int = 0) -> None:
         with self._writing:
+            view = memoryview(self._channel.encode(kind, data, rank))
             while view:
                 view = view[os.write(self._descriptor, view) :]
 
     def output(self, rank: int | None, stream: int, data: bytes) -> None:
         if data:
-            self.send(-1 if rank is None else rank, stream, data)
+            self.send(Kind(stream), data, -1 if rank is None else rank)
 
     def ended(self, rank: int, status: int, report: Report | None) -> None:
         # If the launcher has gone, so has the input, by which the main thread learns that.
         with suppress(OSError):
-            self.send(rank, ENDED, json.dumps([status, report]).encode())
+            self.send(Kind.ENDED, json.dumps([status, report]).encode(), rank)
 
 
 def _main() -> None:
     # Whatever else prints here must not get between the frames.
     link = _Frames(os.dup(1))
     os.dup2(2, 1)
-    order: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    orders = FrameChannel()
+    read = partial(os.read, 0, READ_BYTES)
+    first = orders.receive(read, Kind.ORDER)
+    if first is None:
+        return
+    order: dict[str, Any] = first.json()
     folder = Path(order["folder"])
     if not folder.is_dir():
         sys.exit(f"there is no folder {folder} on this host, where the ranks should run as on the launcher's")
@@ -66,13 +68,13 @@ def _main() -> None:
     host = LocalHost(ScriptJob(**order["job"]), tuple(order["ports"]), order["attempt"], link)
     try:
         host.start()
-        link.send(-1, STARTED, b"")
-        for line in sys.stdin.buffer:
-            host.signal(int(line))
+        link.send(Kind.STARTED)
+        for asked in orders.frames(read, Kind.SIGNAL):
+            host.signal(asked.number)
     finally:
         statuses = host.end()
     with suppress(OSError):
-        link.send(-1, STATUSES, json.dumps(statuses).encode())
+        link.send(Kind.STATUSES, json.dumps(statuses).encode())
 
 
 if __name__ == "__main__":

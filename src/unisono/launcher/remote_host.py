@@ -13,11 +13,14 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import IO
+from functools import partial
+from io import BufferedReader
+from typing import IO, cast
 
 from unisono.core.failure import signal_name
+from unisono.core.frames import READ_BYTES, Frame, FrameChannel, Kind
 from unisono.host.processes import interpreter_flags
-from unisono.launcher.host_agent import ENDED, HEADER, MARKER, STARTED, STATUSES
+from unisono.launcher.host_agent import MARKER
 from unisono.launcher.script_job import Events, ScriptJob
 
 __all__ = ["RemoteHost", "Shell"]
@@ -26,6 +29,8 @@ _END_S = 10.0
 """Seconds that the agent may take to end its ranks and itself."""
 _BEGIN_S = 300.0
 """Seconds in which the agent must begin: by default, ranks on other hosts wait no longer for its own."""
+
+_FROM_AGENT = (Kind.OUT, Kind.ERR, Kind.STARTED, Kind.ENDED, Kind.STATUSES)
 
 _OF_A_HOST = {
     *("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "HOST", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_"),
@@ -72,7 +77,7 @@ class RemoteHost:
             "environment": _environment(),
         }
         # For the agent; None ends its input.
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Kind, bytes, int] | None] = queue.SimpleQueue()
         self._last_words: deque[str] = deque(maxlen=6)
         self._started = False
         self._statuses: dict[int, int] = {}
@@ -94,18 +99,18 @@ class RemoteHost:
             # An interrupt at the terminal is for the launcher, which passes it on.
             start_new_session=True,
         )
-        self._lines.put(json.dumps(self._order))
+        self._orders.put((Kind.ORDER, json.dumps(self._order).encode(), 0))
         self._follower.start()
 
     def signal(self, number: int) -> None:
         """Send a signal to each rank that runs."""
-        self._lines.put(str(int(number)))
+        self._orders.put((Kind.SIGNAL, b"", int(number)))
 
     def end(self) -> dict[int, int]:
         """End the ranks that still run, and all that any of them has started; return the exit status of each."""
         if self._process is None:
             return {}
-        self._lines.put(None)
+        self._orders.put(None)
         self._follower.join(_END_S)
         if self._follower.is_alive():
             self._kill(f"the agent has not ended within {_END_S:g} s")
@@ -139,18 +144,23 @@ class RemoteHost:
             for line in frames:
                 foreign, begun, _ = line.partition(MARKER)
                 if foreign.strip():
-                    self._on_frame(-1, 2, f"{self._shell.name}: ".encode() + foreign.rstrip() + b"\n")
+                    self._show(None, Kind.ERR, f"{self._shell.name}: ".encode() + foreign.rstrip() + b"\n")
                 if begun:
                     break
             limit.cancel()
-            # What a shell prints after the last frame, as in `.bash_logout`, is no frame.
-            kind = 0
-            while kind != STATUSES and len(header := frames.read(HEADER.size)) == HEADER.size:
-                rank, kind, length = HEADER.unpack(header)
-                data = frames.read(length)
-                if len(data) == length:
-                    self._on_frame(rank, kind, data)
-        self._lines.put(None)
+            read = partial(cast(BufferedReader, frames).read1, READ_BYTES)
+            try:
+                for frame in FrameChannel().frames(read, *_FROM_AGENT):
+                    self._on_frame(frame)
+                    # What a shell prints after the last frame, as in `.bash_logout`, is no frame.
+                    if frame.kind == Kind.STATUSES:
+                        break
+            except ConnectionError:
+                # The host was lost within a frame.
+                pass
+            except ValueError as error:
+                self._kill(f"what came from there is not what an agent sends: {error}")
+        self._orders.put(None)
         status = self._process.wait()
         # A process that the shell has left behind may hold this open.
         listener.join(1.0)
@@ -161,22 +171,31 @@ class RemoteHost:
                 report = {"kind": "HostLostError", "time": 0.0, "text": text, "brief": text}
                 self._events.ended(rank, self._statuses[rank], report)
 
-    def _on_frame(self, rank: int, kind: int, data: bytes) -> None:
-        if kind == STARTED:
-            self._started = True
-        elif kind == ENDED:
-            self._statuses[rank], report = json.loads(data)
-            self._events.ended(rank, self._statuses[rank], report)
-        elif kind == STATUSES:
-            self._statuses.update({int(name): status for name, status in json.loads(data).items()})
-        else:
-            with suppress(BrokenPipeError):
-                self._events.output(None if rank < 0 else rank, kind, data)
+    def _on_frame(self, frame: Frame) -> None:
+        """Handle what the agent sends. Raises `ValueError` if no agent would send it."""
+        rank = frame.number
+        match frame.kind, frame.json() if frame.kind in (Kind.ENDED, Kind.STATUSES) else None:
+            case Kind.STARTED, None:
+                self._started = True
+            case Kind.ENDED, [int(status), dict() | None as report] if rank in self._ranks():
+                self._statuses[rank] = status
+                self._events.ended(rank, status, report)
+            case Kind.STATUSES, dict(statuses) if all(isinstance(status, int) for status in statuses.values()):
+                self._statuses.update({int(name): status for name, status in statuses.items()})
+            case (Kind.OUT | Kind.ERR) as stream, None if rank in (-1, *self._ranks()):
+                self._show(None if rank < 0 else rank, stream, frame.content)
+            case _:
+                raise ValueError(f"{frame.kind.name} of rank {rank}: {frame.content[:100]!r}")
+
+    def _show(self, rank: int | None, stream: int, data: bytes) -> None:
+        with suppress(BrokenPipeError):
+            self._events.output(rank, stream, data)
 
     def _write(self, stdin: IO[bytes]) -> None:
+        channel = FrameChannel()
         with suppress(OSError), stdin:
-            while (line := self._lines.get()) is not None:
-                stdin.write(f"{line}\n".encode())
+            while (order := self._orders.get()) is not None:
+                stdin.write(channel.encode(*order))
                 stdin.flush()
 
     def _listen(self, stderr: IO[bytes]) -> None:

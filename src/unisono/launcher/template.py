@@ -6,7 +6,6 @@ It runs no thread, draws no random number, and makes no call of CUDA, all of whi
 from __future__ import annotations
 
 import importlib
-import json
 import multiprocessing
 import os
 import select
@@ -14,9 +13,11 @@ import signal
 import socket
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unisono.core.frames import READ_BYTES, FrameChannel, Kind
 from unisono.host.processes import interpreter_flags
 from unisono.launcher.script_rank import arrange, main
 
@@ -27,16 +28,16 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
     """Fork the ranks of a script, and report their ends. Returns in each rank as well.
 
     Args:
-        link: Connection to the launcher. It gives one JSON object for each rank: `variables` of its environment, and
-            the descriptors `stdout`, `stderr` and `report`. It gets lines, each a JSON list: "started", a rank and
-            its process; or "ended", a rank and its exit status.
+        link: Connection to the launcher. It gives one order for each rank: `variables` of its environment, and the
+            descriptors `stdout`, `stderr` and `report`. It gets frames: a rank has started, with its process; or has
+            ended, with its exit status.
         alive: File descriptor of a pipe that ends with the launcher.
         command: A file or "-m" and a module, then the script's arguments.
 
     Returns: In a rank, the descriptor for its uncaught error; None in this process when all ranks have ended.
     """
-    with link.makefile("rb") as orders:
-        ranks = [json.loads(line) for line in orders]
+    channel = FrameChannel()
+    ranks = [order.json() for order in channel.frames(partial(link.recv, READ_BYTES), Kind.ORDER)]
     arrange(command)
     obstacle = _load()
     if obstacle is not None:
@@ -54,13 +55,13 @@ def fork_ranks(link: socket.socket, alive: int, command: list[str]) -> int | Non
             _become_rank(order, ranks)
             return int(order["report"])
         started[process] = rank
-        _send(link, "started", rank, process)
+        link.sendall(channel.encode_json(Kind.STARTED, process, rank))
     for descriptor in (order[name] for order in ranks for name in ("stdout", "stderr", "report")):
         os.close(descriptor)
     while started:
         process, status = os.wait()
         if process in started:
-            _send(link, "ended", started.pop(process), os.waitstatus_to_exitcode(status))
+            link.sendall(channel.encode_json(Kind.ENDED, os.waitstatus_to_exitcode(status), started.pop(process)))
     return None
 
 
@@ -131,10 +132,6 @@ def _not_kept(order: dict[str, Any], ranks: list[dict[str, Any]]) -> list[int]:
     """Return the descriptors that a rank must close: the launcher reads another rank's output to its end."""
     names = ("stdout", "stderr", "report")
     return [other[name] for other in ranks for name in names if name != "report" or other is not order]
-
-
-def _send(link: socket.socket, *message: Any) -> None:
-    link.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _main(link: int, alive: int, command: list[str]) -> None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from unisono.control.client_base import news_of
+from unisono.core.frames import Frame, Kind
 
 REFUSALS = (ValueError,)
 MEMORY = (1 << 19, 700)
@@ -17,4 +18,4 @@ def seeds() -> list[bytes]:
 
 
 def run(data: bytes) -> None:
-    news_of(data)
+    news_of(Frame(Kind.NEWS, 0, data))

@@ -151,3 +151,21 @@ def test_a_process_that_ends_before_it_answers_is_in_no_job() -> None:
         ending.start()
         assert list(find_jobs().values()).count([os.getpid()]) == others
         ending.join()
+
+
+def test_a_process_of_another_version_is_in_no_job() -> None:
+    """It answers with other bytes, which look like the head of a long frame."""
+    others = list(find_jobs().values()).count([os.getpid()])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0unisono/{os.getpid()}/15")
+        listener.listen(1)
+
+        def answer() -> None:
+            select.select([listener], [], [], 10.0)
+            with listener.accept()[0] as peer:
+                peer.sendall(b"\x30\0\0\0" + bytes(range(48)))
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert list(find_jobs().values()).count([os.getpid()]) == others
+        answering.join()

@@ -18,6 +18,7 @@ from unisono.control import handshake
 from unisono.control.client import SocketControl, connect
 from unisono.control.server import ControlServer
 from unisono.control.sockets import HELLO_BYTES, Hello
+from unisono.core.frames import Frame, Kind
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
 
@@ -57,11 +58,11 @@ def test_other_version_is_refused_in_a_sentence(server: ControlServer) -> None:
     with socket.create_connection(server.address) as newer:
         newer.sendall(b"unisono9" + bytes(HELLO_BYTES - 8))
         # What the newer one needs to say which versions there are.
-        assert everything(newer).startswith(b"unisono2")
+        assert everything(newer).startswith(b"unisono3")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: answer_once(listener, b"unisono9" + bytes(HELLO_BYTES - 8)))
         thread.start()
-        with pytest.raises(CommError, match="speaks protocol 9 of unisono, and this rank protocol 2; install the same"):
+        with pytest.raises(CommError, match="speaks protocol 9 of unisono, and this rank protocol 3; install the same"):
             connect(listener.getsockname(), SECRET, SOON)
         thread.join()
 
@@ -104,21 +105,22 @@ def test_excess_unauthenticated_connections_are_closed(
         stranger.close()
 
 
-@pytest.mark.parametrize("how", ["repeated", "changed", "no value", "no request", "too long"])
+@pytest.mark.parametrize("how", ["repeated", "changed", "no value", "no request", "of another kind", "too long"])
 def test_bad_frame_closes_only_its_connection(server: ControlServer, client: SocketControl, how: str) -> None:
     peer, channel = handshake.connect(server.address, SECRET, SOON)
     news, pushes = handshake.connect(server.address, SECRET, SOON)
     # Both connections are one client's, by its number.
-    peer.sendall(channel.encode(serialization.encode((1, ("number",)))))
-    number = serialization.decode(channel.receive(peer)[0])[2]
-    news.sendall(pushes.encode(serialization.encode((1, ("news", number)))))
-    assert serialization.decode(channel.receive(peer)[0])[1] == "ok"
-    good = channel.encode(serialization.encode((1, ("num_keys",))))
+    peer.sendall(channel.encode(Kind.REQUEST, serialization.encode((1, ("number",)))))
+    number = serialization.decode(channel.available(peer, Kind.REPLY)[0].content)[2]
+    news.sendall(pushes.encode(Kind.REQUEST, serialization.encode((1, ("news", number)))))
+    assert serialization.decode(channel.available(peer, Kind.REPLY)[0].content)[1] == "ok"
+    good = channel.encode(Kind.REQUEST, serialization.encode((1, ("num_keys",))))
     frames = {
         "repeated": good + good,
         "changed": good[:-1] + bytes([good[-1] ^ 1]),
-        "no value": good + channel.encode(b"\xff\xff"),
-        "no request": good + channel.encode(serialization.encode(("who", 3, 4))),
+        "no value": good + channel.encode(Kind.REQUEST, b"\xff\xff"),
+        "no request": good + channel.encode(Kind.REQUEST, serialization.encode(("who", 3, 4))),
+        "of another kind": good + channel.encode(Kind.NEWS, serialization.encode((1, ("num_keys",)))),
         "too long": b"\xff" * 40,
     }
     with peer, news:
@@ -206,10 +208,10 @@ def test_blocked_client_does_not_delay_others(server: ControlServer, client: Soc
     for number in range(4):
         line.send(serialization.encode((number + 1, ("get", "big"))), time.monotonic() + SOON)
     assert all(works(client) for _ in range(20))
-    received: list[bytes] = []
+    received: list[Frame] = []
     while len(received) < 4:
-        received += line.receive(SOON)
-    assert all(len(serialization.decode(content)[2]) == 8 << 20 for content in received)
+        received += line.receive(SOON, Kind.REPLY)
+    assert all(len(serialization.decode(frame.content)[2]) == 8 << 20 for frame in received)
     line.close()
     news.close()
 

@@ -46,3 +46,21 @@ def test_host_that_never_starts_the_agent_is_given_up(words: list[str], monkeypa
         assert text.startswith("host far, with ranks 0 to 1 of 2, has started none of them: sh was ended by SIGKILL")
         assert "no agent of unisono has begun there within 0.2 s" in text
     assert host.end() == {0: -9, 1: -9}
+
+
+@pytest.mark.parametrize(
+    ("bytes_sent", "why"),
+    [
+        pytest.param(r"\0" * 25, "a frame of kind 0 does not belong here", id="zeros"),
+        pytest.param(r"a program that prints here", "a frame is too long", id="text"),
+    ],
+)
+def test_bytes_that_no_agent_sends_end_the_host(bytes_sent: str, why: str) -> None:
+    ends = Ends()
+    words = ["sh", "-c", rf"printf '\0unisono host agent\n{bytes_sent}'; exec sleep 600"]
+    host = RemoteHost(ScriptJob(["x.py"], 1, size=1), (1, 2), 0, ends, Shell("far", words, "python"))
+    host.start()
+    rank, status, text = ends.seen.get(timeout=WITHIN_S)
+    assert (rank, status) == (0, -9)
+    assert f"what came from there is not what an agent sends: {why}" in text
+    assert host.end() == {0: -9}

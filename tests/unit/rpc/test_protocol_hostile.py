@@ -19,8 +19,10 @@ import unisono as un
 from unisono import serialization
 from unisono.control.local import LocalHub
 from unisono.control.mesh import Link
-from unisono.control.sockets import FrameProtector, Hello
+from unisono.control.sockets import Hello
+from unisono.core.frames import HEAD_BYTES, FrameChannel, Kind
 from unisono.core.group import Group
+from unisono.core.mail import pack
 from unisono.core.transport import Envelope
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc import protocol
@@ -61,9 +63,9 @@ def assail(address: tuple[str, int], kind: str) -> bytes:
                 greeting = Hello(b"a guess", client=True)
                 line.sendall(greeting.hello)
                 heard += line.recv(4096)
-                line.sendall(greeting.proof() + FrameProtector(b"k", b"k").encode(struct.pack("<I", 1)))
+                line.sendall(greeting.proof() + FrameChannel(b"k", b"k").encode(Kind.MAIL, struct.pack("<I", 1)))
             elif kind == "replay":
-                line.sendall(b"unisono2" + bytes(32) + bytes(32) + bytes(24))
+                line.sendall(b"unisono3" + bytes(32) + bytes(32) + bytes(24))
             while more := line.recv(4096):
                 heard += more
         except (ConnectionError, TimeoutError):
@@ -118,24 +120,28 @@ def boxes() -> tuple[TcpMailbox, TcpMailbox]:
 
 
 def damaged(head: bytes, at: int) -> bytes:
-    return head[:at] + bytes([head[at] ^ 1]) + head[at + 1 :]
+    changed = bytearray(head)
+    changed[at] ^= 1
+    return bytes(changed)
 
 
-@pytest.mark.parametrize("what", ["damaged", "repeated", "garbage", "huge"])
+@pytest.mark.parametrize("what", ["damaged", "of another kind", "too short", "too long", "repeated", "garbage", "huge"])
 def test_forged_bytes_in_a_connection(what: str) -> None:
     """An attacker on the connection cannot forge, change or repeat a message."""
     here, there = boxes()
     here.send(1, b"first", (), LIMIT_S)
     line, channel = here._links[1]
-    head = channel.encode(struct.pack("<I", 0) + b"second")
-    frame = struct.pack("<I", len(head)) + head
-    wrong = {
-        "damaged": damaged(frame, len(frame) - 1),
-        "repeated": frame + frame,
-        "garbage": struct.pack("<I", 40) + os.urandom(40),
-        "huge": struct.pack("<I", 2**32 - 1),
-    }[what]
-    line.send(wrong)
+    content = pack(b"second", ())
+    made = {
+        "damaged": lambda: damaged(channel.encode(Kind.MAIL, content), -1),
+        "of another kind": lambda: channel.encode(Kind.REQUEST, content),
+        "too short": lambda: channel.encode(Kind.MAIL, content[:-1]),
+        "too long": lambda: channel.encode(Kind.MAIL, content + b"x"),
+        "repeated": lambda: channel.encode(Kind.MAIL, content) * 2,
+        "garbage": lambda: os.urandom(60),
+        "huge": lambda: b"\xff" * HEAD_BYTES,
+    }
+    line.send(made[what]())
     heads = []
     deadline = time.monotonic() + LIMIT_S
     while 0 not in there.lost and time.monotonic() < deadline:

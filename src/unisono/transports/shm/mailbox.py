@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
+from unisono.core.mail import pack, parse
 from unisono.core.tensors import view_of
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommTimeoutError, PeerLostError
@@ -23,10 +23,6 @@ from unisono.transports.shm.segment import PAGE_BYTES, futex_wait, futex_wake, m
 __all__ = ["ShmMailbox"]
 
 _RING_BYTES = 512 << 10
-_HEADER = struct.Struct("<II")
-"""Bytes of the head, and number of bodies. With the lengths of the bodies, and the head, they are the first part of a
-message; each body is another part."""
-_MOST_BODIES = 1 << 16
 _LINE = 8
 _SLEEPING = 0
 _WAKEUPS = 1
@@ -47,25 +43,22 @@ def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
     while True:
         while not (available := ring.peek()):
             yield None
-        length, count = _HEADER.unpack_from(available)
-        if count > _MOST_BODIES:
-            raise ValueError(f"rank {peer} sent a message with {count} bodies")
-        begin = _HEADER.size + 8 * count
-        if not count and begin + length <= len(available):
-            # The usual message: short, complete, and contiguous.
-            head = bytes(available[begin : begin + length])
-            ring.skip(begin + length)
-            arrived.append(Envelope(peer, head, ()))
-            continue
-        # A long message is read into new memory as it arrives.
-        frame = memoryview(bytearray(begin + length))
-        if (done := ring.read(frame)) < len(frame):
-            yield from _rest(frame[done:], ring)
-        sizes = struct.unpack_from(f"<{count}Q", frame, _HEADER.size) if count else ()
-        bodies = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        for body in bodies:
+        # The usual message is short, complete, and contiguous.
+        message, end = parse(peer, available)
+        if message is None:
+            # A long one is read into new memory as it arrives. Not into a bytearray, whose memory would all be zeroed
+            # now, however much of the message ever comes.
+            memory = torch.empty(end, dtype=torch.uint8, device="cpu")
+            frame = view_of(memory)
+            yield from _rest(frame, ring)
+            message, end = parse(peer, frame)
+            if message is None or end != len(frame):
+                raise ValueError("the sender changes what it has sent")
+        else:
+            ring.skip(end)
+        for body in message.bodies:
             yield from _rest(view_of(body), ring)
-        arrived.append(Envelope(peer, bytes(frame[begin:]), bodies))
+        arrived.append(message)
 
 
 def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
@@ -116,8 +109,7 @@ class ShmMailbox(Mailbox):
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
         ring = self._out[peer]
         deadline = time.monotonic() + timeout
-        sizes = struct.pack(f"<{len(bodies)}Q", *[body.numel() for body in bodies]) if bodies else b""
-        frame = _HEADER.pack(len(head), len(bodies)) + sizes + head
+        frame = pack(head, bodies)
         with self._locks[peer]:
             if self.lost or self.closed:
                 self.check(peer)
@@ -163,7 +155,7 @@ class ShmMailbox(Mailbox):
             try:
                 if incoming.ring.available:
                     next(incoming.reader)
-            except (ValueError, RuntimeError, MemoryError, struct.error) as error:
+            except (ValueError, RuntimeError, MemoryError) as error:
                 self._mark_invalid(incoming, error)
         if not self._arrived:
             return []

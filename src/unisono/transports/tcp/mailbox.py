@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -13,33 +12,29 @@ from collections.abc import Sequence
 import torch
 
 from unisono.control.mesh import Link, Mesh, say_farewell
-from unisono.control.sockets import FrameProtector, invalidate_after_fork
+from unisono.control.sockets import invalidate_after_fork
 from unisono.core.control import ControlPlane
+from unisono.core.frames import READ_BYTES, FrameChannel, Kind
 from unisono.core.group import Group
+from unisono.core.mail import pack, parse
 from unisono.core.tensors import view_of
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 
 __all__ = ["EnvelopeReader", "TcpMailbox", "meet"]
 
-_SIZE = struct.Struct("<I")
-_COUNT = struct.Struct("<I")
-_READ_BYTES = 64 << 10
-_MOST_HEAD = 80 << 20
 _SLICE_S = 0.1
 _MOST_VECTORS = 64
 
 
 class EnvelopeReader:
-    """Incoming stream of one rank: the length of an authenticated head, the head, and bodies received in new memory."""
+    """Incoming stream of one rank: frames, each followed by the bodies of its message, received in new memory."""
 
-    def __init__(self, peer: int, connection: socket.socket, channel: FrameProtector) -> None:
+    def __init__(self, peer: int, connection: socket.socket, channel: FrameChannel) -> None:
         self.peer = peer
         self.connection = connection
         self._channel = channel
-        self._arrived = bytearray()
-        self._head = b""
-        self._bodies: list[torch.Tensor] | None = None
+        self._message: Envelope | None = None
         self._gaps: list[memoryview] = []
 
     def read(self, envelopes: list[Envelope]) -> bool:
@@ -51,16 +46,16 @@ class EnvelopeReader:
                     if count:
                         self._fill(count)
                 else:
-                    data = self.connection.recv(_READ_BYTES)
+                    data = self.connection.recv(READ_BYTES)
                     count = len(data)
-                    self._arrived += data
+                    self._channel.feed(data)
             except BlockingIOError:
                 return True
             if not count:
                 return False
             while self._parse(envelopes):
                 pass
-            if not self._gaps and count < _READ_BYTES:
+            if not self._gaps and count < READ_BYTES:
                 return True
 
     def _fill(self, count: int) -> None:
@@ -70,36 +65,21 @@ class EnvelopeReader:
 
     def _parse(self, envelopes: list[Envelope]) -> bool:
         """Parse one step further. Return whether there was one."""
-        if self._bodies is None:
-            if len(self._arrived) < _SIZE.size:
+        if self._message is None:
+            frame = self._channel.next(Kind.MAIL)
+            if frame is None:
                 return False
-            (length,) = _SIZE.unpack_from(self._arrived)
-            if length > _MOST_HEAD:
-                raise ValueError("a message header is too long")
-            end = _SIZE.size + length
-            if len(self._arrived) < end:
-                return False
-            (content,) = self._channel.decode(bytes(self._arrived[_SIZE.size : end]))
-            del self._arrived[:end]
-            self._open(content)
-        while self._gaps and self._arrived:
-            step = min(len(self._gaps[0]), len(self._arrived))
-            self._gaps[0][:step] = self._arrived[:step]
-            del self._arrived[:step]
+            self._message, end = parse(self.peer, frame.content)
+            if self._message is None or end != len(frame.content):
+                raise ValueError("a message is not as long as its header says")
+            self._gaps = [view_of(body) for body in self._message.bodies if body.numel()]
+        while self._gaps and (step := self._channel.take(self._gaps[0])):
             self._fill(step)
         if self._gaps:
             return False
-        assert self._bodies is not None
-        envelopes.append(Envelope(self.peer, self._head, self._bodies))
-        self._bodies = None
+        envelopes.append(self._message)
+        self._message = None
         return True
-
-    def _open(self, content: bytes) -> None:
-        (count,) = _COUNT.unpack_from(content)
-        sizes = struct.unpack_from(f"<{count}Q", content, _COUNT.size)
-        self._head = content[_COUNT.size + 8 * count :]
-        self._bodies = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        self._gaps = [view_of(body) for body in self._bodies if body.numel()]
 
 
 class TcpMailbox(Mailbox):
@@ -132,15 +112,14 @@ class TcpMailbox(Mailbox):
     # -- sending -------------------------------------------------------------------------------
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
         connection, channel = self._links[peer]
-        sizes = struct.pack(f"<I{len(bodies)}Q", len(bodies), *(body.numel() for body in bodies))
+        message = pack(head, bodies)
         with self._locks[peer]:
             self.check(peer)
-            frame = channel.encode(sizes + head)
-            content = _SIZE.pack(len(frame)) + frame
+            frame = channel.encode(Kind.MAIL, message)
             try:
                 # Sent in one call: the receiver is woken once, and finds more than a head.
                 self._send_all(
-                    connection, peer, [memoryview(content), *(view_of(b) for b in bodies if b.numel())], timeout
+                    connection, peer, [memoryview(frame), *(view_of(b) for b in bodies if b.numel())], timeout
                 )
             except BaseException as error:
                 if isinstance(error, OSError) and not isinstance(error, CommError):
@@ -198,7 +177,7 @@ class TcpMailbox(Mailbox):
             error = PeerLostError(
                 f"rank {stream.peer} has closed its connection: it died, or shut down", peer=stream.peer
             )
-        except (OSError, ValueError, TypeError, RuntimeError, MemoryError, struct.error) as failure:
+        except (OSError, ValueError, MemoryError) as failure:
             error = PeerLostError(f"the connection to rank {stream.peer} has failed: {failure}", peer=stream.peer)
         self._watch.unregister(number)
         del self._streams[number]

@@ -16,7 +16,8 @@ from unisono import serialization
 from unisono.control import LocalHub
 from unisono.control import handshake as module
 from unisono.control.handshake import Acceptor
-from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, FrameProtector, Hello
+from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, Hello
+from unisono.core.frames import FrameChannel
 from unisono.core.group import Group
 from unisono.errors import CommError
 from unisono.transports.hierarchical.host_links import HostLinks, meet
@@ -32,7 +33,7 @@ class Door:
         self._listener, self._selector = listener, selectors.DefaultSelector()
         self._acceptor = Acceptor(listener, SECRET, self._selector)
 
-    def admitted(self, within_s: float) -> list[tuple[int | None, socket.socket, FrameProtector]]:
+    def admitted(self, within_s: float) -> list[tuple[int | None, socket.socket, FrameChannel]]:
         """The clients that this round of events admits."""
         found = []
         for key, _ in self._selector.select(within_s):

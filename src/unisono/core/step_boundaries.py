@@ -1,4 +1,4 @@
-"""A rank's count of its steps, by which all ranks stop at the same one."""
+"""A rank's count of its steps, so that all ranks can stop at the same one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class StepBoundaries:
     | running | a stop was requested: `hold`, in the control thread | held |
     | held | the training thread arrives at a boundary, and gets the verdict | decided |
 
-    Nothing is sent while it is running. `hold` sets `requested` and only then reads `passed`; the training thread
-    counts a boundary and only then reads `requested`. So each boundary is in the number that `hold` returns, or waits.
+    Nothing is sent while running. `hold` sets `requested` and only then reads `passed`; the training thread counts a
+    boundary and only then reads `requested`. So each boundary is either in the number that `hold` returns, or waits for
+    the verdict. In the opposite order of either, a boundary could be passed that the verdict does not know of.
 
     Attributes:
         passed: Number of boundaries at which this rank has arrived.
         requested: Reason of the request; None while it is running.
         stops_at: The verdict: number of the boundary at which all ranks stop; None before.
-        saved_at: Number of boundaries that it had passed at the latest save that is complete; None before.
+        saved_at: Number of boundaries passed at the latest complete save, or load; None before.
         followers: Called with each communicator that takes the place of this one.
     """
 
@@ -43,7 +44,7 @@ class StepBoundaries:
 
     @property
     def unused(self) -> bool:
-        """Whether this rank has neither counted a boundary nor heard of a request."""
+        """Whether this rank has neither counted a boundary nor received a request."""
         return not self.passed and self.requested is None
 
     @property

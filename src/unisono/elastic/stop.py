@@ -1,12 +1,12 @@
-"""Stop all ranks of a training at the same step: on a signal, a deadline, a file, or a request of the program.
+"""Stop all ranks of a training at the same step: on a signal, a deadline, a file, or a request from the program.
 
     for batch in un.stop.batches(comm, loader):
         train(batch)
     ...
     sys.exit(un.stop.exit_status(comm))
 
-What counts steps, and when it is true, is `Communicator.stop_requested`. This module is about who asks for a stop, and
-what a job script learns of it.
+`Communicator.stop_requested` says how steps are counted and where ranks stop. This module has the sources of a request,
+and the exit status for the job script.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.5
 _DUPLICATE_S = 1.0
-"""Seconds within which a second signal is taken for the same one: a scheduler and a launcher may both send it."""
+"""Seconds within which a repeated signal is ignored: a scheduler and a launcher may both send it."""
 
 _sources: weakref.WeakKeyDictionary[Communicator, StopSources] = weakref.WeakKeyDictionary()
 
@@ -39,9 +39,9 @@ _sources: weakref.WeakKeyDictionary[Communicator, StopSources] = weakref.WeakKey
 def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
     """Yield the batches until they end, or until all ranks stop at the same step.
 
-    The step is counted before a batch is fetched, so a loader that can be resumed is at the first batch that was not
-    trained. Unless `enable` was called for the communicator, SIGTERM and Slurm's time limit are enabled, SIGTERM only
-    where it has no other handler.
+    A step is counted before its batch is fetched, so a resumable loader is left at the first batch that was not trained
+    on. Unless `enable` was called for the communicator, Slurm's time limit and, if it has no other handler, SIGTERM
+    request a stop.
 
     Args:
         comm: The ranks that stop together. All of them call this, with loaders of equal length or in
@@ -86,24 +86,25 @@ def enable(
 ) -> StopSources:
     """Let signals to this process, a deadline and a file request a stop, until `comm` is closed.
 
-    On any rank, or on all: the first request of any of them counts. Follows `comm.rebuild`.
+    Call it on any rank, or on all: the first request counts. After `comm.rebuild`, requests go to the new communicator.
 
     Args:
         comm: The communicator whose `stop_requested` becomes true.
-        signals: Signals that request a stop. Handlers that were installed before are called as well, but for Python's
-            own of SIGINT. The same signal again, 1 s later or more, ends the process as if there were no handler.
+        signals: Signals that request a stop. Handlers installed before are called as well, except Python's own for
+            SIGINT. If the signal is repeated after 1 s or more, it is left to the handler installed before, or ends the
+            process if there was none.
         after_s: Seconds from now after which to stop.
         before_limit_s: Seconds before the time limit of a Slurm job ($SLURM_JOB_END_TIME) at which to stop; or None.
-        file: Path of a file that requests a stop once it exists. It is looked for twice a second.
+        file: Path of a file that requests a stop once it exists. Checked twice a second.
 
     Returns:
-        What has been enabled: a context manager, whose `close` disables it.
+        A context manager. Its `close` disables these sources.
 
     Raises:
         ClosedError: The communicator is closed.
-        ValueError: A signal is not received by Python, or `after_s` is negative.
-        RuntimeError: Signals were given in another thread than the main thread, as ranks of backend "thread" are. Let
-            the main thread's handler call `comm.request_stop`.
+        ValueError: A signal cannot be handled in Python, or `after_s` is negative.
+        RuntimeError: Signals were passed outside the main thread, such as on a rank of backend "thread". Let a handler
+            installed in the main thread call `comm.request_stop`.
 
     Example:
         >>> import os, signal
@@ -125,7 +126,7 @@ def enable(
 
 
 def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
-    """Return the status with which a script exits, so that a job script knows whether to start it again.
+    """Return the exit status that tells a job script whether to start the training again.
 
     Args:
         comm: The communicator that may have stopped; it may be closed by now.
@@ -133,8 +134,8 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
             has saved one.
 
     Returns:
-        0 if the training has not been stopped. 75 (`STOPPED_SAVED`; EX_TEMPFAIL of sysexits.h) if it has, and is
-        resumed from a checkpoint of that step; 74 (`STOPPED_UNSAVED`; EX_IOERR) if there is none.
+        0 if the training has not been stopped. 75 (`STOPPED_SAVED`; EX_TEMPFAIL of sysexits.h) if it has, and a
+        checkpoint of that step is complete; 74 (`STOPPED_UNSAVED`; EX_IOERR) if there is none.
 
     Example:
         >>> with un.init() as comm:
@@ -150,18 +151,18 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
 
 
 class StopSources:
-    """What requests a stop of one communicator: made by `enable`.
+    """Sources of a stop request for one communicator, as `enable` returns them.
 
-    A signal's handler only puts its number into a queue, so that it may interrupt anything. A thread of its own waits
-    for that, looks for the deadline and the file, and sends the request, again and again until it is received.
+    The signal handler only puts the reason into a queue, so it may interrupt anything. A dedicated thread reads the
+    queue, checks the deadlines and the file, and sends the request, again and again until it is received.
 
-    Once closed, and in a forked process, whose copy of the queue nobody reads, the handler does what was done before
-    with the signal: it may still be installed, since only the main thread can remove it, and only if it is the newest.
+    Once closed, and in a forked process, where no thread reads the queue, the handler leaves the signal to the handler
+    before it. It may still be installed then: only the main thread can remove it, and only if it is the newest.
 
     Args:
         comm: The communicator.
         signals: The signals.
-        deadlines: For each reason, the time of the clock from which it holds.
+        deadlines: Wall-clock time from which to stop, by reason.
         file: The file that requests a stop once it exists.
 
     Example:
@@ -188,7 +189,7 @@ class StopSources:
             )
         self._deadlines = deadlines
         self._file = file
-        # Putting is safe in a handler that has interrupted the same queue.
+        # `put` is reentrant: a handler may interrupt another one's.
         self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._since: dict[int, float] = {}
         self._before: dict[int, Any] = {}
@@ -219,7 +220,7 @@ class StopSources:
         self.close()
 
     def close(self) -> None:
-        """Disable all, and restore the signals' handlers. Idempotent."""
+        """Disable these sources, and restore the signal handlers. Idempotent."""
         self._closed = True
         self._events.put(None)
         self._restore()
@@ -230,7 +231,7 @@ class StopSources:
         _sources[comm] = self
 
     def _on_drop(self, dropped: weakref.ref[Communicator]) -> None:
-        # One that is dropped without `close` is closed in the background.
+        # A communicator that is dropped without `close` is closed in the background, without `before_close`.
         if dropped is self._comm:
             self._events.put(None)
 
@@ -285,7 +286,7 @@ class StopSources:
             if comm is not None:
                 comm.request_stop(reason)
         except CommError:
-            # Lost, or too busy to answer. Ranks may be rebuilding the communicator; or end by that failure.
+            # It is lost, or too busy to answer: the ranks may be rebuilding the communicator. If not, they fail too.
             return False
         return True
 

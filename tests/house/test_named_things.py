@@ -20,14 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from import_graph import parsed, trees
-from torch.distributed import fsdp
 from torch.distributed.algorithms import join
 from torch.nn import parallel
 from torch.optim import swa_utils
 from torch.utils import data
 
 # What docstrings name without the module.
-LIBRARIES = (builtins, enum, socket, torch, torch.nn, dist, fsdp, join, parallel, parallel.DistributedDataParallel)
+LIBRARIES = (builtins, enum, socket, torch, torch.nn, dist, join, parallel, parallel.DistributedDataParallel)
 LIBRARIES += (swa_utils, data)
 # Commands of a shell, a hook of `enum.Enum`, and a parameter of torch's `new_group`.
 ELSEWHERE = frozenset({"salloc", "sbatch", "txt2bin", "_missing_", "pg_options"})
@@ -122,8 +121,10 @@ def importable(name: str) -> bool:
 
 def gone(trees: Mapping[str, ast.Module]) -> list[str]:
     """Names in backticks in docstrings that the code does not have; files are no names."""
+    from torch.distributed import fsdp
+
     known = {name for tree in trees.values() for name in identifiers(tree)}
-    known |= {*keyword.kwlist, *ELSEWHERE, *(name for library in LIBRARIES for name in dir(library))}
+    known |= {*keyword.kwlist, *ELSEWHERE, *(name for library in (*LIBRARIES, fsdp) for name in dir(library))}
     known |= {part for path in trees for part in re.findall(r"\w+", path)}
     classes = members(trees)
     found = []

@@ -12,9 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -144,6 +141,10 @@ def test_modes_see_every_call_as_on_gloo(tmp_path: Path) -> None:
 
 def counted(group: Any) -> list[object]:
     """Collectives of steps of FSDP2, DDP and DTensor, and their results."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
     mesh = DeviceMesh.from_group(group, "cpu")
     torch.manual_seed(0)
     sharded, copied = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2))

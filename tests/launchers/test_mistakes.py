@@ -13,11 +13,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import nbformat
 import pytest
 from engine_helpers import new_pool
 from mistakes import MISTAKES, Mistake
-from nbformat.v4 import new_code_cell, new_notebook
 
 MOST_LINES = 12
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
@@ -89,9 +87,12 @@ def under_pytest(
 
 
 def under_notebook(folder: Path, chosen: list[Mistake]) -> dict[str, str]:
-    cells = [new_code_cell(mistake.cell(), metadata={"tags": ["raises-exception"]}) for mistake in chosen]
+    import nbformat
+    from nbformat import v4
+
+    cells = [v4.new_code_cell(mistake.cell(), metadata={"tags": ["raises-exception"]}) for mistake in chosen]
     file = folder / "notebook.ipynb"
-    nbformat.write(new_notebook(cells=cells), file)
+    nbformat.write(v4.new_notebook(cells=cells), file)
     # Under pytest, as this variable tells, a kernel does not show what its processes print.
     command = (
         "import os; os.environ['IPYTHONDIR'] = '.'; os.environ.pop('PYTEST_CURRENT_TEST'); "

@@ -8,14 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.nn.functional as with_gradients
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 SIZE = 3
@@ -118,6 +115,8 @@ def data_parallel() -> None:
 
 @program
 def fully_sharded() -> None:
+    from torch.distributed.fsdp import fully_shard
+
     whole = nn.Sequential(layer(), layer())
     sharded = nn.Sequential(layer(), layer())
     mesh = init_device_mesh("cpu", (SIZE,))
@@ -133,6 +132,9 @@ def fully_sharded() -> None:
 
 @program
 def sharded_tensors_and_their_checkpoint() -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     mesh = init_device_mesh("cpu", (SIZE,))
     values = torch.arange(12.0).view(6, 2)
     tensor = distribute_tensor(values, mesh, [Shard(0)])

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import os
 import pickle
+import pkgutil
 import sys
 import warnings
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import unisono as un
@@ -87,11 +87,17 @@ def test_per_rank_state_is_exported_whole(tmp_path: Path) -> None:
     assert found["r"] == 0
 
 
-def test_dcp_with_nested_lists(tmp_path: Path) -> None:
-    nested = {"m": {"w": torch.arange(12.0).view(3, 4)}, "l": [1, torch.ones(2)]}
+def save_by_torch(state: Any, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(nested, checkpoint_id=tmp_path / "x.dcp", no_dist=True)
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def test_dcp_with_nested_lists(tmp_path: Path) -> None:
+    nested = {"m": {"w": torch.arange(12.0).view(3, 4)}, "l": [1, torch.ones(2)]}
+    save_by_torch(nested, tmp_path / "x.dcp")
     found = read_any(tmp_path / "x.dcp")
     assert torch.equal(found["m"]["w"], nested["m"]["w"])
     assert found["l"][0] == 1
@@ -100,11 +106,9 @@ def test_dcp_with_nested_lists(tmp_path: Path) -> None:
 
 def test_dcp_written_by_an_older_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Before 3.11.4, members of enumerations are pickled so.
-    kind = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    kind: Any = pkgutil.resolve_name("torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING")
     monkeypatch.setattr(kind, "__reduce_ex__", lambda member, _protocol: (getattr, (kind, member.name)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"w": torch.arange(5.0)}, checkpoint_id=tmp_path / "x.dcp", no_dist=True)
+    save_by_torch({"w": torch.arange(5.0)}, tmp_path / "x.dcp")
     assert b"getattr" in (tmp_path / "x.dcp" / ".metadata").read_bytes()
     assert torch.equal(read_any(tmp_path / "x.dcp")["w"], torch.arange(5.0))
 
@@ -150,9 +154,7 @@ def test_pickles_run_only_if_trusted(tmp_path: Path) -> None:
 
 
 def test_truncated_dcp_file(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path / "x.dcp", no_dist=True)
+    save_by_torch({"w": torch.ones(100)}, tmp_path / "x.dcp")
     (file,) = (tmp_path / "x.dcp").glob("*.distcp")
     os.truncate(file, 50)
     with pytest.raises(CorruptError, match="ends before 'w' does"):

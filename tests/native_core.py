@@ -25,7 +25,7 @@ class ByMessages(Wrapper):
     def wrap_child(self, inner: Transport) -> ByMessages:
         return ByMessages(inner)
 
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         pass
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:

@@ -154,7 +154,7 @@ class Communicator(Place):
         settings = self._options.chunk_bytes, self._check, self._options.deterministic
         host = self._options.host_of(group.members[group.rank]) or host_identity()
         mine = (host, sorted(transport.native), transport.checks, *settings)
-        cards = self._control.agree(group, "introduction", mine, self._options.timeout_s)
+        cards = self._control.exchange_unless_equal(group, "introduction", mine, self._options.timeout_s)
         if cards is None:
             return [mine[0]] * group.size
         for rank, card in enumerate(cards):

@@ -27,7 +27,7 @@ NO_EXAMPLE: dict[str, str] = {
     "un.rpc.Agent.on_process_exit": "called by the library when the process ends",
     "un.Pool.on_process_exit": "called by the library when the process ends",
     "un.testing.Checksummed.abort": _TRANSPORT,
-    "un.testing.Checksummed.agree": _TRANSPORT,
+    "un.testing.Checksummed.compare": _TRANSPORT,
     "un.testing.Checksummed.connect": _TRANSPORT,
     "un.testing.Checksummed.declared": _TRANSPORT,
     "un.testing.Checksummed.empty": _TRANSPORT,

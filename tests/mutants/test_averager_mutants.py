@@ -99,7 +99,7 @@ def weighs_all_alike(self: Weights, n_samples: float) -> None:
 
 
 def counts_who_is_through(self: Weights) -> float:
-    factor = original_agree(self)
+    factor = original_factor(self)
     return factor * self.active / self.comm.size
 
 
@@ -108,7 +108,7 @@ def takes_all_for_present(self: GradientBucket) -> list[tuple[bool, bool]]:
 
 
 original_no_sync = GradientAverager.no_sync
-original_fill, original_last, original_agree = GradientBucket.finalize, Reducer.finish, Weights.agree
+original_fill, original_last, original_factor = GradientBucket.finalize, Reducer.finish, Weights.shared_factor
 
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (GradientAverager, "no_sync", forgets_what_is_owed),
@@ -117,7 +117,7 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (GradientBucket, "read_header", takes_all_for_present),
     (Reducer, "finish", forgets_the_last_buckets),
     (Weights, "set", weighs_all_alike),
-    (Weights, "agree", counts_who_is_through),
+    (Weights, "shared_factor", counts_who_is_through),
 ]
 
 

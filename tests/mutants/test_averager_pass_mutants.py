@@ -200,7 +200,7 @@ def leaves_p_grad(self: SavedGradients) -> None:
 
 
 def uses_the_weight_up(self: Weights) -> float:
-    factor = original_agree(self)
+    factor = original_factor(self)
     self._mine = None
     return factor
 
@@ -211,7 +211,7 @@ def consumes_on_failure(self: Reducer) -> bool:
 
 
 original_abandon, original_save = BackwardTracker.abandon, SavedGradients.save
-original_agree, original_fail = Weights.agree, Reducer.fail
+original_factor, original_fail = Weights.shared_factor, Reducer.fail
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -229,7 +229,7 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (passes, Reducer, "fail", consumes_on_failure),
     (left, GradientBucket, "can_rewind", lambda self: False),
     (left, GradientBucket, "rewind", lambda self: setattr(self, "started", False)),
-    (alone, Weights, "agree", uses_the_weight_up),
+    (alone, Weights, "shared_factor", uses_the_weight_up),
     (alone, Reducer, "fail", lambda self: bool(original_fail(self) and False)),
     (alone, AveragerComms, "abort_pass", nothing),
     (parameters, ParameterRegistry, "check", nothing),

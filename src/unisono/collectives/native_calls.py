@@ -363,7 +363,7 @@ class NativeTransport(Transport):
     def supports(self, call: Call) -> bool:
         return not call.lengths and self.calls.carries(call)
 
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         """Compare calls by messages, and backward calls, in separate rounds. Native ones compare in their first."""
         if call.fingerprint.adjoint_of is not None or not self.calls.carries(call):
             self.calls.compare(call.fingerprint, deadline)

@@ -450,7 +450,7 @@ class Engine:
         self.block(barrier, timeout=limit)
         topic = f"agreements before call {self._calls}"
         try:
-            if self.control.agree(self.group, topic, mine.agreed, limit) is None:
+            if self.control.exchange_unless_equal(self.group, topic, mine.agreed, limit) is None:
                 return
             values = self.control.exchange(self.group, f"{topic}, in full", mine.values(), limit)
         except BaseException as error:
@@ -502,7 +502,7 @@ class Engine:
     def _perform(self, call: Call, transport: Transport, then: Callable[[], Call] | None = None) -> None:
         deadline = time.monotonic() + call.timeout
         with self._carrying_out(call):
-            self._agree(call, transport, deadline)
+            self._compare(call, transport, deadline)
             call.staging.begin()
             work = transport.run(call)
             work.wait(seconds_left(deadline))
@@ -516,17 +516,17 @@ class Engine:
                 second = then()
             self._perform(second, transport)
 
-    def _agree(self, call: Call, transport: Transport, deadline: float) -> None:
+    def _compare(self, call: Call, transport: Transport, deadline: float) -> None:
         """Return when the call may write to memory: ranks have compared it, and what waited to be compared."""
         if call.agreed is not None:
             # With steps that are no algorithm's, so that every transport compares it by itself.
-            transport.agree(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
-        transport.agree(call, deadline)
+            transport.compare(Call("barrier", fingerprint=call.agreed, steps=_no_steps), deadline)
+        transport.compare(call, deadline)
 
     def _start(self, call: Call, transport: Transport) -> Work:
         """Start a call in the transport, which progresses by itself; the waiting thread does the rest."""
         with self._carrying_out(call):
-            self._agree(call, transport, time.monotonic() + call.timeout)
+            self._compare(call, transport, time.monotonic() + call.timeout)
             call.staging.begin()
             work = transport.run(call)
 

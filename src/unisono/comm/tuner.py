@@ -55,7 +55,7 @@ class Tuner:
 
     def machine(self) -> Machine:
         """Return the table and the hosts. Collective at first: rank 0 loads its table, and all ranks use it."""
-        machine = self._machine or self._agree(None)
+        machine = self._machine or self._share(None)
         sink = SINK.get()
         if sink is not None and sink is not self._traced:
             detail = {"hash": machine.table.hash, "overrides": dict(machine.table.overrides)}
@@ -70,9 +70,9 @@ class Tuner:
         Args:
             measured: The table, on rank 0.
         """
-        return self._agree(measured).table
+        return self._share(measured).table
 
-    def _agree(self, measured: CostTable | None) -> Machine:
+    def _share(self, measured: CostTable | None) -> Machine:
         self._agreements += 1
         group = self._transport.group
         topic = f"cost table {self._agreements}"

@@ -286,7 +286,7 @@ class ControlClient(ControlPlane, ABC):
         contents = self._exchange(group, topic, value, timeout, agree=False)
         return [serialization.decode(content) for content in contents]
 
-    def agree(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
+    def exchange_unless_equal(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
         contents = self._exchange(group, topic, value, timeout, agree=True)
         return None if contents is None else [serialization.decode(content) for content in contents]
 

@@ -97,7 +97,7 @@ class ControlPlane(ABC):
         """
 
     @abstractmethod
-    def agree(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
+    def exchange_unless_equal(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
         """As `exchange`, but return None if all values are equal: a small reply, whatever the values' size."""
 
     @abstractmethod

@@ -97,7 +97,7 @@ class Transport(ABC):
         native: Names of the collectives (see `Call`) that `run` carries out without messages.
         tags: Whether tags above 0 are distinguished. `COLLECTIVE_TAG` always is.
         any_source: Whether `iprobe` reports what has arrived, so that a receive may accept any sender.
-        checks: Whether `agree` or `run` compares the calls of all ranks.
+        checks: Whether `compare` or `run` compares the calls of all ranks.
         full: Whether it compares shapes and contents, too, as `check="full"` asks for.
         balanced: Whether sums by messages must be reduced in the balanced tree over the ranks, as native ones are.
         devices: The supported device types of tensors.
@@ -283,7 +283,7 @@ class Transport(ABC):
         """
         return call.name in self.native and not call.lengths
 
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         """Return when the call may write to memory. Nothing by default; `run` follows, on every rank.
 
         A transport that `checks` returns when all ranks are known to make the same call, or does that in `run`.

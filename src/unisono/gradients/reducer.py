@@ -206,7 +206,7 @@ class Reducer:
         while self._next < len(self.buckets):
             self._start(arrived, (late, *requests))
         if self._factor is None:
-            self._factor = self._weights.agree()
+            self._factor = self._weights.shared_factor()
         for bucket in self.buckets[first:]:
             if bucket.work is not None and bucket.observed_s is None:
                 self._wait(bucket)
@@ -222,7 +222,7 @@ class Reducer:
             # Another rank's pass has failed.
             raise failure.locate(rank=self._comm.rank, size=self._comm.size, operation="all_reduce")
         if self._factor is None:
-            self._factor = self._weights.agree() if self._weights.uneven else self._weights.factor
+            self._factor = self._weights.shared_factor() if self._weights.uneven else self._weights.factor
         if not bucket.memory.is_cpu:
             bucket.follow_streams()
         bucket.finalize(

@@ -67,7 +67,7 @@ class Weights:
         """Record that a pass in `no_sync` has run: this step's weight, if it is set, is that of its gradient too."""
         self.in_use = self._mine is not None
 
-    def agree(self) -> float:
+    def shared_factor(self) -> float:
         """This step's factor. Collective where ranks may differ; `AllRanksDone` where none has data."""
         size = self._size
         mine = self._mine

@@ -43,7 +43,7 @@ REPLIES: dict[str, int | None] = {
     "delete": 1,
     "num_keys": 0,
     "exchange": 2,
-    "agree": 2,
+    "exchange_unless_equal": 2,
     "report_failure": 1,
     "first_cause": 1,
     "rebuild": 2,
@@ -225,9 +225,9 @@ class Recorded(Wrapper):
         raise UnavailableError("requests of rpc and pools arrive at any time, and are not recorded: close them first")
 
     # -- collectives ---------------------------------------------------------------------------
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         try:
-            super().agree(call, deadline)
+            super().compare(call, deadline)
         except CommError as error:
             self._log.put(("refused", self._name, call.fingerprint.call), words_of(error))
             raise

@@ -191,7 +191,7 @@ class ReplayTransport(Transport):
     def supports(self, call: Call) -> bool:
         return call.name in self.native
 
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         refused = self.replay.log.take(("refused", self._name, call.fingerprint.call))
         if refused is not None:
             raise error_from(refused.value)
@@ -477,7 +477,7 @@ class _Control(ControlPlane):
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
         return self._reply("exchange", [group, topic], lambda: [value] * group.size)
 
-    def agree(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
+    def exchange_unless_equal(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
         def here() -> list[Any] | None:
             if topic != "introduction" or self.replay.begun:
                 return None
@@ -486,7 +486,7 @@ class _Control(ControlPlane):
             names = {rank: f"host {number}" for number, ranks in hosts for rank in ranks}
             return [(names[rank], *value[1:]) for rank in range(group.size)]
 
-        return self._reply("agree", [group, topic], here)
+        return self._reply("exchange_unless_equal", [group, topic], here)
 
     def report_failure(self, group: Group, cause: Cause) -> Cause:
         return self._reply("report_failure", [group], lambda: cause)

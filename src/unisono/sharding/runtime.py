@@ -366,7 +366,7 @@ class Runtime:
                 if (error := unit.written()) is not None:
                     raise error
             if self._trained:
-                self._agree()
+                self._check_same_gradients()
             for unit in self._units:
                 self._reduce(unit)
             for flat, gradient in self._trained:
@@ -392,7 +392,7 @@ class Runtime:
             gradient.drop()
         return had
 
-    def _agree(self) -> None:
+    def _check_same_gradients(self) -> None:
         """`MismatchError` on every rank if ranks have gradients of different parameters. Collective."""
         known = [
             (name, index in gradient.taken or index in gradient.reduced)

@@ -203,7 +203,7 @@ class ThreadTransport(Transport):
                 raise left_error(peer)
             return waiting is not None and isinstance(waiting[0][0], Send)
 
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         if not (self.checks and call.checked):
             return
         number = call.fingerprint.call

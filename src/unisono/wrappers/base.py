@@ -63,8 +63,8 @@ class Wrapper(Transport):
     def supports(self, call: Call) -> bool:
         return call.name in self.native and self.inner.supports(call)
 
-    def agree(self, call: Call, deadline: float) -> None:
-        self.inner.agree(call, deadline)
+    def compare(self, call: Call, deadline: float) -> None:
+        self.inner.compare(call, deadline)
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         return self.inner.run(call, over or self)

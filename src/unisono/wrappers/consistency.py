@@ -90,21 +90,22 @@ class Checked(Wrapper):
     def wrap_child(self, inner: Transport) -> Checked:
         return Checked(inner, self._control, self._options, self._connect, full=self.full)
 
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         if self._comparer is not None:
             self._comparer.compare(call.fingerprint, deadline, shapes=self.full)
         else:
-            self._agree_by_control_plane(call.fingerprint, deadline)
+            self._compare_by_control_plane(call.fingerprint, deadline)
             # All ranks are known to be here.
             self._comparer = self._connected()
             self._connect = None
-        return super().agree(call, deadline)
+        return super().compare(call, deadline)
 
-    def _agree_by_control_plane(self, fingerprint: Fingerprint, deadline: float) -> None:
+    def _compare_by_control_plane(self, fingerprint: Fingerprint, deadline: float) -> None:
         topic = _topic(fingerprint)
         left = deadline - time.monotonic()
         if not (fingerprint.sends or fingerprint.receives):
-            if self._control.agree(self.group, topic, fingerprint.compared(shapes=self.full), left) is None:
+            mine = fingerprint.compared(shapes=self.full)
+            if self._control.exchange_unless_equal(self.group, topic, mine, left) is None:
                 return
             topic = f"{topic} in full"
         compare_in_full(self._control, self.group, topic, fingerprint, left, shapes=self.full)

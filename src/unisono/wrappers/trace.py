@@ -52,11 +52,11 @@ class Traced(Wrapper):
     def wrap_child(self, inner: Transport) -> Traced:
         return Traced(inner, self._sink)
 
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         start = time.perf_counter()
         self._call = call.fingerprint.call
         self._sent.clear()
-        self.inner.agree(call, deadline)
+        self.inner.compare(call, deadline)
         self._report("begin", call.fingerprint.operation, start, 0, _detail(call.fingerprint))
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:

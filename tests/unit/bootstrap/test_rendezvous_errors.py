@@ -144,7 +144,7 @@ def test_late_duplicate_rank_is_rejected_alone(port: int) -> None:
     late = run_concurrently(lambda: find(url, 1, 2, SOON))[0]
     assert isinstance(late, MismatchError)
     values = run_concurrently(
-        *[lambda p=p: p.control.agree(Group.world(p.rank, 2, p.name), "x", 1, SOON) for p in places]
+        *[lambda p=p: p.control.exchange_unless_equal(Group.world(p.rank, 2, p.name), "x", 1, SOON) for p in places]
     )
     assert values == [None, None]
     for place in places:

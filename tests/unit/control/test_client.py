@@ -71,8 +71,11 @@ def test_exchange_and_agree(make: Make) -> None:
     for _ in range(3):
         given = everywhere(controls, groups, lambda c, g: c.exchange(g, "all", {"rank": g.rank}, SOON))
         assert given == [[{"rank": rank} for rank in range(3)]] * 3
-        assert everywhere(controls, groups, lambda c, g: c.agree(g, "same", ("sum", 4), SOON)) == [None] * 3
-        other = everywhere(controls, groups, lambda c, g: c.agree(g, "other", g.rank == 1, SOON))
+        assert (
+            everywhere(controls, groups, lambda c, g: c.exchange_unless_equal(g, "same", ("sum", 4), SOON))
+            == [None] * 3
+        )
+        other = everywhere(controls, groups, lambda c, g: c.exchange_unless_equal(g, "other", g.rank == 1, SOON))
         assert other == [[False, True, False]] * 3
 
 
@@ -89,7 +92,7 @@ def test_unserializable_values_are_rejected_locally(make: Make) -> None:
     controls, groups, told = world(make, 2)
     with pytest.raises(TypeError, match="value is the function"):
         controls[0].exchange(groups[0], "x", lambda: 0, SOON)
-    assert everywhere(controls, groups, lambda c, g: c.agree(g, "x", 1, SOON)) == [None, None]
+    assert everywhere(controls, groups, lambda c, g: c.exchange_unless_equal(g, "x", 1, SOON)) == [None, None]
     assert all(heard.nothing() for heard in told)
 
 

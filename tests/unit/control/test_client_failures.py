@@ -56,7 +56,7 @@ def test_first_cause_is_kept(make: Make) -> None:
     assert controls[0].report_failure(groups[0], Cause("AbortedError", 0, "later")) == first
     die(controls[1])
     with pytest.raises(MismatchError, match="rank 0 of 2: rank 1 differs"):
-        controls[0].agree(groups[0], "x", 1, SOON)
+        controls[0].exchange_unless_equal(groups[0], "x", 1, SOON)
     assert told[0].only() == first
 
 
@@ -73,7 +73,7 @@ def test_late_joiner_learns_the_failure(make: Make) -> None:
 def test_clean_leave(make: Make) -> None:
     controls, groups, told = world(make, 3)
     left, waiting = run_concurrently(
-        lambda: controls[1].leave(groups[1]), lambda: controls[0].agree(groups[0], "x", 1, SOON)
+        lambda: controls[1].leave(groups[1]), lambda: controls[0].exchange_unless_equal(groups[0], "x", 1, SOON)
     )
     assert left is None
     assert isinstance(waiting, PeerLostError)
@@ -101,7 +101,7 @@ def test_conflicting_join_does_not_affect_a_complete_group(make: Make) -> None:
     controls, groups, told = world(make, 2)
     with pytest.raises(MismatchError, match="two processes claim to be rank 1"):
         make().join(Group.world(1, 2))
-    assert everywhere(controls, groups, lambda c, g: c.agree(g, "x", 1, SOON)) == [None, None]
+    assert everywhere(controls, groups, lambda c, g: c.exchange_unless_equal(g, "x", 1, SOON)) == [None, None]
     assert all(heard.nothing() for heard in told)
 
 
@@ -113,7 +113,7 @@ def test_after_close(make: Make) -> None:
     with pytest.raises(ClosedError, match="closed"):
         controls[0].get("x", SOON)
     with pytest.raises(PeerLostError, match="rank 0 has left"):
-        controls[1].agree(groups[1], "x", 1, SOON)
+        controls[1].exchange_unless_equal(groups[1], "x", 1, SOON)
 
 
 def test_close_ends_a_wait(make: Make) -> None:
@@ -135,7 +135,7 @@ def test_on_process_exit_reports_the_reason(make: Make) -> None:
     controls, groups, _ = world(make, 2)
     controls[1].on_process_exit(ValueError("no data"))
     with pytest.raises(PeerLostError, match="rank 0 of 2: rank 1 failed: ValueError: no data"):
-        controls[0].agree(groups[0], "x", 1, SOON)
+        controls[0].exchange_unless_equal(groups[0], "x", 1, SOON)
 
 
 def test_error_of() -> None:

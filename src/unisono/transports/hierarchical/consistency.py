@@ -70,7 +70,7 @@ class HostAgreement:
         self._host_rounds = [_HostRound(self.short_bytes) for _ in range(hosts if links is not None else 1)]
         self._own = here if links is not None else 0
 
-    def agree(self, mine: Fingerprint, deadline: float) -> None:
+    def compare(self, mine: Fingerprint, deadline: float) -> None:
         """Return when all ranks are about to do the same.
 
         Raises:
@@ -85,7 +85,7 @@ class HostAgreement:
         self._settle(mine, self._alike(mine, deadline), None, deadline)
 
     def reduce(self, call: Call, deadline: float) -> None:
-        """As `agree`, for an all_reduce of at most `short_bytes`, which is complete when this returns."""
+        """As `compare`, for an all_reduce of at most `short_bytes`, which is complete when this returns."""
         self._calls += 1
         target = call.outputs[0]
         partial = self._host_rounds[self._own].like(target)
@@ -121,7 +121,7 @@ class HostAgreement:
             return self._compared(mine, deadline)
         local = mine._replace(algorithm=f"{mine.algorithm} between hosts", sends=(), receives=())
         try:
-            transport.agree(Call("barrier", fingerprint=local, steps=_between_hosts), deadline)
+            transport.compare(Call("barrier", fingerprint=local, steps=_between_hosts), deadline)
         except MismatchError:
             return False
         return True

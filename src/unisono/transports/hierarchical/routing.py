@@ -37,9 +37,9 @@ class RankMappedTransport(Wrapper):
     def wrap_child(self, inner: Transport) -> RankMappedTransport:
         return RankMappedTransport(inner, range(inner.size))
 
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         try:
-            super().agree(call, deadline)
+            super().compare(call, deadline)
         except CommError as error:
             raise self.translate(error) from error
 
@@ -168,5 +168,5 @@ class SubsetCollectives:
         _, steps = self._selection.choose(call)
         chosen = call._replace(steps=steps, timeout=seconds_left(deadline))
         if agrees:
-            self.transport.agree(chosen, deadline)
+            self.transport.compare(chosen, deadline)
         self.transport.run(chosen).wait(seconds_left(deadline))

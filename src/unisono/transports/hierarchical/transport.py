@@ -144,11 +144,11 @@ class Hierarchical(Transport):
         return super().empty(shape, dtype) if self.inner is None else self.inner.empty(shape, dtype)
 
     # -- collectives ---------------------------------------------------------------------------
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         """Compare a call that runs by messages. A native call is compared with its own first packet."""
         if call.steps is not None:
             with self._name_missing_rank(deadline):
-                self._agreement.agree(call.fingerprint, deadline)
+                self._agreement.compare(call.fingerprint, deadline)
 
     def run(self, call: Call, over: PointToPoint | None = None) -> Work:
         if call.steps is not None:
@@ -160,7 +160,7 @@ class Hierarchical(Transport):
             if call.name == "all_reduce" and call.outputs[0].nbytes <= self._agreement.short_bytes:
                 self._agreement.reduce(call, deadline)
                 return
-            self._agreement.agree(call.fingerprint, deadline)
+            self._agreement.compare(call.fingerprint, deadline)
             if call.name != "barrier":
                 getattr(self._bulk, call.name)(call, deadline)
 

@@ -147,7 +147,7 @@ class MpiTransport(Transport):
     def supports(self, call: Call) -> bool:
         return call.name in self.native and carries(call, self.size)
 
-    def agree(self, call: Call, deadline: float) -> None:
+    def compare(self, call: Call, deadline: float) -> None:
         """Return when all ranks have reached the same call."""
         fingerprint = call.fingerprint
         word = word_of(fingerprint)

@@ -104,3 +104,25 @@ def test_framework_divides_no_loader_again(framework: str, loader: str, outcome:
 def test_accelerate_rejects_unknown_names(asks: str) -> None:
     ended = run("-c", f"import os; os.environ.update(LOCAL_RANK='0', RANK='0', WORLD_SIZE='2'); {asks}")
     assert "ValueError: Your assigned backend unisono is not available, please use gloo" in ended.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("framework", ["Lightning", "Accelerate"])
+def test_recipes_stop_at_one_step_and_resume(framework: str, tmp_path: Path) -> None:
+    def ended(folder: str, what: str, status: int) -> list[object]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        program = Path(__file__).with_name("stopped_frameworks.py")
+        job = run("-m", "unisono", "run", "-n", "2", str(program), framework, str(tmp_path / folder), what)
+        assert job.returncode == status, job.stdout + job.stderr
+        first, second = re.findall(r"ENDED (\[.*?\])", job.stdout)
+        assert first == second
+        return list(json.loads(first))
+
+    whole = ended("whole", "run", 0)
+    steps, reason, _ = ended("stopped", "stop", 75)
+    assert steps in (4, 5)
+    assert reason == "signal SIGTERM"
+    resumed = ended("stopped", "resume", 0)
+    # Lightning makes the steps that are left, with the loader's first batches.
+    assert resumed[:2] == whole[:2]
+    assert (resumed == whole) == (framework == "Accelerate")

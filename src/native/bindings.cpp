@@ -5,7 +5,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <initializer_list>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,6 +17,7 @@
 #include "shm/byte_ring.hpp"
 #include "shm/collectives.hpp"
 #include "shm/p2p_ring.hpp"
+#include "shm/ring_end.hpp"
 #include "shm/shared_words.hpp"
 #include "steps/executor.hpp"
 #include "tcp/messages.hpp"
@@ -53,11 +56,16 @@ constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56, kStepsCall = uint64_t{0x
 
 char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
 
-// As in types.py: the number of an operation is its index there, from 1 on; an average is a divided sum.
+// Operations as Python names them. Their numbers are the places here, 0 for none; an average is a divided sum.
+struct NamedOp {
+    const char* name;
+    std::optional<ReduceOp> op;
+};
 constexpr int kAverage = 2;
-constexpr std::optional<ReduceOp> kReduceOps[] = {
-    std::nullopt,   ReduceOp::sum, ReduceOp::sum,  ReduceOp::product, ReduceOp::min,
-    ReduceOp::max,  ReduceOp::band, ReduceOp::bor, ReduceOp::bxor};
+constexpr NamedOp kReduceOps[] = {
+    {"", std::nullopt},        {"sum", ReduceOp::sum},   {"avg", ReduceOp::sum},
+    {"product", ReduceOp::product}, {"min", ReduceOp::min},   {"max", ReduceOp::max},
+    {"band", ReduceOp::band},  {"bor", ReduceOp::bor},   {"bxor", ReduceOp::bxor}};
 
 // Properties of a dtype. Its number is its index in a list common to all ranks.
 struct DType {
@@ -67,7 +75,7 @@ struct DType {
     DType() = default;
     DType(const std::string& name, int64_t width) : width(width) {
         for (size_t n = 0; n < std::size(kReduceOps); n++)
-            if (kReduceOps[n]) reductions[n] = reduction_of(name, *kReduceOps[n]);
+            if (kReduceOps[n].op) reductions[n] = reduction_of(name, *kReduceOps[n].op);
     }
 };
 
@@ -321,14 +329,18 @@ class Calls {
 // Collectives and messages in shared memory.
 class Core : public Calls {
   public:
-    // The memory of counters and staging buffers, of the rings of messages, and of those of algorithms' steps.
-    Core(uintptr_t words, uintptr_t stages, uintptr_t rings, uintptr_t steps, int64_t stage_bytes, int rank, int size,
-         bool oversubscribed, const std::vector<std::pair<std::string, int64_t>>& dtypes)
+    // In memory of `nbytes(size)`, zeroed by the first rank.
+    Core(nb::handle memory, int rank, int size, bool oversubscribed,
+         const std::vector<std::pair<std::string, int64_t>>& dtypes)
         : Calls(rank, size, dtypes),
-          collectives_(reinterpret_cast<Word*>(words), pointer(stages), static_cast<size_t>(stage_bytes), rank, size,
-                       oversubscribed),
-          rings_(collectives_.shared_barrier, pointer(rings)),
-          executor_(rank, size, oversubscribed, collectives_.shared_barrier, pointer(steps)) {}
+          memory_(std::make_shared<PythonMemory>(memory, PyBUF_WRITABLE, nbytes(size))),
+          places_(size),
+          collectives_(reinterpret_cast<Word*>(memory_->begin()), memory_->begin() + places_.stages, kStageBytes, rank,
+                       size, oversubscribed),
+          rings_(collectives_.shared_barrier, memory_->begin() + places_.rings),
+          executor_(rank, size, oversubscribed, collectives_.shared_barrier, memory_->begin() + places_.steps) {}
+
+    static uint64_t nbytes(int size) { return Places(size).end; }
 
     // A message of this many elements, to or from another rank.
     int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
@@ -347,6 +359,7 @@ class Core : public Calls {
     }
 
     // Messages moved by Python, whose waits use the core.
+    auto rings() const { return ring_ends(memory_, {memory_->begin() + places_.rings, size_}, rank_); }
     uint64_t progress() const { return rings_.progress(); }
     void wake(int peer) { rings_.wake(peer); }
     int wait_for_messages(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress,
@@ -370,6 +383,9 @@ class Core : public Calls {
         executor_.abort();
         collectives_.shared_barrier.abort();
     }
+    void leave() { collectives_.shared_barrier.leave(); }
+    bool has_left(int rank) const { return collectives_.shared_barrier.has_left(rank); }
+    uint64_t round() const { return collectives_.shared_barrier.round(); }
     int missing() const { return collectives_.shared_barrier.missing(); }
     double waited_s() const { return collectives_.shared_barrier.waited_s(); }
 
@@ -380,6 +396,23 @@ class Core : public Calls {
     void remove_segment(uint64_t number) { collectives_.remove_segment(number); }
 
   private:
+    static constexpr uint64_t kStageBytes = 1 << 20, kPageBytes = 4096;
+
+    // Where things begin in the memory: after the counters, two staging buffers for each rank, the rings of messages, and
+    // those of algorithms' steps.
+    struct Places {
+        uint64_t stages, rings, steps, end;
+
+        explicit Places(int size) {
+            const auto ranks = static_cast<uint64_t>(size);
+            const uint64_t rings_bytes = RingMemory::nbytes(size, ByteRing::kBytes);
+            stages = (ranks * kWordsPerRank * sizeof(Word) + kPageBytes - 1) & ~(kPageBytes - 1);
+            rings = stages + ranks * 2 * kStageBytes;
+            steps = rings + rings_bytes;
+            end = steps + rings_bytes;
+        }
+    };
+
     // Read-only tensors must not be divided before.
     bool divides_before(const CollectiveCall& call) const override {
         return !program_ && call.reduction.divide_before && call.type == OpType::all_reduce;
@@ -403,6 +436,8 @@ class Core : public Calls {
         return status;
     }
 
+    const std::shared_ptr<PythonMemory> memory_;
+    const Places places_;
     Collectives collectives_;
     MessageRings rings_;
     Executor<RingNetwork> executor_;
@@ -502,6 +537,14 @@ void copy_gradients(const std::vector<uintptr_t>& destinations, const std::vecto
                       total >= kNonTemporalBytes);
 }
 
+// The numbers of an enumeration, by their names in Python.
+template <class Enum>
+nb::dict numbers(std::initializer_list<std::pair<const char*, Enum>> names) {
+    nb::dict found;
+    for (const auto& [name, number] : names) found[name] = static_cast<int>(number);
+    return found;
+}
+
 // As methods of each core: those of a bound base class take longer to call.
 template <class Bound>
 Bound& add_calls(Bound&& bound) {
@@ -521,27 +564,69 @@ NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);
     module.doc() = "Collectives in shared memory and over connections; see src/native.";
     module.attr("BUILD") = UNISONO_BUILD;
+    module.attr("STATUSES") = numbers<Status>({{"OK", Status::ok},
+                                              {"MISMATCH", Status::mismatch},
+                                              {"TIMEOUT", Status::timeout},
+                                              {"PEER_LEFT", Status::peer_left},
+                                              {"ABORTED", Status::aborted},
+                                              {"INTERRUPTED", Status::interrupted},
+                                              {"UNSUPPORTED", Status::unsupported},
+                                              {"PEER_LOST", Status::peer_lost}});
+    module.attr("COLLECTIVES") = numbers<OpType>({{"all_gather", OpType::all_gather},
+                                                 {"all_reduce", OpType::all_reduce},
+                                                 {"all_to_all", OpType::all_to_all},
+                                                 {"barrier", OpType::barrier},
+                                                 {"broadcast", OpType::broadcast},
+                                                 {"gather", OpType::gather},
+                                                 {"reduce", OpType::reduce},
+                                                 {"reduce_scatter", OpType::reduce_scatter},
+                                                 {"scatter", OpType::scatter}});
+    nb::dict reduce_ops;
+    for (size_t n = 1; n < std::size(kReduceOps); n++) reduce_ops[kReduceOps[n].name] = n;
+    module.attr("REDUCE_OPS") = reduce_ops;
+    module.attr("MESSAGE_HEADER") = kHeaderFormat;
+    const FrameHeader farewell{0, 0, FrameKind::farewell, 0};
+    module.attr("FAREWELL") = nb::bytes(&farewell, sizeof farewell);
     module.def("copy_gradients", &copy_gradients);
     module.def("stop_deadlines", [](double stood, double stopped_at) {
         stood_s.store(stood);
         stopped_at_s.store(stopped_at);
     });
+    module.def("rings_nbytes", &RingMemory::nbytes);
+    module.def("rings", [](nb::handle memory, int rank, int size, uint64_t ring_bytes) {
+        const uint64_t nbytes = RingMemory::nbytes(size, ring_bytes);
+        const auto held = std::make_shared<PythonMemory>(memory, PyBUF_WRITABLE, nbytes);
+        return ring_ends(held, {held->begin(), size, ring_bytes}, rank);
+    });
+    nb::class_<RingEnd>(module, "Ring")
+        .def_prop_ro("available", &RingEnd::available)
+        .def_prop_ro("room", &RingEnd::room)
+        .def("write", &RingEnd::write, nb::arg("content"), nb::arg("more") = false)
+        .def("peek", &RingEnd::peek, nb::sig("def peek(self) -> memoryview"))
+        .def("skip", &RingEnd::skip)
+        .def("read", &RingEnd::read);
     nb::class_<SharedWords>(module, "SharedWords")
         .def(nb::init<nb::handle>())
         .def("__getitem__", &SharedWords::load)
-        .def("__setitem__", &SharedWords::store);
+        .def("__setitem__", &SharedWords::store)
+        .def("wait", &SharedWords::wait)
+        .def("wake", &SharedWords::wake);
     nb::class_<Program>(module, "Program")
         .def(nb::init<const std::vector<int64_t>&, int, int, uint64_t>())
         .def_prop_ro("address", [](const Program& program) { return reinterpret_cast<uintptr_t>(&program); });
     add_calls(nb::class_<Core>(module, "Core"))
-        .def(nb::init<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t, int, int, bool,
-                      const std::vector<std::pair<std::string, int64_t>>&>())
+        .def(nb::init<nb::handle, int, int, bool, const std::vector<std::pair<std::string, int64_t>>&>())
+        .def_static("nbytes", &Core::nbytes)
+        .def("rings", &Core::rings)
         .def("send", &Core::send)
         .def("receive", &Core::receive)
         .def("wait_for_messages", &Core::wait_for_messages)
         .def("wake", &Core::wake)
         .def("compare", &Core::compare)
         .def("abort", &Core::abort)
+        .def("leave", &Core::leave)
+        .def("has_left", &Core::has_left)
+        .def_prop_ro("round", &Core::round)
         .def("add_segment", &Core::add_segment)
         .def("expect_symmetric_memory", &Core::expect_symmetric_memory)
         .def("remove_segment", &Core::remove_segment)

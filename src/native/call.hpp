@@ -25,7 +25,6 @@ struct WaitCallbacks {
     virtual ~WaitCallbacks() = default;
 };
 
-// As numbered in core/collective.py.
 enum class OpType {
     all_gather = 1,
     all_reduce,

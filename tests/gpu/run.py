@@ -110,7 +110,7 @@ def lacking() -> list[str]:
 
 
 def compile_extension() -> None:
-    """Build it in place, if there is a compiler; without it, all is as it is, but slower."""
+    """Build the native core in place, if there is a compiler; backends shm and tcp need it."""
     compiler = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     within(INSTALL_WITHIN_S, compiler, dict(os.environ))
     sys.path.insert(0, str(ROOT / "src"))

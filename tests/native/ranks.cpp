@@ -35,7 +35,7 @@ struct SharedGroup {
         : size(size),
           words(static_cast<size_t>(size * kWordsPerRank)),
           stages(static_cast<size_t>(size) * 2 * kStage),
-          rings(static_cast<size_t>(size * size) * (128 + (128 << 10)) + 64) {}
+          rings(RingMemory::nbytes(size, ByteRing::kBytes) + 64) {}
 
     void run(const std::function<void(int, Collectives&, MessageRings&)>& program) {
         std::vector<std::thread> threads;

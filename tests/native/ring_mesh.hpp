@@ -11,7 +11,7 @@ namespace unisono {
 struct RingMesh {
     explicit RingMesh(int size)
         : size(size), words_(static_cast<size_t>(size * kWordsPerRank)),
-          lines_(static_cast<size_t>(size * size) * (ByteRings::kControlBytes + ByteRing::kBytes) / sizeof(Line)) {
+          lines_(RingMemory::nbytes(size, ByteRing::kBytes) / sizeof(Line)) {
         for (int rank = 0; rank < size; rank++)
             barriers_.push_back(std::make_unique<SharedBarrier>(words_.data(), rank, size, true));
     }

@@ -1,8 +1,11 @@
-"""Words that order shared memory: the core's and Python's ends of rings and rounds, mixed, lose no byte."""
+"""Words that order shared memory: rings moved by the core and by Python, in turn, lose no byte."""
 
 from __future__ import annotations
 
 import random
+import threading
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,17 @@ from native_core import without_core
 import unisono as un
 from unisono.host.native import native
 from unisono.testing import pool
-from unisono.transports.shm.segment import words_of
+
+CORE = native()
+pytestmark = pytest.mark.skipif(CORE is None, reason="no compiler was here when unisono was installed")
 
 SIZES = [1, 7, 8, 100, 1000, 20_000, 70_000]
 """Elements of 8 bytes: parts of a cache line, of the ring (128 KiB), and several rings full."""
+
+
+def words_in(memory: memoryview) -> Any:
+    assert CORE is not None
+    return CORE.SharedWords(memory)
 
 
 def content(sender: int, turn: int, count: int) -> torch.Tensor:
@@ -39,7 +49,7 @@ def stressed(comm: un.Communicator, turns: int) -> int:
 
 
 def rounds(comm: un.Communicator, turns: int) -> int:
-    """Reduce by rounds of Python over one memory and of the core over another, in turn; return the wrong sums."""
+    """Reduce by messages over one memory and by rounds of the core over another, in turn; return the wrong sums."""
     wrong, general = 0, without_core(comm)
     common = random.Random(98)
     for turn in range(turns):
@@ -60,7 +70,7 @@ def test_mixed_ends_lose_nothing(program: object, turns: int) -> None:
 
 def test_words_are_those_of_the_memory() -> None:
     memory = memoryview(bytearray(64))
-    words = words_of(memory)
+    words = words_in(memory)
     words[1] = (1 << 64) - 2
     memory.cast("Q")[2] = 5
     assert (words[0], words[1], words[2], memory.cast("Q")[1]) == (0, (1 << 64) - 2, 5, (1 << 64) - 2)
@@ -70,13 +80,27 @@ def test_words_are_those_of_the_memory() -> None:
         words[0] = -1
 
 
-@pytest.mark.skipif(native() is None, reason="no compiler was here when unisono was installed")
 def test_words_keep_their_memory() -> None:
     memory = memoryview(bytearray(64))
-    words = words_of(memory)
+    words = words_in(memory)
     with pytest.raises(BufferError):
         memory.release()
     del words
     memory.release()
     with pytest.raises(BufferError):
-        words_of(memoryview(bytes(64)))
+        words_in(memoryview(bytes(64)))
+
+
+def test_wait_ends_when_woken_or_late_or_if_the_word_has_changed() -> None:
+    words = words_in(memoryview(bytearray(64)))
+    words[1] = 5
+    words.wait(1, 4, 1000.0)
+    began = time.monotonic()
+    words.wait(1, 5, 0.02)
+    assert time.monotonic() - began >= 0.02
+    thread = threading.Thread(target=words.wait, args=(1, 5, 1e6))
+    thread.start()
+    while thread.is_alive():
+        words.wake(1)
+    with pytest.raises(IndexError):
+        words.wait(8, 0, 0.0)

@@ -44,7 +44,7 @@ inline double deadline_clock_s() {
 }
 
 inline void futex_wait(const void* word, uint32_t expected, long nanoseconds) {
-    const timespec limit{0, nanoseconds};
+    const timespec limit{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
     syscall(SYS_futex, word, FUTEX_WAIT, expected, &limit, nullptr, 0);
 }
 

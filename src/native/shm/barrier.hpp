@@ -12,7 +12,7 @@ namespace unisono {
 using Word = std::atomic<uint64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8);
 
-// Layout of each rank's four lines of 64 bytes, as in transports/shm/barrier.py.
+// Layout of each rank's four lines of 64 bytes.
 inline constexpr int kWordsPerRank = 32;
 enum Field { kArrived = 0, kReduced = 1, kLeft = 2, kSignatures = 8, kSleeping = 24, kWakeups = 25 };
 
@@ -62,6 +62,10 @@ class SharedBarrier {
     uint64_t payload(int rank) const {
         return at(rank, kSignatures + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
     }
+
+    // Publishes that this rank makes no more calls.
+    void leave() { publish(kLeft, 1); }
+    bool has_left(int rank) const { return at(rank, kLeft).load(std::memory_order_seq_cst) != 0; }
 
     // Publishes that this rank's share is reduced.
     uint64_t publish_reduced() {

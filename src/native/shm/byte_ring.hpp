@@ -20,33 +20,67 @@ struct ByteRing {
     static constexpr uint64_t kBytes = 128 << 10, kCacheLine = 64;
 
     char *control, *data;
+    // A power of two.
+    uint64_t nbytes = kBytes;
 
     Word& written() const { return *reinterpret_cast<Word*>(control); }
     Word& read() const { return *reinterpret_cast<Word*>(control + kCacheLine); }
-    char* at(uint64_t count) const { return data + count % kBytes; }
+    char* at(uint64_t count) const { return data + (count & (nbytes - 1)); }
     int64_t room(uint64_t count) const {
-        return static_cast<int64_t>(kBytes - (count - read().load(std::memory_order_acquire)));
+        return static_cast<int64_t>(nbytes - (count - read().load(std::memory_order_acquire)));
     }
     // Number of bytes that can be read; only the reader asks.
     uint64_t available() const {
         return written().load(std::memory_order_acquire) - read().load(std::memory_order_relaxed);
     }
     // Number of bytes up to `limit` before the ring wraps.
-    uint64_t contiguous(uint64_t count, uint64_t limit) const { return std::min(limit, kBytes - count % kBytes); }
+    uint64_t contiguous(uint64_t count, uint64_t limit) const {
+        return std::min(limit, nbytes - (count & (nbytes - 1)));
+    }
+    // The count at which the next part of a message begins, after one that ends here.
+    static uint64_t padded(uint64_t count) { return (count + kCacheLine - 1) & ~(kCacheLine - 1); }
+
+    // Copy bytes to and from the place of a count, and on from the beginning of the ring.
+    void put(uint64_t count, const char* from, uint64_t length) const {
+        if (!length) return;
+        const uint64_t first = contiguous(count, length);
+        std::memcpy(at(count), from, first);
+        std::memcpy(data, from + first, length - first);
+    }
+    void get(uint64_t count, char* to, uint64_t length) const {
+        if (!length) return;
+        const uint64_t first = contiguous(count, length);
+        std::memcpy(to, at(count), first);
+        std::memcpy(to + first, data, length - first);
+    }
 };
 
-// The rings of a group, whose memory begins with their counts.
-class ByteRings {
-  public:
-    static constexpr int kControlBytes = 128;
+// The rings between all ranks in one memory: their counts, and then their bytes.
+struct RingMemory {
+    char* begin;
+    int size;
+    uint64_t ring_bytes = ByteRing::kBytes;
 
-    ByteRings(SharedBarrier& barrier, char* memory)
-        : barrier(barrier), controls_(memory), data_(memory + barrier.size * barrier.size * kControlBytes) {}
+    static uint64_t nbytes(int size, uint64_t ring_bytes) {
+        return static_cast<uint64_t>(size) * static_cast<uint64_t>(size) * (kControlBytes + ring_bytes);
+    }
 
     ByteRing between(int from, int to) const {
-        const int pair = from * barrier.size + to;
-        return {controls_ + pair * kControlBytes, data_ + pair * static_cast<int64_t>(ByteRing::kBytes)};
+        const auto pair = static_cast<uint64_t>(from * size + to), pairs = static_cast<uint64_t>(size * size);
+        return {begin + pair * kControlBytes, begin + pairs * kControlBytes + pair * ring_bytes, ring_bytes};
     }
+
+  private:
+    // A line for each of the two counts.
+    static constexpr uint64_t kControlBytes = 2 * ByteRing::kCacheLine;
+};
+
+// The rings of a group, whose ends wake each other.
+class ByteRings {
+  public:
+    ByteRings(SharedBarrier& barrier, char* memory) : barrier(barrier), memory_{memory, barrier.size} {}
+
+    ByteRing between(int from, int to) const { return memory_.between(from, to); }
 
     // Release: earlier writes, or reads, are complete before the other end sees the count.
     void publish(Word& counter, uint64_t value, int peer) const {
@@ -58,7 +92,7 @@ class ByteRings {
     SharedBarrier& barrier;
 
   private:
-    char *const controls_, *const data_;
+    const RingMemory memory_;
 };
 
 // Rings as what carries the frames of an executor.
@@ -83,13 +117,8 @@ class RingNetwork {
             uint64_t written = begin, room = static_cast<uint64_t>(out_.room(begin));
             for (size_t n = 0; n < count && room; n++) {
                 const uint64_t length = std::min<uint64_t>(room, parts[n].iov_len);
-                const char* const from = static_cast<const char*>(parts[n].iov_base);
-                for (uint64_t done = 0; done < length;) {
-                    const uint64_t step = out_.contiguous(written, length - done);
-                    std::memcpy(out_.at(written), from + done, step);
-                    done += step;
-                    written += step;
-                }
+                out_.put(written, static_cast<const char*>(parts[n].iov_base), length);
+                written += length;
                 room -= length;
             }
             if (written != begin) rings_->publish(out_.written(), written, peer_);
@@ -99,11 +128,7 @@ class RingNetwork {
         size_t receive(char* to, size_t nbytes) {
             const uint64_t begin = in_.read().load(std::memory_order_relaxed);
             const uint64_t length = std::min<uint64_t>(in_.available(), nbytes);
-            for (uint64_t done = 0; done < length;) {
-                const uint64_t step = in_.contiguous(begin + done, length - done);
-                std::memcpy(to + done, in_.at(begin + done), step);
-                done += step;
-            }
+            in_.get(begin, to, length);
             if (length) rings_->publish(in_.read(), begin + length, peer_);
             return length;
         }

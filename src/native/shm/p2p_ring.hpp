@@ -1,5 +1,5 @@
-// Messages between two ranks: a ring of bytes for each direction of each pair, with the layout of
-// `Ring` in transports/shm/p2p_ring.py. A message has two parts: its header, as in the same file, and its bytes.
+// Messages between two ranks: a ring of bytes for each direction of each pair. A message has two parts, its header and its
+// bytes; each begins at a line of the ring.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,12 @@
 
 namespace unisono {
 
-// Header of a message.
+// Header of a message, and its format as Python's struct has it.
 struct Header {
     int64_t tag, count, dtype;
 };
+inline constexpr const char* kHeaderFormat = "<qqq";
+static_assert(sizeof(Header) == 3 * 8);
 
 class MessageRings {
   public:
@@ -41,7 +43,7 @@ class MessageRings {
             const uint64_t step = ring.contiguous(written, static_cast<uint64_t>(std::min(room(), nbytes - sent)));
             std::memcpy(ring.at(written), from + sent, step);
             sent += static_cast<int64_t>(step);
-            written += sent < nbytes ? step : padded(step, nbytes);
+            written = sent < nbytes ? written + step : ByteRing::padded(written + step);
             if (sent < nbytes) rings_.publish(ring.written(), written, peer);
         }
         rings_.publish(ring.written(), written, peer);
@@ -65,7 +67,7 @@ class MessageRings {
             const uint64_t step = ring.contiguous(read, std::min<uint64_t>(available(), rest));
             std::memcpy(to + received, ring.at(read), step);
             received += static_cast<int64_t>(step);
-            read += received < nbytes ? step : padded(step, nbytes);
+            read = received < nbytes ? read + step : ByteRing::padded(read + step);
             if (received < nbytes) rings_.publish(ring.read(), read, peer);
         }
         rings_.publish(ring.read(), read, peer);
@@ -109,10 +111,6 @@ class MessageRings {
     static constexpr uint64_t kCacheLine = ByteRing::kCacheLine;
     // A peer that moves messages in Python takes longer than a call of the core.
     static constexpr double kYieldS = 200e-6;
-
-    static uint64_t padded(uint64_t step, int64_t total) {
-        return step + (-static_cast<uint64_t>(total) & (kCacheLine - 1));
-    }
 
     std::atomic<uint64_t> progress_{0};
     SharedBarrier& barrier_;

@@ -6,30 +6,37 @@
 #include <atomic>
 #include <cstdint>
 
+#include "kernels/platform.hpp"
+#include "python_memory.hpp"
 #include "shm/barrier.hpp"
 
 namespace unisono {
 
-// Words of shared memory by which ranks synchronize in Python: see `words_of` in transports/shm/segment.py. Processors
-// may reorder plain accesses, and those of Python are plain. The buffer keeps the memory mapped.
+// Words of shared memory by which ranks synchronize in Python, whose own accesses processors may reorder. A rank that
+// reads a new value sees all that its writer stored before that value, and a rank that sets a value has completed all
+// its earlier reads.
 class SharedWords {
   public:
-    explicit SharedWords(nanobind::handle memory) {
-        if (PyObject_GetBuffer(memory.ptr(), &buffer_, PyBUF_WRITABLE)) throw nanobind::python_error();
-    }
-    ~SharedWords() { PyBuffer_Release(&buffer_); }
-    SharedWords(const SharedWords&) = delete;
+    explicit SharedWords(nanobind::handle memory) : memory_(memory, PyBUF_WRITABLE) {}
 
     uint64_t load(size_t index) const { return at(index).load(std::memory_order_seq_cst); }
     void store(size_t index, uint64_t value) { at(index).store(value, std::memory_order_seq_cst); }
 
+    // Sleeps until another rank or thread wakes it, unless the lower half of the word has another value than expected.
+    void wait(size_t index, uint64_t expected, double timeout_s) const {
+        const Word& word = at(index);
+        const nanobind::gil_scoped_release released;
+        futex_wait(&word, static_cast<uint32_t>(expected), static_cast<long>(timeout_s * 1e9));
+    }
+    void wake(size_t index) const { futex_wake(&at(index)); }
+
   private:
     Word& at(size_t index) const {
-        if (index >= static_cast<size_t>(buffer_.len) / sizeof(Word)) throw nanobind::index_error();
-        return static_cast<Word*>(buffer_.buf)[index];
+        if (index >= memory_.nbytes() / sizeof(Word)) throw nanobind::index_error();
+        return reinterpret_cast<Word*>(memory_.begin())[index];
     }
 
-    Py_buffer buffer_;
+    const PythonMemory memory_;
 };
 
 }  // namespace unisono

@@ -1,5 +1,5 @@
 // Messages between two ranks over a connection of their own, with the bytes of transports/tcp/messages.py: a header, as
-// in transports/shm/p2p_ring.py, and the contents. Nothing is read ahead, so that Python can move the next message.
+// in shared memory, and the contents. Nothing is read ahead, so that Python can move the next message.
 #pragma once
 
 #include <cstdint>

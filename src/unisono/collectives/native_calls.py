@@ -15,11 +15,12 @@ from unisono.collectives.algorithms import ALGORITHMS, find
 from unisono.collectives.executor import Schedule, ScratchPool
 from unisono.collectives.selection import Needs, cheapest, serves
 from unisono.core.call import Call, Fingerprint, hash_of
-from unisono.core.collective import COLLECTIVES, FAMILIES, Collective
+from unisono.core.collective import FAMILIES, Collective
 from unisono.core.failure import connection_error, left_error
+from unisono.core.numbers import Status
 from unisono.core.staging import ACCELERATORS
 from unisono.core.tensors import as_flat, copy_back
-from unisono.core.transport import Status, Transport
+from unisono.core.transport import Transport
 from unisono.core.types import MAX_TAG, PointToPoint, ReduceOp, Work
 from unisono.core.work import Deferred, missing_ranks_error
 from unisono.errors import CommError, UnavailableError
@@ -31,26 +32,20 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "DTYPE_CODES",
-    "OP_CODES",
     "MessageEnds",
     "NativeCalls",
     "NativeTransport",
     "Programs",
     "check_builds",
-    "codes_of",
     "known_dtypes",
     "memory_of",
 ]
 
-OP_CODES: dict[str, int] = {op.value: code for code, op in enumerate(ReduceOp, 1)}
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
-"""Numbers of dtypes and reduce operations: the same on all ranks, and in src/native."""
+"""Numbers of dtypes, the same on all ranks. A core is given the list when it is made."""
 
-_OF_BARRIER = OP_CODES["bor"]
 _OPS = (str, ReduceOp)
-_FAMILY = {collective.number: collective.family for collective in COLLECTIVES.values()}
-_ROUNDED = frozenset(OP_CODES[op.value] for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT))
 
 
 class Programs:
@@ -60,10 +55,17 @@ class Programs:
         module: The native core.
         rank, size: This rank, and the number of ranks.
         latency_s, second_per_byte: Cost of a message.
+
+    Attributes:
+        ops, families: Numbers of reduce operations and of collectives, as the core has them.
     """
 
     def __init__(self, module: NativeCore, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
         self._module = module
+        self.ops: dict[str, int] = module.REDUCE_OPS
+        self.families: dict[str, int] = module.COLLECTIVES
+        self._names = {number: name for name, number in self.families.items()}
+        self._rounded = {self.ops[op] for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)}
         self._rank = rank
         self._size = size
         self._cost = latency_s, second_per_byte
@@ -79,7 +81,9 @@ class Programs:
             nbytes: Bytes of the whole message.
         """
         inexact = bool(dtype) and (DTYPES[dtype - 1].is_floating_point or DTYPES[dtype - 1].is_complex)
-        needs = Needs(_FAMILY[number], self._size, inexact and op in _ROUNDED, balanced=False, rotated=root > 0)
+        needs = Needs(
+            self._names[number], self._size, inexact and op in self._rounded, balanced=False, rotated=root > 0
+        )
         return self._made_of(needs, root, cheapest(needs, nbytes, *self._cost))
 
     def address_of(self, number: int, op: int, root: int, label: str) -> int:
@@ -88,7 +92,7 @@ class Programs:
         if type(label) is not str:
             return 0
         if key not in self._addresses:
-            needs = Needs(_FAMILY[number], self._size, op in _ROUNDED, balanced=False, rotated=root > 0)
+            needs = Needs(self._names[number], self._size, op in self._rounded, balanced=False, rotated=root > 0)
             known = label.partition(":")[0] in ALGORITHMS[needs.collective]
             fits = known and serves(label, needs, uneven=True)
             self._addresses[key] = self._made_of(needs, root, label).address if fits else 0
@@ -141,6 +145,8 @@ class NativeCalls(ABC):
         self._rank = rank
         self._size = size
         self._programs = programs
+        self._ops = programs.ops
+        self._families = programs.families
         self._messages = messages
 
     # -- calls as the caller made them ---------------------------------------------------------------
@@ -157,27 +163,29 @@ class NativeCalls(ABC):
         """As of `FastPath`."""
         if collective.root is not None and not (type(root) is int and 0 <= root < self._size):
             return Status.UNSUPPORTED
+        number = self._families[collective.family]
         operation = 0
         steps = 0
         root = -1 if root is None else root
         if collective.reduces:
-            operation = OP_CODES.get(op, 0) if type(op) in _OPS else 0
+            operation = self._ops.get(op, 0) if type(op) in _OPS else 0
             if not operation:
                 return Status.UNSUPPORTED
         if algorithm is not None:
-            steps = self._programs.address_of(collective.number, operation, root, algorithm)
+            steps = self._programs.address_of(number, operation, root, algorithm)
             if not steps:
                 return Status.UNSUPPORTED
         if not collective.moves:
-            return self._ended(self.core.call(collective.number, _OF_BARRIER, 0, root, 0, 0, 0, 0, deadline, steps))
+            return self._ended(self.core.call(number, self._ops["bor"], 0, root, 0, 0, 0, 0, deadline, steps))
         sides = self._single if collective.packed or collective.in_place else self._lists
-        return sides(collective, output, input, operation, root, steps, deadline)
+        return sides(collective, output, input, number, operation, root, steps, deadline)
 
     def _single(
         self,
         collective: Collective,
         output: Any,
         input: Any,
+        number: int,
         operation: int,
         root: int,
         steps: int,
@@ -202,7 +210,6 @@ class NativeCalls(ABC):
             address = source.data_ptr()
             count = source.numel()
         dtype = DTYPE_CODES[target.dtype]
-        number = collective.number
         into = target.data_ptr()
         written_count = target.numel()
         status = self.core.call(number, operation, dtype, root, into, written_count, address, count, deadline, steps)
@@ -215,6 +222,7 @@ class NativeCalls(ABC):
         collective: Collective,
         output: Any,
         input: Any,
+        number: int,
         operation: int,
         root: int,
         steps: int,
@@ -239,7 +247,6 @@ class NativeCalls(ABC):
             flats.append((flat, tensors))
         if dtype is None:
             return Status.UNSUPPORTED
-        number = collective.number
         code = DTYPE_CODES[dtype]
         (targets, outputs), (sources, _) = flats
         memory = *memory_of(targets), *memory_of(sources)
@@ -286,24 +293,31 @@ class NativeCalls(ABC):
         return self._ended(status)
 
     # -- calls of the general path -------------------------------------------------------------------
+    def _codes_of(self, call: Call) -> tuple[int, int]:
+        """Return the numbers of a call's operation and dtype; 0 if it has none."""
+        tensors = call.inputs or call.outputs
+        op = ReduceOp.AVG if call.average else call.op
+        return 0 if op is None else self._ops[op], DTYPE_CODES[tensors[0].dtype] if tensors else 0
+
     def carries(self, call: Call) -> bool:
         """Return whether `carry` serves a call: with any algorithm, but no reduction without a kernel."""
         if not (call.steps is None or isinstance(call.steps, Schedule)):
             return False
-        return call.op is None or not call.inputs or bool(self.core.has_kernel(*codes_of(call)))
+        return call.op is None or not call.inputs or bool(self.core.has_kernel(*self._codes_of(call)))
 
     def carry(self, call: Call, deadline: float) -> None:
         """Carry out a call as a transport receives it, with the caller's algorithm if there is one."""
-        number = FAMILIES[call.name].number
+        number = self._families[call.name]
+        codes = self._codes_of(call)
         root = -1 if call.root is None else call.root
         memory = *memory_of(call.outputs), *memory_of(call.inputs)
         if call.steps is None:
-            status = self.core.call_lists(number, *codes_of(call), root, *memory, False, deadline, 0)
+            status = self.core.call_lists(number, *codes, root, *memory, False, deadline, 0)
         else:
             assert isinstance(call.steps, Schedule)
             program = self._programs.of(call.steps, call.fingerprint.algorithm or "")
             lengths = list(call.lengths)
-            status = self.core.call_program(program, number, *codes_of(call), root, *memory, lengths, deadline)
+            status = self.core.call_program(program, number, *codes, root, *memory, lengths, deadline)
         self.check(status, call.fingerprint)
 
     def compare(self, fingerprint: Fingerprint, deadline: float, *, shapes: bool = False) -> None:
@@ -408,10 +422,3 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
         addresses.append(tensor.data_ptr())
         counts.append(tensor.numel())
     return addresses, counts
-
-
-def codes_of(call: Call) -> tuple[int, int]:
-    """Return the numbers of a call's operation and dtype; 0 if it has none."""
-    tensors = call.inputs or call.outputs
-    op = ReduceOp.AVG if call.average else call.op
-    return 0 if op is None else OP_CODES[op], DTYPE_CODES[tensors[0].dtype] if tensors else 0

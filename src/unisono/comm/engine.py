@@ -32,11 +32,12 @@ from unisono.core.failure import Cause, error_of, raise_caused, text_of, to_caus
 from unisono.core.flight_recorder import NOT_THE_USERS, Activity, Place, Record, callers_place, format_call, site_text
 from unisono.core.group import Group
 from unisono.core.hold import HELD, HOLD
+from unisono.core.numbers import Status
 from unisono.core.staging import BufferGuard, Staging
 from unisono.core.tensors import numels
 from unisono.core.threads import SerialWorker
 from unisono.core.tracing import SINK, profiler, record_collective, record_message
-from unisono.core.transport import Options, Status, Tensors, Transport
+from unisono.core.transport import Options, Tensors, Transport
 from unisono.core.types import PointToPoint, ReduceOp, Timeout, Work
 from unisono.core.work import Completion, Deferred, resolve_timeout, seconds_left
 from unisono.diagnostics.hang_report import with_hang_report

@@ -26,7 +26,6 @@ class Collective:
         name: Method of `Communicator`.
         family: Name of the collective that supplies the algorithms and native implementations: its own name, unless
             it is a variant of another collective.
-        number: Number of the family, from 1; `enum class Name` of src/native has the same.
         root: Name of the root's argument: "src" if only that rank contributes, "dst" if only that rank receives.
         reduces: Whether contributions are reduced to one.
         scatters: Whether a contribution has one part for each rank.
@@ -44,7 +43,6 @@ class Collective:
 
     name: str
     family: str
-    number: int
     root: Literal["src", "dst"] | None = None
     reduces: bool = False
     scatters: bool = False
@@ -137,29 +135,29 @@ def _packed(whole: Collective) -> Collective:
     return replace(whole, name=f"{whole.name}_single", packed=True, output="output", input="input")
 
 
-_ALL_GATHER = Collective("all_gather", "all_gather", 1, gathers=True, output="tensor_list")
+_ALL_GATHER = Collective("all_gather", "all_gather", gathers=True, output="tensor_list")
 _ALL_TO_ALL = Collective(
-    "all_to_all", "all_to_all", 3, scatters=True, gathers=True, output="output_list", input="input_list"
+    "all_to_all", "all_to_all", scatters=True, gathers=True, output="output_list", input="input_list"
 )
-_GATHER = Collective("gather", "gather", 6, root="dst", gathers=True, output="gather_list")
-_SCATTER = Collective("scatter", "scatter", 9, root="src", scatters=True, input="scatter_list")
+_GATHER = Collective("gather", "gather", root="dst", gathers=True, output="gather_list")
+_SCATTER = Collective("scatter", "scatter", root="src", scatters=True, input="scatter_list")
 _REDUCE_SCATTER = Collective(
-    "reduce_scatter", "reduce_scatter", 8, reduces=True, scatters=True, output="output", input="input_list"
+    "reduce_scatter", "reduce_scatter", reduces=True, scatters=True, output="output", input="input_list"
 )
 
 _ALL = (
     _ALL_GATHER,
     _packed(_ALL_GATHER),
     replace(_ALL_GATHER, name="all_gather_v", returns=True),
-    Collective("all_reduce", "all_reduce", 2, reduces=True),
+    Collective("all_reduce", "all_reduce", reduces=True),
     _ALL_TO_ALL,
     _packed(_ALL_TO_ALL),
     replace(_ALL_TO_ALL, name="all_to_all_v", input="tensors", returns=True),
-    Collective("barrier", "barrier", 4, output="", input=""),
-    Collective("broadcast", "broadcast", 5, root="src"),
+    Collective("barrier", "barrier", output="", input=""),
+    Collective("broadcast", "broadcast", root="src"),
     _GATHER,
     replace(_GATHER, name="gather_v", returns=True),
-    Collective("reduce", "reduce", 7, root="dst", reduces=True),
+    Collective("reduce", "reduce", root="dst", reduces=True),
     _REDUCE_SCATTER,
     _packed(_REDUCE_SCATTER),
     _SCATTER,
@@ -170,7 +168,7 @@ COLLECTIVES = {collective.name: collective for collective in _ALL}
 """By name of the method of `Communicator`."""
 
 FAMILIES = {name: collective for name, collective in COLLECTIVES.items() if name == collective.family}
-"""Collectives that algorithms and native implementations are written for, in order of their numbers."""
+"""Collectives that algorithms and native implementations are written for."""
 
 
 def header_of(collective: Collective) -> Collective:

@@ -7,13 +7,13 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol, Self, TypeAlias
 
 from unisono.core.call import Call, Fingerprint
 from unisono.core.group import Group
+from unisono.core.numbers import Status
 from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import Deferred
 from unisono.errors import ClosedError, CommError, PeerLostError, UnavailableError
@@ -32,7 +32,6 @@ __all__ = [
     "FastPath",
     "Mailbox",
     "Options",
-    "Status",
     "Tensors",
     "Transport",
     "renewed",
@@ -344,18 +343,6 @@ Tensors: TypeAlias = "Buffer | Sequence[Buffer] | None"
 def renewed(transport: Transport, group: Group) -> Transport:
     """Return the transport of a group that replaces a transport's own: by its `reconnect`, else `reconfigure`."""
     return transport.reconfigure(group) if transport.reconnect is None else transport.reconnect(group)
-
-
-class Status(IntEnum):
-    """Status of a native call, with the numbers of src/native/call.hpp."""
-
-    OK = 0
-    MISMATCH = 1
-    TIMEOUT = 2
-    PEER_LEFT = 3
-    ABORTED = 4
-    UNSUPPORTED = 6
-    PEER_LOST = 7
 
 
 class FastPath(Protocol):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from unisono._native import Core, Program, SharedWords, TcpCore
+    from unisono._native import Core, Program, Ring, SharedWords, TcpCore
 
 __all__ = ["NO_EXTENSIONS", "NativeCore", "core_build", "native"]
 
@@ -26,10 +26,21 @@ class NativeCore(Protocol):
     """The native core: the module that nanobind makes, so that checkers compare with it what the callers pass."""
 
     BUILD: str
+    STATUSES: dict[str, int]
+    COLLECTIVES: dict[str, int]
+    REDUCE_OPS: dict[str, int]
+    MESSAGE_HEADER: str
+    FAREWELL: bytes
     Core: type[Core]
     Program: type[Program]
     SharedWords: type[SharedWords]
     TcpCore: type[TcpCore]
+
+    def rings_nbytes(self, size: int, ring_bytes: int, /) -> int:
+        """Return the memory that the rings between `size` ranks take."""
+
+    def rings(self, memory: object, rank: int, size: int, ring_bytes: int, /) -> tuple[list[Ring], list[Ring]]:
+        """Return the rings from a rank to each rank, and those from each rank to it."""
 
     def copy_gradients(self, destinations: Sequence[int], sources: Sequence[int], lengths: Sequence[int], /) -> None:
         """Copy memory: addresses of the memory to write, addresses of the memory to read, and lengths in bytes."""

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from unisono.collectives.native_calls import DTYPE_CODES, DTYPES
+from unisono.core.numbers import MESSAGE_HEADER
 from unisono.core.tensors import view_of
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Message, Recv, Send, Timeout
@@ -89,31 +90,36 @@ class MessageWork(CountdownWork):
 
 ItemT = TypeVar("ItemT")
 
-_HEADER = struct.Struct("<qqq")
-"""Tag, number of elements, and code of the dtype: the first part of each message. Its content is the second."""
+_HEADER = struct.Struct(MESSAGE_HEADER)
+"""The first part of each message. Its content is the second."""
 HEADER_BYTES = _HEADER.size
 FAREWELL = _HEADER.pack(-1 << 62, 0, 0)
 """The header that follows the last message on a connection."""
 
 
 class Bytes(Protocol):
-    """Carrier of the bytes of messages in one direction: a `Ring`, or a connection."""
+    """Carrier of messages in one direction, part by part: one end of a ring of the native core, or a connection."""
 
     @property
     def available(self) -> int:
         """Bytes that can be read now, at least."""
 
     def write(self, content: bytes | memoryview, more: bool = False) -> int:
-        """As of `Ring`."""
+        """Send as much of a part as there is room for; return how many bytes that was.
+
+        Args:
+            content: The rest of the part.
+            more: Whether the next call publishes these bytes together with its own, as `MSG_MORE` of sockets.
+        """
 
     def peek(self) -> memoryview:
         """Return what can be read in one piece; a header at least, if it has arrived."""
 
-    def skip(self, nbytes: int) -> None:
-        """As of `Ring`."""
+    def skip(self, nbytes: int, /) -> None:
+        """Remove a part of this many bytes, which `peek` has returned."""
 
-    def read(self, into: memoryview) -> int:
-        """As of `Ring`."""
+    def read(self, into: memoryview, /) -> int:
+        """Copy as much of a part as there is into memory for the rest of it; return how many bytes that was."""
 
 
 class Outgoing:

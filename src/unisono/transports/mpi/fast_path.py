@@ -9,8 +9,8 @@ import torch
 
 from unisono.core.call import NATIVE, Call, Fingerprint
 from unisono.core.collective import Collective
+from unisono.core.numbers import Status
 from unisono.core.tensors import as_flat, check_reducible, copy_back
-from unisono.core.transport import Status
 from unisono.core.types import ReduceOp
 from unisono.transports.mpi.collectives import in_one_call
 from unisono.transports.mpi.consistency import MpiAgreement, word_of

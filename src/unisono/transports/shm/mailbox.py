@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,8 +17,11 @@ from unisono.core.mail import pack, parse
 from unisono.core.tensors import view_of
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommTimeoutError, PeerLostError
-from unisono.transports.shm.p2p_ring import Ring, nbytes_of, rings_of
-from unisono.transports.shm.segment import PAGE_BYTES, futex_wait, futex_wake, map_shared, words_of
+from unisono.host.native import native
+from unisono.transports.shm.segment import PAGE_BYTES, map_shared
+
+if TYPE_CHECKING:
+    from unisono._native import Ring
 
 __all__ = ["ShmMailbox"]
 
@@ -83,18 +86,18 @@ class ShmMailbox(Mailbox):
 
     def __init__(self, group: Group, control: ControlPlane, timeout_s: float) -> None:
         super().__init__(group)
+        module = native()
+        assert module is not None
         size = group.size
         rank = group.rank
         flags = PAGE_BYTES
         rings = -(-size * _LINE * 8 // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
-        memory = map_shared(group, control, "mailbox", rings + nbytes_of(size, _RING_BYTES), timeout_s, mmap.mmap)
+        nbytes = rings + module.rings_nbytes(size, _RING_BYTES)
+        memory = map_shared(group, control, "mailbox", nbytes, timeout_s, mmap.mmap)
         content = memoryview(memory)
-        with torch.inference_mode(mode=False):
-            data = torch.frombuffer(memory, dtype=torch.uint8)
-        self._words = words_of(content[flags:rings])
-        self._address = data.data_ptr() + flags
+        self._words = module.SharedWords(content[flags:rings])
         self._own = rank * _LINE
-        self._out, incoming = rings_of(rank, size, content[rings:], _RING_BYTES)
+        self._out, incoming = module.rings(content[rings:], rank, size, _RING_BYTES)
         self._arrived: list[Envelope] = []
         self._in = [
             _RingReader(peer, ring, _read(peer, ring, self._arrived))
@@ -182,7 +185,7 @@ class ShmMailbox(Mailbox):
         with self._fence:
             pass
         if self._muted or not self._waiting():
-            futex_wait(self._address + (own + _WAKEUPS) * 8, seen, min(max(timeout, 0.0), 1e6))
+            words.wait(own + _WAKEUPS, seen, min(max(timeout, 0.0), 1e6))
         self._is_waiting = False
         words[own + _SLEEPING] = 0
 
@@ -212,4 +215,4 @@ class ShmMailbox(Mailbox):
     def _wake_rank(self, rank: int) -> None:
         word = rank * _LINE + _WAKEUPS
         self._words[word] = (self._words[word] + 1) & 0xFFFFFFFF
-        futex_wake(self._address + word * 8)
+        self._words.wake(word)

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 from unisono.core.failure import left_error
 from unisono.core.work import missing_ranks_error
 from unisono.errors import CommError
-from unisono.transports.shm.barrier import LEFT, STRIDE
-from unisono.transports.shm.p2p_ring import nbytes_of, rings_of
-from unisono.transports.shm.segment import Words
 from unisono.transports.tagged_messages import TaggedMessages
 
 if TYPE_CHECKING:
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ShmMessages"]
 
-_RING_BYTES = 128 << 10
 _SLICE_S = 0.02
 """The longest wait of the native core; after it failures and the deadline are checked."""
 
@@ -28,28 +24,14 @@ class ShmMessages(TaggedMessages):
     """Messages in rings, a ring for each direction of each pair. A waiting thread moves them; no thread helps.
 
     Args:
-        rank, size: This rank, and the number of ranks.
-        memory: The part of the shared memory that holds the rings.
-        words: The counters of all ranks, as in src/native/shm/barrier.hpp.
-        core: The native core, which waits.
+        rank: This rank.
+        core: The native core, which has the rings, and waits.
     """
 
-    @staticmethod
-    def nbytes(size: int) -> int:
-        """Memory that the rings of `size` ranks take."""
-        return nbytes_of(size, _RING_BYTES)
-
-    def __init__(self, rank: int, size: int, memory: memoryview, words: Words, core: Core) -> None:
-        outgoing, incoming = rings_of(rank, size, memory, _RING_BYTES)
+    def __init__(self, rank: int, core: Core) -> None:
+        outgoing, incoming = core.rings()
         super().__init__(dict(enumerate(outgoing)), dict(enumerate(incoming)), rank)
-        self._rank = rank
-        self._words = words
         self._core = core
-
-    @property
-    def round(self) -> int:
-        """The number of this rank's last round of collectives."""
-        return self._words[self._rank * STRIDE]
 
     def wake(self, peer: int) -> None:
         self._core.wake(peer)
@@ -68,13 +50,7 @@ class ShmMessages(TaggedMessages):
                 raise missing_ranks_error(time.monotonic() - started, missing())
 
     def end_of(self, peer: int) -> CommError | None:
-        return left_error(peer) if self._words[peer * STRIDE + LEFT] else None
-
-    def leave(self) -> None:
-        """Publish that this rank leaves, and wake the ranks that wait for it. Sent messages still arrive."""
-        self._words[self._rank * STRIDE + LEFT] = 1
-        for peer in self._in:
-            self._core.wake(peer)
+        return left_error(peer) if self._core.has_left(peer) else None
 
     def abort(self, cause: BaseException) -> None:
         # First, because a call of the core may hold the lock under which the works are found.

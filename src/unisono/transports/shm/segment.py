@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-import platform
 import secrets
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, error_of
 from unisono.core.group import Group
 from unisono.errors import MismatchError, UnavailableError
-from unisono.host.native import core_build, native
+from unisono.host.native import core_build
 from unisono.host.network import host_identity, why_no_shm
 
-__all__ = ["PAGE_BYTES", "Words", "futex_wait", "futex_wake", "map_shared", "neighbours", "open_handle", "words_of"]
+__all__ = ["PAGE_BYTES", "map_shared", "neighbours", "open_handle"]
 
 T = TypeVar("T")
 _Failure = tuple[str, str] | None
@@ -149,62 +146,3 @@ def _can_open(handle: bytes) -> bool:
     except (OSError, struct.error):
         return False
     return True
-
-
-_SYS_FUTEX = 98 if platform.machine() == "aarch64" else 202
-_WAIT = 0
-_WAKE = 1
-_ALL = 0x7FFFFFFF
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    """Return the C library. Not loaded on import, which has to work where there is none, as on Windows."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.syscall.restype = ctypes.c_long
-    return library
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-def futex_wait(address: int, expected: int, timeout_s: float) -> None:
-    """Sleep until another thread wakes this one, unless the value has changed already.
-
-    Args:
-        address: Address of 32 bits, or of the lower half of 64 bits.
-        expected: The value before the condition was checked.
-        timeout_s: The longest sleep, in seconds.
-    """
-    limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
-    word = ctypes.c_void_p(address)
-    value = ctypes.c_uint32(expected & 0xFFFFFFFF)
-    _libc().syscall(_SYS_FUTEX, word, _WAIT, value, ctypes.byref(limit), None, 0)
-
-
-def futex_wake(address: int) -> None:
-    """Wake every thread that sleeps at an address."""
-    _libc().syscall(_SYS_FUTEX, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)
-
-
-class Words(Protocol):
-    """Unsigned words of 64 bits, each written by one rank and read by others, such as counters and flags."""
-
-    def __getitem__(self, index: int, /) -> int: ...
-    def __setitem__(self, index: int, value: int, /) -> None: ...
-
-
-def words_of(memory: memoryview) -> Words:
-    """Return words whose accesses order all others to shared memory; ranks synchronize in Python by these alone.
-
-    A rank that reads a new value sees all that its writer stored before that value, and a rank that sets a value has
-    completed all its earlier reads: each access is a sequentially consistent atomic one by the native core.
-
-    Args:
-        memory: The bytes of the words, aligned to 8.
-    """
-    core = native()
-    assert core is not None
-    words: Words = core.SharedWords(memory)
-    return words

@@ -22,17 +22,14 @@ from unisono.errors import ClosedError, UnavailableError
 from unisono.host.native import core_build, native
 from unisono.host.network import why_no_shm
 from unisono.host.processors import cores
-from unisono.transports.shm.barrier import NBYTES
 from unisono.transports.shm.mailbox import ShmMailbox
 from unisono.transports.shm.messages import ShmMessages
-from unisono.transports.shm.segment import PAGE_BYTES, map_shared, neighbours, words_of
+from unisono.transports.shm.segment import PAGE_BYTES, map_shared, neighbours
 
 if TYPE_CHECKING:
     from unisono._native import Core
 
 __all__ = ["TRANSPORT", "ShmFastPath", "ShmTransport", "SymmetricMemory"]
-
-_STAGE_BYTES = 1 << 20
 
 
 class ShmTransport(NativeTransport):
@@ -57,22 +54,18 @@ class ShmTransport(NativeTransport):
         self._control = control
         self._options = options
         self.background = background
+        module = native()
+        assert module is not None
+        rank = group.rank
         size = group.size
         # The first page is that of `map_shared`, which proves that ranks share a host.
-        counters = PAGE_BYTES
-        stages = counters + -(-size * NBYTES // PAGE_BYTES) * PAGE_BYTES
-        rings = stages + size * 2 * _STAGE_BYTES
-        steps = rings + ShmMessages.nbytes(size)
-        nbytes = steps + ShmMessages.nbytes(size)
-        self._memory = memory = map_shared(group, control, "memory", nbytes, options.timeout_s, mmap.mmap)
-        with torch.inference_mode(mode=False):
-            begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        content = memoryview(memory)
-        # Memory is unmapped when its last user is freed, so no reference cycle may contain this object.
-        differ = _weak_method(self._raise_mismatch)
-        addresses = begin + counters, begin + stages, begin + rings, begin + steps
-        cost = self.latency_s, self.second_per_byte
-        self.calls = ShmFastPath(group, addresses, content[counters:stages], content[rings:steps], cost, differ)
+        nbytes = PAGE_BYTES + module.Core.nbytes(size)
+        memory = map_shared(group, control, "memory", nbytes, options.timeout_s, mmap.mmap)
+        # With more ranks than processors, a wait yields immediately. The core keeps its memory mapped, so no reference
+        # cycle may contain the core, nor this object.
+        core = module.Core(memoryview(memory)[PAGE_BYTES:], rank, size, size > cores(), known_dtypes())
+        programs = Programs(module, rank, size, self.latency_s, self.second_per_byte)
+        self.calls = ShmFastPath(core, rank, size, programs, _weak_method(self._raise_mismatch))
         self.fast_path: FastPath | None = self.calls
         self._messages = self.calls.messages
         self._symmetric = SymmetricMemory(group, control, options.timeout_s, self.calls.core)
@@ -117,13 +110,13 @@ class ShmTransport(NativeTransport):
 
     def _raise_mismatch(self, mine: Fingerprint) -> NoReturn:
         """Raise the error of ranks with different signatures, quoting the call of each. All ranks raise it."""
-        topic = f"mismatch in round {self._messages.round}"
+        topic = f"mismatch in round {self.calls.core.round}"
         raise_mismatch(self._control, self.group, topic, mine, self._options.timeout_s)
 
     # -- end -----------------------------------------------------------------------------------
     def leave(self) -> None:
         if self._messages.broken is None:
-            self._messages.leave()
+            self.calls.core.leave()
 
     def close(self) -> None:
         self.leave()
@@ -205,33 +198,19 @@ class ShmFastPath(NativeCalls):
     """Native calls of one group in shared memory.
 
     Args:
-        group: The ranks.
-        addresses: Addresses of the counters, of two staging buffers per rank, of the rings of messages, and of those of
-            algorithms' steps.
-        counters, rings: The memory of the counters, and of the rings of messages.
-        cost: Latency and seconds per byte of a message.
+        core: The native core.
+        rank, size: This rank, and the number of ranks.
+        programs: The steps of algorithms.
         mismatch: Raises the error of ranks with different calls.
     """
 
     core: Core
 
     def __init__(
-        self,
-        group: Group,
-        addresses: tuple[int, int, int, int],
-        counters: memoryview,
-        rings: memoryview,
-        cost: tuple[float, float],
-        mismatch: Callable[[Fingerprint], NoReturn],
+        self, core: Core, rank: int, size: int, programs: Programs, mismatch: Callable[[Fingerprint], NoReturn]
     ) -> None:
-        module = native()
-        rank = group.rank
-        size = group.size
-        assert module is not None
-        # With more ranks than processors, a wait yields immediately.
-        core = module.Core(*addresses, _STAGE_BYTES, rank, size, size > cores(), known_dtypes())
-        self.messages: ShmMessages = ShmMessages(rank, size, rings, words_of(counters), core)
-        super().__init__(core, rank, size, Programs(module, rank, size, *cost), self.messages)
+        self.messages: ShmMessages = ShmMessages(rank, core)
+        super().__init__(core, rank, size, programs, self.messages)
         self._mismatch = mismatch
 
     def mismatch(self, fingerprint: Fingerprint) -> NoReturn:

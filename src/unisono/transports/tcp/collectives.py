@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn, Self
 
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from unisono._native import TcpCore
 
 __all__ = ["TcpCollectives", "connected"]
-
-_FAREWELL = struct.pack("<QIIQ", 0, 0, 4, 0)
-"""A frame of src/native/steps/link.hpp."""
 
 _SLICE_BYTES = 1 << 20
 """Bytes that stay in the cache between two steps."""
@@ -68,6 +64,7 @@ class TcpCollectives(NativeCalls):
         moved = [] if messages is None else messages.sockets(size)
         core = module.TcpCore(rank, sockets, moved, size > cores(), slice_bytes, known_dtypes(), programs.cheapest)
         super().__init__(core, rank, size, programs, messages)
+        self._farewell: bytes = module.FAREWELL
         self._group = group
         self._control = control
         self._timeout_s = timeout_s
@@ -104,7 +101,7 @@ class TcpCollectives(NativeCalls):
         for connection in self._connections if self.broken is None else ():
             # The other end may have gone already.
             with contextlib.suppress(OSError):
-                connection.send(_FAREWELL)
+                connection.send(self._farewell)
                 connection.shutdown(socket.SHUT_WR)
 
     def end(self, cause: BaseException) -> None:

@@ -24,7 +24,7 @@ _SLICE_S = 0.1
 
 
 class Stream:
-    """One end of a connection, with the methods of a `Ring`.
+    """One end of a connection, as `Bytes`.
 
     Args:
         connection: Does not block.
@@ -58,12 +58,7 @@ class Stream:
         return self._at < self._end
 
     def write(self, content: bytes | memoryview, more: bool = False) -> int:
-        """Send as much of a part as the connection takes; return how many bytes that was.
-
-        Args:
-            content: The rest of the part.
-            more: Whether these bytes are sent together with those of the next call.
-        """
+        """As of `Bytes`."""
         if more:
             self._held = bytes(content)
             return len(content)
@@ -92,11 +87,11 @@ class Stream:
         return self._buffer[self._at : self._end]
 
     def skip(self, nbytes: int) -> None:
-        """Remove bytes that `peek` has returned."""
+        """As of `Bytes`."""
         self._at += nbytes
 
     def read(self, into: memoryview) -> int:
-        """Copy bytes into memory for the rest of a part; return how many that was."""
+        """As of `Bytes`."""
         step = min(len(into), self._end - self._at)
         into[:step] = self._buffer[self._at : self._at + step]
         self._at += step

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import chain, cycle
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.transports.shm.p2p_ring import Ring, nbytes_of, rings_of
+from unisono.host.native import native
+from unisono.transports.tagged_messages import Bytes
+
+CORE = native()
+pytestmark = pytest.mark.skipif(CORE is None, reason="no compiler was here when unisono was installed")
 
 RING_BYTES = 1024
 LINE_BYTES = 64
 
 
-def ends() -> tuple[Ring, Ring]:
+def ends() -> tuple[Any, Bytes]:
     """Both ends of the ring from rank 0 to rank 1."""
-    memory = memoryview(bytearray(nbytes_of(2, RING_BYTES)))
-    (_, to), _ = rings_of(0, 2, memory, RING_BYTES)
-    _, (came, _) = rings_of(1, 2, memory, RING_BYTES)
+    assert CORE is not None
+    memory = bytearray(CORE.rings_nbytes(2, RING_BYTES))
+    (_, to), _ = CORE.rings(memory, 0, 2, RING_BYTES)
+    _, (came, _) = CORE.rings(memory, 1, 2, RING_BYTES)
     return to, came
 
 
@@ -74,3 +82,27 @@ def test_full_ring_accepts_nothing() -> None:
         rest = rest[step:]
     assert (len(rest), to.room) == (RING_BYTES, 0)
     assert came.read(memoryview(bytearray(2 * RING_BYTES))) == to.write(rest) == RING_BYTES // 4
+
+
+def test_ring_keeps_its_memory() -> None:
+    to, came = ends()
+    to.write(b"abcd")
+    shown = came.peek()
+    del to, came
+    gc.collect()
+    assert bytes(shown[:4]) == b"abcd"
+
+
+@pytest.mark.parametrize(("memory", "error"), [(bytes(1 << 13), BufferError), (bytearray(64), ValueError)])
+def test_memory_that_cannot_hold_rings_is_refused(memory: bytes | bytearray, error: type[Exception]) -> None:
+    assert CORE is not None
+    with pytest.raises(error):
+        CORE.rings(memory, 0, 2, RING_BYTES)
+
+
+def test_arguments_that_are_no_memory_are_refused() -> None:
+    to, came = ends()
+    with pytest.raises(TypeError):
+        to.write("text")
+    with pytest.raises(BufferError):
+        came.read(memoryview(b"constant"))

@@ -1,0 +1,85 @@
+// Ends of rings for Python, which moves there what the core does not.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "python_memory.hpp"
+#include "shm/byte_ring.hpp"
+
+namespace unisono {
+
+// One end of a ring, by which parts of messages travel, in pieces. The last bytes of a part are counted together with
+// padding to the end of their line, so each part begins at a line. Long parts move by quarters of the ring, so that both
+// ends copy at the same time.
+class RingEnd {
+  public:
+    RingEnd(std::shared_ptr<PythonMemory> memory, const ByteRing& ring) : memory_(std::move(memory)), ring_(ring) {}
+
+    // Bytes that can be read, with padding. A sleeper announces itself before it looks here for the last time.
+    uint64_t available() const {
+        return ring_.written().load(std::memory_order_seq_cst) - ring_.read().load(std::memory_order_relaxed);
+    }
+    // Bytes that can be written.
+    uint64_t room() const { return static_cast<uint64_t>(std::max<int64_t>(0, ring_.room(written()))); }
+
+    // Copies as much of a part as there is room for; returns how many bytes that was. Those of a call with `more` are
+    // published with those of the next call.
+    uint64_t write(nanobind::handle content, bool more) {
+        const PythonMemory part(content, PyBUF_SIMPLE);
+        const uint64_t count = written(), step = std::min({part.nbytes(), room(), ring_.nbytes / 4});
+        ring_.put(count, part.begin(), step);
+        const uint64_t end = step == part.nbytes() ? ByteRing::padded(count + step) : count + step;
+        held_ = more ? held_ + end - count : 0;
+        if (!more) ring_.written().store(end, std::memory_order_seq_cst);
+        return step;
+    }
+
+    // What can be read in one piece, whole lines. It stays in the ring.
+    nanobind::object peek() const {
+        const uint64_t count = read_count();
+        const auto from = static_cast<uint64_t>(ring_.at(count) - memory_->begin());
+        return memory_->part(from, ring_.contiguous(count, available()));
+    }
+
+    // Removes a part of this many bytes from the ring.
+    void skip(uint64_t nbytes) { advance(ByteRing::padded(read_count() + nbytes)); }
+
+    // Copies as much of a part as there is into the memory for the rest of it; returns how many bytes that was.
+    uint64_t read(nanobind::handle into) {
+        const PythonMemory part(into, PyBUF_WRITABLE);
+        const uint64_t count = read_count(), step = std::min({part.nbytes(), available(), ring_.nbytes / 4});
+        ring_.get(count, part.begin(), step);
+        advance(step == part.nbytes() ? ByteRing::padded(count + step) : count + step);
+        return step;
+    }
+
+  private:
+    uint64_t written() const { return ring_.written().load(std::memory_order_relaxed) + held_; }
+    uint64_t read_count() const { return ring_.read().load(std::memory_order_relaxed); }
+    void advance(uint64_t count) { ring_.read().store(count, std::memory_order_seq_cst); }
+
+    std::shared_ptr<PythonMemory> memory_;
+    ByteRing ring_;
+    // Bytes that are written, but not published.
+    uint64_t held_ = 0;
+};
+
+// The rings from a rank to each rank, and those from each rank to it.
+inline std::pair<std::vector<RingEnd>, std::vector<RingEnd>> ring_ends(const std::shared_ptr<PythonMemory>& memory,
+                                                                       const RingMemory& rings, int rank) {
+    std::vector<RingEnd> outgoing, incoming;
+    for (int peer = 0; peer < rings.size; peer++) {
+        outgoing.emplace_back(memory, rings.between(rank, peer));
+        incoming.emplace_back(memory, rings.between(peer, rank));
+    }
+    return {std::move(outgoing), std::move(incoming)};
+}
+
+}  // namespace unisono

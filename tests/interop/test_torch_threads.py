@@ -8,10 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from pairwise import pairwise
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_ranks import message
 
 from unisono.interop import GroupOptions
@@ -106,3 +108,36 @@ def test_ended_thread_is_reported_to_the_others(end: Callable[[UnisonoGroup], No
     assert f"rank {lost} " in kinds[1]
     assert max(waited_s) < SOON_S
     assert totals == (11.0,) * SIZE
+
+
+class Names(TorchDispatchMode):
+    """Mode that notes the operators of collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [str(func)] if func.namespace == "c10d" else []
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_autograd_of_each_thread_see_its_calls() -> None:
+    store = dist.HashStore()
+
+    def ran(rank: int) -> list[object]:
+        group = UnisonoGroup(store, rank, SIZE, timedelta(seconds=TIMEOUT_S), GroupOptions())
+        saved = torch.ones(2, requires_grad=True)
+        # What autograd has saved is changed, which torch's own backends do not tell it.
+        activation = saved.relu()
+        group.allreduce([activation]).wait()
+        activation.sum().backward()
+        with Names() as mode:
+            group.broadcast(torch.ones(2), 0).wait()
+            group.all_gather_single(torch.empty(2 * SIZE), torch.ones(2)).wait()
+        group.shutdown()
+        assert saved.grad is not None
+        return [activation.tolist(), saved.grad.tolist(), mode.names[0], len(mode.names)]
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        assert list(threads.map(ran, range(SIZE))) == [[[3.0, 3.0], [1.0, 1.0], "c10d.broadcast_.default", 2]] * SIZE

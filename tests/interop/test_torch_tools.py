@@ -225,6 +225,21 @@ def test_detail_raises_mismatches_in_the_call(tmp_path: Path) -> None:
     assert on_ranks(asynchronous_mismatches, 2, tmp_path) == [expected] * 2
 
 
+def trained_and_counted() -> tuple[object, object, float]:
+    gloo = dist.new_group(backend="gloo")
+    return counted(dist.group.WORLD), counted(gloo), trains_through_an_activation()
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:c10d")
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
+def test_counts_and_activations_on_every_transport(tmp_path: Path, ranks: int, transport: str) -> None:
+    for ours, theirs, total in on_ranks(trained_and_counted, ranks, tmp_path, transport=transport):
+        assert str(ours[:3]) == str(theirs[:3])
+        assert total == 2.0 * ranks
+
+
 # -- hooks of torch 2.14 ---------------------------------------------------------------------------
 NATIVE: Any = torch._C._distributed_c10d
 HOOKS = hasattr(dist.ProcessGroup, "register_pre_hook")

@@ -231,19 +231,21 @@ class Losing(Executor):
         ({"reason": "gone"}, 300, "rank 0 of 2 has ended, but Losing lost its result: gone"),
         ({"cancels": True}, 300, "rank 0 of 2 was lost: Losing cancelled its task, which had started, as when"),
         pytest.param(
-            *({}, 5, "rank 0 of 2 has ended, but Losing lost its result: it has not arrived within 5 s"),
+            *({}, 20, "rank 0 of 2 has ended, but Losing lost its result: it has not arrived within 20 s"),
             marks=pytest.mark.soak,
         ),
     ],
 )
 def test_rank_whose_result_is_lost_is_named(pool: Executor, how: dict[str, Any], timeout: float, text: str) -> None:
+    # A worker starts in seconds on a busy machine, and the timeout holds for ranks that meet, too.
+    assert un.launch(lambda comm: comm.rank, 4, on=pool) == [0, 1, 2, 3]
     begin = time.monotonic()
     with pytest.raises(PeerLostError, match=text) as caught:
         un.launch(lambda comm: comm.rank, 2, on=Losing(pool, **how), timeout=timeout)
     assert caught.value.peer == 0
     lost, result = un.launch(lambda comm: comm.rank, 2, on=Losing(pool, **how), timeout=timeout, on_failure="continue")
     assert (str(lost), result) == (str(caught.value), 1)
-    assert time.monotonic() - begin < 2 * KNOWN_WITHIN_S
+    assert time.monotonic() - begin < 2 * (KNOWN_WITHIN_S if how else KNOWN_WITHIN_S + timeout)
 
 
 class Deaf(Executor):
@@ -328,12 +330,12 @@ def test_dask() -> None:
         )
         with pytest.raises(KeyError, match="no such column"):
             un.launch(fail, 3, on=workers)
-        with pytest.raises(CommTimeoutError, match="3 of 4 ranks arrived within 2 s"):
-            un.launch(train, 4, args=(3,), on=workers, timeout=2)
+        with pytest.raises(CommTimeoutError, match="3 of 4 ranks arrived within 20 s"):
+            un.launch(train, 4, args=(3,), on=workers, timeout=20)
         begin = time.monotonic()
         results = un.launch(die, 3, on=workers, on_failure="continue")
         assert time.monotonic() - begin < KNOWN_WITHIN_S
         assert isinstance(results[1], PeerLostError)
         assert re.match("rank 1 of 3 was lost", results[1].message)
-        assert max(results[0], results[2]) < 1
+        assert max(results[0], results[2]) < KNOWN_WITHIN_S
         assert [result[0] for result in un.launch(train, 3, args=(3,), on=workers)] == ["shm"] * 3

@@ -16,11 +16,12 @@ from unisono.checkpoint.reader import Block, Files, read_manifest, windows_of
 from unisono.checkpoint.restore import Restorer, remapped_rank
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.tree import memory_of
+from unisono.core.closing import Closing
 
 __all__ = ["Archive", "open_archive"]
 
 
-class Archive(Mapping[str, torch.Tensor]):
+class Archive(Mapping[str, torch.Tensor], Closing):
     """Mapping of names to tensors, each read and checked on first access.
 
     On a local file system a tensor stored in one piece is a private mapping of the file's pages: nothing is copied,
@@ -130,13 +131,7 @@ class Archive(Mapping[str, torch.Tensor]):
 
     def close(self) -> None:
         """Close the files. Tensors stay valid."""
-        self._files.__exit__(None, None, None)
-
-    def __enter__(self) -> Archive:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._files.close()
 
 
 def open_archive(

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from types import TracebackType
-from typing import Self
 
 from unisono.checkpoint.errors import CorruptError, NoCheckpointError, listed
 from unisono.checkpoint.manifest import (
@@ -23,6 +21,7 @@ from unisono.checkpoint.manifest import (
     hasher,
 )
 from unisono.checkpoint.storage import Source, Storage, contents
+from unisono.core.closing import Closing
 
 __all__ = [
     "Block",
@@ -112,7 +111,7 @@ def assign(windows: Sequence[ReadWindow], ranks: int) -> list[list[ReadWindow]]:
     return given
 
 
-class Files:
+class Files(Closing):
     """The files of a checkpoint, opened when first needed, and closed at the end.
 
     Attributes:
@@ -204,12 +203,8 @@ class Files:
             tensors=list(names),
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files."""
         for source in self._open.values():
             source.close()
         self._open.clear()

@@ -7,12 +7,12 @@ import time
 from collections.abc import Container
 from contextlib import suppress
 from itertools import chain
-from types import TracebackType
 from typing import Any
 
 from unisono.control.client import place_of
 from unisono.control.debug_socket import DebugConnection, held_processes
 from unisono.control.inspect_socket import find_control
+from unisono.core.closing import Closing
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError, UnavailableError
@@ -22,7 +22,7 @@ __all__ = ["Session", "attach"]
 _LOOK_EVERY_S = 0.01
 
 
-class Session:
+class Session(Closing):
     """A debugger's connection to the held ranks of one job on this host, as `attach` makes it.
 
     Provisional: it may change in any minor version, without a deprecation.
@@ -156,14 +156,6 @@ class Session:
         if rank not in self._of:
             raise ValueError(f"rank {rank} is not held on this host; {sorted(self._of)} are")
         return self._of[rank]
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def attach(pid: int | None = None) -> Session:

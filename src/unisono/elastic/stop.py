@@ -18,10 +18,11 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from unisono.communicator import Communicator, boundaries_of, engine_of
+from unisono.core.closing import Closing
 from unisono.core.step_boundaries import STOPPED_SAVED, STOPPED_UNSAVED
 from unisono.errors import CommError
 
@@ -150,7 +151,7 @@ def exit_status(comm: Communicator, *, saved: bool | None = None) -> int:
     return STOPPED_SAVED if (boundaries_of(comm).saved if saved is None else saved) else STOPPED_UNSAVED
 
 
-class StopSources:
+class StopSources(Closing):
     """Sources of a stop request for one communicator, as `enable` returns them.
 
     The signal handler only puts the reason into a queue, so it may interrupt anything. A dedicated thread reads the
@@ -210,14 +211,6 @@ class StopSources:
         comm.latest.before_close(self.close)
         self._thread = threading.Thread(target=self._run, name="unisono-stop", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Disable these sources, and restore the signal handlers. Idempotent."""

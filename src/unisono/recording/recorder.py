@@ -13,13 +13,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from unisono.communicator import Communicator, engine_of, replace_transport
 from unisono.core.call import Call, Fingerprint
+from unisono.core.closing import Closing
 from unisono.core.control import ControlPlane
 from unisono.core.flight_recorder import callers_place, site_text
 from unisono.core.staging import digest
@@ -60,7 +60,7 @@ _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _FORWARDED = ("set", "join", "leave", "boundaries", "request_stop", "watch", "hold", "share", "close")
 
 
-class Recording:
+class Recording(Closing):
     """Recording in progress of one rank, as `un.record` returns it; a context manager that ends it."""
 
     def __init__(
@@ -94,14 +94,6 @@ class Recording:
             self._left -= 1
             if self._left == 0:
                 self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Steps:

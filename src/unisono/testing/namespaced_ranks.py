@@ -25,11 +25,12 @@ from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 
+from unisono.core.closing import Closing
 from unisono.launcher.api import init, launch
 
 __all__ = [
@@ -51,7 +52,7 @@ TIMEOUT_S = 10.0
 """Seconds that one operation of a test may take: a hanging test should fail soon."""
 
 
-class HostRanks:
+class HostRanks(Closing):
     """Ranks that each run `program(comm, *args)` on a communicator that `init` made from their environment.
 
     Args:
@@ -125,12 +126,8 @@ class HostRanks:
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Kill those that still run."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -204,7 +201,7 @@ class LinkReport:
         return f"{line}, relay {self.processor:.0%} of a core"
 
 
-class Network:
+class Network(Closing):
     """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ... (fd77::1, ...), and no other network.
 
     Each host is a network namespace with one interface, eth0. A context manager; at its end, also after an error or
@@ -274,11 +271,6 @@ class Network:
             self.close()
             raise
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _make(self) -> None:
         hosts = range(len(self.addresses))

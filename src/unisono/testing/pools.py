@@ -17,10 +17,11 @@ from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from types import FunctionType, TracebackType
-from typing import Any, Literal, Self
+from types import FunctionType
+from typing import Any, Literal
 from unittest import TestCase
 
+from unisono.core.closing import Closing
 from unisono.core.work import seconds_left
 from unisono.errors import CommError, PeerLostError
 from unisono.launcher.api import launch
@@ -38,7 +39,7 @@ _LIMIT_S = 60.0
 _KEPT = 8
 
 
-class RankPool:
+class RankPool(Closing):
     """Ranks reused for many small programs: about a millisecond each, where starting ranks takes a second.
 
     Each program finds torch's random generator as new. After an error that a program itself raises, the next one
@@ -126,14 +127,6 @@ class RankPool:
             self._staff = None
         if staff is not None:
             staff.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 _pools: OrderedDict[str, RankPool] = OrderedDict()

@@ -44,22 +44,20 @@ class InspectSocket:
     Args:
         address: Address of the control plane.
         secret: Secret of the control plane.
+
+    Attributes:
+        socket: Becomes readable when a process connects; None where the platform has no such sockets.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
         self._content = serialization.encode((*address, secret))
-        self._socket = opened(_KIND)
-
-    @property
-    def socket(self) -> socket.socket | None:
-        """The socket that becomes readable when a process connects; None where the platform has no such sockets."""
-        return self._socket
+        self.socket = opened(_KIND)
 
     def answer(self) -> None:
         """Answer a process that has connected. Never waits."""
-        assert self._socket is not None
+        assert self.socket is not None
         try:
-            peer, _ = self._socket.accept()
+            peer, _ = self.socket.accept()
         except OSError:
             return
         with peer:
@@ -72,8 +70,8 @@ class InspectSocket:
                 return
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        if self.socket is not None:
+            self.socket.close()
 
 
 def path_of(kind: str, pid: int, number: int) -> str:

@@ -50,6 +50,9 @@ class ControlServer:
             `SocketControl.identify`.
         restarts: As for `ControlState`.
 
+    Attributes:
+        address: Host and port.
+
     Raises:
         CommError: The address cannot be listened at; the message names the reason and the fix.
         UnavailableError: On Windows.
@@ -80,7 +83,7 @@ class ControlServer:
         self._listener = listen(host, port)
         bound = self._listener.getsockname()
         # It listens at all addresses for a name: each client knows the one that the name has there.
-        self._address: tuple[str, int] = (host if is_name(host) else host_in(bound), bound[1])
+        self.address: tuple[str, int] = (host if is_name(host) else host_in(bound), bound[1])
         self._state = ControlState(on_left=on_left, restarts=restarts)
         self._known: dict[int, Connection] = {}
         self._news: dict[int, Connection] = {}
@@ -91,7 +94,7 @@ class ControlServer:
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wakeup_sender, self._wakeup_receiver = socket.socketpair()
-        self._inspect_socket = InspectSocket(self._address, secret)
+        self._inspect_socket = InspectSocket(self.address, secret)
         self._acceptor = Acceptor(self._listener, secret, self._selector, self._state.refused)
         for listening in (self._wakeup_receiver, self._inspect_socket.socket):
             if listening is not None:
@@ -100,11 +103,6 @@ class ControlServer:
         self._thread = threading.Thread(target=self._run, name="unisono control server", daemon=True)
         self._thread.start()
         invalidate_after_fork(self)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port."""
-        return self._address
 
     def retire(self, patience_s: float) -> None:
         """End as soon as no client is left, or in `patience_s` seconds. Returns immediately."""

@@ -98,7 +98,7 @@ class MarkedRanks:
         try:
             ranks = pool(backend, size, **options)
             start_s = time.monotonic()
-            with warnings_by_thread() if threads else nullcontext():
+            with warnings_by_thread if threads else nullcontext():
                 if self.torch:
                     from unisono.testing.torch_world import run_with_torch
 

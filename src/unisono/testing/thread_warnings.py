@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from unisono.core.shared_context import SharedContext
+
 __all__ = ["warnings_by_thread"]
 
 _NAMES = ("filters", "showwarning", "_showwarnmsg_impl")
@@ -45,18 +47,10 @@ _Filters: Any = type("_Filters", (UserList,), {"data": _of_thread("filters"), "_
 
 
 @contextmanager
-def warnings_by_thread() -> Iterator[None]:
-    """Context in which threads have filters and records of warnings of their own once they use `catch_warnings`.
-
-    Threads of a process share what each `catch_warnings` replaces and restores. So a test that expects a warning on
-    several ranks misses its own, or finds those of others. Python's C code and other modules see attributes of the
-    module, and so its class; the module's own functions see its dictionary.
-    """
+def _replaced() -> Iterator[None]:
+    # Python's C code and other modules see attributes of the module, and so its class; the module's own functions see
+    # its dictionary.
     module: Any = warnings
-    if isinstance(module, _Module):
-        # Ranks of a rank.
-        yield
-        return
     _process.update((name, vars(module)[name]) for name in _NAMES)
     try:
         module.__class__ = _Module
@@ -65,3 +59,11 @@ def warnings_by_thread() -> Iterator[None]:
     finally:
         module.__class__ = ModuleType
         vars(module).update(_process)
+
+
+warnings_by_thread = SharedContext(_replaced)
+"""Context in which threads have filters and records of warnings of their own once they use `catch_warnings`.
+
+Threads of a process share what each `catch_warnings` replaces and restores. So a test that expects a warning on several
+ranks misses its own, or finds those of others.
+"""

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -47,25 +48,17 @@ _runs = itertools.count()
 """Numbers of the runs on processes, whose control plane keeps the names of groups from one to the next."""
 
 
-class _RankWorld(type(distributed_c10d._world)):  # type: ignore[misc]
-    """Torch's table of groups, for one rank."""
+_MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+# Torch's are properties, which return the maps of the process.
+_Maps: Any = type("_Maps", (type(distributed_c10d._world),), {**dict.fromkeys(_MAPS), "group_count": 0})
 
-    pg_map: Any = None
-    pg_names: Any = None
-    pg_group_ranks: Any = None
-    pg_backend_config: Any = None
-    group_count: Any = 0
-    tags_to_pg: Any = None
-    pg_to_tag: Any = None
+
+class _RankWorld(_Maps):  # type: ignore[misc]
+    """Torch's table of groups, for one rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pg_map = {}
-        self.pg_names = {}
-        self.pg_group_ranks = {}
-        self.pg_backend_config = {}
-        self.tags_to_pg = {}
-        self.pg_to_tag = {}
+        self.__dict__.update({name: {} for name in _MAPS})
         self._default: dist.ProcessGroup | None = None
         self.given: dist.ProcessGroup | None = None
 
@@ -199,16 +192,12 @@ def _on_rank(rank: _TorchRank, program: Callable[[Communicator], Any]) -> Any:
         assert thread_rank is not None
         thread_rank.world = rank
         return _with_default_group(rank, program)
-    with _installed(threads=False):
-        before = dict(os.environ)
+    with _installed(threads=False), patch.dict(os.environ, rank.place):
         _thread.process = rank
-        os.environ.update(rank.place)
         try:
             return _with_default_group(rank, program)
         finally:
             _thread.process = None
-            os.environ.clear()
-            os.environ.update(before)
 
 
 def _with_default_group(rank: _TorchRank, program: Callable[[Communicator], Any]) -> Any:
@@ -347,10 +336,11 @@ def _refused(owner: type, name: str) -> Callable[..., Any]:
     return call
 
 
-class _Environment(MutableMapping[str, str]):
+class _Environment(os._Environ[str]):
     """The environment, where each rank finds its own place; other names are those of the process."""
 
-    def __init__(self, process: MutableMapping[str, str]) -> None:
+    def __init__(self, process: os._Environ[str]) -> None:
+        vars(self).update(vars(process))
         self._process = process
 
     def _of(self, name: str) -> MutableMapping[str, str]:
@@ -379,16 +369,3 @@ class _Environment(MutableMapping[str, str]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-    def copy(self) -> dict[str, str]:
-        return dict(self)
-
-    def __or__(self, other: Any) -> dict[str, str]:
-        return {**self, **other}
-
-    def __ror__(self, other: Any) -> dict[str, str]:
-        return {**other, **self}
-
-    def __ior__(self, other: Any) -> _Environment:
-        self.update(other)
-        return self

@@ -16,7 +16,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.utils.data
 
-from unisono.core.flight_recorder import Activity, is_internal, is_users, site_of, site_text, thread_frames, users_frame
+from unisono.core.flight_recorder import (
+    Activity,
+    is_internal,
+    is_users,
+    site_of,
+    site_text,
+    thread_frames,
+    users_frame,
+    with_callers,
+)
 from unisono.diagnostics.trace_summary import find_straggler
 from unisono.host.processors import core_wait_s
 
@@ -168,13 +177,12 @@ def _doing(activity: Activity) -> tuple[str, str]:
     frame = thread_frames().get(activity.owner)
     line = site_of(users_frame(frame)) or ""
     found = None
-    while frame is not None:
-        name = frame.f_code.co_filename
+    for each in with_callers(frame):
+        name = each.f_code.co_filename
         if name.startswith(_LOADER):
             return "in the loader", line
         if found is None and (is_internal(name) or is_users(name)):
             found = "in a collective" if name.startswith(_OF_CALLS) else "computing"
-        frame = frame.f_back
     return found or "computing", line
 
 

@@ -11,8 +11,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import islice
 from operator import itemgetter
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
@@ -38,6 +39,7 @@ __all__ = [
     "site_text",
     "thread_frames",
     "users_frame",
+    "with_callers",
 ]
 
 _KEPT = 2048
@@ -297,12 +299,16 @@ def thread_frames() -> dict[int, FrameType]:
 
 def _stack(frame: FrameType | None, is_shown: Callable[[str], bool] = bool) -> list[str]:
     """The innermost frames of some files, the newest at the end."""
-    lines: list[str] = []
-    while frame is not None and len(lines) < _FRAMES:
-        if is_shown(frame.f_code.co_filename):
-            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
-        frame = frame.f_back
+    shown = (each for each in with_callers(frame) if is_shown(each.f_code.co_filename))
+    lines = [f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_qualname}" for f in islice(shown, _FRAMES)]
     return lines[::-1]
+
+
+def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, what has called it, and so on; nothing for None."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 # Torch is found without being loaded: processes that only speak to the control plane need none.
@@ -335,18 +341,14 @@ def site_of(frame: FrameType | None) -> str | None:
 
 def _nearest(frame: FrameType | None) -> FrameType | None:
     """The innermost frame outside the library and torch."""
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
-        frame = frame.f_back
-    return frame
+    return next((f for f in with_callers(frame) if not f.f_code.co_filename.startswith(NOT_THE_USERS)), None)
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of what the user writes: outside of Python's own library, too, and of installed ones."""
     inner = _nearest(frame)
-    found = inner
-    while found is not None and is_installed(found.f_code.co_filename):
-        found = _nearest(found.f_back)
-    return inner if found is None else found
+    names = ((each, each.f_code.co_filename) for each in with_callers(inner))
+    return next((each for each, name in names if not (name.startswith(NOT_THE_USERS) or is_installed(name))), inner)
 
 
 def is_internal(filename: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +10,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker
+
+from unisono.core.flight_recorder import with_callers
 
 __all__ = ["HiddenWorker", "WorkerEpochCheck", "ranks_of", "refuse_second_split"]
 
@@ -123,12 +124,11 @@ def refuse_second_split(ranks: int) -> None:
     Args:
         ranks: The number of ranks that the caller divides the samples among.
     """
-    frame = inspect.currentframe() if ranks > 1 and "accelerate.data_loader" in sys.modules else None
-    while frame is not None:
+    divided = ranks > 1 and "accelerate.data_loader" in sys.modules
+    for frame in with_callers(sys._getframe() if divided else None):
         named = frame.f_globals.get("__name__") == "accelerate.data_loader"
         if named and frame.f_code.co_qualname.startswith(_DIVIDING):
             raise ValueError(
                 f"Accelerate divides this rank's part of the samples among the {ranks} ranks again, so that most are "
                 "left out. Leave the loader out of accelerator.prepare(), or divide the samples by prepare() alone"
             )
-        frame = frame.f_back

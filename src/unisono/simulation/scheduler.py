@@ -16,7 +16,7 @@ from itertools import count
 from random import Random
 from types import FrameType
 
-from unisono.core.flight_recorder import thread_frames
+from unisono.core.flight_recorder import thread_frames, with_callers
 from unisono.errors import CommTimeoutError, DeadlockError
 
 __all__ = ["EndedError", "SimulatedTask", "TaskScheduler", "here", "name_ranks", "nanoseconds", "unpatched", "waiting"]
@@ -523,11 +523,10 @@ def _stuck_error(task: SimulatedTask | None, stuck_s: float) -> CommTimeoutError
 def _operation_of(frame: FrameType | None) -> tuple[str | None, str | None]:
     """Return the library operation that the user's program is in, and the line that called it."""
     operation: str | None = None
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for each in with_callers(frame):
+        file = each.f_code.co_filename
         if file.startswith(_LIBRARY):
-            operation = operation if file.startswith(_HERE) else frame.f_code.co_name
+            operation = operation if file.startswith(_HERE) else each.f_code.co_name
         elif not (file.startswith(_STANDARD) and "site-packages" not in file) and _TORCH not in file:
-            return operation, f"{os.path.basename(file)}:{frame.f_lineno}"
-        frame = frame.f_back
+            return operation, f"{os.path.basename(file)}:{each.f_lineno}"
     return None, None

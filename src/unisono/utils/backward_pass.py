@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 import weakref
@@ -18,6 +17,7 @@ from torch._C import _current_autograd_node, _current_graph_task_id, _will_engin
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
+from unisono.core.flight_recorder import with_callers
 from unisono.core.tensors import is_transformed
 from unisono.utils.pass_watch import PassWatch
 
@@ -298,14 +298,12 @@ def will_run(leaf: Any) -> bool:
 def _is_nested() -> bool:
     """Return whether the autograd call that ends here is nested: in a hook, or in a Function's backward."""
     runs = 0
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in with_callers(sys._getframe()):
         if frame.f_code is _RUN:
             runs += 1
         elif frame.f_code is _APPLY and runs:
             # On a GPU the thread of the outer call has a stack of its own.
             return True
-        frame = frame.f_back
     return runs > 1
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import secrets
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils import stateless
 
 from unisono.communicator import Communicator, engine_of
+from unisono.core.flight_recorder import with_callers
 from unisono.core.load_hook import announce_load
 from unisono.core.staging import ACCELERATORS
 from unisono.core.tensors import check_tensor, is_non_overlapping
@@ -140,12 +141,7 @@ class ModelMembers:
 
 def in_functional_call() -> bool:
     """Return whether `torch.func.functional_call` has temporarily put other tensors into the model."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_filename == stateless.__file__:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_filename == stateless.__file__ for frame in with_callers(sys._getframe()))
 
 
 def check_parameters(named: Named) -> None:

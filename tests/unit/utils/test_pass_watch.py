@@ -153,6 +153,10 @@ def removed(comm: un.Communicator) -> tuple[int, int]:
     models[0].weight.register_hook(count)
     loss(models[0], 1.0).backward()
     averagers.pop().remove()
+    for thread in threading.enumerate():
+        # It was told to end with its pass, and may not have been given the time.
+        if thread.name == "unisono-pass-watch":
+            thread.join()
     loss(models[0], 1.0).backward()
     return found[0], found[1]
 

@@ -18,6 +18,8 @@ def test(self):
     torch.cuda.set_device(self.rank)
     torch.ones(2, device="cuda:0").cuda(self.rank)
     init_device_mesh('cuda', (2,))
+    torch.device("cuda", self.rank)
+    self.assertRaisesRegex(RuntimeError, r"device\\(type='cuda'")
 '''
 
 

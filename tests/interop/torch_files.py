@@ -29,8 +29,8 @@ CPU = {
     r"@skip_if_lt_x_gpu\(\d+\)": "",
     r"@(with_comms_and_)?requires_(nccl|accelerator_dist_backend)\(.*?\)": "",
     r"\.cuda\([^()]*\)": ".cpu()",
-    r"([\"'])cuda(:\d+)?\1": '"cpu"',
-    r"torch\.device\(\"cpu\", [^()]*\)": 'torch.device("cpu")',
+    r"([\"'])cuda(:\d+)?\1": r"\1cpu\1",
+    r"torch\.device\(([\"'])cpu\1, [^()]*\)": r"torch.device(\1cpu\1)",
     r"torch\.cuda\.(set_device|synchronize|empty_cache|manual_seed)\([^()]*\)": "None",
 }
 """What names CUDA in torch's files, as patterns, and what replaces it."""

@@ -373,7 +373,8 @@ def test_no_rank_outlives_a_caller_that_is_killed(name: str, work: str, start: A
     (tmp_path / "caller.py").write_text(CALLER)
     caller = start([sys.executable, tmp_path / "caller.py", name, tmp_path, work])
     files = [tmp_path / f"{rank}.pid" for rank in range(2)]
-    assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), ENDED_WITHIN_S)
+    # An engine and its workers start meanwhile, which may take longer than an end.
+    assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), 3 * ENDED_WITHIN_S)
     ranks = [int(file.read_text()) for file in files]
     os.kill(caller.pid, signal.SIGKILL)
     assert wait_until(lambda: not any(map(is_running, ranks)), ENDED_WITHIN_S)

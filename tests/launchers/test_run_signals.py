@@ -173,7 +173,14 @@ def test_lines_of_ranks_do_not_run_into_each_other(folder: Path) -> None:
     )
     # Three ranks on two cores would be forked from a process that has imported torch.
     lines = run("-n", "3", "--start", "plain", "lines.py").stdout.decode().splitlines()
-    assert sorted(lines) == sorted(f"[{rank}] {number} of {rank}." for rank in range(3) for number in range(300))
+    whole = 0
+    for rank in range(3):
+        written = [f"{number} of {rank}." for number in range(300)]
+        pieces = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
+        # Where the rest of a line takes long, it comes on a line of its own.
+        assert "".join(pieces) == "".join(written)
+        whole += len(set(written).intersection(pieces))
+    assert whole > 600
 
 
 def test_part_of_a_line_is_seen_before_its_end(folder: Path) -> None:

@@ -24,6 +24,7 @@ from waiting import wait_until
 
 import unisono as un
 from unisono.control.debug_socket import held_processes
+from unisono.core.frames import FrameChannel, Kind, within
 from unisono.debugger.prompt import Prompt
 from unisono.errors import AbortedError, CommError, CommTimeoutError, PeerLostError, UnavailableError
 from unisono.tools.cli import main
@@ -276,15 +277,32 @@ def test_clock_stands_still_again_after_a_simulation(tmp_path: Path, monkeypatch
         assert len(job.result(20)) == 3
 
 
-@pytest.mark.parametrize("line", [b"[]\n", b"{}\n", b'{"do": "evaluate"}\n', b'{"do": "step", "rank": []}\n'])
-def test_wrong_requests_are_answered_by_an_error(line: bytes, tmp_path: Path) -> None:
-    with held("thread", tmp_path) as (session, _), socket.socket(socket.AF_UNIX) as peer:
-        ((pid, number),) = [each for each in held_processes() if each[0] == os.getpid()]
+@pytest.mark.parametrize("asked", [[], {}, {"do": "evaluate"}, {"do": "step", "rank": []}])
+def test_wrong_requests_are_answered_by_an_error(asked: Any, tmp_path: Path) -> None:
+    channel = FrameChannel()
+    with held("thread", tmp_path) as (session, _), connected() as peer:
+        peer.sendall(channel.encode_json(Kind.DEBUG, asked))
+        answer = channel.receive(within(peer, 20.0), Kind.ANSWER)
+        assert answer is not None
+        assert "error" in answer.json()
+        session.go()
+
+
+def test_what_is_no_frame_ends_the_connection(tmp_path: Path) -> None:
+    with held("thread", tmp_path) as (session, _), connected() as peer:
+        peer.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert peer.recv(1000) == b""
+        session.go()
+
+
+@contextmanager
+def connected() -> Iterator[socket.socket]:
+    """A connection to this process, whose ranks are held."""
+    ((pid, number),) = [each for each in held_processes() if each[0] == os.getpid()]
+    with socket.socket(socket.AF_UNIX) as peer:
         peer.settimeout(20.0)
         peer.connect(f"\0unisono-debug/{pid}/{number}")
-        peer.sendall(line)
-        assert "error" in json.loads(peer.recv(1000))
-        session.go()
+        yield peer
 
 
 def test_variable_turns_breakpoints_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -176,10 +176,14 @@ def dial(address: tuple[str, int], timeout: float) -> socket.socket:
     found = len(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
     # An address that leads nowhere leaves time for the others, and for what the caller has to say.
     peer = socket.create_connection(address, timeout if found == 1 else timeout / (found + 1))
-    if peer.getsockname() == peer.getpeername():
-        # The kernel has chosen the port that nobody listens at, and the socket has met itself.
+    try:
+        if peer.getsockname() == peer.getpeername():
+            # The kernel has chosen the port that nobody listens at, and the socket has met itself.
+            raise ConnectionRefusedError("nobody listens there")
+    except OSError:
+        # A server that ends may have reset the connection already, and then there is no name of a peer.
         peer.close()
-        raise ConnectionRefusedError("nobody listens there")
+        raise
     return peer
 
 

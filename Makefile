@@ -33,10 +33,10 @@ demo: $(STAMP) ## train on two ranks, and prove the result
 	$(PY) -m unisono demo $(ARGS)
 
 test: $(STAMP) ## all tests but the long ones: a few minutes
-	$(PY) -m pytest -n 3 --dist worksteal $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 slow: $(STAMP) ## what each test costs, and which of tests/unit take over 2 s without a reason (Linux, as root)
-	PYTHONPATH=tests $(PY) -m pytest -p costs -n 3 --dist worksteal $(ARGS)
+	PYTHONPATH=tests $(PY) -m pytest -p costs -n 2 --dist worksteal $(ARGS)
 
 soak: $(STAMP) ## all tests, the long ones and those of pages too
 	$(INSTALL) '.[dashboards,ray,submitit]' --group browser --group frameworks --group recipes

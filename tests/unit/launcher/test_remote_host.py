@@ -30,8 +30,8 @@ class Ends:
 @pytest.mark.parametrize(
     "words",
     [
-        # Another shell, which takes the agent's orders for commands.
-        pytest.param(["sh", "-c", "exec sh 2>/dev/null"], id="becomes another"),
+        # As a shell that waits in its start-up file.
+        pytest.param(["sh", "-c", "exec sleep 600"], id="waits forever"),
         pytest.param(["sh", "-c", "while :; do echo y; sleep 0.05; done"], id="prints forever"),
     ],
 )

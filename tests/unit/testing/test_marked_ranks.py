@@ -255,7 +255,7 @@ def test_hang_names_ranks_and_lines(backend: str) -> None:
         dist.all_reduce(torch.ones(1))
 
     with pytest.raises(DeadlockError) as caught:
-        un.testing.torch_ranks(3, backend, timeout=3.0).run(program)
+        un.testing.torch_ranks(3, backend, timeout=2.0).run(program)
     line = program.__code__.co_firstlineno
     shown = str(caught.value)
     assert f"{Path(__file__).name}:{line + 2}" in shown

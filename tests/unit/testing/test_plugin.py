@@ -158,7 +158,7 @@ def test_deadlock_is_reported_soon_on_few_ranks(inner: pytest.Pytester) -> None:
         from hypothesis import given
         from unisono.testing import strategies
 
-        @pytest.mark.ranks("inputs", timeout=4)
+        @pytest.mark.ranks("inputs", timeout=3)
         @given(inputs=strategies.inputs(max_size=3, max_count=2))
         def test_ring(comm, inputs):
             if comm.size > 1:
@@ -167,7 +167,7 @@ def test_deadlock_is_reported_soon_on_few_ranks(inner: pytest.Pytester) -> None:
     )
     result = inner.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*DeadlockError: rank ? of 2, *timed out: waited [0-3].? s for *"])
+    result.stdout.fnmatch_lines(["*DeadlockError: rank ? of 2, *timed out: waited [0-2].? s for *"])
 
 
 def test_options_multiply_marked_tests(inner: pytest.Pytester) -> None:

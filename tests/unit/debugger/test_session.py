@@ -72,7 +72,7 @@ def held(
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(start, backend, program, folder, **how)
         try:
-            assert wait_until((folder / "pid").exists)
+            assert wait_until((folder / "pid").exists, 60.0)
             with attached(int((folder / "pid").read_text())) as session:
                 yield session, job
         finally:

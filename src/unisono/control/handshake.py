@@ -178,7 +178,7 @@ def dial(address: tuple[str, int], timeout: float) -> socket.socket:
     peer = socket.create_connection(address, timeout if found == 1 else timeout / (found + 1))
     try:
         if peer.getsockname() == peer.getpeername():
-            # The kernel has chosen the port that nobody listens at, and the socket has met itself.
+            # Nobody listens at that port, and the kernel gave it to this socket, which is now connected to itself.
             raise ConnectionRefusedError("nobody listens there")
     except OSError:
         # A server that ends may have reset the connection already, and then there is no name of a peer.

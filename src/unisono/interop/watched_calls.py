@@ -61,9 +61,10 @@ class _Kernel(TorchDispatchMode):
         if func.namespace != "c10d" or modes() or (first is not None and first.is_meta):
             return func(*args, **(kwargs or {}))
         if types:
-            # The subclass passes its inner tensors to the operator, which comes here again.
+            # The subclass calls the operator again with its inner tensors.
             return NotImplemented
-        # In all operators the tensors come first, as in our methods, and then the group. A barrier has none of its own.
+        # Every operator takes its tensors first, as our methods do, and then the group. That of a barrier takes a
+        # tensor, our method none.
         count = next(place for place, part in enumerate(args) if isinstance(part, torch.ScriptObject))
         given = args[:count] if first_tensor(self._args) is not None else ()
         self._work = self._call(*given, *self._args[len(given) :])

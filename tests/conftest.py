@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import re
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import settings
@@ -42,3 +45,25 @@ def freeze_what_is_there() -> None:
     """Let collections visit what a module's own tests make: tests and compilers would take 0.2 s each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def ports() -> Iterator[Iterator[int]]:
+    """Free ports, each another one, that nobody else gets while the test runs."""
+    with ExitStack() as held:
+
+        def free() -> Iterator[int]:
+            while True:
+                # A bound socket keeps the port from everybody who asks for any. Who asks for this port may listen there
+                # all the same, because both allow it (SO_REUSEADDR) and this socket does not listen.
+                holder = held.enter_context(socket.socket())
+                holder.bind(("127.0.0.1", 0))
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                yield holder.getsockname()[1]
+
+        yield free()
+
+
+@pytest.fixture
+def port(ports: Iterator[int]) -> int:
+    return next(ports)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,24 +67,6 @@ def start() -> Iterator[Start]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)
-
-
-@pytest.fixture
-def ports() -> Iterator[int]:
-    """Ports that were free a moment ago, each another one, that the system gives to no socket that asks for any."""
-
-    def free() -> Iterator[int]:
-        for number in random.sample(range(10_000, 32_000), 1000):
-            with suppress(OSError):
-                socket.create_server(("127.0.0.1", number)).close()
-                yield number
-
-    return free()
-
-
-@pytest.fixture
-def port(ports: Iterator[int]) -> int:
-    return next(ports)
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
 import subprocess
 import sys
 import textwrap
@@ -112,17 +110,3 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     yield
     for lease in list(leases.values()):
         lease.server.close()
-
-
-@pytest.fixture
-def port() -> int:
-    """One that was free a moment ago, and that the system gives to no socket that asks for any."""
-    # Tests seed `random`, which would give the same ports to tests that run at the same time in another process.
-    chance = random.SystemRandom()
-    while True:
-        number = chance.randrange(10_000, 32_000)
-        try:
-            socket.create_server(("127.0.0.1", number)).close()
-        except OSError:
-            continue
-        return number

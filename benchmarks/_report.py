@@ -3,7 +3,7 @@
     python benchmarks/_report.py [--only mpi_against_bare ...]
 
 With `--only`, the other results stay unchanged: each has its own date and machine. `--only` without a name measures
-nothing: it makes the page and its picture of the outputs that are there.
+nothing: it makes the page and its pictures of the outputs that are there.
 The machine should be otherwise idle.
 """
 
@@ -46,9 +46,10 @@ def measured(script: Path) -> Raw:
 
 
 def write() -> None:
-    """Write the page and its picture."""
+    """Write the page and its pictures."""
     _page.write()
     _chart.PATH.write_text(_chart.chart())
+    _chart.SPEED.write_text(_chart.speed())
 
 
 def main() -> None:

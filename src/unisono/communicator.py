@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from unisono.comm.shape_exchange import run_uneven
 from unisono.comm.teardown import CLOSE_S
 from unisono.comm.tuner import measured_table
 from unisono.control.client import SocketControl
+from unisono.core import clock
 from unisono.core.collective import COLLECTIVES, family_of
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, raise_caused, to_cause
@@ -90,7 +90,7 @@ class Communicator(Place):
         check: "auto" compares every rank's operation before each collective; "off" never does; "full" also compares
             shapes, sent with received contents, and whether a tensor was changed before `wait`.
         admission: Of a rank that was started for a lost one: returns the communicator of the job that has admitted this
-            rank, by a deadline on the monotonic clock. `rebuild` calls it.
+            rank, by a deadline on the library's clock. `rebuild` calls it.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
@@ -1592,7 +1592,7 @@ class Communicator(Place):
             raise ValueError(f"grow must be a number of new ranks, not {grow!r}")
         if size is not None and (not isinstance(size, int) or size < 1 or grow):
             raise ValueError(f"size must be the number of ranks, without grow, not {size!r} with grow={grow}")
-        deadline = time.monotonic() + resolve_timeout(timeout, self._options.timeout_s)
+        deadline = clock.now() + resolve_timeout(timeout, self._options.timeout_s)
         if self._admission is not None:
             made: Communicator | None = self._admission(deadline)
             self._engine.retire()

@@ -77,6 +77,23 @@ def test_files_and_functions_are_short() -> None:
     assert not found, f"over {MAX_FILE} lines a file or {MAX_FUNCTION} a function:\n" + "\n".join(found)
 
 
+# They measure or start processes, and no deadline of theirs reaches a call of held ranks.
+READ_PYTHONS_CLOCK = ("core/clock.py", "gradients/", "launcher/", "simulation/", "testing/", "tools/")
+
+
+def test_deadlines_are_on_the_clock_that_a_debugger_stops() -> None:
+    faults = []
+    for name, tree in trees().items():
+        if name.removeprefix("unisono/").startswith(READ_PYTHONS_CLOCK):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "time.monotonic":
+                faults.append(f"{name}:{node.lineno} reads time.monotonic")
+            elif isinstance(node, ast.ImportFrom) and node.module == "unisono.core.clock":
+                faults.append(f"{name}:{node.lineno} keeps a function that `clock` replaces; import the module")
+    assert not faults, "\n".join(faults)
+
+
 def test_no_package_hides_its_modules() -> None:
     files = modules()
     for package, path in files.items():

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from unisono.core.call import hash_of
+from unisono.core.clock import poll_until
 from unisono.core.types import ReduceOp
 from unisono.errors import PeerLostError, UnavailableError
 from unisono.host import mpi_library
-from unisono.host.mpi_library import check_world, env_without_launcher, launched, name_of, poll_until
+from unisono.host.mpi_library import check_world, env_without_launcher, launched, name_of
 from unisono.testing.reference import reduced
 from unisono.transports.mpi import point_to_point
 from unisono.transports.mpi.consistency import MpiAgreement

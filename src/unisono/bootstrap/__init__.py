@@ -8,11 +8,11 @@ detect from the environment, by a function `detected(request)`, that it is meant
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 
 from unisono.bootstrap import env, file, mpi, slurm, tcp
 from unisono.bootstrap.rendezvous import InitRequest, Rendezvous, alone
+from unisono.core import clock
 from unisono.errors import CommError
 
 __all__ = ["InitRequest", "Rendezvous", "find"]
@@ -60,7 +60,7 @@ def find(
         (0, 1)
         >>> place.close()
     """
-    request = InitRequest(init_method, rank, world_size, time.monotonic() + timeout_s, secret)
+    request = InitRequest(init_method, rank, world_size, clock.now() + timeout_s, secret)
     start: Callable[[InitRequest], Rendezvous]
     if init_method is None:
         start = next((way.find for way in _AUTOMATIC if way.detected(request)), alone)

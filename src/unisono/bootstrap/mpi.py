@@ -19,9 +19,10 @@ from unisono import serialization
 from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, acquire, alone, meet
 from unisono.control.process_exit import close_all
 from unisono.control.sockets import secret_bytes
+from unisono.core import clock
 from unisono.core.frames import HEAD_BYTES, FrameChannel, Kind
 from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
-from unisono.host.mpi_library import check_world, has_ulfm, launched, library, name_of, poll_until
+from unisono.host.mpi_library import check_world, has_ulfm, launched, library, name_of
 from unisono.host.network import address_for_others, address_outward, host_identity
 
 __all__ = ["MpiAbortGuard", "detected", "find", "find_on", "job_end"]
@@ -73,7 +74,7 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
     Args:
         comm: A communicator on which no rank waits for a message of any tag.
         source: As in `Rendezvous`.
-        deadline: On the monotonic clock.
+        deadline: On the library's clock.
         secret: A random one if None.
     """
     claim = RankClaim(comm.Get_rank(), comm.Get_size(), None, deadline, source, restarts=False)
@@ -118,7 +119,7 @@ class _HelloExchange:
         mine = (host_identity(), socket.gethostname())
         memory = {rank: bytearray(_MAX_BYTES) for rank in range(1, self._claim.size)}
         waiting = {rank: self._comm.Irecv([memory[rank], _byte()], rank, _TAG) for rank in memory}
-        if not poll_until(lambda: _all_done(waiting), self._claim.deadline, spins=1):
+        if not clock.poll_until(lambda: _all_done(waiting), self._claim.deadline, spins=1):
             missing = sorted(waiting)
             for request in waiting.values():
                 request.Cancel()
@@ -137,7 +138,7 @@ class _HelloExchange:
         memory = bytearray(_MAX_BYTES)
         waiting = {0: self._comm.Irecv([memory, _byte()], 0, _TAG)}
         # Rank 0 may need until its deadline to know which ranks are missing.
-        if not poll_until(lambda: _all_done(waiting), self._claim.deadline + _GRACE_S, spins=1):
+        if not clock.poll_until(lambda: _all_done(waiting), self._claim.deadline + _GRACE_S, spins=1):
             waiting[0].Cancel()
             waiting[0].Free()
             raise self._missing([0])
@@ -151,7 +152,7 @@ class _HelloExchange:
         data = FrameChannel().encode(Kind.HELLO, serialization.encode(message))
         # So short that MPI keeps them until they are received: what it needs no longer is the caller's.
         sent = {rank: self._comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
-        poll_until(lambda: _all_done(sent), self._claim.deadline + _GRACE_S, spins=1)
+        clock.poll_until(lambda: _all_done(sent), self._claim.deadline + _GRACE_S, spins=1)
 
     def _missing(self, ranks: list[int]) -> CommTimeoutError:
         listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -16,6 +16,7 @@ from unisono.control import LocalHub
 from unisono.control.client import SocketControl
 from unisono.control.process_exit import CLOSE_SERVERS, close_all, close_at_exit, when_process_ends
 from unisono.control.server import ControlServer
+from unisono.core import clock
 from unisono.core.control import ControlPlane
 from unisono.core.failure import error_of
 from unisono.core.group import Group
@@ -50,7 +51,7 @@ class InitRequest:
     Attributes:
         init_method: As passed.
         rank, size: As passed; or as found, so that errors name the rank.
-        deadline: Time by which all ranks must have joined, on the monotonic clock.
+        deadline: Time by which all ranks must have joined, on the library's clock.
         secret: As passed.
     """
 
@@ -228,7 +229,7 @@ class RankClaim:
 
     Attributes:
         rank, size, local_rank: As in `Rendezvous`.
-        deadline: On the monotonic clock.
+        deadline: On the library's clock.
         source: As in `Rendezvous`.
         job: Prefix of the names of its worlds; ranks of different jobs never meet, not even at one address.
         restarts: Whether a process that is killed while ranks gather may be started again: the others wait for it
@@ -246,7 +247,7 @@ class RankClaim:
     @property
     def left_s(self) -> float:
         """Seconds until the deadline, not below 0."""
-        return max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self.deadline - clock.now())
 
 
 def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease | None = None) -> Rendezvous:

@@ -33,6 +33,7 @@ from unisono.control.client import SocketControl, reach
 from unisono.control.encryption import UntrustedError
 from unisono.control.handshake import AuthenticationError, dial
 from unisono.control.sockets import find_secret, listen
+from unisono.core import clock
 from unisono.core.group import Group
 from unisono.core.threads import DaemonThreadPool
 from unisono.errors import CommError, CommTimeoutError
@@ -178,7 +179,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
     host, port, *_ = at
     listener: int | None = None
     taken: CommError | None = None
-    deadline = time.monotonic() + min(claim.left_s, LINGER_S)
+    deadline = clock.now() + min(claim.left_s, LINGER_S)
     while listener is None:
         try:
             # Torch's own socket would listen on all interfaces.
@@ -187,7 +188,7 @@ def _opened(claim: RankClaim, at: _StoreAt, secret: bytes, key: str) -> TCPStore
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
                 raise
             taken = error
-            if not hosts_at((host, port)) or time.monotonic() > deadline:
+            if not hosts_at((host, port)) or clock.now() > deadline:
                 break
             # A control plane of this process, of an earlier `init` by tcp://, is about to end there.
             time.sleep(_LOOK_EVERY_S)
@@ -288,8 +289,8 @@ def _try(store: TCPStore, key: str, published: str, claim: RankClaim, secret: by
 
 def _moves(store: TCPStore, key: str, published: str, claim: RankClaim, at: _StoreAt) -> bool:
     """Return whether rank 0 publishes another address soon."""
-    deadline = time.monotonic() + min(_MOVES_WITHIN_S, claim.left_s)
-    while time.monotonic() < deadline:
+    deadline = clock.now() + min(_MOVES_WITHIN_S, claim.left_s)
+    while clock.now() < deadline:
         if _read(store, key, at) != published:
             return True
         time.sleep(_LOOK_EVERY_S)

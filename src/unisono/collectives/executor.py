@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ import torch
 from unisono.collectives.algorithms import Algorithm
 from unisono.collectives.algorithms.algorithm import balanced
 from unisono.collectives.algorithms.step import Move, Step
+from unisono.core import clock
 from unisono.core.call import Call
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.tensors import COMBINE, numels
@@ -411,9 +411,9 @@ class _Execution:
         try:
             early = batch.aside and not _overlap(batch.recvs, batch.sends)
             if early:
-                batch.work.wait_received(max(0.0, self._deadline - time.monotonic()))
+                batch.work.wait_received(max(0.0, self._deadline - clock.now()))
                 self._store(batch)
-            batch.work.wait(max(0.0, self._deadline - time.monotonic()))
+            batch.work.wait(max(0.0, self._deadline - clock.now()))
             if not early:
                 self._store(batch)
         except CommError as error:

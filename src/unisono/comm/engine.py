@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from unisono.comm.teardown import Teardown
 from unisono.comm.tuner import Tuner
 from unisono.control.debug_socket import DEBUGGED
 from unisono.control.sockets import invalidate_after_fork
+from unisono.core import clock
 from unisono.core.call import Agreed, Call, Fingerprint, disagreement
 from unisono.core.collective import Collective
 from unisono.core.control import ControlPlane
@@ -501,7 +501,7 @@ class Engine:
         self._calls += 1
 
     def _perform(self, call: Call, transport: Transport, then: Callable[[], Call] | None = None) -> None:
-        deadline = time.monotonic() + call.timeout
+        deadline = clock.now() + call.timeout
         with self._carrying_out(call):
             self._compare(call, transport, deadline)
             call.staging.begin()
@@ -527,7 +527,7 @@ class Engine:
     def _start(self, call: Call, transport: Transport) -> Work:
         """Start a call in the transport, which progresses by itself; the waiting thread does the rest."""
         with self._carrying_out(call):
-            self._compare(call, transport, time.monotonic() + call.timeout)
+            self._compare(call, transport, clock.now() + call.timeout)
             call.staging.begin()
             work = transport.run(call)
 
@@ -566,7 +566,7 @@ class Engine:
         """Carry out a queued call, in the helper thread."""
         error: BaseException | None = None
         self.activity.in_background = True
-        begun_s = time.monotonic()
+        begun_s = clock.now()
         try:
             # A call started before the end still completes, unless another group has replaced this one.
             if self.broken is not None or self._retired:
@@ -579,7 +579,7 @@ class Engine:
             self._pending -= 1
         self.activity.in_background = False
         # For the program this was no time in a call, but for its waits.
-        self.activity.outside_s += time.monotonic() - begun_s
+        self.activity.outside_s += clock.now() - begun_s
         work.complete(error)
 
     # -- failures ------------------------------------------------------------------------------
@@ -698,11 +698,11 @@ class _Queued(Completion):
         self._activity = activity
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        begun_s = time.monotonic()
+        begun_s = clock.now()
         try:
             super().wait(timeout)
         finally:
-            self._activity.outside_s -= time.monotonic() - begun_s
+            self._activity.outside_s -= clock.now() - begun_s
 
 
 class FailureRelay:

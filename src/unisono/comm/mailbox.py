@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.comm.engine import Engine
+from unisono.core import clock
 from unisono.core.failure import Cause, error_of, to_cause
 from unisono.core.group import Group
 from unisono.core.mail import pack, parse
@@ -116,7 +116,7 @@ class PointToPointMailbox(Mailbox):
             raise
 
     def _wait_for(self, work: Work, peer: int, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = clock.now() + timeout
         patience = min(timeout, _LOOK_EVERY_S)
         while True:
             try:
@@ -124,7 +124,7 @@ class PointToPointMailbox(Mailbox):
             except CommTimeoutError:
                 self.on_stall()
                 self.check(peer)
-                patience = min(deadline - time.monotonic(), _LOOK_EVERY_S)
+                patience = min(deadline - clock.now(), _LOOK_EVERY_S)
                 if patience <= 0:
                     raise
             except CommError as error:

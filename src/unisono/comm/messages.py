@@ -12,6 +12,7 @@ import torch
 
 from unisono.collectives.arguments import check_rank
 from unisono.comm.engine import Engine
+from unisono.core import clock
 from unisono.core.failure import raise_caused
 from unisono.core.flight_recorder import PendingMessage, Place, callers_place
 from unisono.core.staging import Staging
@@ -132,14 +133,14 @@ class Matching(Work):
         self._begun = Completion.ended(error)
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        started = time.monotonic()
+        started = clock.now()
         limit = resolve_timeout(timeout, self._timeout_s)
         while (begun := self._served()) is None:
-            waited = time.monotonic() - started
+            waited = clock.now() - started
             if waited >= limit:
                 raise self._late(waited)
             time.sleep(min(limit - waited, max(_SHORTEST_NAP_S, min(waited / 8, _LONGEST_NAP_S))))
-        begun.wait(max(0.0, started + limit - time.monotonic()))
+        begun.wait(max(0.0, started + limit - clock.now()))
 
     def _served(self) -> Work | None:
         if self._begun is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.utils.data
 
+from unisono.core import clock
 from unisono.core.flight_recorder import (
     Activity,
     is_internal,
@@ -88,7 +88,7 @@ class SlowRank:
 
     def __init__(self, activity: Activity) -> None:
         self._activity = activity
-        self._since = time.monotonic(), core_wait_s()
+        self._since = clock.now(), core_wait_s()
         self._until = 0
         self._samples: _StackSamples | None = None
         self._named: tuple[int, str | None] | None = None
@@ -113,7 +113,7 @@ class SlowRank:
             # Also of the threads' stacks and lines, which a replay does not have.
             found = comm._engine.measured("a slow rank", lambda: _figures([_Part(*each) for each in parts], names))
             # What this took is no time of the program's.
-            activity.since = time.monotonic()
+            activity.since = clock.now()
         told: dict[str, Any] = comm.broadcast_object(found, 0)
         self._until = activity.calls
         self._follow(told["straggler"], comm)
@@ -122,7 +122,7 @@ class SlowRank:
     def _core_wait_share(self, simulated: bool) -> float:
         """Return the fraction of the time since the last call for which this thread has waited for a core."""
         begun_s, before_s = self._since
-        now_s = time.monotonic()
+        now_s = clock.now()
         waited_s = core_wait_s()
         self._since = now_s, waited_s
         if simulated or before_s is None or waited_s is None:

@@ -16,6 +16,7 @@ from unisono.collectives.algorithms import serving
 from unisono.collectives.tuning.cost_table import CostTable, TableFile
 from unisono.collectives.tuning.fit import Cell, Fit, fit
 from unisono.collectives.tuning.prediction import Machine
+from unisono.core import clock
 from unisono.core.control import ControlPlane
 from unisono.core.tracing import SINK, Sink, emit
 from unisono.core.transport import Options, Transport
@@ -154,7 +155,7 @@ def _fitted(comm: Any, device: str, seconds: float, cores: int) -> Fit | None:
 
 
 def _measured(comm: Any, device: str, seconds: float) -> list[Cell]:
-    end = time.monotonic() + 0.9 * seconds
+    end = clock.now() + 0.9 * seconds
     cells = list[Cell]()
     known = serving("all_reduce", comm.size)
     names = [name for name in _ALGORITHMS if name.partition(":")[0] in known]
@@ -164,10 +165,10 @@ def _measured(comm: Any, device: str, seconds: float) -> list[Cell]:
             ("all_reduce", name): partial(comm.all_reduce, tensor, algorithm=name) for name in names
         }
         calls["broadcast", "binomial"] = partial(comm.broadcast, tensor, 0, algorithm="binomial")
-        begin = time.monotonic()
+        begin = clock.now()
         for call in calls.values():
             call()
-        now = time.monotonic()
+        now = clock.now()
         # Rank 0 decides for all how many samples there is time for.
         share = (end - now) / (len(_SIZES) - place)
         fitting = min(20, int(share / (_CALLS * (now - begin))))
@@ -179,9 +180,9 @@ def _measured(comm: Any, device: str, seconds: float) -> list[Cell]:
         for _ in range(max(1, int(rounds))):
             for key, call in calls.items():
                 comm.barrier()
-                begin = time.monotonic()
+                begin = clock.now()
                 for _ in range(_CALLS):
                     call()
-                samples[key].append((time.monotonic() - begin) / _CALLS)
+                samples[key].append((clock.now() - begin) / _CALLS)
         cells += [Cell(*key, comm.size, nbytes, median(taken)) for key, taken in samples.items()]
     return cells

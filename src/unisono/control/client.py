@@ -19,6 +19,7 @@ from unisono.control.encryption import UntrustedError
 from unisono.control.inspect_socket import InspectSocket
 from unisono.control.process_exit import close_at_exit
 from unisono.control.sockets import check_platform, invalidate_after_fork, limit_silence, outage
+from unisono.core import clock
 from unisono.core.failure import Cause
 from unisono.core.frames import Frame, FrameChannel, Kind
 from unisono.core.group import Group
@@ -182,17 +183,17 @@ class SocketControl(ControlClient):
         if self._reader is threading.current_thread():
             raise CommError("a callback of the control plane must not call it; use another thread")
         try:
-            self._connection.send(serialization.encode((number, words)), time.monotonic() + self._patience_s)
+            self._connection.send(serialization.encode((number, words)), clock.now() + self._patience_s)
         except OSError:
             self._stop()
 
     def _notify(self, words: tuple[Any, ...]) -> None:
         with contextlib.suppress(OSError):
-            self._connection.send(serialization.encode((0, words)), time.monotonic() + _NOTIFY_WITHIN_S)
+            self._connection.send(serialization.encode((0, words)), clock.now() + _NOTIFY_WITHIN_S)
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         """Read replies for all threads until this thread's has arrived, or sleep while another thread reads."""
-        deadline = time.monotonic() + timeout
+        deadline = clock.now() + timeout
         left_s = timeout
         while waiter.reply is None:
             if self._reading.acquire(blocking=False):
@@ -203,7 +204,7 @@ class SocketControl(ControlClient):
                     self._wake_others()
             else:
                 waiter.awake.wait(left_s)
-            left_s = deadline - time.monotonic()
+            left_s = deadline - clock.now()
             if left_s <= 0:
                 break
         return waiter.reply is not None
@@ -211,7 +212,7 @@ class SocketControl(ControlClient):
     def _read_until(self, waiter: PendingRequest, deadline: float) -> None:
         try:
             while waiter.reply is None:
-                left_s = deadline - time.monotonic()
+                left_s = deadline - clock.now()
                 frames = self._connection.receive(left_s, Kind.REPLY)
                 for frame in frames:
                     self.receive(reply_of(frame.content))
@@ -219,7 +220,7 @@ class SocketControl(ControlClient):
                     return
         except (OSError, ValueError):
             self._stop()
-            waiter.awake.wait(deadline - time.monotonic())
+            waiter.awake.wait(deadline - clock.now())
 
     def _wake_others(self) -> None:
         """Wake the waiting threads, so that one of them reads from now on. It is not known which one sleeps."""
@@ -302,14 +303,14 @@ class ClientConnection:
         return host_in(self._peer.getpeername())
 
     def send(self, content: bytes, deadline: float) -> None:
-        """Send a request. Raises OSError if the server does not take it by `deadline` (of the monotonic clock)."""
+        """Send a request. Raises OSError if the server does not take it by `deadline` (on the library's clock)."""
         with self._sending:
             rest = memoryview(self._channel.encode(Kind.REQUEST, content))
             while rest:
                 try:
                     rest = rest[self._peer.send(rest) :]
                 except BlockingIOError:
-                    if not self._writable.poll(_milliseconds(deadline - time.monotonic())):
+                    if not self._writable.poll(_milliseconds(deadline - clock.now())):
                         raise TimeoutError("the server does not read") from None
 
     def serve(self, inspect_socket: InspectSocket) -> None:
@@ -378,11 +379,11 @@ def reach(address: tuple[str, int], timeout: float, attempt: Callable[[float], T
         CommTimeoutError: No server answers there.
         CommError: There is no such host.
     """
-    deadline = time.monotonic() + timeout
+    deadline = clock.now() + timeout
     failures = 0
     while True:
         try:
-            return attempt(max(0.05, min(_HELLO_WITHIN_S, deadline - time.monotonic())))
+            return attempt(max(0.05, min(_HELLO_WITHIN_S, deadline - clock.now())))
         except UnicodeError as error:
             raise CommError(f"{address[0]!r} is not the name of a host") from error
         except UntrustedError as error:
@@ -390,7 +391,7 @@ def reach(address: tuple[str, int], timeout: float, attempt: Callable[[float], T
         except OSError as error:
             pause = _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
             failures += 1
-            if time.monotonic() + pause >= deadline:
+            if clock.now() + pause >= deadline:
                 raise CommTimeoutError(
                     f"no answer from {address[0]}:{address[1]} after {timeout:.1f} s ({error.strerror or error}). "
                     "Is rank 0 running there, is the address right on every rank, and is the port open?",
@@ -418,7 +419,7 @@ def _both(
 
 
 def _request(out: ClientConnection, back: ClientConnection, words: tuple[object, ...], timeout: float) -> object:
-    out.send(serialization.encode((1, words)), time.monotonic() + timeout)
+    out.send(serialization.encode((1, words)), clock.now() + timeout)
     frames = back.receive(timeout, Kind.REPLY)
     if not frames:
         raise TimeoutError("the server does not answer")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any, TypeVar, cast
 from unisono import serialization
 from unisono.control.debug_socket import DEBUGGED
 from unisono.control.replies import Reply
+from unisono.core import clock
 from unisono.core.control import ControlPlane, NewMembership
 from unisono.core.failure import Cause, error_of, text_of
 from unisono.core.flight_recorder import Activity, ActivityRegistry
@@ -102,10 +102,8 @@ class ControlClient(ControlPlane, ABC):
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         """Return whether the answer has arrived in time."""
-        deadline = time.monotonic() + timeout
-        while waiter.reply is None and not waiter.awake.wait(deadline - time.monotonic()):
-            if time.monotonic() >= deadline:
-                break
+        if waiter.reply is None:
+            clock.wait(waiter.awake, clock.now() + timeout)
         return waiter.reply is not None
 
     @property

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from unisono.control.sockets import invalidate_after_fork, outage
+from unisono.core import clock
 from unisono.errors import CommError
 
 __all__ = [
@@ -188,7 +189,7 @@ class _Pipe:
         self._outgoing = bytearray()
         self._peer_ended = False
         self._rank_ended = False
-        self._deadline = time.monotonic() + _TRUST_WITHIN_S
+        self._deadline = clock.now() + _TRUST_WITHIN_S
 
     def watched(self) -> dict[socket.socket, int]:
         """Return the events to wait for, by socket; none if nothing more can be moved."""
@@ -243,7 +244,7 @@ class _Pipe:
     def is_abandoned(self) -> bool:
         """Return whether the peer has not proved its certificate in time, or the rank has closed its end."""
         if not self.trusted.done():
-            return time.monotonic() > self._deadline
+            return clock.now() > self._deadline
         if self._outgoing or not self._rank_ended:
             return False
         # One that is shut down for sending only has not hung up.
@@ -339,8 +340,8 @@ class _TLSRelay:
         pipe.close(error)
 
     def _flush(self) -> None:
-        deadline = time.monotonic() + _FLUSH_S
-        while time.monotonic() < deadline and not all(pipe.is_idle() for pipe in tuple(self._pipes)):
+        deadline = clock.now() + _FLUSH_S
+        while clock.now() < deadline and not all(pipe.is_idle() for pipe in tuple(self._pipes)):
             # The relay's thread sends meanwhile.
             time.sleep(0.005)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from unisono.control.encryption import ADVICE, TLS_RECORDS, EncryptedSocket, UntrustedError, encrypted, tls_context
 from unisono.control.sockets import HELLO_BYTES, PROOF_BYTES, RANK_BYTES, Hello, tune
+from unisono.core import clock
 from unisono.core.frames import FrameChannel
 from unisono.host.network import host_in
 
@@ -53,12 +54,12 @@ class Handshake:
 
     Attributes:
         peer: The connection.
-        deadline: Time when an `Acceptor` drops it, on the monotonic clock.
+        deadline: Time when an `Acceptor` drops it, on the library's clock.
     """
 
     def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:
         self.peer = peer
-        self.deadline: float = time.monotonic() + _WITHIN_S
+        self.deadline: float = clock.now() + _WITHIN_S
         self._hello = Hello(secret, client=client, rank=rank)
         self._client = client
         self._met = False
@@ -144,17 +145,17 @@ def connect(
         OSError: The server cannot be reached, or does not answer.
         AuthenticationError: Something else answers, or the secrets differ.
     """
-    deadline = time.monotonic() + timeout
+    deadline = clock.now() + timeout
     context = tls_context(server=False)
     peer = dial(address, timeout)
     try:
         tune(peer)
-        peer = encrypted(peer, context, max(_LEAST_S, deadline - time.monotonic()))
+        peer = encrypted(peer, context, max(_LEAST_S, deadline - clock.now()))
         handshake = Handshake(peer, secret, client=True, rank=rank)
         handshake.start()
         channel = None
         while channel is None:
-            peer.settimeout(max(_LEAST_S, deadline - time.monotonic()))
+            peer.settimeout(max(_LEAST_S, deadline - clock.now()))
             channel = handshake.advance()
     except BaseException as error:
         peer.close()
@@ -218,7 +219,7 @@ class Acceptor:
     def wait_s(self) -> float | None:
         """Seconds until `tidy` has something to do; None without a pending client."""
         deadlines = [handshake.deadline for handshake in self._pending.values()]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        return max(0.0, min(deadlines) - clock.now()) if deadlines else None
 
     def accept(self) -> None:
         """Accept a client that has connected."""
@@ -255,7 +256,7 @@ class Acceptor:
 
     def tidy(self) -> None:
         """Drop clients that took too long and, if there are too many, the first ones. Call it after each `select`."""
-        now = time.monotonic()
+        now = clock.now()
         too_many = len(self._pending) - _MAX_PENDING
         for index, handshake in enumerate(list(self._pending.values())):
             if handshake.deadline <= now or index < too_many:

@@ -9,13 +9,13 @@ import select
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono import serialization
 from unisono.control.handshake import Acceptor, AuthenticationError, connect
 from unisono.control.sockets import limit_silence, listen
+from unisono.core import clock
 from unisono.core.control import ControlPlane
 from unisono.core.frames import FrameChannel
 from unisono.core.group import Group
@@ -47,8 +47,8 @@ def say_farewell(connections: Sequence[socket.socket]) -> None:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         watch.register(number, select.POLLIN)
-    deadline = time.monotonic() + _FAREWELL_S
-    while waiting and (left := deadline - time.monotonic()) > 0:
+    deadline = clock.now() + _FAREWELL_S
+    while waiting and (left := deadline - clock.now()) > 0:
         for number, _ in watch.poll(left * 1000):
             try:
                 over = not waiting[number].recv(_READ_BYTES)
@@ -107,7 +107,7 @@ class Mesh:
             accepting = _Accepting(listener, secret, {other for other in self._ranks if other > rank}, self._links)
             undo.callback(accepting.end)
             addresses = {other: self._learn(f"at {other}", timeout) for other in self._ranks if other < rank}
-            deadline = time.monotonic() + within_s
+            deadline = clock.now() + within_s
             found = [self._reach(other, address, secret, deadline) for other, address in addresses.items()]
             conclude([problem for problem in found if problem is not None])
             missing = accepting.end(_LAST_PROOF_WITHIN_S)
@@ -133,9 +133,7 @@ class Mesh:
             return None
         host = in_zone_of(host, self._address)
         try:
-            self._links[rank] = connect(
-                (host, port), secret, max(_LEAST_S, deadline - time.monotonic()), self._group.rank
-            )
+            self._links[rank] = connect((host, port), secret, max(_LEAST_S, deadline - clock.now()), self._group.rank)
         except AuthenticationError as error:
             return CommError(f"the program at {host}:{port} {error.versions or f'is not rank {rank}'}", peer=rank)
         except OSError as error:

@@ -9,7 +9,6 @@ import logging
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable
 from select import select
 from selectors import EVENT_READ
@@ -27,6 +26,7 @@ from unisono.control.sockets import (
     outage,
 )
 from unisono.control.state import ControlState
+from unisono.core import clock
 from unisono.core.failure import Cause
 from unisono.core.frames import MAX_FRAME_BYTES, FrameChannel, Kind
 from unisono.host.network import host_in, is_name
@@ -107,7 +107,7 @@ class ControlServer:
     def retire(self, patience_s: float) -> None:
         """End as soon as no client is left, or in `patience_s` seconds. Returns immediately."""
         with self._lock:
-            self._end_at = time.monotonic() + patience_s
+            self._end_at = clock.now() + patience_s
         # The thread may have ended, and its sockets with it.
         with contextlib.suppress(OSError):
             self._wakeup_sender.send(b"!")
@@ -151,12 +151,12 @@ class ControlServer:
 
     def _over(self) -> bool:
         with self._lock:
-            over = self._end_at is not None and (not self._known or time.monotonic() >= self._end_at)
+            over = self._end_at is not None and (not self._known or clock.now() >= self._end_at)
             self._ended = self._ended or over
             return over
 
     def _nap_s(self) -> float | None:
-        left_s = None if self._end_at is None else max(0.0, self._end_at - time.monotonic())
+        left_s = None if self._end_at is None else max(0.0, self._end_at - clock.now())
         return min((wait for wait in (left_s, self._acceptor.wait_s()) if wait is not None), default=None)
 
     def _admit(self, handshake: Handshake) -> None:
@@ -233,7 +233,7 @@ class ControlServer:
             self._deliver(self._state.lost(known.number, away))
 
     def _send_goodbye(self) -> None:
-        deadline = time.monotonic() + _FLUSH_WITHIN_S
+        deadline = clock.now() + _FLUSH_WITHIN_S
         for news in self._news.values():
             with contextlib.suppress(OSError):
                 news.write(*_encoded((0, "goodbye", None)))
@@ -333,7 +333,7 @@ class Connection:
     def flush_until(self, deadline: float) -> None:
         """Send the rest, for as long as there is time."""
         self.flush()
-        while self._unsent and (left_s := deadline - time.monotonic()) > 0:
+        while self._unsent and (left_s := deadline - clock.now()) > 0:
             select([], [self.peer], [], left_s)
             self.flush()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from unisono.core import clock
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 
@@ -50,9 +50,9 @@ class ControlStore(dist.Store):
         return self._control.get(self._key(key), self.timeout.total_seconds(), self._group)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
+        deadline = clock.now() + (self.timeout if timeout is None else timeout).total_seconds()
         for key in keys:
-            self._control.get(self._key(key), deadline - time.monotonic(), self._group)
+            self._control.get(self._key(key), deadline - clock.now(), self._group)
 
     def add(self, key: str, amount: int) -> int:
         return self._control.add(self._key(key), amount)

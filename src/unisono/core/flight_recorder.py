@@ -8,7 +8,6 @@ import gc
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from operator import itemgetter
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
+from unisono.core import clock
 from unisono.core.group import Group
 
 __all__ = [
@@ -120,7 +120,7 @@ class Activity:
         self._messages: deque[Record] = deque(maxlen=_FEW)
         self.keep: Callable[[Record], None] = self._collectives.append
         self.keep_message: Callable[[Record], None] = self._messages.append
-        self.since: float = time.monotonic()
+        self.since: float = clock.now()
         self.outside_s: float = 0.0
         self.broken = self.closed = False
         self.timed_out: bool = False
@@ -134,7 +134,7 @@ class Activity:
     # -- reports of the engine -----------------------------------------------------------------
     def note(self, name: str, number: int | None, detail: object, place: Place) -> None:
         """Record a call, as of `format_call`."""
-        now = time.monotonic()
+        now = clock.now()
         outside_s = self.outside_s if self.inside else self.outside_s + now - self.since
         record = name, number, detail, place, now, outside_s
         if number is not None:
@@ -153,7 +153,7 @@ class Activity:
         awaited: tuple[PendingMessage, ...] = (),
     ) -> Record:
         """Mark a call, as of `format_call`, as running, or waited for; return its record."""
-        now = time.monotonic()
+        now = clock.now()
         self.outside_s = outside_s = self.outside_s + now - self.since
         self.now = (name, number, detail, place, now, outside_s)
         self.awaited = awaited
@@ -166,7 +166,7 @@ class Activity:
     def leave(self) -> None:
         """Mark the call as ended."""
         self.inside = False
-        self.since = time.monotonic()
+        self.since = clock.now()
         # The error of a failed call has been reported already.
         if self.record is not None and self.now is not None and not self.broken:
             self.record.put("leave", self.group.name, self.group.rank, self.now[1], format_call(*self.now[:4]))
@@ -197,7 +197,7 @@ class Activity:
         # A rank that has just timed out counts as waiting: peers that query at the same time are in the same deadlock.
         # An error of the program may come from a wait outside of its calls.
         now = self.now
-        inside = now is not None and (self.inside or (self.timed_out and time.monotonic() - self.since < _DEADLOCK_S))
+        inside = now is not None and (self.inside or (self.timed_out and clock.now() - self.since < _DEADLOCK_S))
         latest = self.latest
         shown = now if inside or not latest else latest[-1]
         # A quick call is counted when it is done.
@@ -210,7 +210,7 @@ class Activity:
             "inside": inside,
             "aside": self.in_background,
             "gave_up": not self.inside,
-            "for_s": max(0.0, time.monotonic() - self.since),
+            "for_s": max(0.0, clock.now() - self.since),
             "call": None if shown is None else format_call(*shown[:4]),
             "number": None if shown is None else shown[1],
             "awaited": [list(one) for one in self.awaited] if inside else [],

@@ -11,11 +11,12 @@ import hmac
 import json
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from hashlib import blake2b
 from typing import Any, NamedTuple
+
+from unisono.core import clock
 
 __all__ = [
     "HEAD_BYTES",
@@ -223,10 +224,10 @@ def within(peer: socket.socket, seconds: float) -> Callable[[], bytes]:
 
     The time is for all that is read, so that a peer cannot extend it by sending a little now and then.
     """
-    deadline = time.monotonic() + seconds
+    deadline = clock.now() + seconds
 
     def read() -> bytes:
-        left_s = deadline - time.monotonic()
+        left_s = deadline - clock.now()
         if left_s <= 0:
             raise TimeoutError(f"nothing complete arrived within {seconds:g} s")
         peer.settimeout(left_s)

@@ -1,17 +1,15 @@
-"""Ranks that a debugger holds: they wait at their next call, and the clock of deadlines stands still."""
+"""Ranks that a debugger holds: they wait at their next call, and the library's clock stands still."""
 
 from __future__ import annotations
 
 import _thread
-import queue
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
+from unisono.core import clock
 from unisono.core.flight_recorder import Activity, users_frame
 from unisono.host.native import native
 
@@ -29,46 +27,6 @@ class _Holdable(Protocol):
     activity: Activity
 
 
-class _DeadlineClock:
-    """The clock of deadlines: `time.monotonic`, which stands still for some time.
-
-    Deadlines are times of `time.monotonic` everywhere in the library, so that simulated ranks need no other; from the
-    first stop on, that function, for the whole process, does not count the time for which it stood still.
-    """
-
-    def __init__(self) -> None:
-        self._stood_s = 0.0
-        self._stopped_at: float | None = None
-        self._real: Callable[[], float] = time.monotonic
-
-    def stop(self) -> None:
-        # Also again: the end of a simulation puts the function of before its beginning back.
-        if time.monotonic != self.read:
-            self._real = time.monotonic
-            self._stood_s = 0.0
-            # With the names under which these modules have imported it.
-            for module, name in ((time, "monotonic"), (threading, "_time"), (queue, "time")):
-                setattr(module, name, self.read)
-        if self._stopped_at is None:
-            self._stopped_at = self._real()
-            self._tell()
-
-    def go(self) -> None:
-        if self._stopped_at is not None:
-            self._stood_s += self._real() - self._stopped_at
-            self._stopped_at = None
-            self._tell()
-
-    def read(self) -> float:
-        stopped_at = self._stopped_at
-        return (self._real() if stopped_at is None else stopped_at) - self._stood_s
-
-    def _tell(self) -> None:
-        core = native()
-        if core is not None:
-            core.stop_deadlines(self._stood_s, -1.0 if self._stopped_at is None else self._stopped_at)
-
-
 class Hold:
     """The hold of this process. Its locks are bare ones, which work in simulations, too.
 
@@ -82,7 +40,6 @@ class Hold:
         self._owners: list[tuple[_Holdable, int | None]] = []
         self._gates: dict[int, _thread.LockType] = {}
         self._steps: set[int] = set()
-        self._clock = _DeadlineClock()
         self._lock = _thread.allocate_lock()
 
     def add(self, engine: _Holdable) -> None:
@@ -104,7 +61,7 @@ class Hold:
         """
         with self._lock:
             if activities is not None:
-                self._clock.stop()
+                _set_core(clock.stop())
                 known = set(map(id, activities))
                 for engine in list(self._engines):
                     if id(engine.activity) in known and engine.owner != HELD:
@@ -119,7 +76,7 @@ class Hold:
             for engine, owner in self._owners:
                 engine.owner = owner
             self._owners.clear()
-            self._clock.go()
+            _set_core(clock.go())
             gates = list(self._gates.values())
             self._gates.clear()
         for gate in gates:
@@ -170,6 +127,14 @@ class Hold:
 
 HOLD = Hold()
 """The one of this process, whose clock is one, too."""
+
+
+def _set_core(stands: tuple[float, float | None]) -> None:
+    """Pass the state of the clock to the native core, whose loops look at deadlines without Python."""
+    stood_s, stopped_at = stands
+    core = native()
+    if core is not None:
+        core.stop_deadlines(stood_s, -1.0 if stopped_at is None else stopped_at)
 
 
 def _call_at_next_line(frame: FrameType | None, action: Callable[[], None]) -> None:

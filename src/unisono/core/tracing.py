@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from unisono.core import clock
 from unisono.core.call import NATIVE
 from unisono.core.collective import Collective
 from unisono.core.flight_recorder import Activity, PendingMessage, site_text
@@ -190,6 +191,6 @@ def record_message(sink: Sink, activity: Activity, message: PendingMessage, tag:
 
 def _record(sink: Sink, activity: Activity, spans: list[tuple[str, str, dict[str, object]]], nbytes: int) -> None:
     """Record several views of one call."""
-    start = time.perf_counter() - (time.monotonic() - activity.since)
+    start = time.perf_counter() - (clock.now() - activity.since)
     for kind, name, detail in spans:
         emit(sink, kind, name, activity.group, start, nbytes, detail)

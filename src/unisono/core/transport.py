@@ -289,7 +289,7 @@ class Transport(ABC):
 
         Args:
             call: This rank's call.
-            deadline: On the clock of `time.monotonic`.
+            deadline: On the library's clock.
 
         Raises:
             MismatchError: Ranks make different calls; on every rank.
@@ -369,7 +369,7 @@ class FastPath(Protocol):
             output: What is written, as the caller gave it: a tensor or one a rank; None where nothing is.
             input: What is read, where that is something else.
             op, root, algorithm: As the caller gave them, where there are such.
-            deadline: On the monotonic clock.
+            deadline: On the library's clock.
         """
         ...
 

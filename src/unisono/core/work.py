@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from unisono.core import clock
 from unisono.core.failure import raise_caused, waited_for
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import Message, Recv, Timeout, Work
@@ -84,11 +85,9 @@ class Completion(Work):
     def wait(self, timeout: Timeout | None = None) -> None:
         limit = resolve_timeout(timeout, self.timeout_s)
         if not self._done.is_set():
-            started = time.monotonic()
-            # The clock stands still while a debugger holds this rank.
-            while not self._done.wait(max(0.0, started + limit - time.monotonic())):
-                if time.monotonic() >= started + limit:
-                    raise timeout_error(self._messages, time.monotonic() - started)
+            started = clock.now()
+            if not clock.wait(self._done, started + limit):
+                raise timeout_error(self._messages, clock.now() - started)
         if self._error is not None:
             raise self._error
 
@@ -167,8 +166,8 @@ def resolve_timeout(timeout: Timeout | None, default_s: float = 0.0) -> float:
 
 
 def seconds_left(deadline: float) -> float:
-    """Return the seconds until a deadline on the clock of `time.monotonic`; 0 after it."""
-    return max(0.0, deadline - time.monotonic())
+    """Return the seconds until a deadline on the library's clock; 0 after it."""
+    return max(0.0, deadline - clock.now())
 
 
 def positive_timeout(timeout: Timeout, name: str = "timeout") -> float:
@@ -267,17 +266,20 @@ def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
     for index, work in enumerate(works):
         if work.is_completed():
             return index
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    first: list[int] = []
+    ended = threading.Event()
 
-    def noting(index: int) -> Callable[[object], None]:
-        return lambda _: ended.put(index)
+    def note(index: int, _: object) -> None:
+        first.append(index)
+        ended.set()
 
     for index, work in enumerate(works):
-        work.get_future().add_done_callback(noting(index))
-    try:
-        return ended.get(timeout=limit)
-    except queue.Empty:
-        raise CommTimeoutError(f"waited {limit} s for any of {len(works)} works", waited_s=limit) from None
+        work.get_future().add_done_callback(partial(note, index))
+    if limit is None:
+        ended.wait()
+    elif not clock.wait(ended, clock.now() + limit):
+        raise CommTimeoutError(f"waited {limit} s for any of {len(works)} works", waited_s=limit)
+    return first[0]
 
 
 _LOOK_EVERY_S = 1e-3
@@ -288,7 +290,7 @@ class Deferred(Work):
     """Work that the first `wait` runs in its own thread.
 
     Args:
-        run: Does the work, until a deadline on the clock of `time.monotonic`.
+        run: Does the work, until a deadline on the library's clock.
         timeout_s: Default timeout of `wait`.
         ready: Whether `run` would return, or raise, immediately; None if unknown. A `wait` with a timeout starts
             `run` only when it is ready, so the wait may be repeated.
@@ -312,7 +314,7 @@ class Deferred(Work):
             if not self._over:
                 self._over = True
                 try:
-                    self._run(time.monotonic() + limit)
+                    self._run(clock.now() + limit)
                 except BaseException as error:
                     # Also an interrupt: every later wait must report how this one ended.
                     self._error = error
@@ -321,9 +323,9 @@ class Deferred(Work):
 
     def _look(self, ready: Callable[[], bool], timeout: float) -> None:
         """Return when the work is ready; until then, another thread may be in `run`."""
-        started = time.monotonic()
+        started = clock.now()
         while not ready():
-            waited = time.monotonic() - started
+            waited = clock.now() - started
             if waited >= timeout:
                 raise timeout_error((), waited)
             time.sleep(min(timeout - waited, _LOOK_EVERY_S))
@@ -475,7 +477,7 @@ class WorkGroup(Work):
 
     def wait(self, timeout: Timeout | None = None) -> None:
         limit = self._timeout_s if timeout is None else resolve_timeout(timeout)
-        deadline = None if limit is None else time.monotonic() + limit
+        deadline = None if limit is None else clock.now() + limit
         for number, work in enumerate(self._works, 1):
             self._wait_for(work, self._works[number:], deadline)
 

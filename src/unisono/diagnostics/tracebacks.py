@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from unisono.core import clock
 from unisono.core.flight_recorder import NOT_THE_USERS, is_installed, is_internal
 from unisono.errors import AbortedError, MismatchError, PeerLostError
 
@@ -318,8 +319,8 @@ class TorchrunReport:
 
     def await_first(self, timeout_s: float) -> str | None:
         """Return the host's first error, or None if there is none within this time."""
-        deadline = time.monotonic() + timeout_s
-        while self._first is not None and not self._first.exists() and time.monotonic() < deadline:
+        deadline = clock.now() + timeout_s
+        while self._first is not None and not self._first.exists() and clock.now() < deadline:
             time.sleep(_POLL_S)
         with suppress(AttributeError, OSError):
             return self._first.read_text()  # type: ignore[union-attr]

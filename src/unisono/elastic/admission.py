@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from unisono.bootstrap.file import address_in
@@ -12,6 +10,7 @@ from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
 from unisono.control.inspect_socket import find_control
 from unisono.control.sockets import find_secret
+from unisono.core import clock
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.launcher.api import TIMEOUT_S, Wrap
@@ -62,7 +61,7 @@ def join(
     address, known, host_rank = _find_running(init_method, pid, secret)
     control = SocketControl(address, known, timeout_s, host_rank=host_rank)
     try:
-        comm = admitted(control, time.monotonic() + timeout_s, "cpu" if device is None else str(device), wrap)
+        comm = admitted(control, clock.now() + timeout_s, "cpu" if device is None else str(device), wrap)
     except BaseException:
         control.close()
         raise

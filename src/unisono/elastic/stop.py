@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from unisono.communicator import Communicator, boundaries_of, engine_of
+from unisono.core import clock
 from unisono.core.closing import Closing
 from unisono.core.step_boundaries import STOPPED_SAVED, STOPPED_UNSAVED
 from unisono.errors import CommError
@@ -236,7 +237,7 @@ class StopSources(Closing):
                 signal.signal(number, before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        now = clock.now()
         before = self._before[number]
         forked = os.getpid() != self._pid
         if not self._closed and not forked:

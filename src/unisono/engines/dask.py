@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from unisono.core import clock
 from unisono.core.work import seconds_left
 from unisono.engines.engine import Engine, required
 from unisono.errors import CommError, CommTimeoutError
@@ -43,7 +44,7 @@ class Dask(Engine):
     @contextmanager
     def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
         distributed = required("distributed", "dask")
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.now() + timeout_s
         with self._connected(distributed, size) as client, _scaled(client, size):
             found = self._suitable(client)
             while len(found) < size:
@@ -87,7 +88,7 @@ class Dask(Engine):
 
     def _spare(self, client: Any, timeout_s: float, taken: Set[str]) -> str:
         """Wait for a worker that has nothing to do, and is none of those: a nanny starts one again in some seconds."""
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.now() + timeout_s
         while True:
             busy = {address for address, tasks in client.processing().items() if tasks}
             idle = [address for address in self._suitable(client) if address not in busy and address not in taken]

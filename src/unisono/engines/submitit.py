@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unisono.core import clock
 from unisono.core.work import seconds_left
 from unisono.engines.engine import Engine, required
 
@@ -135,7 +136,7 @@ class SubmititJob(Executor):
             self._ends_within(_END_S)
 
     def _ends_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
+        deadline = clock.now() + seconds
         while not self._job.done() and seconds_left(deadline):
             time.sleep(_LOOK_EVERY_S)
         return bool(self._job.done())

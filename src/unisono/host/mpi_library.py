@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +28,7 @@ __all__ = [
     "mpirun_environment",
     "name_of",
     "number",
-    "poll_until",
 ]
-
-_ROUND = 1000
-_YIELDS = 500
-_give_way: Callable[[], object] = getattr(os, "sched_yield", None) or partial(time.sleep, 0)
-_FIRST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,41 +247,3 @@ def has_ulfm(environment: Mapping[str, str] = os.environ) -> bool:
         (True, False)
     """
     return environment.get("OMPI_MCA_mpi_ft_enable") == "1"
-
-
-def poll_until(
-    done: Callable[[], bool], deadline: float, look: Callable[[], object] | None = None, spins: int = 500
-) -> bool:
-    """Poll until `done()`: first spinning, then yielding the processor, then with growing pauses (at most 1 ms).
-
-    Args:
-        done: The condition.
-        deadline: On the monotonic clock; False is returned then.
-        look: Called before each pause, and occasionally while spinning; may raise.
-        spins: Number of polls without a pause, unless the deadline passes before.
-    """
-    for number in range(1, spins + 1):
-        if done():
-            return True
-        if number % _ROUND == 0 and _is_late(deadline, look):
-            return False
-    for _ in range(_YIELDS):
-        _give_way()
-        if done():
-            return True
-        # If processors are oversubscribed, each yield may take milliseconds.
-        if time.monotonic() >= deadline:
-            return False
-    pause_s = _FIRST_PAUSE_S
-    while not done():
-        if _is_late(deadline, look):
-            return False
-        time.sleep(pause_s)
-        pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)
-    return True
-
-
-def _is_late(deadline: float, look: Callable[[], object] | None) -> bool:
-    if look is not None:
-        look()
-    return time.monotonic() >= deadline

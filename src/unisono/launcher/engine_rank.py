@@ -9,7 +9,6 @@ import pickle
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from unisono.bootstrap.rendezvous import RankClaim, Rendezvous, confirm
 from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
 from unisono.control.process_exit import exit_with_children, raise_failed_saves
+from unisono.core import clock
 from unisono.core.transport import HEARTBEAT_LEAST_S, Options, Transport
 from unisono.errors import AbortedError, CommError, PeerLostError
 from unisono.launcher.job import run_reported
@@ -150,7 +150,7 @@ def _communicator(program: Program, control: SocketControl, rank: int, attempt: 
     if attempt:
         torch.set_num_threads(share_of_cores(program.threads, size))
         return replacement(control, rank, attempt, program.options, program.wrap, share_cores)
-    claim = RankClaim(rank, size, None, time.monotonic() + program.timeout_s, "launch on an executor", JOB)
+    claim = RankClaim(rank, size, None, clock.now() + program.timeout_s, "launch on an executor", JOB)
     comm = program.connect(confirm(claim, control))
     share_cores(comm)
     return comm

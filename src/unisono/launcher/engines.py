@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import secrets
-import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 
 from unisono.control.client import SocketControl
 from unisono.control.server import ControlServer
+from unisono.core import clock
 from unisono.core.failure import Cause
 from unisono.core.registry import unknown_name
 from unisono.core.work import seconds_left
@@ -82,7 +82,7 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
             f"on_failure='replace' needs an engine that starts a lost rank again, such as 'ray', 'dask' or 'local': "
             f"{type(on).__name__} cannot"
         )
-    start_by = time.monotonic() + program.timeout_s
+    start_by = clock.now() + program.timeout_s
     found: list[Outcome] = []
     lent = on.workers(size, program.timeout_s) if isinstance(on, Engine) else nullcontext(on)
     with lent as executor:
@@ -151,7 +151,7 @@ class _Gang:
     def _start_again(self, rank: int, attempt: int) -> None:
         """Submit a replacement."""
         self._submit(rank, attempt)
-        self._again_by[rank] = time.monotonic() + self._timeout_s
+        self._again_by[rank] = clock.now() + self._timeout_s
 
     def outcomes(self, limit_s: float | None) -> list[Outcome]:
         """Return the next outcomes; none at the limit, or after something that is no outcome."""
@@ -168,14 +168,14 @@ class _Gang:
             del self._futures[rank]
             return self._concluded(self._outcome(rank, event))
         if event:
-            self._due.setdefault(rank, time.monotonic() + self._timeout_s)
+            self._due.setdefault(rank, clock.now() + self._timeout_s)
         else:
-            self._lost.setdefault(rank, time.monotonic() + _EXPLAIN_WITHIN_S)
+            self._lost.setdefault(rank, clock.now() + _EXPLAIN_WITHIN_S)
         return []
 
     def _overdue(self) -> list[Outcome]:
         """Check that all ranks have arrived in time, and return outcomes of lost ranks that have not reported."""
-        now = time.monotonic()
+        now = clock.now()
         if self._start_by is not None and now >= self._start_by and not self._complete():
             arrived = sum(self._control.check([started(rank, 0)]) for rank in range(self._size))
             raise CommTimeoutError(
@@ -278,7 +278,7 @@ class _Gang:
         """End the ranks that still run, if they heed the communicator, and the control plane."""
         if self._futures:
             self._cancel("launch has ended")
-        deadline = time.monotonic() + _END_S
+        deadline = clock.now() + _END_S
         while self._futures and seconds_left(deadline):
             with suppress(queue.Empty):
                 rank, attempt, event = self._events.get(timeout=seconds_left(deadline))

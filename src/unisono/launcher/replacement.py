@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from unisono import serialization
 from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
+from unisono.core import clock
 from unisono.core.control import ControlPlane
 from unisono.core.failure import to_cause
 from unisono.core.group import Group
@@ -140,7 +140,7 @@ def admitted(
 
     Args:
         control: A handle to the job's control plane.
-        deadline: On the monotonic clock.
+        deadline: On the library's clock.
         device: Of this rank's tensors.
         wrap: Applied to the transport.
         on_joined: Called with the communicator before any rank returns from `rebuild`.
@@ -161,12 +161,12 @@ def admitted(
             transport = transport_named(backend).connect(group, control, options)
             comm = Communicator(wrap(transport) if wrap else transport, control, options, check=check)
             on_joined(comm)
-            control.exchange(group, "rebuilt", None, max(1.0, deadline - time.monotonic()))
+            control.exchange(group, "rebuilt", None, max(1.0, deadline - clock.now()))
         except BaseException as error:
             control.report_failure(group, to_cause(error, rank, "join"))
             control.leave(group)
             again = isinstance(error, CommError) and not isinstance(error, AbortedError | MismatchError)
-            if not again or time.monotonic() > deadline:
+            if not again or clock.now() > deadline:
                 raise
         else:
             return comm

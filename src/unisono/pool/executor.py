@@ -7,7 +7,6 @@ import queue
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from functools import partial
@@ -18,6 +17,7 @@ from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
 from unisono.control.process_exit import close_at_exit
 from unisono.control.server import ControlServer
+from unisono.core import clock
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.engines import Engine
@@ -203,7 +203,7 @@ class Pool(Executor):
             ...     list(pool.starmap(pow, [(2, 3), (3, 2)]))
             [8, 9]
         """
-        until = None if timeout is None else time.monotonic() + resolve_timeout(timeout)
+        until = None if timeout is None else clock.now() + resolve_timeout(timeout)
         if chunksize is not None and chunksize < 1:
             raise ValueError(f"chunksize must be at least 1, not {chunksize}")
         scheduler = self._tasks()
@@ -397,7 +397,7 @@ def _backend(on: Executor | Engine | None) -> str:
 
 
 def _join(rank: int, address: tuple[str, int], secret: bytes, size: int, backend: str) -> Communicator:
-    claim = RankClaim(rank, size, None, time.monotonic() + TIMEOUT_S, "a pool", "pool", restarts=False)
+    claim = RankClaim(rank, size, None, clock.now() + TIMEOUT_S, "a pool", "pool", restarts=False)
     place = confirm(claim, SocketControl(address, secret, TIMEOUT_S, rank=rank))
     return communicator_at(
         place,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,6 +12,7 @@ from typing import Any
 
 from unisono.communicator import Communicator
 from unisono.control.process_exit import close_at_exit
+from unisono.core import clock
 from unisono.core.transport import Envelope, Mailbox
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout, resolve_timeout
@@ -412,12 +412,12 @@ class TerminationDetector:
         self._requested = True
         self._query_ranks()
         limit_s = None if timeout is None else resolve_timeout(timeout)
-        limit = None if limit_s is None else time.monotonic() + limit_s
+        limit = None if limit_s is None else clock.now() + limit_s
         pause = _SHORTEST_S
-        while not self._ended.wait(pause if limit is None else min(pause, max(limit - time.monotonic(), 0))):
+        while not self._ended.wait(pause if limit is None else min(pause, max(limit - clock.now(), 0))):
             # Polled periodically, not after each call: a rank that only serves waits here all the time.
             pause = _SHORTEST_S if self.look() else min(2 * pause, _LONGEST_S)
-            if limit is not None and time.monotonic() >= limit:
+            if limit is not None and clock.now() >= limit:
                 self._requested = False
                 raise CommTimeoutError(
                     f"waited {limit_s:.1f} s in rpc.shutdown for all ranks to finish their calls"

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from unisono.core import clock
 from unisono.core.threads import AutoResetEvent
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import AbortedError, CommError, CommTimeoutError
@@ -51,7 +52,7 @@ class Receiver:
     Args:
         box: The mailbox.
         workers: Other threads, which run long functions.
-        clock: Called between messages; returns when it is to be called next, on the monotonic clock, and tasks.
+        clock: Called between messages; returns when it is to be called next, on the library's clock, and tasks.
         prepare: Called in each new thread first.
         name: Name of the threads.
 
@@ -121,7 +122,7 @@ class Receiver:
             if self._todo and not self._run_all(mine):
                 # The deputy receives now.
                 return
-            now = time.monotonic()
+            now = clock.now()
             if moved and box.eager:
                 quiet_at = now + _LINGER_S
             if now > look_at or (not moved and now > quiet_at):
@@ -223,9 +224,9 @@ class Receiver:
         if box.eager and call.peer != box.group.rank and self._token.acquire(blocking=False):
             box.mute_wakeups()
             self._dispatcher = threading.get_ident()
-            until = time.monotonic() + min(call.timeout, _POLL_S)
+            until = clock.now() + min(call.timeout, _POLL_S)
             try:
-                while not call.done and (spins <= _SPINS or time.monotonic() <= until):
+                while not call.done and (spins <= _SPINS or clock.now() <= until):
                     messages = box.poll()
                     for message in messages:
                         task = self.dispatch(message)
@@ -241,7 +242,7 @@ class Receiver:
                 box.unmute()
         if not call.done:
             with self._workers.not_counted():
-                call.sleep(call.timeout - (time.monotonic() - call.started))
+                call.sleep(call.timeout - (clock.now() - call.started))
 
     def _hand_over(self, task: Task, awaited: bool) -> None:
         """Run the task of the awaited answer here: no other thread needs to complete its future."""
@@ -393,7 +394,7 @@ class PendingCall:
     Attributes:
         number, peer: Number of the call, and the rank called.
         name: Name of the function, for messages.
-        started, timeout: On the monotonic clock, and in seconds.
+        started, timeout: On the library's clock, and in seconds.
         nbytes: Size of the request, as counted by the peer's window.
         reply: The answer as received.
         error: Error that ended it without an answer.
@@ -410,7 +411,7 @@ class PendingCall:
         self.peer: int = peer
         self.name: str = name
         self.timeout: float = timeout
-        self.started: float = time.monotonic()
+        self.started: float = clock.now()
         self.future: CallFuture | None = future
         self.within: tuple[int, Any] = context.get(), request.get()
         self.reply: Envelope | None = None
@@ -426,16 +427,13 @@ class PendingCall:
 
     def sleep(self, seconds: float) -> None:
         """Wait until it has ended, or the time is up."""
-        deadline = time.monotonic() + seconds
-        while not self._ended.wait(deadline - time.monotonic()):
-            if time.monotonic() >= deadline:
-                return
-        # Another thread may wait for the same future.
-        self._ended.set()
+        if clock.wait(self._ended, clock.now() + seconds):
+            # Another thread may wait for the same future.
+            self._ended.set()
 
     def late(self) -> CommTimeoutError:
         """Return the error of a call that has timed out."""
-        waited = time.monotonic() - self.started
+        waited = clock.now() - self.started
         return CommTimeoutError(
             f"waited {waited:.1f} s for rank {self.peer} to answer {self.name}. It may still run there; pass a "
             "longer timeout if it needs more time",
@@ -491,7 +489,7 @@ class FlowControl:
 
         Args:
             nbytes: Its size.
-            deadline: On the monotonic clock.
+            deadline: On the library's clock.
             blocked: A context manager to be in while waiting.
             nested: Whether it is part of another call, admitted elsewhere, which ends only after this one. It then
                 does not wait, because calls that wait for each other could otherwise hold all the room.
@@ -500,7 +498,7 @@ class FlowControl:
             while not nested and self._calls:
                 if self._calls < self._most_calls and self._bytes + nbytes <= self._most_bytes:
                     break
-                left = deadline - time.monotonic()
+                left = deadline - clock.now()
                 if left <= 0:
                     return False
                 with blocked():
@@ -598,7 +596,7 @@ class PendingCalls:
 
     def late(self) -> list[PendingCall]:
         """Return the calls with a future that have timed out; each is reported once."""
-        now = time.monotonic()
+        now = clock.now()
         found = []
         with self._lock:
             while self._due and (self._due[0][0] <= now or self._due[0][1] not in self._open):

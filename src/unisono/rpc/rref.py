@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
+from unisono.core import clock
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
@@ -156,7 +157,7 @@ class RRefContext:
         known = threading.Event()
         outcome.when_known(known.set)
         with self._not_counted():
-            if not known.wait(seconds):
+            if not clock.wait(known, clock.now() + seconds):
                 raise CommTimeoutError(
                     f"waited {seconds:.1f} s for an object that is still being created", waited_s=seconds
                 )

@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 from asyncio.selector_events import BaseSelectorEventLoop
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from unisono.core import clock
 from unisono.core.shared_context import Replacement, SharedContext, replaced
 from unisono.simulation.scheduler import SimulatedTask, here, nanoseconds, unpatched
 
@@ -32,7 +34,16 @@ def interposed() -> SharedContext:
     return _interposed
 
 
-_interposed = SharedContext(lambda: replaced([*_clocks(), *_locks(), *_threads(), *_futures(), *_loops()]))
+@contextmanager
+def _interpose() -> Iterator[None]:
+    with (
+        replaced([*_clocks(), *_locks(), *_threads(), *_futures(), *_loops()]),
+        clock.virtual(_reader(clock.real, 0)),
+    ):
+        yield
+
+
+_interposed = SharedContext(_interpose)
 
 
 # -- clocks ----------------------------------------------------------------------------------------
@@ -50,8 +61,8 @@ def _clocks() -> list[Replacement]:
     found: list[Replacement] = [(time, "sleep", sleep)]
     for name in ("monotonic", "perf_counter", "time"):
         base_ns = EPOCH_S * 10**9 if name == "time" else 0
-        seconds = _reader(name, base_ns)
-        nanoseconds = _reader(f"{name}_ns", base_ns, integer=True)
+        seconds = _reader(getattr(time, name), base_ns)
+        nanoseconds = _reader(getattr(time, f"{name}_ns"), base_ns, integer=True)
         found += [(time, name, seconds), (time, f"{name}_ns", nanoseconds)]
         if name == "monotonic":
             # Names under which these modules have imported it.
@@ -59,9 +70,7 @@ def _clocks() -> list[Replacement]:
     return [patch for patch in found if hasattr(patch[0], patch[1])]
 
 
-def _reader(name: str, base_ns: int, *, integer: bool = False) -> Callable[[], float]:
-    real: Callable[[], float] = getattr(time, name)
-
+def _reader(real: Callable[[], float], base_ns: int, *, integer: bool = False) -> Callable[[], float]:
     def read() -> float:
         task = here()
         if task is None:

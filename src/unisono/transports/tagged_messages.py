@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from unisono.collectives.native_calls import DTYPE_CODES, DTYPES
+from unisono.core import clock
 from unisono.core.numbers import MESSAGE_HEADER
 from unisono.core.tensors import view_of
 from unisono.core.threads import DaemonThreadPool
@@ -51,13 +51,13 @@ class MessageWork(CountdownWork):
 
     def wait(self, timeout: Timeout | None = None) -> None:
         if not self._done.is_set():
-            started = time.monotonic()
+            started = clock.now()
             limit = resolve_timeout(timeout, self.timeout_s)
             try:
                 while not self._done.is_set():
                     self._move(started + limit, self._done.is_set, self._awaited)
             except CommTimeoutError:
-                raise timeout_error(self._messages, time.monotonic() - started) from None
+                raise timeout_error(self._messages, clock.now() - started) from None
         if self._error is not None:
             raise self._error
 
@@ -408,7 +408,7 @@ class TaggedMessages(ABC):
         """Wait until messages have moved, or `done` is true.
 
         Args:
-            deadline: On the clock of `time.monotonic`.
+            deadline: On the library's clock.
             done: Whether what is waited for has happened.
             missing: The ranks whose loss ends the wait.
         """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from unisono.core import clock
 from unisono.core.call import Call, Fingerprint, explain
 from unisono.core.control import ControlPlane
 from unisono.core.failure import left_error
@@ -234,13 +234,13 @@ class ThreadTransport(Transport):
                 raise MismatchError(f"{problem}. Nothing was sent")
 
     def _await(self, meeting: dict[int, _Attendance], arrived: Completion, deadline: float) -> None:
-        started = time.monotonic()
+        started = clock.now()
         try:
             arrived.wait(max(0.0, deadline - started))
         except CommTimeoutError:
             missing = [rank for rank in range(self.size) if rank not in meeting]
             if missing:
-                raise missing_ranks_error(time.monotonic() - started, missing) from None
+                raise missing_ranks_error(clock.now() - started, missing) from None
 
     def split(self, group: Group) -> ThreadTransport:
         return ThreadTransport(group, self._queue, self._timeout_s)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import struct
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from unisono.core import clock
 from unisono.core.call import Call, Fingerprint
 from unisono.core.collective import FAMILIES, Collective
 from unisono.core.control import ControlPlane, compare_in_full
@@ -102,7 +102,7 @@ class Checked(Wrapper):
 
     def _compare_by_control_plane(self, fingerprint: Fingerprint, deadline: float) -> None:
         topic = _topic(fingerprint)
-        left = deadline - time.monotonic()
+        left = deadline - clock.now()
         if not (fingerprint.sends or fingerprint.receives):
             mine = fingerprint.compared(shapes=self.full)
             if self._control.exchange_unless_equal(self.group, topic, mine, left) is None:

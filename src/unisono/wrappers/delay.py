@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from random import Random
 
+from unisono.core import clock
 from unisono.core.transport import Transport
 from unisono.core.types import Message, Send, Work
 from unisono.core.work import WorkGroup
@@ -30,8 +30,8 @@ class LinkModel:
         self._free_at: dict[int, float] = {}
 
     def due(self, send: Send, longer_s: float = 0.0) -> float:
-        """Return the send time on the monotonic clock; the link is busy until then, less the latency."""
-        start = max(time.monotonic(), self._free_at.get(send.peer, 0.0))
+        """Return the send time on the library's clock; the link is busy until then, less the latency."""
+        start = max(clock.now(), self._free_at.get(send.peer, 0.0))
         if self._bytes_per_s is not None:
             start += send.tensor.nbytes / self._bytes_per_s
         self._free_at[send.peer] = start

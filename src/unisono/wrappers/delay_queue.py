@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unisono.core import clock
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.transport import Transport
 from unisono.core.types import Send, Work
@@ -25,7 +25,7 @@ class DelayedSend:
 
     Attributes:
         send: The message.
-        due: Send time, on the monotonic clock.
+        due: Send time, on the library's clock.
         swap: Whether the next message of its stream is sent first, if it is posted before that time.
     """
 
@@ -97,7 +97,7 @@ class DelayQueue:
                         passing.swap = False
                         passing.due = 0.0
                     continue
-                left_s = held.due - time.monotonic()
+                left_s = held.due - clock.now()
                 if left_s <= 0 or self._cause is not None:
                     return held, work
                 self._changed.wait(left_s)

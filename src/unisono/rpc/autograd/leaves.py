@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from unisono.core import clock
+
 __all__ = ["Leaves"]
 
 _PATIENCE_S = 1.0
@@ -67,9 +69,9 @@ class Leaves:
             taken = [number for number in numbers if number not in self._used]
             self._used.update(dict.fromkeys(taken, here))
         try:
-            until = time.monotonic() + _PATIENCE_S
+            until = clock.now() + _PATIENCE_S
             while any(self._adding.get(number, here) != here for number in numbers):
-                if time.monotonic() > until:
+                if clock.now() > until:
                     # A pass has failed between the two hooks, in one of the user's.
                     self._adding.clear()
                 # Other threads go on.

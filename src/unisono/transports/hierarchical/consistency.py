@@ -5,11 +5,11 @@ A host's first rank represents it. A short reduction travels with the agreement:
 
 from __future__ import annotations
 
-import time
 from hashlib import blake2b
 
 import torch
 
+from unisono.core import clock
 from unisono.core.call import Call, Fingerprint
 from unisono.core.control import ControlPlane, compare_in_full
 from unisono.core.group import Group
@@ -229,7 +229,7 @@ class _HostRound:
 
 
 def _late(rank: int, deadline: float) -> CommTimeoutError:
-    over_s = max(0.0, time.monotonic() - deadline)
+    over_s = max(0.0, clock.now() - deadline)
     return CommTimeoutError(
         f"no message from the host of rank {rank} within the timeout (reported {over_s:.1f} s later by the first "
         f"rank of this host). Is rank {rank} alive and reachable, or did it skip a call?",

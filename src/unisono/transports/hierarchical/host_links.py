@@ -11,11 +11,11 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Sequence
 
 from unisono.control.mesh import Mesh
 from unisono.control.sockets import invalidate_after_fork
+from unisono.core import clock
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
@@ -63,7 +63,7 @@ class HostLinks:
         Args:
             mine: The packet sent to all.
             theirs: By host number, the buffer for its content, of the same length as the content of `mine`.
-            deadline: On the monotonic clock.
+            deadline: On the library's clock.
 
         Raises:
             CommTimeoutError: A host has not sent its packet in time; names its rank.
@@ -72,7 +72,7 @@ class HostLinks:
         self._round += 1
         head = _HEAD.pack(len(mine.content), self._round, mine.digest)
         pending = [_Exchange(host, peer, head, mine.content, theirs[host]) for host, peer in self.peers.items()]
-        started = time.monotonic()
+        started = clock.now()
         while pending := [swap for swap in pending if not self._moved(swap, head)]:
             alike = [swap for swap in pending if not swap.differs]
             # Hosts that differ stop reading, too; all others complete their exchange.
@@ -81,9 +81,9 @@ class HostLinks:
             watch = select.poll()
             for swap in alike:
                 watch.register(swap.peer, select.POLLIN | (select.POLLOUT if swap.rest else 0))
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not (watch.poll(left_s * 1000 + 1) or time.monotonic() < deadline):
-                self._give_up(alike, time.monotonic() - started)
+            left_s = deadline - clock.now()
+            if left_s <= 0 or not (watch.poll(left_s * 1000 + 1) or clock.now() < deadline):
+                self._give_up(alike, clock.now() - started)
         return True
 
     def _moved(self, swap: _Exchange, head: bytes) -> bool:

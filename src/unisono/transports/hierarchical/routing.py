@@ -162,7 +162,7 @@ class SubsetCollectives:
 
         Args:
             call: The call, without steps.
-            deadline: On the clock of `time.monotonic`.
+            deadline: On the library's clock.
             agrees: Whether the ranks first compare their calls.
         """
         _, steps = self._selection.choose(call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import NoReturn
 
 import torch
 
+from unisono.core import clock
 from unisono.core.call import Call
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
@@ -167,7 +167,7 @@ class Hierarchical(Transport):
     @contextmanager
     def _name_missing_rank(self, deadline: float) -> Iterator[None]:
         """Name the missing rank in a timeout: a rank that waits for a host cannot know which of its ranks is late."""
-        timeout = deadline - time.monotonic()
+        timeout = deadline - clock.now()
         try:
             yield
         except CommTimeoutError as error:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import xxhash
 
+from unisono.core import clock
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
-from unisono.host.mpi_library import library, poll_until
+from unisono.host.mpi_library import library
 
 __all__ = ["CommHandle", "MpiCommunicators"]
 
@@ -44,7 +44,7 @@ class CommHandle:
     def dup(cls, comm: Any, deadline: float) -> CommHandle:
         """Duplicate a communicator; all its ranks call this. `CommTimeoutError` if not all have called in time."""
         made, request = comm.Idup()
-        if not poll_until(request.Test, deadline, spins=1):
+        if not clock.poll_until(request.Test, deadline, spins=1):
             raise CommTimeoutError(
                 f"not all of the {comm.Get_size()} ranks of the MPI communicator joined in time. Are all of them "
                 "running, and does each of them make the call?"
@@ -83,7 +83,7 @@ class MpiCommunicators:
         own: For collectives, and the messages that they are made of.
         turn: Lock to hold during MPI calls.
         broken: The first cause of a failure, after which no call is made.
-        deadline: Of the MPI collective in progress, on the monotonic clock, for `Watchdog`.
+        deadline: Of the MPI collective in progress, on the library's clock, for `Watchdog`.
         largest_tag: Largest tag that users may pass; each message takes two of MPI's.
     """
 
@@ -123,7 +123,7 @@ class MpiCommunicators:
         """
         going_on = {self._ranks[rank] for rank in ranks}
         missing = set(range(self._base.comm.Get_size())) - going_on
-        poll_until(lambda: self._base.failed() >= missing, time.monotonic() + _NOTICED_S, spins=1)
+        clock.poll_until(lambda: self._base.failed() >= missing, clock.now() + _NOTICED_S, spins=1)
         if not missing or union(sorted(self._base.failed())) < missing:
             # A missing rank may be alive: the shrunk communicator would include it, and it makes no call.
             return self.part(ranks, name)

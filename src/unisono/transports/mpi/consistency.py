@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable, Sequence
 
 import xxhash
 
+from unisono.core import clock
 from unisono.core.call import Fingerprint, hash_of
 from unisono.errors import CommTimeoutError, PeerLostError
-from unisono.host.mpi_library import poll_until
 from unisono.transports.mpi.communicators import MpiCommunicators
 
 __all__ = ["MpiAgreement", "word_of"]
@@ -63,7 +62,7 @@ class MpiAgreement:
 
         Args:
             word: 64 bits that identify this rank's call.
-            deadline: On the monotonic clock.
+            deadline: On the library's clock.
             rows: As of `rows_of`.
             count: 1 if this rank counts, for `counted`.
 
@@ -91,21 +90,21 @@ class MpiAgreement:
 
     def _wait(self, deadline: float) -> None:
         turn = self._comms.turn
-        began = time.monotonic()
+        began = clock.now()
 
         def done() -> bool:
             with turn:
                 return bool(self._test())
 
         try:
-            over = poll_until(done, deadline, lambda: self._look(self._others), self._spins)
+            over = clock.poll_until(done, deadline, lambda: self._look(self._others), self._spins)
         except PeerLostError:
             # Its last contribution may have arrived before it left.
-            if not poll_until(done, time.monotonic() + _LAST_CONTRIBUTION_S, spins=self._spins):
+            if not clock.poll_until(done, clock.now() + _LAST_CONTRIBUTION_S, spins=self._spins):
                 raise
             return
         if not over:
-            waited = time.monotonic() - began
+            waited = clock.now() - began
             raise CommTimeoutError(f"waited {waited:.1f} s for the other ranks", waited_s=waited)
 
     def rows_of(self, sends: Sequence[int], receives: Sequence[int]) -> int:

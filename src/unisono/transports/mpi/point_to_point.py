@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from unisono.core import clock
 from unisono.core.threads import DaemonThreadPool
 from unisono.core.types import COLLECTIVE_TAG, Message, Recv, Timeout
 from unisono.core.work import CountdownWork, resolve_timeout, timeout_error
 from unisono.errors import CommError, PeerLostError
-from unisono.host.mpi_library import poll_until
 from unisono.transports.mpi.communicators import MpiCommunicators
 from unisono.transports.mpi.requests import DirectMessage, MessageRequest, RendezvousRecv, RendezvousSend
 
@@ -177,18 +176,18 @@ class Posted(CountdownWork):
 
     def wait(self, timeout: Timeout | None = None) -> None:
         if not self._done.is_set():
-            started = time.monotonic()
+            started = clock.now()
             limit = resolve_timeout(timeout, self.timeout_s)
             try:
                 spins = self._all.spins_for(sum(message.tensor.nbytes for message in self._messages))
-                over = poll_until(self.move, started + limit, self._look, spins)
+                over = clock.poll_until(self.move, started + limit, self._look, spins)
             except PeerLostError:
                 # Messages that the peer sent before it left may have arrived.
                 over = any(self.move() for _ in range(LAST_LOOKS))
                 if not over:
                     raise
             if not over:
-                raise timeout_error(self._messages, time.monotonic() - started)
+                raise timeout_error(self._messages, clock.now() - started)
         super().wait(0.0)
 
     def _look(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from unisono.control.encryption import refuse_unencrypted
+from unisono.core import clock
 from unisono.core.call import Call, Fingerprint
 from unisono.core.control import ControlPlane, raise_mismatch
 from unisono.core.failure import Cause, error_of, left_error
@@ -103,7 +103,7 @@ class MpiTransport(Transport):
             base = CommHandle.create(world, ranks, 0)
             ranks = list(range(group.size))
         else:
-            base = CommHandle.dup(world, time.monotonic() + options.timeout_s)
+            base = CommHandle.dup(world, clock.now() + options.timeout_s)
         return cls(group, MpiCommunicators(base, ranks, group.name), control, options)
 
     def split(self, group: Group) -> MpiTransport:
@@ -188,7 +188,7 @@ class MpiTransport(Transport):
         if self._comms.broken is not None:
             raise self._comms.broken
         self._messages.move()
-        now = time.monotonic()
+        now = clock.now()
         if now >= self._looked_s + _LOOK_EVERY_S:
             self._looked_s = now
             with suppress(ClosedError):
@@ -270,7 +270,7 @@ def adopt(
         raise ValueError("comm is an intercommunicator; merge its two groups first: comm.Merge()")
     rank = comm.Get_rank()
     size = comm.Get_size()
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.now() + timeout_s
     base = CommHandle.dup(comm, deadline)
     rendezvous = find_on(base.comm, f"rank {rank} of {size} of an MPI communicator", deadline)
     try:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from unisono.core import clock
 from unisono.host.mpi_library import has_ulfm
 from unisono.transports.mpi.communicators import MpiCommunicators
 
@@ -59,7 +60,7 @@ class Watchdog:
 
     def look(self) -> None:
         """Check the deadline once, on the daemon thread."""
-        now = time.monotonic()
+        now = clock.now()
         deadline = self._comms.deadline
         cause = self._comms.broken
         if deadline is None:

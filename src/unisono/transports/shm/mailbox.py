@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from unisono.core import clock
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
 from unisono.core.mail import pack, parse
@@ -111,7 +112,7 @@ class ShmMailbox(Mailbox):
     # -- sending -------------------------------------------------------------------------------
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
         ring = self._out[peer]
-        deadline = time.monotonic() + timeout
+        deadline = clock.now() + timeout
         frame = pack(head, bodies)
         with self._locks[peer]:
             if self.lost or self.closed:
@@ -148,7 +149,7 @@ class ShmMailbox(Mailbox):
         self.on_stall()
         while not out.room:
             self.check(peer)
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise CommTimeoutError(f"rank {peer} does not receive messages. Is it stopped?", peer=peer)
             time.sleep(_SLEEP_S)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from unisono.core import clock
 from unisono.core.failure import left_error
 from unisono.core.work import missing_ranks_error
 from unisono.errors import CommError
@@ -39,15 +39,15 @@ class ShmMessages(TaggedMessages):
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         # Another thread may move the messages that this one waits for: the core counts its steps.
         progress = self._core.progress
-        started = time.monotonic()
+        started = clock.now()
         if done():
             return
         limit = min(deadline, started + _SLICE_S)
         self._core.wait_for_messages(list(self._sending), list(self._receiving), progress, limit)
         if not self.move() and not done():
             self.check(done, missing)
-            if time.monotonic() > deadline:
-                raise missing_ranks_error(time.monotonic() - started, missing())
+            if clock.now() > deadline:
+                raise missing_ranks_error(clock.now() - started, missing())
 
     def end_of(self, peer: int) -> CommError | None:
         return left_error(peer) if self._core.has_left(peer) else None

@@ -6,13 +6,13 @@ import contextlib
 import select
 import socket
 import threading
-import time
 from collections.abc import Sequence
 
 import torch
 
 from unisono.control.mesh import Link, Mesh, say_farewell
 from unisono.control.sockets import invalidate_after_fork
+from unisono.core import clock
 from unisono.core.control import ControlPlane
 from unisono.core.frames import READ_BYTES, FrameChannel, Kind
 from unisono.core.group import Group
@@ -129,7 +129,7 @@ class TcpMailbox(Mailbox):
                 raise
 
     def _send_all(self, connection: socket.socket, peer: int, rest: list[memoryview], timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = clock.now() + timeout
         while rest:
             try:
                 sent = connection.sendmsg(rest[:_MOST_VECTORS])
@@ -151,7 +151,7 @@ class TcpMailbox(Mailbox):
             watch.register(connection.fileno(), select.POLLOUT)
         if not watch.poll(_SLICE_S * 1000):
             self.check(peer)
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise CommTimeoutError(f"rank {peer} does not receive messages. Is it stopped?", peer=peer)
 
     # -- receiving -----------------------------------------------------------------------------

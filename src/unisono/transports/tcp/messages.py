@@ -6,11 +6,11 @@ import contextlib
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from unisono.control.mesh import say_farewell
 from unisono.control.sockets import invalidate_after_fork
+from unisono.core import clock
 from unisono.core.failure import connection_error, left_error
 from unisono.core.types import Message
 from unisono.core.work import CountdownWork, missing_ranks_error
@@ -163,7 +163,7 @@ class TcpMessages(TaggedMessages):
         return super().has_read(peer, tag) or self._streams[peer].buffered
 
     def wait(self, deadline: float, done: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        started = time.monotonic()
+        started = clock.now()
         with self._turn:
             if self._polls:
                 self._turn.wait(min(_SLICE_S, max(0.0, deadline - started)))
@@ -181,8 +181,8 @@ class TcpMessages(TaggedMessages):
                     self._turn.notify_all()
         if not done():
             self.check(done, missing)
-            if time.monotonic() > deadline:
-                raise missing_ranks_error(time.monotonic() - started, missing())
+            if clock.now() > deadline:
+                raise missing_ranks_error(clock.now() - started, missing())
 
     def _poll(self, timeout_s: float) -> None:
         self._bell = self._bell or _pair()

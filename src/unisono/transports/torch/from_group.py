@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from unisono import serialization
 from unisono.control.client import SocketControl
 from unisono.control.server import ControlServer
+from unisono.core import clock
 from unisono.core.group import Group
 from unisono.core.tensors import view_of
 from unisono.core.transport import Options
@@ -49,7 +49,7 @@ def adopt(
         raise CommError(f"a group of backend {kind!r} for {device.type} cannot be wrapped; those of gloo and nccl can")
     rank = group.rank()
     size = group.size()
-    all_gather = partial(_all_gather, backend, size, device, time.monotonic() + timeout_s)
+    all_gather = partial(_all_gather, backend, size, device, clock.now() + timeout_s)
     hosts = [record.decode() for record in all_gather(host_identity().encode())]
     server: ControlServer | None = None
     record = b""
@@ -109,11 +109,11 @@ def _all_gather(backend: Any, size: int, device: torch.device, deadline: float, 
     outputs = [torch.empty_like(mine) for _ in range(size)]
     try:
         # A timeout of zero would mean no timeout.
-        backend.allgather([outputs], [mine]).wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        backend.allgather([outputs], [mine]).wait(timedelta(seconds=max(deadline - clock.now(), 0.001)))
     except RuntimeError as error:
         found = translated(error, [])
         # A timer may fire a little early.
-        if not isinstance(found, CommTimeoutError) and time.monotonic() < deadline:
+        if not isinstance(found, CommTimeoutError) and clock.now() < deadline:
             raise found from error
         raise CommTimeoutError(
             f"not all of the {size} ranks of the torch group joined in time. Are all of them running, and does "

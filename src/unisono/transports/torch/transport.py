@@ -17,6 +17,7 @@ import torch
 from unisono.control.encryption import refuse_unencrypted
 from unisono.control.sockets import invalidate_after_fork
 from unisono.control.torch_store import ControlStore
+from unisono.core import clock
 from unisono.core.call import Call
 from unisono.core.control import ControlPlane
 from unisono.core.failure import connection_error
@@ -196,9 +197,9 @@ class TorchTransport(Transport):
 
     def _land(self) -> None:
         """Return when nccl has moved all data, or the group has failed: the caller's streams may need the results."""
-        deadline = time.monotonic() + self._options.timeout_s
+        deadline = clock.now() + self._options.timeout_s
         while not all(work.is_finished() for work in self._flying):
-            if self._broken is not None or time.monotonic() > deadline:
+            if self._broken is not None or clock.now() > deadline:
                 return
             time.sleep(_LOOK_EVERY_S)
 
@@ -256,7 +257,7 @@ class _BackendWork(Work):
     def wait(self, timeout: Timeout | None = None) -> None:
         if self._error is not None:
             raise self._error
-        started = time.monotonic()
+        started = clock.now()
         try:
             if self.work is not None:
                 over = self._wait_for(self.work, started + resolve_timeout(timeout, self._timeout_s))
@@ -266,7 +267,7 @@ class _BackendWork(Work):
             self._error = error
             raise
         except RuntimeError as error:
-            self._error = translated(error, [], time.monotonic() - started)
+            self._error = translated(error, [], clock.now() - started)
             raise self._error from error
 
     def fail(self, cause: BaseException) -> None:
@@ -303,7 +304,7 @@ def _follow(work: Any, _deadline: float) -> bool:
 def _wait_for(work: Any, deadline: float, *, broken: Callable[[], BaseException | None]) -> bool:
     """Wait for gloo's work, in slices, after each of which the wait can be ended."""
     while True:
-        left = deadline - time.monotonic()
+        left = deadline - clock.now()
         last = left <= _SLICE_S or work.is_completed()
         try:
             # A timeout of zero would mean no timeout.

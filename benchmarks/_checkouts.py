@@ -16,7 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["AllReduce", "Checkout", "Repeated"]
+from unisono.testing import Network
+
+__all__ = ["Checkout", "Collective", "Repeated"]
 
 _RANKS = Path(__file__).with_name("_checkout_ranks.py")
 _LOOK_EVERY_S = 0.2
@@ -25,14 +27,15 @@ _SAMPLE_S = 120.0
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """Calls of all_reduce that make one sample.
+class Collective:
+    """Calls of a collective that make one sample.
 
     Attributes:
         nbytes, dtype: Size of each tensor, and torch's name of its dtype.
         registered: Whether tensors are allocated by `Communicator.empty`.
         tensors: Number of tensors, used in turn.
         calls: Number of calls per sample.
+        name: Name of the collective; "message" sends from rank 0 to rank 1 and back.
     """
 
     nbytes: int
@@ -40,7 +43,8 @@ class AllReduce:
     registered: bool = False
     tensors: int = 64
     calls: int = 64
-    program: str = field(default="all_reduce", init=False)
+    name: str = "all_reduce"
+    program: str = field(default="collective", init=False)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class Checkout:
 
     Args:
         source: The folder to import unisono from, such as `src` of a git worktree; its native parts are built.
-        ranks, backend: As for `unisono.launch`.
+        ranks, backend: As for `unisono.launch`. Without a backend, a single process that is no rank runs the programs.
+        network: Hosts to spread the ranks over evenly, instead of launching them on this one.
 
     Raises:
         RuntimeError: The ranks ended, or do not answer; their output states the cause.
@@ -71,44 +76,57 @@ class Checkout:
             interleave({"new": new.sample(case), "old": old.sample(case)}, seconds=1.0)
     """
 
-    def __init__(self, source: Path, ranks: int, backend: str = "shm") -> None:
+    def __init__(self, source: Path, ranks: int, backend: str = "shm", network: Network | None = None) -> None:
         self._source = source.resolve()
         if not (self._source / "unisono").is_dir():
             raise ValueError(f"there is no unisono in {source}; pass the src folder of a checkout")
         self._stack = ExitStack()
         try:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="unisono-bench-")))
-            self._links = self._start(folder / "ranks", ranks, backend)
+            self._links = self._start(folder / "ranks", ranks, backend, network)
         except BaseException:
             self._stack.close()
             raise
 
-    def _start(self, address: Path, ranks: int, backend: str) -> list[Any]:
+    def _start(self, address: Path, ranks: int, backend: str, network: Network | None) -> list[Any]:
         listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(address))
         listener.listen(ranks)
         # Without -P, modules of this folder would shadow others of the same name.
         command = [sys.executable, "-P", str(_RANKS), str(address), str(ranks), backend]
-        process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(self._source)})
-        self._stack.callback(_end, process)
-        accepted = [self._stack.enter_context(self._accept(listener, process)) for _ in range(ranks)]
+        environment = os.environ | {"PYTHONPATH": str(self._source)}
+        if network is None:
+            processes = [subprocess.Popen(command, env=environment)]
+        else:
+            hosts = len(network.addresses)
+            environment |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": network.addresses[0], "MASTER_PORT": _free_port()}
+            processes = [
+                subprocess.Popen(
+                    network.command(rank * hosts // ranks, *command), env=environment | {"RANK": str(rank)}
+                )
+                for rank in range(ranks)
+            ]
+        for process in processes:
+            self._stack.callback(_end, process)
+        count = ranks if backend else 1
+        accepted = [self._stack.enter_context(self._accept(listener, processes)) for _ in range(count)]
         links = [self._stack.enter_context(connection.makefile("rw")) for connection in accepted]
         imported = {Path(self._answer(link)) for link in links}
         if imported != {self._source / "unisono" / "__init__.py"}:
             raise RuntimeError(f"the ranks of {self._source} imported {', '.join(map(str, imported))}")
         return links
 
-    def _accept(self, listener: socket.socket, process: subprocess.Popen[bytes]) -> socket.socket:
+    def _accept(self, listener: socket.socket, processes: list[subprocess.Popen[bytes]]) -> socket.socket:
         listener.settimeout(_LOOK_EVERY_S)
         deadline = time.monotonic() + _START_S
-        while process.poll() is None and time.monotonic() < deadline:
+        while all(process.poll() is None for process in processes) and time.monotonic() < deadline:
             with suppress(TimeoutError):
                 connection = listener.accept()[0]
                 connection.settimeout(_SAMPLE_S)
                 return connection
         raise RuntimeError(f"the ranks of {self._source} did not start; see their output")
 
-    def sample(self, case: AllReduce | Repeated) -> Callable[[], float]:
+    def sample(self, case: Collective | Repeated) -> Callable[[], float]:
         """Return a sample for `interleave`: the mean seconds of a call or repetition on the slowest rank."""
 
         def take() -> float:
@@ -132,6 +150,12 @@ class Checkout:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+
+def _free_port() -> str:
+    """Return a port that is free on this host; nothing else listens on the hosts of a `Network`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -84,22 +84,22 @@ def be_a_rank_of_torchrun() -> None:
         total(comm)
 
 
-def started(name: str, ranks: int) -> list[float]:
-    """Measure in a new process."""
+def started(name: str, ranks: int, source: Path | None = None) -> list[float]:
+    """Measure in a new process, which imports unisono from `source` if given."""
+    environment = os.environ | ({"PYTHONPATH": str(source)} if source else {})
     script = [str(Path(__file__).resolve()), "--measure", name, str(ranks)]
     if name == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *script]
         begun = time.monotonic()
-        subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
+        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=LIMIT_S)
         return [time.monotonic() - begun]
-    environment = dict(os.environ)
     command = [sys.executable, *script]
     if name == "mpi":
         mpirun = find_mpirun()
         if mpirun is None:
             raise UnavailableError("there is no mpirun")
         command = [mpirun, "-n", str(ranks + 1), sys.executable, "-m", "mpi4py.futures", *script]
-        environment = mpirun_environment(os.environ, crowded=True)
+        environment = mpirun_environment(environment, crowded=True)
     ran = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=LIMIT_S)
     seconds: list[float] = json.loads(ran.stdout.splitlines()[-1])
     return seconds

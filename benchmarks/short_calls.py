@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from _checkouts import AllReduce, Checkout
+from _checkouts import Checkout, Collective
 from _questions import parser
 
 import unisono as un
@@ -109,11 +109,11 @@ def operations(comm: un.Communicator, names: list[str], seconds: float, folder: 
     return interleave({name: sample(name) for name in names}, comm, seconds=seconds).slowest(comm)
 
 
-def case(nbytes: int, dtype: str, memory: str) -> AllReduce:
+def case(nbytes: int, dtype: str, memory: str) -> Collective:
     """Return the case: up to 1 MiB of calls per sample (1 to 64), and up to 128 MiB of tensors (2 to 64)."""
     calls = max(1, min(TENSORS, (1 << 20) // nbytes))
     tensors = max(2, min(TENSORS, (128 << 20) // nbytes))
-    return AllReduce(nbytes, dtype, memory == "registered", tensors, calls)
+    return Collective(nbytes, dtype, memory == "registered", tensors, calls)
 
 
 def beside(given: argparse.Namespace) -> Iterable[str]:

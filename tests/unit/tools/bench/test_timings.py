@@ -98,13 +98,20 @@ def checkouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_checkouts_alternate(checkouts: ModuleType) -> None:
     source = Path(un.__file__).parents[1]
     cases = [
-        checkouts.AllReduce(8, "int64", tensors=3, calls=2),
-        checkouts.AllReduce(4096, "bfloat16", registered=True, tensors=2),
+        checkouts.Collective(8, "int64", tensors=3, calls=2),
+        checkouts.Collective(4096, "bfloat16", registered=True, tensors=2),
+        *(checkouts.Collective(64, tensors=2, calls=2, name=name) for name in ("gather", "message", "barrier")),
     ]
     with checkouts.Checkout(source, 2) as one, checkouts.Checkout(source, 2) as other:
         for case in cases:
             timings = interleave({"one": one.sample(case), "other": other.sample(case)}, rounds=3, warmup=1)
             assert timings.ratio("one", "other").low > 0
+
+
+@pytest.mark.soak
+def test_checkout_without_ranks(checkouts: ModuleType) -> None:
+    with checkouts.Checkout(Path(un.__file__).parents[1], 1, "") as one:
+        assert all(one.sample(checkouts.Repeated(program, 1))() > 0 for program in ("launch", "pool_submit"))
 
 
 def test_checkout_reports_why_it_cannot_run(tmp_path: Path, checkouts: ModuleType) -> None:

@@ -1873,9 +1873,9 @@ class Communicator(Place):
         """Release all resources, also those of sub-communicators. Every rank calls it when it is done. Idempotent.
 
         Waits up to a second for the other ranks, so that nothing in flight is cut off; and before that, for background
-        saves, which end immediately if the communicator is broken. The error of one that has failed is raised at the
-        end. A communicator without references to it, its
-        sub-communicators or its unfinished works is closed in the background.
+        saves. Both waits end immediately if the communicator is broken. The error of a save that has failed is raised
+        at the end. A communicator without references to it, its sub-communicators or its unfinished works is closed in
+        the background.
 
         Example:
             >>> comm = un.init()

@@ -136,7 +136,7 @@ for _name in sorted(set(TRANSPORTS.names()) - MISSING.keys()):
 
 
 class ThreeRanks(World):
-    """Up to three ranks."""
+    """Up to three ranks. Open MPI's spin while they wait, so on a busy machine a call may take seconds."""
 
     def run(
         self, fn: Callable[..., Any], *args: Any, size: int = 2, on_failure: Literal["end", "continue"] = "end"
@@ -146,12 +146,14 @@ class ThreeRanks(World):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Programs may refer to it, and ranks cannot import this module.
-        return World, (self.backend,)
+        return World, (self.backend, None, self.timeout)
 
 
 BY_NAME = {check.__name__: check for check in CHECKS}
 WORLDS = {
-    name: world for name, world in {"gloo": World("gloo"), "mpi": ThreeRanks("mpi")}.items() if name not in MISSING
+    name: world
+    for name, world in {"gloo": World("gloo"), "mpi": ThreeRanks("mpi", timeout=60.0)}.items()
+    if name not in MISSING
 }
 
 if "mpi" in WORLDS:

@@ -8,7 +8,7 @@ from typing import Any
 
 SIZE = 3
 ODD = 1
-SHORT_S = 0.8
+SHORT_S = 0.5
 LONG_S = 20.0
 MISMATCH_S, DEATH_S, LATE_S, TOGETHER_S = 0.2, 0.5, 0.5, 0.3
 

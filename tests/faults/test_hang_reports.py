@@ -23,7 +23,7 @@ from unisono.errors import CommTimeoutError
 from unisono.testing import run_ranks
 from unisono.testing.pools import pool
 
-SHORT_S = 1.0
+SHORT_S = 0.5
 Bug = Callable[[Any, threading.Event], None]
 BUGS: dict[str, tuple[Bug, int]] = {}
 

@@ -97,5 +97,5 @@ def test_rank_dies_during_a_message_of_100_mib(size: int) -> None:
         else:
             peer, seconds = end
             assert peer == 1
-            assert seconds < 1.0
+            assert seconds < 15.0
     assert wait_until_as(before, "threads", "descriptors", "processes") == ""

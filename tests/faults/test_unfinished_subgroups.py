@@ -16,7 +16,7 @@ from unisono.control.state import ControlState
 from unisono.errors import CommError, PeerLostError
 from unisono.testing import run_ranks
 
-TIMEOUT_S, SOON_S = 20.0, 3.0
+TIMEOUT_S, SOON_S = 20.0, 15.0
 
 
 def splits(comm: Any, own: bool, there: bool) -> Any:

@@ -150,6 +150,7 @@ def test_hanging_mpiexec_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     # To look for a library takes its time, too.
     found = mpiexec.find_library(30.0)
     monkeypatch.setattr(mpiexec, "find_library", lambda limit_s: found)
+    monkeypatch.setattr(mpiexec, "_LEAST_S", 0.1)
     (tmp_path / "mpiexec").write_text("#!/bin/sh\nsleep 1000\n")
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -43,6 +43,14 @@ def test_pool_computes_what_launch_computes(pool: Executor, ranks: int) -> None:
     assert found[0][0] == "shm"
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait only briefly for ranks and executors of which nothing more is to come."""
+    monkeypatch.setattr("unisono.launcher.job.GRACE_S", 0.1)
+    monkeypatch.setattr("unisono.launcher.engines._END_S", 0.1)
+    monkeypatch.setattr("unisono.launcher.engines._EXPLAIN_WITHIN_S", 0.1)
+
+
 def backend_and_hosts(comm: un.Communicator) -> tuple[str, Any, int]:
     return comm.backend, comm.hosts, torch.get_num_threads()
 
@@ -184,6 +192,7 @@ class Retrying(Executor):
         return second
 
 
+@pytest.mark.usefixtures("impatient")
 def test_second_start_of_a_rank_is_refused(pool: Executor) -> None:
     retrying = Retrying(pool)
     with pytest.raises(PeerLostError, match=r"rank \d of 2 was lost: its worker has ended, and a second start is ref"):
@@ -236,6 +245,7 @@ class Losing(Executor):
         ),
     ],
 )
+@pytest.mark.usefixtures("impatient")
 def test_rank_whose_result_is_lost_is_named(pool: Executor, how: dict[str, Any], timeout: float, text: str) -> None:
     # A worker starts in seconds on a busy machine, and the timeout holds for ranks that meet, too.
     assert un.launch(lambda comm: comm.rank, 4, on=pool) == [0, 1, 2, 3]
@@ -267,6 +277,7 @@ class Deaf(Executor):
 
 
 @pytest.mark.parametrize("end", [pytest.param("killed", marks=pytest.mark.soak), "told to end"])
+@pytest.mark.usefixtures("impatient")
 def test_worker_that_ends_under_a_rank_without_communicator_is_noticed(end: str) -> None:
     with Deaf() as deaf, pytest.raises(PeerLostError, match="rank 1 of 2 was lost: its worker has ended"):
         un.launch(close_and_work_on, 2, on=deaf, args=(end,))

@@ -38,6 +38,10 @@ if what in ("early", "two", "meet") and os.environ["UNISONO_RESTARTS"] == "0":
     if place.rank == 1:
         raise KeyError("first time")
     if what == "two":
+        from unisono.control import process_exit
+
+        # As long as the other rank's error would make this one wait for its end under another launcher.
+        process_exit._GRACE_S = 60.0
         place.control.exchange(group, "late", None, 30.0)
     time.sleep(1000)
 

@@ -128,8 +128,9 @@ def test_children_of_ranks_end_with_the_job(
     begun = time.monotonic()
     if how.startswith("SIG"):
         job.send_signal(getattr(signal, how))
-    job.communicate(timeout=30)
-    assert time.monotonic() - begun < 10
+    job.communicate(timeout=60)
+    # The grace is 30 s.
+    assert time.monotonic() - begun < 25
     assert job.returncode == status
     children = [int(path.read_text()) for path in folder.glob("child-*")]
     assert wait_until(lambda: not any(map(is_running, children)))

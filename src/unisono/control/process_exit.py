@@ -21,6 +21,7 @@ __all__ = [
     "ExitHandler",
     "close_all",
     "close_at_exit",
+    "end_at_once",
     "exit_with_children",
     "raise_failed_saves",
     "when_process_ends",
@@ -30,6 +31,8 @@ __all__ = [
 CLOSE_HANDLES = 20
 CLOSE_SERVERS = 10
 _GRACE_S = 2.0
+# Processes whose launcher blames by their reports, and not the one that ends first.
+_end_at_once: set[int] = set()
 
 
 class ExitHandler(Protocol):
@@ -64,9 +67,14 @@ def close_at_exit(handle: ExitHandler) -> None:
 def _take_leave() -> None:
     error = _what_ends_the_process()
     _close_all(error)
-    if isinstance(error, PeerLostError | AbortedError):
+    if isinstance(error, PeerLostError | AbortedError) and os.getpid() not in _end_at_once:
         # Launchers blame the process that ends first, which should be the one that failed.
         time.sleep(_GRACE_S)
+
+
+def end_at_once() -> None:
+    """Do not let this process outlive the one whose failure ends it: the launcher knows by reports who failed first."""
+    _end_at_once.add(os.getpid())
 
 
 def exit_with_children() -> NoReturn:

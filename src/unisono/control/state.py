@@ -154,8 +154,8 @@ class ControlState:
         return [*self._groups.join(client, request, name, rank, size, members), *self._stops.joined(client, name)]
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
-        """Answer immediately, or, with `last`, when all ranks have left."""
-        if last and self._groups.knows(name):
+        """Answer immediately, or, with `last`, when all ranks have left or no message is of use any more."""
+        if last and self._groups.knows(name) and self._groups.cause(name) is None:
             self._leaving.setdefault(name, {})[client] = request
             return [*self._groups.leave(client, name), *self._look([name])]
         return [*self._groups.leave(client, name), *self._look([name]), (client, (request, "ok", None))]
@@ -321,6 +321,7 @@ class ControlState:
             del self._waits[client, request]
             self._keys.forget(client, request)
             out.append((client, failed(request, cause)))
+        out += self._release_leaving(name)
         return out + [(client, failed(request, cause)) for client, request in self._stops.drop(name)]
 
     def _forget_leaving(self, client: int, request: int | None = None) -> None:
@@ -332,10 +333,14 @@ class ControlState:
     def _group_over(self, name: str) -> Outgoing:
         """Delete the keys of a group that all ranks have left, and answer the requests that wait for that."""
         self._on_end(name)
-        unanswered = [*self._leaving.pop(name, {}).items(), *self._stops.drop(name)]
+        out = self._release_leaving(name)
         parts = self._groups.below(name)
         self._keys.drop(_prefixes(name), tuple(prefix for part in parts for prefix in _prefixes(part)))
-        return [(client, (request, "ok", None)) for client, request in unanswered]
+        return out + [(client, (request, "ok", None)) for client, request in self._stops.drop(name)]
+
+    def _release_leaving(self, name: str) -> Outgoing:
+        """Answer the ranks that have left a group, and wait so that nothing they have sent is cut off."""
+        return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, {}).items()]
 
 
 def _prefixes(name: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import types
 import zipfile
 from pathlib import Path
 
-from unisono.control.process_exit import exit_with_children, raise_failed_saves
+from unisono.control.process_exit import end_at_once, exit_with_children, raise_failed_saves
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.host import processors
 
@@ -32,6 +32,7 @@ def main(alive: int, report: int, command: list[str]) -> None:
         os.set_inheritable(descriptor, False)
     threading.Thread(target=_end_with_launcher, args=(alive,), daemon=True).start()
     show_errors(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), report)
+    end_at_once()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         run_as_main(command)

@@ -64,7 +64,7 @@ class MessageQueue:
                 for end in ends:
                     self._keys[group, end][key] = None
             queue.append((message, work))
-            if message.peer in self.left.get(group, ()):
+            if message.peer in self.done.get(group, ()):
                 work.complete(left_error(message.peer))
         return matched
 
@@ -94,14 +94,14 @@ class MessageQueue:
         """Return whether a rank has closed its part of a group. Call with the lock held."""
         return rank in self.left.get(group, ())
 
-    def forget(self, group: str, rank: int) -> list[CountdownWork]:
-        """Remove and return all waiting messages of a rank in a group."""
+    def forget(self, group: str, rank: int, *, others: bool = False) -> list[CountdownWork]:
+        """Remove and return all waiting messages of a rank in a group, or those of the others to and from it."""
         with self.lock:
             found = []
             for key in self.keys_of(group, rank):
                 source = key[1]
                 sends = isinstance(self.waiting[key][0][0], Send)
-                if (source == rank) == sends:
+                if ((source == rank) == sends) != others:
                     found += [work for _, work in self.remove(key)]
             return found
 
@@ -246,13 +246,15 @@ class ThreadTransport(Transport):
         return ThreadTransport(group, self._queue, self._timeout_s)
 
     def leave(self) -> None:
-        """Fail the calls that wait for this rank. Messages are not affected."""
+        """Fail the calls and messages that wait for this rank. Those that it has sent may still be received."""
         with self._queue.lock:
             self._queue.done[self.group.name].add(self.rank)
             meetings = self._queue.meetings.get(self.group.name, {}).values()
             waiting = [arrived for meeting in meetings if self.rank not in meeting for _, arrived in meeting.values()]
         for arrived in waiting:
             arrived.complete(left_error(self.rank))
+        for batch in self._queue.forget(self.group.name, self.rank, others=True):
+            batch.complete(left_error(self.rank))
 
     def close(self) -> None:
         """Fail present and later messages of other ranks to or from this one: it has left."""

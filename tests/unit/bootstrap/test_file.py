@@ -56,7 +56,7 @@ def test_file_replaced_by_another_rank_0_is_not_removed(tmp_path: Path) -> None:
         assert wait_until(path.exists, SOON)
         path.write_text(other)
 
-    first, _ = run_concurrently(lambda: find(f"file://{path}", 0, 2, 2.0), take_over)
+    first, _ = run_concurrently(lambda: find(f"file://{path}", 0, 2, 1.0), take_over)
     assert isinstance(first, CommTimeoutError)
     assert any(f"Another process has written {path} since" in note for note in first.__notes__)
     assert path.read_text() == other

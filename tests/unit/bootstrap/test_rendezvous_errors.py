@@ -85,7 +85,7 @@ def test_occupied_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(CommError, match=f"cannot listen at 127.0.0.1:{port}: .* taken by another program"):
-            find(f"tcp://127.0.0.1:{port}", 0, 2, 1.0)
+            find(f"tcp://127.0.0.1:{port}", 0, 2, 0.3)
 
 
 def test_missing_ranks_are_named(port: int) -> None:

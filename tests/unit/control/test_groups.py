@@ -33,6 +33,13 @@ def test_last_rank_learns_when_all_have_left() -> None:
     assert (0, (5, OK, None)) in state.lost(1)
 
 
+def test_rank_that_has_left_waits_for_nobody_in_a_group_that_has_failed() -> None:
+    state = world(3)
+    assert state.handle(0, 5, ("leave", "world", True)) == []
+    assert (0, (5, OK, None)) in state.handle(1, 6, ("fail", "world", "PeerLostError", 0, "rank 0 left"))
+    assert state.handle(2, 7, ("leave", "world", True)) == [(2, (7, OK, None))]
+
+
 def test_all_groups_can_be_failed() -> None:
     state = world(2)
     state.handle(1, 2, ("join", "world~1", 0, 1))

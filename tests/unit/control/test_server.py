@@ -134,8 +134,8 @@ def test_bad_frame_closes_only_its_connection(server: ControlServer, client: Soc
 def test_wrong_secret(server: ControlServer) -> None:
     began = time.monotonic()
     with pytest.raises(CommError, match=r"use different secrets\. Set UNISONO_SECRET to the same value on every host"):
-        SocketControl(server.address, b"another", SOON)
-    assert time.monotonic() - began < 5.0
+        SocketControl(server.address, b"another", 60.0)
+    assert time.monotonic() - began < 40.0
 
 
 def test_port_of_another_protocol() -> None:

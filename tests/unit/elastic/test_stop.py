@@ -286,6 +286,7 @@ def test_a_handler_of_the_users_stays_where_none_was_asked_for() -> None:
 
 
 def test_deadlines_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.elastic.stop._LOOK_EVERY_S", 0.01)
     step = threading.Event()  # what a step takes
     with un.init() as comm, un.stop.enable(comm, [], after_s=0):
         for _ in un.stop.batches(comm, iter(int, 1)):

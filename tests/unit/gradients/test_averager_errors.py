@@ -99,7 +99,7 @@ def test_rank_with_fewer_steps_is_named_with_parameters() -> None:
             action()
         return "".join(format_exception_only(caught.value)).removeprefix("unisono.errors.")
 
-    one, other = un.launch(program, 2, "thread", timeout=1)
+    one, other = un.launch(program, 2, "sim", timeout=1)
     assert "while averaging the gradients of 'unused.bias' to 'c.bias'" in one
     assert one.startswith(("CommTimeoutError", "DeadlockError", "PeerLostError"))
     assert other.startswith(("CommTimeoutError", "DeadlockError", "PeerLostError"))
@@ -115,7 +115,7 @@ def test_weight_set_on_one_rank_only_is_reported() -> None:
             model(batches(1, 1)[0][0]).sum().backward()
         return "".join(format_exception_only(caught.value))
 
-    one, other = un.launch(program, 2, "thread", timeout=1)
+    one, other = un.launch(program, 2, "sim", timeout=1)
     assert "rank 1" in one
     assert "while averaging the gradients of 'unused.bias' to 'a.weight'" in one
     assert "while exchanging weights (all ranks or none must call weight())" in other

@@ -85,7 +85,7 @@ def test_unfrozen_parameter_without_others_is_named() -> None:
             action()
         return "".join(getattr(caught.value, "__notes__", ()))
 
-    assert "no longer frozen on rank 1: ['a.weight', 'a.bias', " in un.launch(program, 2, "thread", timeout=1)[1]
+    assert "no longer frozen on rank 1: ['a.weight', 'a.bias', " in un.launch(program, 2, "sim", timeout=1)[1]
 
 
 def test_newly_frozen_parameters_are_unchanged() -> None:

@@ -99,7 +99,7 @@ def test_departed_rank_is_named(make: Callable[..., PeriodicAction]) -> None:
         if comm.rank != 1:
             periodic.step()
 
-    errors = run_ranks(program, 2, on_failure="continue")
+    errors = run_ranks(program, 2, "sim", on_failure="continue")
     assert isinstance(errors[0], PeerLostError)
     assert errors[0].peer == 1
     assert errors[1] is None

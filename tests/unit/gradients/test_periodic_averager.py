@@ -414,7 +414,7 @@ def test_error_of_an_exchange_in_the_background_comes_out_in_a_step_and_names_th
         with pytest.raises(PeerLostError):
             averager.step()
 
-    assert run_ranks(program, 2, on_failure="continue") == [None, None]
+    assert run_ranks(program, 2, "sim", on_failure="continue") == [None, None]
 
 
 def test_results_are_applied_early_where_they_are_needed() -> None:

@@ -48,7 +48,8 @@ def die_on_1(comm: un.Communicator) -> str:
     with pytest.raises(un.errors.PeerLostError, match="rank 1 was lost") as caught:
         comm.all_reduce(torch.ones(1 << 20), algorithm="ring")
     assert caught.value.peer == 1
-    assert time.monotonic() - started < 2
+    # The timeout is 20 s.
+    assert time.monotonic() - started < 15
     with pytest.raises(un.errors.PeerLostError, match="rank 1 was lost"):
         comm.barrier()
     return "survived"
@@ -98,15 +99,16 @@ def test_killed_rank_is_named() -> None:
     assert caught.value.peer == 1
 
 
-@pytest.mark.slow("a rank is given 3 s to end by itself before it is ended")
-def test_rank_that_never_joins_is_named_and_ended() -> None:
+def test_rank_that_never_joins_is_named_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.launcher.job.GRACE_S", 0.5)
     # The first rank of a test run waits for the forkserver, which imports torch.
     un.launch(print, 1, "gloo")
     started = time.monotonic()
     with pytest.raises(un.errors.CommTimeoutError, match="rank 1") as caught:
         un.launch(never_comes, 2, "gloo")
     assert caught.value.operation == "all_reduce"
-    assert 3 < time.monotonic() - started < 8
+    # Rank 1 sleeps for a minute.
+    assert 1.0 < time.monotonic() - started < 40
 
 
 def test_results_that_cannot_be_pickled_are_named() -> None:

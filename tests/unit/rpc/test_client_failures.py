@@ -19,7 +19,7 @@ from unisono.rpc.protocol import IDLE
 from unisono.testing import run_ranks
 
 rpc = un.rpc
-SOON_S = 1.0
+SOON_S = 5.0
 KEPT: list[Any] = []
 
 
@@ -65,7 +65,7 @@ def killed(comm: un.Communicator) -> Any:
     assert agent.references.pins == 0
     started = time.monotonic()
     rpc.shutdown(timeout=30.0)
-    return time.monotonic() - started < 10.0
+    return time.monotonic() - started < 25.0
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -97,7 +97,7 @@ def leader_dies(comm: un.Communicator) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     rpc.shutdown(timeout=30.0)
-    return time.monotonic() - started < 10.0
+    return time.monotonic() - started < 25.0
 
 
 def test_shutdown_does_not_hang_when_ranks_die() -> None:

@@ -247,7 +247,7 @@ def test_rank_that_fails_ends_the_others(backend: str) -> None:
     assert any("raised on rank 1 of 3" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param("thread", marks=pytest.mark.soak), "sim", "process"])
 def test_hang_names_ranks_and_lines(backend: str) -> None:
     def program() -> None:
         if dist.get_rank() == 1:

@@ -134,7 +134,11 @@ CROSSED = [
 
 
 @pytest.mark.parametrize(("program", "backend", "size"), CROSSED)
-def test_crossed_passes_are_named_soon(program: Callable[[un.Communicator], None], backend: str, size: int) -> None:
+def test_crossed_passes_are_named_soon(
+    program: Callable[[un.Communicator], None], backend: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ranks that are processes look as often as those of users do.
+    monkeypatch.setattr("unisono.utils.pass_watch._EVERY_S", 0.05)
     one = f"the {KINDS[program]} created at test_pass_watch.py:[0-9]+"
     with pytest.raises(un.CommError, match=f"backward passes of {one} and {one} wait for each other") as caught:
         un.launch(program, size, backend, timeout=WAIT_S)

@@ -231,8 +231,8 @@ def receive_any_ends_with_an_error(world: World) -> None:
         comm.barrier()
         if comm.rank > 0:
             aborted.abort("enough")
-            left.close()
             unfit.isend(numbers(comm, 1, 2, 3), 0)
+            left.close()
             together(comm)
             return []
         started = time.monotonic()

@@ -127,6 +127,10 @@ class SimTransport(ThreadTransport):
     def _is_dead(self) -> bool:
         return self.group.members[self.rank] in self._queue.dead
 
+    def leave(self) -> None:
+        if not self._is_dead:
+            super().leave()
+
     def close(self) -> None:
         if not self._is_dead:
             super().close()

@@ -92,7 +92,7 @@ def test_different_lengths_are_a_mismatch() -> None:
 
 def test_silent_host_is_named() -> None:
     with hosts(3) as made:
-        found = at_once(*(lambda host=host: swap(made[host], host, 3, b"", within_s=1.0) for host in range(2)))
+        found = at_once(*(lambda host=host: swap(made[host], host, 3, b"", within_s=0.5) for host in range(2)))
         for error in found:
             assert isinstance(error, CommTimeoutError)
             assert error.peer == 20
@@ -118,9 +118,9 @@ def test_abort_ends_a_wait_with_its_cause() -> None:
 
         def wait() -> Any:
             waits.set()
-            return swap(made[0], 0, 2, b"", within_s=15)
+            return swap(made[0], 0, 2, b"", within_s=60)
 
         started = time.monotonic()
         error, _ = at_once(wait, abort)
     assert isinstance(error, ValueError)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40

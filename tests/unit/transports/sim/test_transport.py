@@ -12,6 +12,7 @@ from simulated_programs import all_reduce
 
 import unisono as un
 from unisono.core.types import Recv, Send
+from unisono.errors import PeerLostError
 from unisono.transports.sim import Link, SimNetwork
 
 
@@ -75,6 +76,29 @@ def test_batches_of_messages_work() -> None:
         return got.tolist()
 
     assert un.simulate(program, 3).results == [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.5])
+@pytest.mark.parametrize("call", ["recv", "send"])
+def test_rank_that_leaves_ends_the_waits_for_it_at_once(call: str, later_s: float) -> None:
+    def program(comm: un.Communicator) -> float:
+        part, got = comm.dup(), torch.zeros(1)
+        started = time.monotonic()
+        if comm.rank == 1:
+            time.sleep(0.25)
+            sent = part.isend(torch.ones(1), 0)
+            part.close()
+            sent.wait()
+            return time.monotonic() - started
+        first = part.irecv(got, 1)
+        time.sleep(later_s)
+        with pytest.raises(PeerLostError, match="rank 1 has left"):
+            getattr(part, call)(torch.zeros(1), 1, tag=1)
+        first.wait()
+        return time.monotonic() - started
+
+    waited = un.simulate(program, 2).results
+    assert waited == pytest.approx([max(0.25, later_s)] * 2, abs=0.01)
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.soak)])

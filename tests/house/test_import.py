@@ -50,6 +50,22 @@ def test_import_changes_no_signals_logging_or_seeds_and_starts_no_threads() -> N
     assert lazily == "DataPartitioner CommError"
 
 
+def test_names_load_what_they_use() -> None:
+    modules = imported("import unisono as un; un.launch; un.GradientAverager")
+    assert "unisono.gradients.averager" in modules
+    unused = ("checkpoint", "gradients.local_sgd", "gradients.periodic_averager", "utils.ema", "utils.seeding")
+    assert not [name for name in modules if name.startswith(tuple(f"unisono.{room}" for room in unused))]
+
+
+@pytest.mark.parametrize("door", ["checkpoint", "gradients", "utils"])
+def test_doors_have_every_name_and_no_other(door: str) -> None:
+    module = getattr(unisono, door)
+    assert set(module.__all__) <= set(dir(module))
+    assert all(hasattr(module, name) for name in module.__all__)
+    with pytest.raises(AttributeError, match=rf"module 'unisono\.{door}' has no attribute 'nothing'"):
+        module.nothing  # noqa: B018  # the access is what fails
+
+
 def test_rendezvous_needs_no_torch() -> None:
     # Behind a bare package: the front door itself imports torch.
     folder = str(Path(unisono.__file__).parent)

@@ -18,6 +18,7 @@ from unisono.checkpoint.errors import (
     StateError,
     StorageError,
 )
+from unisono.comm.equal_tensors import odd_ranks, ranks_text, sides_of
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import AbortedError, CommError, CommTimeoutError, MismatchError, PeerLostError
@@ -25,7 +26,7 @@ from unisono.errors import AbortedError, CommError, CommTimeoutError, MismatchEr
 if TYPE_CHECKING:
     from unisono.communicator import Communicator
 
-__all__ = ["CollectiveScope", "SaveHandle", "SaveQueue", "begin", "finish_earlier", "odd_ranks", "raise_failed"]
+__all__ = ["CollectiveScope", "SaveHandle", "SaveQueue", "begin", "finish_earlier", "raise_failed"]
 
 _log = logging.getLogger("unisono.checkpoint")
 
@@ -165,38 +166,11 @@ def _reason(error: OSError) -> str:
     return f"{error.strerror or error}{where}"
 
 
-def odd_ranks(values: Sequence[Any]) -> str | None:
-    """Return text that names the ranks that differ from the majority; None if all are equal.
-
-    Example:
-        >>> odd_ranks([1, 1, 3, 1]), odd_ranks([2, 2])
-        ('rank 2 differs from ranks 0, 1, 3', None)
-    """
-    sides = _sides(values)
-    if len(sides) == 1:
-        return None
-    most = max(sides.values(), key=len)
-    odd = sorted(rank for group in sides.values() if group is not most for rank in group)
-    return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(most)}"
-
-
 def _with_values(values: Sequence[Any]) -> str | None:
     """Return the text of `odd_ranks` with the values."""
     odd = odd_ranks(values)
-    listed = [f"{str(value)[:50]} on {_ranks(ranks)}" for value, ranks in list(_sides(values).items())[:3]]
+    listed = [f"{str(value)[:50]} on {ranks_text(ranks)}" for value, ranks in list(sides_of(values).items())[:3]]
     return odd and f"{odd} ({'; '.join(listed)})"
-
-
-def _sides(values: Sequence[Any]) -> dict[str, list[int]]:
-    """Return the ranks of each value, as text."""
-    sides: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        sides.setdefault(str(value), []).append(rank)
-    return sides
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # Saves in progress, and those whose error no caller has seen yet.

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from unisono.checkpoint.divergence import assert_equal_tensors
+from unisono.comm.equal_tensors import assert_equal_tensors
 from unisono.communicator import Communicator
 from unisono.errors import NotFiniteError
 from unisono.gradients.parameter_registry import hook_forward, hook_gradient

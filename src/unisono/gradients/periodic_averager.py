@@ -17,7 +17,7 @@ from weakref import finalize, ref
 
 import torch
 
-from unisono.checkpoint.divergence import assert_equal_tensors, tensor_hash
+from unisono.comm.equal_tensors import assert_equal_tensors, tensor_hash
 from unisono.communicator import Communicator, engine_of
 from unisono.compression.codec import Codec, Spec
 from unisono.core.load_hook import follow_loads

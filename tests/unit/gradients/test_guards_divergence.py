@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono as un
-from unisono.checkpoint.divergence import tensor_hash
+from unisono.comm.equal_tensors import tensor_hash
 from unisono.errors import MismatchError
 from unisono.gradients.guards import DivergenceGuard
 from unisono.gradients.periodic import every

@@ -152,7 +152,7 @@ class GradientAverager:
     It must skip the optimizer's step too, and no error tells if not. `un.checkpoint.assert_in_sync` compares models.
 
     Where several models have an averager each, ranks run their passes in the same order, or in one `backward()` of a
-    common loss, which ends them in the order in which the averagers were created.
+    common loss, which ends them in the order in which the averagers were created, after those of sharded models.
 
     Cost: for each step one all_reduce a bucket, with two elements a parameter and two more beside the gradients, and
     one copy of each gradient; 1.5 us a parameter for a hook before its gradient is added; a check of all parameters
@@ -467,10 +467,12 @@ class GradientAverager:
         on_cpu = all(p.is_cpu for p in self._parameters)
         comms = self._comms
         self._watch = PassWatch("GradientAverager", comms.in_use, comms.abort_all)
-        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=on_cpu, watch=self._watch)
+        self._pass = BackwardTracker(
+            self._begin, self._end, self._fail, waits=True, one_thread=on_cpu, watch=self._watch
+        )
         self._accumulated: set[int] = set()
         self._versions: list[int] | None = None
-        self._syncing = True
+        self._syncing = self._early = True
         self._failed = self._reconnected = False
         # If buckets are sent while others fill, the first step of all ranks records the order of gradients.
         self._seen: list[torch.Tensor] | None = [] if self._reducer.background else None
@@ -557,9 +559,7 @@ class GradientAverager:
                 # A gradient with a graph stays in p.grad where the pass does not add to it.
                 slots = [i for i in slots if bucket.parameters[i].grad is not staying.get(bucket.indices[i])]
             bucket.take(slots)
-            # Weights are exchanged before the first bucket leaves. Gradients of several models arrive in any order, so
-            # that waits for the end of the pass, which has one order on all ranks.
-            if not (self._weights.uneven and len(self._watch.peers) > 1):
+            if self._early:
                 self._reducer.advance()
 
     def _watch_outputs(self, returned: Any) -> None:
@@ -585,6 +585,11 @@ class GradientAverager:
             self._watched = self._hooked()
             self._stays |= self._watched
             self._hook_chunks()
+        # Weights are exchanged before the first bucket leaves. Gradients of several models arrive in any order, so that
+        # waits for the end of the pass, which has one order on all ranks. Beside a sharded model all buckets wait: its
+        # part of the pass fails on all ranks, some of which may then never send what another one has started.
+        alone = len(self._watch.peers) == 1
+        self._early = alone or (self._watch.is_of_one_kind and not self._weights.uneven)
         self._taken.clear()
         # A hook that makes a step changes parameters.
         self._versions = list(map(_version, self._parameters)) if callers else None

@@ -38,7 +38,7 @@ _current_node: Callable[[], Any] = _current_autograd_node
 """The node of the graph that runs in this thread."""
 
 
-_in_order = attrgetter("number")
+_in_order = attrgetter("waits", "number")
 
 
 def _end_passes(trackers: list[BackwardTracker]) -> None:
@@ -46,6 +46,9 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
 
     That order is the same on all ranks. The order of their gradients is that of the graph, and differs where ranks add
     up a loss in another order; as ending a pass may block until all other ranks end theirs, they would block for ever.
+
+    Those that wait for the repeat of a pass that has failed on another rank come last. The repeat first renews models
+    that do not wait, so a rank that was still to learn of the failure of one of these would block that rank for ever.
     """
     if _is_nested():
         return
@@ -76,6 +79,7 @@ class BackwardTracker:
             has not begun.
         is_broken: Whether the model cannot communicate, since one of its earlier passes has failed.
         renew: Called before any `end` in the pass if one of its models is broken. Collective.
+        waits: Whether `end` waits for a rank whose pass has failed until that rank repeats it, where others raise.
         one_thread: Whether all hooks run in the thread that called `backward()`, as on CPUs.
         watch: Started and stopped with each pass.
 
@@ -94,6 +98,7 @@ class BackwardTracker:
         is_broken: Callable[[], bool] = bool,
         renew: Callable[[], object] = bool,
         *,
+        waits: bool = False,
         one_thread: bool,
         watch: PassWatch,
     ) -> None:
@@ -102,6 +107,7 @@ class BackwardTracker:
         self._fail = fail
         self.is_broken = is_broken
         self.renew = renew
+        self.waits = waits
         self._one_thread = one_thread
         self._watch = watch
         self.number: int = next(_created)

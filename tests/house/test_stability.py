@@ -29,8 +29,9 @@ PROVISIONAL = {
     "un.gradients": {
         "ClippedMean", "DiLoCo", "Gossip", "LocalSGD", "LogicalShards", "PeriodicAverager", "SlowMo", "TrimmedMean",
     },
+    "un.interop": {"watch"},
 }  # fmt: skip
-COMMANDS = {"debug", "play", "replay", "simulate"}
+COMMANDS = {"debug", "play", "replay", "simulate", "watch"}
 
 
 def packages() -> dict[str, Any]:

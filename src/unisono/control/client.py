@@ -302,10 +302,10 @@ class ClientConnection:
         """The address at which this host has reached the server."""
         return host_in(self._peer.getpeername())
 
-    def send(self, content: bytes, deadline: float) -> None:
+    def send(self, content: bytes, deadline: float, kind: Kind = Kind.REQUEST) -> None:
         """Send a request. Raises OSError if the server does not take it by `deadline` (on the library's clock)."""
         with self._sending:
-            rest = memoryview(self._channel.encode(Kind.REQUEST, content))
+            rest = memoryview(self._channel.encode(kind, content))
             while rest:
                 try:
                     rest = rest[self._peer.send(rest) :]

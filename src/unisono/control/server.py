@@ -28,7 +28,7 @@ from unisono.control.sockets import (
 from unisono.control.state import ControlState
 from unisono.core import clock
 from unisono.core.failure import Cause
-from unisono.core.frames import MAX_FRAME_BYTES, FrameChannel, Kind
+from unisono.core.frames import MAX_FRAME_BYTES, Frame, FrameChannel, Kind
 from unisono.host.network import host_in, is_name
 
 __all__ = ["Connection", "ControlServer"]
@@ -49,6 +49,7 @@ class ControlServer:
         on_left: Called, in the server's thread, with the label of a client that has left or vanished: see
             `SocketControl.identify`.
         restarts: As for `ControlState`.
+        state: Class of the state machine that answers requests.
 
     Attributes:
         address: Host and port.
@@ -76,6 +77,7 @@ class ControlServer:
         on_left: Callable[[str], None] = lambda label: None,
         *,
         restarts: bool = False,
+        state: type[ControlState] = ControlState,
     ) -> None:
         check_platform()
         # Its errors come before anything is open.
@@ -84,7 +86,7 @@ class ControlServer:
         bound = self._listener.getsockname()
         # It listens at all addresses for a name: each client knows the one that the name has there.
         self.address: tuple[str, int] = (host if is_name(host) else host_in(bound), bound[1])
-        self._state = ControlState(on_left=on_left, restarts=restarts)
+        self._state = state(on_left=on_left, restarts=restarts)
         self._known: dict[int, Connection] = {}
         self._news: dict[int, Connection] = {}
         self._broken: list[Connection] = []
@@ -170,9 +172,12 @@ class ControlServer:
         try:
             if events & selectors.EVENT_WRITE:
                 connection.flush()
-            contents = connection.read() if events & selectors.EVENT_READ else []
-            for content in contents:
-                self._handle(connection, content)
+            frames = connection.read() if events & selectors.EVENT_READ else []
+            for frame in frames:
+                if frame.kind is Kind.CALL:
+                    self._deliver(self._state.called(connection.number, frame.content))
+                else:
+                    self._handle(connection, frame.content)
             self._watch(connection)
         # Whatever a client sends, or fails to: it ends this connection and no other.
         except Exception as error:
@@ -305,9 +310,9 @@ class Connection:
         """Return since when the client's host has not answered, as a sentence; empty if it does, or has no limit."""
         return outage(self.peer, self._host, self.error) if self._host else ""
 
-    def read(self) -> list[bytes]:
+    def read(self) -> list[Frame]:
         """Return the requests that have arrived. Raises ConnectionError at the end."""
-        return [frame.content for frame in self._channel.available(self.peer, Kind.REQUEST)]
+        return self._channel.available(self.peer, Kind.REQUEST, Kind.CALL)
 
     def write(self, kind: Kind, content: bytes) -> None:
         """Send a frame, now or when the peer has read. Raises OSError if it never does."""

@@ -77,6 +77,10 @@ class ControlState:
         check_form(handler, verb, arguments)
         return handler(client, request, *arguments)
 
+    def called(self, client: int, content: bytes) -> Outgoing:
+        """Take a call on a group of torch's, which only `WatchedCalls` compares."""
+        raise ValueError("this control plane compares no calls of torch's groups")
+
     def lost(self, client: int, outage: str = "") -> Outgoing:
         """Handle the end of a client's connection without `bye`; `outage` says why if its host was not reachable."""
         names = self._groups.names(client)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from unisono.core.staging import Staging
     from unisono.core.types import PointToPoint
 
-__all__ = ["NATIVE", "Agreed", "Call", "Fingerprint", "Steps", "disagreement", "explain", "hash_of"]
+__all__ = ["NATIVE", "Agreed", "Call", "Fingerprint", "Steps", "call_text", "disagreement", "explain", "hash_of"]
 
 NATIVE = "native"
 """Name of the algorithm of a call that the transport carries out by a collective of its own."""
@@ -159,27 +159,33 @@ def hash_of(values: tuple[Any, ...]) -> int:
     return xxhash.xxh3_64_intdigest(repr(values).encode())
 
 
-def explain(prints: Sequence[Fingerprint], *, shapes: bool = False) -> str:
-    """Return a description of the mismatch that quotes every side; empty if all fingerprints match."""
-    compared = [p.compared(shapes=shapes) for p in prints]
+def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes: bool = False) -> str:
+    """Return a description of the mismatch that quotes every side; empty if all fingerprints match.
+
+    Args:
+        prints: Of the ranks of a group, in order; or of some of its ranks, with their numbers.
+        shapes: Whether shapes must be equal, too.
+    """
+    sides = prints if isinstance(prints, Mapping) else dict(enumerate(prints))
+    compared = [p.compared(shapes=shapes) for p in sides.values()]
     if any(value != compared[0] for value in compared):
         names = (*_COMPARED, "shape") if shapes else _COMPARED
         differing = [name for i, name in enumerate(names) if len({str(value[i]) for value in compared}) > 1]
         if differing == ["agreed"]:
-            return disagreement(dict(enumerate(prints)))
+            return disagreement(sides)
         if "operation" in differing:
             # The rest follows from it.
             differing = ["operation"]
         elif differing != ["algorithm"]:
             # It is chosen by the others.
             differing = [name for name in differing if name != "algorithm"]
-        quoted = _sides({rank: _side(p, "algorithm" in differing) for rank, p in enumerate(prints)})
+        quoted = _sides({rank: call_text(p, algorithm="algorithm" in differing) for rank, p in sides.items()})
         text = f"ranks differ in {', '.join(differing)}: {quoted}"
         return f"{text}. All ranks must make the same calls in the same order"
-    for source, giver in enumerate(prints):
-        for target, taker in enumerate(prints):
-            given = _at(giver.sends, target)
-            taken = _at(taker.receives, source)
+    for place, (source, giver) in enumerate(sides.items()):
+        for index, (target, taker) in enumerate(sides.items()):
+            given = _at(giver.sends, index)
+            taken = _at(taker.receives, place)
             if given != taken:
                 return (
                     f"rank {source} sends {given} elements{_site(giver)} to rank {target}, which expects "
@@ -229,7 +235,13 @@ def _at(counts: tuple[int, ...], index: int) -> int | None:
     return counts[index] if index < len(counts) else None
 
 
-def _side(p: Fingerprint, with_algorithm: bool) -> str:
+def call_text(p: Fingerprint, *, algorithm: bool = False) -> str:
+    """Return a call with its arguments and its line.
+
+    Example:
+        >>> call_text(Fingerprint(1, "broadcast", root=0, dtype="torch.int8", counts=(4,), site="train.py:7"))
+        'broadcast(torch.int8, 4 elements, root 0) at train.py:7'
+    """
     if p.operation == "barrier":
         return f"barrier{_site(p)}"
     if p.agreed:
@@ -238,7 +250,7 @@ def _side(p: Fingerprint, with_algorithm: bool) -> str:
     details += [f"{' + '.join(map(str, p.counts[:4]))} elements" if p.counts else None]
     details += [f"shape {tuple(p.shape)}" if p.shape is not None else None]
     details += [f"root {p.root}" if p.root is not None else None]
-    details += [f"algorithm {p.algorithm}" if p.algorithm and with_algorithm else None]
+    details += [f"algorithm {p.algorithm}" if p.algorithm and algorithm else None]
     details += [f"adjoint of call {p.adjoint_of}" if p.adjoint_of is not None else None]
     return f"{p.operation}({', '.join(str(d) for d in details if d is not None)}){_site(p)}"
 

@@ -71,6 +71,8 @@ class Kind(IntEnum):
     """The exit statuses of all ranks, the last frame: JSON."""
     MAIL = 15
     """A message of a mailbox: see `unisono.core.mail`. Its bodies follow as they are, in no frame."""
+    CALL = 16
+    """A call on a process group of torch's, to be compared: see `unisono.control.watched_calls`."""
 
 
 class Frame(NamedTuple):

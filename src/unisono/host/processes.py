@@ -7,7 +7,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-__all__ = ["interpreter_flags", "process_space", "process_stat", "started"]
+__all__ = ["exit_status", "interpreter_flags", "process_space", "process_stat", "started"]
 
 
 def interpreter_flags() -> list[str]:
@@ -34,6 +34,17 @@ def process_space() -> bytes:
 def started(pid: int) -> int:
     """Return when a process started, in ticks since the host did; 0 if it is gone, or not known."""
     return int(process_stat(pid)[19])
+
+
+def exit_status(pid: int) -> int | None:
+    """Return the exit status of a process that has ended, or the negated number of the signal that ended it.
+
+    None while it runs; 0 if nobody knows, because its parent has taken the status, or on other platforms than Linux.
+    """
+    stat = process_stat(pid)
+    # A process that is about to end has its status before it counts as ended.
+    code = int(stat[49]) if len(stat) > 49 else 0
+    return -(code & 0x7F) or code >> 8 or (0 if stat[0] in "ZX" else None)
 
 
 def process_stat(pid: int) -> list[str]:

@@ -20,9 +20,10 @@ from unisono.interop.torch_backend import autoload, register
 
 if TYPE_CHECKING:
     from unisono.interop import comm_hooks
+    from unisono.interop.call_watch import watch
     from unisono.interop.options import GroupOptions
 
-__all__ = ["GroupOptions", "comm_hooks", "register"]
+__all__ = ["GroupOptions", "comm_hooks", "register", "watch"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from unisono.interop.options import GroupOptions
 
         return GroupOptions
+    if name == "watch":
+        from unisono.interop.call_watch import watch
+
+        return watch
     raise AttributeError(f"module 'unisono.interop' has no attribute {name!r}")
 
 

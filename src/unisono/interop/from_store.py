@@ -29,7 +29,7 @@ from unisono.transports import TRANSPORTS
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["JoinedGroup", "meet"]
+__all__ = ["JoinedGroup", "meet", "publish", "read"]
 
 _ADDRESS_KEY = "unisono/place"
 _FAILED = "failed"
@@ -64,7 +64,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
     """
     if size == 1:
         return _joined(LocalHub().control(), "thread", Group.world(0, 1), timeout_s, group_options, lambda: None)
-    _publish(store, _rank_key(rank), (host_identity(), why_no_shm(), core_build(), group_options.transport))
+    publish(store, _rank_key(rank), (host_identity(), why_no_shm(), core_build(), group_options.transport))
     held = _host(store, size, timeout_s) if rank == 0 else None
     try:
         done = _join(store, rank, size, timeout_s, group_options, held)
@@ -84,7 +84,7 @@ def _join(
     store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions, held: Lease | None
 ) -> JoinedGroup:
     """Connect to the address that rank 0 publishes, and join all the others there."""
-    published = _read(store, _ADDRESS_KEY, timeout_s, "rank 0 has not published its address")
+    published = read(store, _ADDRESS_KEY, timeout_s, "rank 0 has not published its address")
     if published[0] == _FAILED:
         raise error_of(Cause(published[1], None, published[2]), Group.world(rank, size))
     _, host, port, secret, name, transport = published
@@ -129,16 +129,16 @@ def _joined(
 
 def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
     """Collect the ranks' hosts on rank 0, choose the transport, and publish the address or the error."""
-    reports = [_read(store, _rank_key(r), timeout_s, f"rank {r} has not joined") for r in range(size)]
+    reports = [read(store, _rank_key(r), timeout_s, f"rank {r} has not joined") for r in range(size)]
     hosts, obstacles, builds, requested = zip(*reports, strict=True)
     try:
         transport = _chosen(set(hosts), next(filter(None, obstacles), None), builds, requested)
     except CommError as error:
-        _publish(store, _ADDRESS_KEY, (_FAILED, type(error).__name__, error.message))
+        publish(store, _ADDRESS_KEY, (_FAILED, type(error).__name__, error.message))
         return None
     here = "127.0.0.1" if len(set(hosts)) == 1 else address_for_others(os.environ.get("MASTER_ADDR", "192.0.2.1"))
     held = acquire(f"torch groups at {here}", None, here, 0)
-    _publish(
+    publish(
         store, _ADDRESS_KEY, ("here", *held.server.address, held.secret, f"torch/{secrets.token_hex(4)}", transport)
     )
     return held
@@ -168,12 +168,18 @@ def _rank_key(rank: int) -> str:
     return f"unisono/rank {rank}"
 
 
-def _publish(store: dist.Store, key: str, value: object) -> None:
+def publish(store: dist.Store, key: str, value: object) -> None:
+    """Set a key of a torch store to a value of `unisono.serialization`."""
     # Stores take bytes as well; torch's annotations do not say so.
     store.set(key, serialization.encode(value))  # type: ignore[arg-type]
 
 
-def _read(store: dist.Store, key: str, timeout_s: float, missing: str) -> Any:
+def read(store: dist.Store, key: str, timeout_s: float, missing: str) -> Any:
+    """Return the value of a key as soon as a rank has published it.
+
+    Raises:
+        CommTimeoutError: None has in time; `missing` says which one.
+    """
     try:
         store.wait([key], timedelta(seconds=timeout_s))
     except RuntimeError as error:

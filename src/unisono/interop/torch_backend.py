@@ -7,6 +7,7 @@ but the standard library until it is called, and the rest of unisono when the fi
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,10 @@ def autoload() -> None:
 
         if dist.is_available():
             register()
+            if (setting := os.environ.get("UNISONO_WATCH", "0")) not in ("", "0"):
+                from unisono.interop.call_watch import watch_at_init
+
+                watch_at_init(setting)
     except Exception as error:
         with contextlib.suppress(Warning):
             warnings.warn(f"torch.distributed has no backend {NAME!r}, since {error!r}", RuntimeWarning, stacklevel=2)

@@ -124,7 +124,8 @@ def test_defaults_and_names_of_options_are_those_of_the_settings() -> None:
     assert ", ".join(name for name in tools_bench.PEERS.names() if name != "unisono") in said
 
 
-@pytest.mark.parametrize("name", sorted({*COMMANDS.names()} - {"completion"}))
+# `watch` becomes the program that it starts.
+@pytest.mark.parametrize("name", sorted({*COMMANDS.names()} - {"completion", "watch"}))
 def test_every_command_has_json(name: str) -> None:
     made: list[argparse.ArgumentParser] = []
 
@@ -237,3 +238,16 @@ def test_as_a_module() -> None:
     command = [sys.executable, "-W", "error", "-m", "unisono", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"unisono {un.__version__}\n"
+
+
+def test_watch_becomes_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "--timeout", "0", "--", "true"]) == 2
+    assert main(["watch", "--", "/no such program"]) == 2
+    assert "cannot run '/no such program'" in capsys.readouterr().err
+    became: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr("os.execvpe", lambda *given: became.append(given))
+    words = ["torchrun", "--nproc-per-node", "2", "train.py"]
+    main(["watch", "--check", "before", "--timeout", "9", "--", *words])
+    ((program, arguments, environment),) = became
+    assert (program, arguments) == ("torchrun", words)
+    assert environment.items() >= {"UNISONO_WATCH": "before", "UNISONO_WATCH_TIMEOUT": "9.0"}.items()

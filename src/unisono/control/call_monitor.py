@@ -1,0 +1,125 @@
+"""The process beside the ranks of a watch, which compares their calls, and outlives each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from unisono.control.client import SocketControl
+from unisono.control.server import ControlServer
+from unisono.control.watched_calls import Overdue, WatchedCalls
+from unisono.core import clock
+from unisono.core.failure import Cause
+from unisono.core.frames import Kind
+from unisono.core.group import Group
+from unisono.diagnostics.hang_report import lines_of
+from unisono.errors import CommError, UnavailableError
+from unisono.host.processes import interpreter_flags
+
+__all__ = ["CallControl", "start_monitor"]
+
+_LOOK_EVERY_S = 0.05
+_FIRST_WITHIN_S = 60.0
+_ANSWER_WITHIN_S = 0.5
+_PATIENCE_S = 30.0
+
+
+class CallControl(SocketControl):
+    """A rank's handle to the monitor, or the monitor's own."""
+
+    def attend(self, group: Group, on_failure: Callable[[Cause], None], pid: int) -> None:
+        """Join the ranks of the watch. `on_failure` is as for `join`; `pid` is 0 on another host than the monitor's."""
+        self.join(group, on_failure)
+        self._request("attend", group.name, pid)
+
+    def tell(self, *words: object) -> None:
+        """Send a request that gets no reply."""
+        self._send(0, words)
+
+    def call(self, content: bytes) -> None:
+        """Report a call. Waits only while the monitor does not read."""
+        try:
+            self._connection.send(content, clock.now() + self._patience_s, Kind.CALL)
+        except OSError:
+            self._stop()
+
+    def compare(self, content: bytes, timeout: float | None) -> None:
+        """Report a call, and wait until all ranks have made the same; with a timeout, for no longer than that.
+
+        Raises:
+            CommError: As `unisono.core.failure.error_of`: the watch has failed.
+        """
+        waiter = self._begin("compare", content)
+        if self._wait(waiter, 1e6 if timeout is None else timeout):
+            self._finish(waiter, self._patience_s)
+        self._waiters.pop(waiter.number, None)
+
+    def examine(self) -> tuple[int, Overdue | None]:
+        """Let the monitor look for what only time shows. Return the number of ranks, and a call that is overdue."""
+        present, overdue = self._request("examine")
+        return present, None if overdue is None else Overdue(*overdue)
+
+
+def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
+    """Start a process that compares the calls of ranks that know the secret; return its address.
+
+    It ends when the last of them has ended, or if none attends within a minute.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *interpreter_flags(), "-m", __name__],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # Neither an interrupt at the terminal nor the launcher's signals are for it: it reports what they end.
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin, process.stdout, contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps([host, secret.hex()]).encode() + b"\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    if not answer:
+        raise UnavailableError(f"the process that compares calls did not start: exit status {process.wait()}")
+    # It is nobody's child to wait for: it ends after this process. Python would warn that it still runs.
+    process.returncode = 0
+    where = json.loads(answer)
+    return where[0], where[1]
+
+
+def _report(control: CallControl, overdue: Overdue) -> str:
+    """Return what each rank is doing, as lines."""
+    found = control.query(None, _ANSWER_WITHIN_S)
+    lines = [line for (_, rank), report in sorted(found.items()) for line in lines_of(f"rank {rank}", report)]
+    return "\n  ".join([f"{overdue.text}. Is it alive, or did it skip a call?", *lines])
+
+
+def _main() -> None:
+    """Serve until all ranks have ended."""
+    host, secret = json.loads(sys.stdin.readline())
+    server = ControlServer(bytes.fromhex(secret), host, state=WatchedCalls)
+    print(json.dumps(server.address), flush=True)  # noqa: T201
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    control = CallControl(server.address, bytes.fromhex(secret), _PATIENCE_S)
+    until = clock.now() + _FIRST_WITHIN_S
+    with contextlib.suppress(CommError):
+        while True:
+            present, overdue = control.examine()
+            if present:
+                until = 0.0
+            elif clock.now() > until:
+                break
+            if overdue is not None:
+                control.fail_all(Cause("CommTimeoutError", overdue.rank, _report(control, overdue)))
+            time.sleep(_LOOK_EVERY_S)
+    control.close()
+    server.close()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,319 @@
+"""Comparison of the calls that ranks make on process groups of torch's, apart from these groups and from the ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import Any, NamedTuple
+
+from unisono import serialization
+from unisono.control.replies import Outgoing, failed
+from unisono.control.state import ControlState
+from unisono.core import clock
+from unisono.core.call import Fingerprint, call_text, explain
+from unisono.core.failure import Cause, ended_by
+from unisono.host.processes import exit_status
+
+__all__ = ["CALL", "Overdue", "WatchedCalls", "follows"]
+
+CALL = Struct("<HQQIBB")
+"""A call that is made: index of its group, its number there, hash of its signature, index of the signature, code of
+the reduce operation (0: unknown), whether the caller waits in it."""
+
+_DEADLOCK_S = 0.5
+_OTHERS_S = 0.1
+"""Seconds in which the other ranks may still make a call in which two differ, to be named as well."""
+_CAUSE_S = 1.0
+"""Seconds in which the cause of a broken connection may still be reported."""
+_DOWN = ("broadcast", "scatter")
+_UP = ("reduce", "gather")
+_BROKEN = re.compile(r"Connection (closed|reset) by|Broken pipe|Read error|Socket closed|writev|Connection refused")
+
+
+def follows(error: BaseException) -> bool:
+    """Return whether an error of torch's follows from the end of another rank.
+
+    Example:
+        >>> follows(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:4242")), follows(KeyError("x"))
+        (True, False)
+    """
+    return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
+
+
+class Overdue(NamedTuple):
+    """A call for which ranks have waited longer than the limit of its group.
+
+    Attributes:
+        rank: One that has not made it.
+        text: What the others wait for, and for how long.
+    """
+
+    rank: int
+    text: str
+
+
+class _Made(NamedTuple):
+    """One rank's part of a call. The fields are those of `CALL`, with the signature itself for its index."""
+
+    same: int
+    signature: bytes
+    op: int
+    waits: bool
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(*serialization.decode(self.signature))
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that not all ranks of its group have made."""
+
+    since: float
+    made: dict[int, _Made] = field(default_factory=dict)
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def differs(self) -> bool:
+        parts = self.made.values()
+        return len({each.same for each in parts}) > 1 or len({each.op for each in parts if each.op}) > 1
+
+
+@dataclass(slots=True)
+class _Group:
+    """A process group of torch's; its members are ranks of the watch."""
+
+    text: str
+    members: tuple[int, ...]
+    limit_s: float
+    calls: dict[int, _Call] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Client:
+    rank: int
+    pid: int
+    groups: list[_Group] = field(default_factory=list)
+    signatures: list[bytes] = field(default_factory=list)
+    last: _Call | None = None
+
+
+class WatchedCalls(ControlState):
+    """Control plane whose clients report their calls, and learn of the first difference as the failure of the world.
+
+    A rank that has ended, however, fails nothing until another one needs it, unless it is known to have failed: a
+    program may end its processes as it likes once they have nothing more to do together.
+
+    Args:
+        now: The clock.
+        options: Those of `ControlState`.
+    """
+
+    def __init__(self, now: Callable[[], float] = clock.real, **options: Any) -> None:
+        super().__init__(**options)
+        self._now = now
+        self._world = ""
+        self._present: dict[int, _Client] = {}
+        self._known: dict[str, _Group] = {}
+        self._gone: dict[int, str] = {}
+        self._unclear: dict[int, int] = {}
+        self._victim: tuple[float, int, str] | None = None
+
+    # -- clients -----------------------------------------------------------------------------------
+    def _on_attend(self, client: int, request: int, world: str, pid: int) -> Outgoing:
+        """Begin to report calls. `pid` is 0 for a process of another host."""
+        rank = self._groups.rank_of(client, world)
+        if rank is None:
+            raise ValueError("only a member reports calls")
+        self._world = world
+        self._present[client] = _Client(rank, pid)
+        return [(client, (request, "ok", None))]
+
+    def _on_group(
+        self, client: int, request: int, name: str, text: str, members: list[int], limit_s: float
+    ) -> Outgoing:
+        """Add a group to those whose calls this client reports. It gets no reply."""
+        group = self._known.setdefault(name, _Group(text, tuple(members), limit_s))
+        self._present[client].groups.append(group)
+        return []
+
+    def _on_signature(self, client: int, request: int, index: int, content: bytes) -> Outgoing:
+        """Let this client refer to the fingerprint of a call by an index. It gets no reply."""
+        known = self._present[client].signatures
+        # A client that begins anew would else fill the memory here.
+        del known[index:]
+        known.append(content)
+        return []
+
+    def _on_bye(self, client: int, request: int) -> Outgoing:
+        how = "has ended, or closed its watch. Did it make fewer calls?"
+        # Its own part first: what it leaves undone is no news for itself.
+        return [*super()._on_bye(client, request), *self._end(client, how)]
+
+    def lost(self, client: int, outage: str = "") -> Outgoing:
+        if client not in self._present:
+            return super().lost(client, outage)
+        here = self._present[client]
+        if here.pid:
+            self._unclear[here.rank] = here.pid
+        # Without the answer to a goodbye.
+        out = super()._on_bye(client, 0)[:-1]
+        # Its status can be read for as long as its parent has not taken it.
+        out += self._look_for_failed()
+        return [*out, *self._end(client, f"was lost: {outage or 'its process has ended'}.")]
+
+    def _end(self, client: int, how: str) -> Outgoing:
+        here = self._present.pop(client, None)
+        if here is None:
+            return []
+        self._gone[here.rank] = f"rank {here.rank} {how}"
+        return self._look_for_gone()
+
+    # -- calls -------------------------------------------------------------------------------------
+    def called(self, client: int, content: bytes) -> Outgoing:
+        """Take a call that a client has reported, as `CALL`. It gets no reply."""
+        return self._take(client, 0, *CALL.unpack(content))
+
+    def _on_compare(self, client: int, request: int, content: bytes) -> Outgoing:
+        """Take a call, and answer when all ranks have made it."""
+        return self._take(client, request, *CALL.unpack(content))
+
+    def _take(
+        self, client: int, request: int, group: int, number: int, same: int, signature: int, op: int, waits: int
+    ) -> Outgoing:
+        here = self._present[client]
+        where = here.groups[group]
+        call = where.calls.setdefault(number, _Call(self._now()))
+        call.made[here.rank] = _Made(same, here.signatures[signature], op, bool(waits))
+        here.last = call
+        if request:
+            call.asked.append((client, request))
+        missing = self._missing_in(where, call)
+        if missing:
+            return self._look_for_gone() if self._gone.keys() & missing else []
+        if call.differs or call.made[here.rank].fingerprint.sends:
+            return self._compared(where, number, call)
+        return self._made(where, number, call)
+
+    def _made(self, where: _Group, number: int, call: _Call) -> Outgoing:
+        """Forget a call that all ranks have made."""
+        del where.calls[number]
+        return [(other, (waiting, "ok", None)) for other, waiting in call.asked]
+
+    def _compared(self, where: _Group, number: int, call: _Call) -> Outgoing:
+        """Name the difference between the ranks that have made a call, if there is one."""
+        problem = explain({rank: call.made[rank].fingerprint for rank in sorted(call.made)})
+        if not problem:
+            return self._made(where, number, call)
+        sent = "Its result, and all that follows from it, may be wrong"
+        if len(call.asked) == len(call.made):
+            sent = "Nothing was sent"
+        missing = self._missing_in(where, call)
+        silent = f"; rank {min(missing)} has not made it" if missing else ""
+        return self._fail("MismatchError", None, f"{problem}. This is call {number} of {where.text}{silent}. {sent}")
+
+    def _fail(self, kind: str, rank: int | None, message: str) -> Outgoing:
+        """Fail the world, and all calls that wait to be compared."""
+        cause = Cause(kind, rank, message)
+        waiting = [asked for _, _, call in self._open() for asked in call.asked]
+        for group in self._known.values():
+            group.calls.clear()
+        return [*self._groups.fail(self._world, cause)[1], *((client, failed(at, cause)) for client, at in waiting)]
+
+    # -- failures ----------------------------------------------------------------------------------
+    def _on_fail(self, client: int, request: int, name: str, kind: str, rank: int | None, message: str) -> Outgoing:
+        """Take an error that ends a rank; one that follows from another's end waits for that one's."""
+        if client in self._present and rank is not None and _BROKEN.search(message):
+            self._victim = self._victim or (self._now(), rank, message)
+            return [(client, (request, "ok", (kind, rank, message)))]
+        return [*self._fail(kind, rank, message), *super()._on_fail(client, request, name, kind, rank, message)]
+
+    def _on_fail_all(self, client: int, request: int, kind: str, message: str) -> Outgoing:
+        return [*self._fail(kind, None, message), (client, (request, "ok", None))]
+
+    def _on_examine(self, client: int, request: int) -> Outgoing:
+        """Look for what only time shows. Answer with the number of clients, and calls that are overdue."""
+        out = [*self._look_for_failed(), *self._look_for_cycle()]
+        for where, number, call in self._open():
+            if call.differs and self._now() - call.since > _OTHERS_S:
+                out += self._compared(where, number, call)
+        overdue = next(self._overdue(), None)
+        return [*out, (client, (request, "ok", (len(self._present), overdue and tuple(overdue))))]
+
+    def _look_for_gone(self) -> Outgoing:
+        """Fail if a call needs a rank that has ended."""
+        for _, _, call, rank in self._awaited():
+            if rank in self._gone:
+                waiting, made = next(iter(call.made.items()))
+                text = f"{self._gone[rank]} Rank {waiting} waits for it in {call_text(made.fingerprint)}"
+                return self._fail("PeerLostError", rank, text)
+        return []
+
+    def _look_for_failed(self) -> Outgoing:
+        """Fail if a rank has ended in a way that shows a failure, or an error has waited for its cause."""
+        for rank, pid in list(self._unclear.items()):
+            status = exit_status(pid)
+            if status is None:
+                continue
+            del self._unclear[rank]
+            if status:
+                how = ended_by(-status) if status < 0 else f"ended with exit status {status}"
+                return self._fail("PeerLostError", rank, f"rank {rank} {how}")
+        if self._victim is None:
+            return []
+        since, victim, message = self._victim
+        lost = next((rank for rank, how in self._gone.items() if "was lost" in how), None)
+        if lost is None and self._now() - since < _CAUSE_S:
+            return []
+        self._victim = None
+        if lost is not None:
+            return self._fail("PeerLostError", lost, self._gone[lost])
+        return self._fail("PeerLostError", victim, message)
+
+    def _look_for_cycle(self) -> Outgoing:
+        """Fail if ranks wait for each other, each in a call that it cannot leave."""
+        waits: dict[int, tuple[int, str]] = {}
+        last = {here.rank: here.last for here in self._present.values()}
+        for where, _, call, rank in self._awaited():
+            for waiting, made in call.made.items():
+                if made.waits and last.get(waiting) is call and self._now() - call.since > _DEADLOCK_S:
+                    waits.setdefault(waiting, (rank, f"{call_text(made.fingerprint)} of {where.text}"))
+        for start in waits:
+            path = [start]
+            while path[-1] in waits and (following := waits[path[-1]][0]) not in path:
+                path.append(following)
+            if path[-1] in waits and following == start:
+                each = "; ".join(f"rank {rank} waits for rank {waits[rank][0]} in {waits[rank][1]}" for rank in path)
+                return self._fail("DeadlockError", None, f"a deadlock: {each}. Change the order of their calls")
+        return []
+
+    def _overdue(self) -> Iterator[Overdue]:
+        for where, number, call, rank in self._awaited():
+            waited_s = self._now() - call.since
+            if waited_s > where.limit_s:
+                waiting, made = next(iter(call.made.items()))
+                text = f"rank {waiting} has waited {waited_s:.1f} s for rank {rank} in {call_text(made.fingerprint)}"
+                yield Overdue(rank, f"{text}, call {number} of {where.text}")
+
+    # -- what is open ------------------------------------------------------------------------------
+    def _open(self) -> Iterator[tuple[_Group, int, _Call]]:
+        return ((group, *each) for group in list(self._known.values()) for each in list(group.calls.items()))
+
+    def _awaited(self) -> Iterator[tuple[_Group, int, _Call, int]]:
+        """Yield the calls that cannot complete yet, with a rank that each needs."""
+        for where, number, call in self._open():
+            made = next(iter(call.made.values())).fingerprint
+            needed = self._missing_in(where, call)
+            root = None if made.root is None else where.members[made.root]
+            # The root of a broadcast need not wait for the others, nor those of a reduce for the root.
+            if made.operation in _DOWN:
+                needed &= {root}
+            elif made.operation in _UP and root in needed:
+                needed = set()
+            if needed:
+                yield where, number, call, min(needed)
+
+    def _missing_in(self, where: _Group, call: _Call) -> set[int]:
+        return {*where.members} - call.made.keys()

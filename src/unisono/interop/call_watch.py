@@ -1,0 +1,373 @@
+"""The watch of torch's process groups on one rank: reports each call to the monitor, and raises what it finds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal, NoReturn
+
+import torch.distributed as dist
+
+from unisono import serialization
+from unisono.control.call_monitor import CallControl, start_monitor
+from unisono.control.process_exit import close_at_exit
+from unisono.control.watched_calls import CALL, follows
+from unisono.core import clock
+from unisono.core.failure import Cause, error_of, text_of
+from unisono.core.flight_recorder import Activity, callers_place
+from unisono.core.group import Group
+from unisono.core.threads import spawn_thread
+from unisono.core.types import Timeout
+from unisono.core.work import positive_timeout
+from unisono.errors import CommError
+from unisono.host.network import address_for_others, host_identity, in_zone_of
+from unisono.interop.dispatched_calls import OPERATIONS, Form, Signature, install, result_of, signature_of
+from unisono.interop.from_store import publish, read
+
+__all__ = ["EXIT_STATUS", "Watch", "watch", "watch_at_init"]
+
+_Check = Literal["after", "before"]
+
+EXIT_STATUS = 70
+"""Exit status of a rank that the watch ends, because it does not come back from a call, or makes no other."""
+
+_MEET_WITHIN_S = 60.0
+_SHARE = 0.9
+"""Part of a group's own timeout after which the watch reports missing ranks, before torch's own error."""
+_ASYNC_WAITS_S = 0.05
+_BLOCKED_S = 0.3
+_BUSY_S = 5.0
+_CAUSE_S = 1.5
+_POLL_S = 0.02
+_MOST_SIGNATURES = 1 << 14
+_CODES: dict[str | None, int] = {None: 0, **{name: code for code, name in enumerate(OPERATIONS, 1)}}
+
+_watch: Watch | None = None
+_counted = 0
+_installed = False
+
+
+class _WatchedGroup:
+    """A process group of torch's.
+
+    Attributes:
+        index: By which reports refer to it.
+        size: Number of its ranks.
+        text: For errors.
+        calls: Number of collectives called.
+        activity: For hang reports.
+    """
+
+    def __init__(self, index: int, group: Group, text: str) -> None:
+        self.index = index
+        self.size = group.size
+        self.text = text
+        self.calls = 0
+        self.activity = Activity(group)
+
+
+class Watch:
+    """A watch of the process groups of this process, which `watch` makes.
+
+    Args:
+        control: Connection to the monitor.
+        group: The ranks that watch together.
+        ranks: Their ranks in torch's default group.
+        check: As for `watch`.
+        limit_s: Seconds after which missing ranks are reported; None for most of each group's own timeout.
+    """
+
+    def __init__(
+        self, control: CallControl, group: Group, ranks: list[int], check: _Check, limit_s: float | None
+    ) -> None:
+        self._control = control
+        self._group = group
+        self._ranks = ranks
+        self._before = check == "before"
+        self._limit_s = limit_s
+        self._groups: dict[str, _WatchedGroup | None] = {}
+        self._signatures: dict[Any, tuple[int, Signature]] = {}
+        self._threads: set[int] = set()
+        self._lock = threading.Lock()
+        self._cause: Cause | None = None
+        # Threads of this rank that are in a call, and whether one has raised what the watch found.
+        self._inside = 0
+        self._raised = False
+
+    def close(self) -> None:
+        """End the watch on this rank. Its later calls are not compared. Idempotent."""
+        global _watch  # noqa: PLW0603
+        if _watch is self:
+            _watch = None
+        self._raised = True
+        with contextlib.suppress(CommError):
+            self._control.leave(self._group)
+        self._control.close()
+
+    # -- each call -----------------------------------------------------------------------------
+    def seen(
+        self, form: Form, pg: dist.ProcessGroup, make: Callable[[], Any], args: tuple[Any, ...], op: str | None
+    ) -> Any:
+        """Report a call, make it, and return what it returns; see `unisono.interop.dispatched_calls.install`."""
+        name = pg.group_name
+        where = self._groups[name] if name in self._groups else self._introduce(name, pg)
+        if where is None:
+            return make()
+        if self._cause is not None:
+            self._raise(form, where, where.calls + 1)
+        waits = form.waits(args)
+        place = callers_place()
+        key = (form.key(args), place, op, where.size)
+        # Reports of one group are in the order of its calls.
+        with self._lock:
+            index, signature = self._signatures.get(key) or self._describe(key, form, args)
+            where.calls += 1
+            number = where.calls
+            self._threads.add(threading.get_ident())
+            # Of a rank with several threads, one that waits does not keep the others from their calls.
+            alone = waits and len(self._threads) == 1
+            content = CALL.pack(where.index, number, signature.same, index, _CODES[op], alone)
+            if not self._before:
+                self._control.call(content)
+        if self._before:
+            self._compare(content, waits, self._place(form, where, number))
+        detail = signature.fingerprint
+        if not waits:
+            where.activity.note(form.operation, number, detail, place)
+            return make()
+        record = where.activity.enter(form.operation, number, detail, place)
+        self._inside += 1
+        try:
+            made = make()
+            if (work := result_of(made)) is not None:
+                work.wait()
+            return made
+        except RuntimeError as error:
+            self._explain(error, form, where, number)
+            raise
+        finally:
+            self._inside -= 1
+            where.activity.leave()
+            where.activity.keep(record)
+            where.activity.calls = number
+
+    def _introduce(self, name: str, pg: dist.ProcessGroup) -> _WatchedGroup | None:
+        """Begin to watch a group; None if some of its ranks are not watched, or torch does not know it."""
+        members = dist.get_process_group_ranks(pg) if pg in dist.distributed_c10d._world.pg_map else []
+        with self._lock:
+            if not members or not {*members} <= {*self._ranks}:
+                self._groups[name] = None
+                return None
+            places = tuple(map(self._ranks.index, members))
+            group = Group(f"{self._group.name}/{name}", places.index(self._group.rank), places)
+            text = f"group {name!r} of ranks {', '.join(map(str, places))}"
+            if pg is dist.group.WORLD:
+                # Hang reports look for the calls of a rank under the name of the group that it has joined.
+                group = self._group
+                text = "world"
+            found = _WatchedGroup(sum(each is not None for each in self._groups.values()), group, text)
+            self._control.tell("group", name, text, list(places), self._limit_s or _SHARE * _timeout_s(pg))
+            self._control.watch(found.activity)
+            self._groups[name] = found
+        return found
+
+    def _describe(self, key: Any, form: Form, args: tuple[Any, ...]) -> tuple[int, Signature]:
+        """Tell the monitor of a signature, which it then knows by its index."""
+        if len(self._signatures) == _MOST_SIGNATURES:
+            # The monitor forgets those whose indices are used again.
+            self._signatures.clear()
+        _, place, op, size = key
+        found = len(self._signatures), signature_of(form, args, op, place, size)
+        self._control.tell("signature", found[0], serialization.encode(found[1].fingerprint.values()))
+        self._signatures[key] = found
+        return found
+
+    def _compare(self, content: bytes, waits: bool, place: dict[str, Any]) -> None:
+        """Wait until all ranks make this call. Other ranks may lawfully make asynchronous calls in another order."""
+        try:
+            self._control.compare(content, None if waits else _ASYNC_WAITS_S)
+        except CommError as error:
+            self._raised = True
+            raise error.locate(**place) from None
+
+    def _explain(self, error: RuntimeError, form: Form, where: _WatchedGroup, number: int) -> None:
+        """Raise the failure of another rank, if the error in a call follows from that."""
+        if follows(error):
+            self._await_cause(error, form.operation)
+        if self._cause is not None:
+            self._raise(form, where, number, error)
+
+    def _await_cause(self, error: BaseException, operation: str) -> None:
+        """Report an error that follows from a failure elsewhere, and wait until that is known."""
+        message = f"rank {self._group.rank} failed in {operation}: {type(error).__name__}: {text_of(error)}"
+        with contextlib.suppress(CommError):
+            self._control.report_failure(self._group, Cause("PeerLostError", self._group.rank, message))
+            self._control.first_cause(self._group, _CAUSE_S)
+
+    def _raise(self, form: Form, where: _WatchedGroup, number: int, error: BaseException | None = None) -> NoReturn:
+        assert self._cause is not None
+        self._raised = True
+        raise error_of(self._cause).locate(**self._place(form, where, number)) from error
+
+    def _place(self, form: Form, where: _WatchedGroup, number: int) -> dict[str, Any]:
+        return {
+            "rank": self._group.rank,
+            "size": self._group.size,
+            "group": where.text,
+            "operation": form.operation,
+            "call": number,
+        }
+
+    def on_process_exit(self, error: BaseException | None) -> None:
+        """Wait for the failure of another rank, from which the error follows that ends this one."""
+        self._raised = True
+        if error is not None and follows(error):
+            self._await_cause(error, "the program")
+
+    # -- failures ------------------------------------------------------------------------------
+    def failed(self, cause: Cause) -> None:
+        """Take the failure that the monitor reports, print it, and see to it that this rank ends."""
+        if self._control.server_lost:
+            _say(f"the watch has ended, and calls are no longer compared: {cause.message}")
+            self._groups = dict.fromkeys(self._groups)
+            return
+        self._cause = cause
+        error = error_of(cause, self._group)
+        _say(f"{type(error).__name__}: {error}")
+        spawn_thread(self._end_soon, "unisono end of a watched rank")
+
+    def _end_soon(self) -> None:
+        """End this process if no thread of it raises the failure: it waits in C++, or makes no other call."""
+        began = clock.now()
+        while not self._raised:
+            waited_s = clock.now() - began
+            if waited_s > (_BLOCKED_S if self._inside else _BUSY_S):
+                _say(f"rank {self._group.rank} does not return from its call; it ends with exit status {EXIT_STATUS}")
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(AttributeError, OSError, ValueError):
+                        stream.flush()
+                os._exit(EXIT_STATUS)
+            time.sleep(_POLL_S)
+
+
+def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", timeout: Timeout | None = None) -> Watch:
+    """Compare the calls that ranks make on torch's own process groups, and name what differs. Collective.
+
+    Call it after `init_process_group`, on every rank of the group. The backend remains; calls from Python, from DDP's
+    C++ code, and functional collectives are seen alike.
+
+    Provisional: it may change in any minor version, without a deprecation.
+
+    Args:
+        group: The ranks that take part; the default group if None. Their groups are watched, as far as all of a
+            group's ranks take part, those that are made later too.
+        check: "after": calls are reported to a process beside the ranks, which compares them, while they run: no call
+            waits. On a difference each rank prints an error, and raises it at its next call; a rank that does not get
+            that far is ended, with exit status 70. "before": a call waits until all ranks have made the same one, and
+            is made only then; an asynchronous one waits for 0.05 s at most.
+        timeout: Seconds, or a `timedelta`, after which ranks that have not arrived are named; by default nine tenths
+            of each group's own timeout.
+
+    Returns: The watch, whose `close` ends it.
+
+    Raises:
+        ValueError: There is no default group, `check` or `timeout` has no such value, or the process is watched.
+        CommTimeoutError: Not all ranks of the group have called it within a minute.
+
+    Example:
+        >>> watched = un.interop.watch()
+        Traceback (most recent call last):
+        ...
+        ValueError: torch has no default group yet: call dist.init_process_group first
+    """
+    global _watch, _counted, _installed  # noqa: PLW0603
+    if check not in ("after", "before"):
+        raise ValueError(f"check must be 'after' or 'before', not {check!r}")
+    limit_s = None if timeout is None else positive_timeout(timeout)
+    if not dist.is_initialized():
+        raise ValueError("torch has no default group yet: call dist.init_process_group first")
+    if _watch is not None:
+        raise ValueError("this process is watched already; close that watch first")
+    ranks = dist.get_process_group_ranks(group)
+    _counted += 1
+    store = dist.PrefixStore(f"unisono/watch {_counted} of {ranks}", dist.distributed_c10d._get_default_store())
+    rank = ranks.index(dist.get_rank())
+    made = _meet(store, rank, ranks, check, limit_s)
+    if not _installed:
+        install(_seen)
+        _installed = True
+    _watch = made
+    return made
+
+
+def _seen(form: Form, pg: dist.ProcessGroup, make: Callable[[], Any], args: tuple[Any, ...], op: str | None) -> Any:
+    return make() if _watch is None else _watch.seen(form, pg, make, args, op)
+
+
+def _meet(store: dist.Store, rank: int, ranks: list[int], check: _Check, limit_s: float | None) -> Watch:
+    """Start the monitor on the first rank, and connect to it."""
+    size = len(ranks)
+    here = host_identity()
+    publish(store, f"rank {rank}", here)
+    master = os.environ.get("MASTER_ADDR", "192.0.2.1")
+    if rank == 0:
+        hosts = {read(store, f"rank {r}", _MEET_WITHIN_S, f"rank {r} has not called watch") for r in range(size)}
+        secret = secrets.token_bytes(32)
+        address = start_monitor("127.0.0.1" if len(hosts) == 1 else address_for_others(master), secret)
+        publish(store, "monitor", (*address, secret, f"torch/{secrets.token_hex(4)}", here))
+    host, port, secret, name, its = read(store, "monitor", _MEET_WITHIN_S, "rank 0 has not started the watch")
+    control = CallControl((in_zone_of(host, master), port), secret, _MEET_WITHIN_S, rank=rank)
+    made = Watch(control, Group.world(rank, size, name), ranks, check, limit_s)
+    control.attend(Group.world(rank, size, name), made.failed, os.getpid() if its == here else 0)
+    # A rank that has not attended when another one needs it would not be missed.
+    control.exchange(Group.world(rank, size, name), "watch", check, _MEET_WITHIN_S)
+    # It is closed before its connection, which was opened before.
+    close_at_exit(made)
+    return made
+
+
+def _timeout_s(pg: dist.ProcessGroup) -> float:
+    """Return the timeout of a group."""
+    timeout = dist.default_pg_timeout
+    with contextlib.suppress(AttributeError, RuntimeError):
+        timeout = pg._get_backend(pg._device_types[0]).options._timeout
+    return float(timeout.total_seconds())
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        # In one write, so that texts of several ranks do not mix.
+        sys.stderr.write(f"unisono watch: {text}\n")
+        sys.stderr.flush()
+
+
+def watch_at_init(setting: str) -> None:
+    """Let `init_process_group` call `watch`: what UNISONO_WATCH in the environment asks for.
+
+    Args:
+        setting: "after" or "before"; anything else means "after". UNISONO_WATCH_TIMEOUT holds the timeout in seconds.
+    """
+    check: _Check = "before" if setting == "before" else "after"
+    timeout = os.environ.get("UNISONO_WATCH_TIMEOUT")
+    original = dist.init_process_group
+
+    @wraps(original)
+    def init_process_group(*args: Any, **keywords: Any) -> None:
+        original(*args, **keywords)
+        if _watch is not None:
+            # Of a default group that was destroyed.
+            _watch.close()
+        try:
+            watch(check=check, timeout=float(timeout) if timeout else None)
+        except (CommError, ValueError, OSError) as error:
+            warnings.warn(f"calls are not watched: {error}", RuntimeWarning, stacklevel=2)
+
+    dist.init_process_group = init_process_group
+    dist.distributed_c10d.init_process_group = init_process_group

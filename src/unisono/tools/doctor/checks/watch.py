@@ -1,0 +1,28 @@
+"""Report how `unisono watch` sees the calls on torch's own process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.tools.doctor.checks.torch import load_torch
+from unisono.tools.doctor.examination import Finding, Target, info, ok
+
+__all__ = ["ORDER", "check"]
+
+ORDER = 45
+
+
+def check(target: Target) -> Iterator[Finding]:
+    """Look for the operators in torch's dispatcher that all of these calls pass."""
+    try:
+        if not load_torch().distributed.is_available():
+            return
+    except (ImportError, OSError):
+        # Its own check reports it.
+        return
+    from unisono.interop.dispatched_calls import unseen
+
+    if missing := unseen():
+        yield info(f"this torch lacks operators, and `unisono watch` does not see their calls: {', '.join(missing)}")
+    else:
+        yield ok("`unisono watch` sees all collectives of torch's groups in its dispatcher")

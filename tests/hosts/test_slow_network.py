@@ -149,7 +149,7 @@ def test_nothing_is_left_behind_after_an_error(way: str) -> None:
         assert len(spaces) == 3
         sleeper = network.start(1, "sleep", "600")
         raise ZeroDivisionError
-    assert sleeper.wait(5) == -signal.SIGKILL
+    assert sleeper.wait(60.0) == -signal.SIGKILL
     assert (inodes(stem), inside(spaces), namespaces_with_devices()) == ({}, [], [])
     network.close()
 

@@ -86,7 +86,7 @@ class Gathered(torch.autograd.Function):
 
 def gets_a_history_meanwhile() -> list[float]:
     gate = threading.Event()
-    dist.group.WORLD._queue.start(lambda: gate.wait(10))
+    dist.group.WORLD._queue.start(lambda: gate.wait(60.0))
     row = Gathered.apply(torch.full((2,), float(dist.get_rank()), requires_grad=True))
     assert row.grad_fn is not None
     gate.set()

@@ -12,7 +12,7 @@ from unisono.interop.serial_queue import SerialQueue
 def test_jobs_run_in_order_one_at_a_time() -> None:
     line, done = SerialQueue("test"), list[int]()
     gate = threading.Event()
-    first = line.start(lambda: gate.wait(10))
+    first = line.start(lambda: gate.wait(60.0))
     works = [line.start(lambda n=n: done.append(n)) for n in range(100)]
     assert not first.is_completed()
     assert done == []
@@ -35,11 +35,11 @@ def test_queued_jobs_run_after_the_caller() -> None:
     def job() -> None:
         thread = threading.Thread(target=lambda: work.append(line.start(lambda: done.append("behind"))))
         thread.start()
-        thread.join(10)
+        thread.join(60.0)
         done.append("caller")
 
     line.run(job)
-    work[0].wait(10)
+    work[0].wait(60.0)
     assert done == ["caller", "behind"]
 
 
@@ -53,7 +53,7 @@ def test_errors_reach_only_the_waiter() -> None:
         line.run(fail)
     work = line.start(fail)
     with pytest.raises(KeyError, match="boom"):
-        work.wait(10)
+        work.wait(60.0)
     after = list[int]()
     line.run(lambda: after.append(1))
     assert after == [1]
@@ -65,9 +65,9 @@ def test_callback_runs_before_queued_jobs() -> None:
 
     def call_again() -> None:
         line.run(lambda: done.append("called and waited for"))
-        line.start(lambda: done.append("called")).wait(10)
+        line.start(lambda: done.append("called")).wait(60.0)
 
-    first = line.start(lambda: gate.wait(10))
+    first = line.start(lambda: gate.wait(60.0))
     first.when_done(call_again)
     line.start(lambda: done.append("waiting"))
     gate.set()
@@ -78,7 +78,7 @@ def test_callback_runs_before_queued_jobs() -> None:
 def test_finish_has_a_timeout() -> None:
     line, gate = SerialQueue("test"), threading.Event()
     assert line.finish(0.0)
-    line.start(lambda: gate.wait(10))
+    line.start(lambda: gate.wait(60.0))
     assert not line.finish(0.01)
     gate.set()
     assert line.finish(10)

@@ -147,7 +147,7 @@ def test_forged_address_is_not_believed(port: int) -> None:
         store = dist.TCPStore(*here, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
         place = f"unisono/ at {port}/rank 0"
         store.set(place, f"127.0.0.1 {trap.getsockname()[1]}")
-        said = error_of(1, port, 3)
+        said = error_of(1, port, 2)
         listening.join()
     assert "was published" in said or "rank 0 was not reached in time at the address" in said
     assert all(b"unisono-secret" not in content for content in seen)

@@ -16,7 +16,7 @@ from unisono.testing import pool
 
 
 def on_threads(fn: object, size: int = 2, **options: object) -> list[object]:
-    return un.launch(fn, size, "thread", timeout=10, **options)
+    return un.launch(fn, size, "thread", timeout=60.0, **options)
 
 
 def test_single_rank_needs_no_launcher() -> None:
@@ -227,7 +227,7 @@ def test_receive_pending_at_close_is_an_error(backend: str) -> None:
         said = []
         for work in works:
             with pytest.raises(un.CommError) as caught:
-                work.wait(10)
+                work.wait(60.0)
             said.append(type(caught.value).__name__)
             assert work.exception() is not None
         return said

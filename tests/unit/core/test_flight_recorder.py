@@ -71,14 +71,14 @@ def test_callers_stay_the_same_while_their_thread_runs_on(eager_collector: None)
 
     def inner() -> None:
         waits.set()
-        on.wait(10)
+        on.wait(60.0)
 
     def another(depth: int) -> None:
         if depth:
             another(depth - 1)
         else:
             elsewhere.set()
-            over.wait(10)
+            over.wait(60.0)
 
     def run() -> None:
         outer()
@@ -87,12 +87,12 @@ def test_callers_stay_the_same_while_their_thread_runs_on(eager_collector: None)
     def collecting(phase: str, info: object) -> None:
         if threading.current_thread() is walker and not on.is_set():
             on.set()
-            elsewhere.wait(10)
+            elsewhere.wait(60.0)
 
     walker = threading.current_thread()
     thread = threading.Thread(target=run)
     thread.start()
-    assert waits.wait(10)
+    assert waits.wait(60.0)
     frame = thread_frames()[thread.ident or 0]
     names = []
     gc.callbacks.append(collecting)

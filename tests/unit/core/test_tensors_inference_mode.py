@@ -10,7 +10,7 @@ from unisono.testing import pool
 
 
 def on_threads(fn: object, size: int = 2) -> list[object]:
-    return un.launch(fn, size, "thread", timeout=10)
+    return un.launch(fn, size, "thread", timeout=60.0)
 
 
 def test_calls_in_inference_mode() -> None:

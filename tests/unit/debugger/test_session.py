@@ -103,7 +103,9 @@ def settled(session: un.debugger.Session, ranks: int) -> bool:
     return len(states) == ranks and "running" not in states
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=pytest.mark.soak if name == "tcp" else ()) for name in BACKENDS]
+)
 def test_ranks_are_held_past_their_timeouts_and_go_on(backend: str, tmp_path: Path) -> None:
     with held(backend, tmp_path) as (session, job):
         assert wait_until(lambda: settled(session, 3))
@@ -146,7 +148,7 @@ def late(comm: un.Communicator, folder: Path) -> list[int]:
     return comm.all_gather_object(comm.rank)
 
 
-@pytest.mark.parametrize("backend", ["thread", "shm"])
+@pytest.mark.parametrize("backend", [pytest.param("thread", marks=pytest.mark.soak), "shm"])
 def test_timeout_holds_the_ranks_before_it_fails(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_ON_TIMEOUT", "debug")
     with held(backend, tmp_path, late) as (session, job):

@@ -249,7 +249,7 @@ def test_rank_with_a_constant_loss_takes_part(wrap: Callable[[torch.Tensor], obj
         (alone(sample(0)).square().mean() / 2).backward()
         return all(torch.allclose(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
 
-    assert run_ranks(program, 2, timeout=5) == [True, True]
+    assert run_ranks(program, 2, timeout=60.0) == [True, True]
 
 
 @pytest.mark.soak

@@ -37,7 +37,7 @@ def with_threads(comm: un.Communicator) -> list[Any]:
     started.set()
     with condition:
         assert condition.wait_for(lambda: len(order) == 3, timeout=100.0)
-    got = [out.get(timeout=5.0) for _ in threads]
+    got = [out.get(timeout=60.0) for _ in threads]
     threads[0].join()
     assert not threads[0].is_alive()
     with pytest.raises(queue.Empty):

@@ -204,7 +204,7 @@ def test_programs_that_are_ended_while_they_import_leave_no_lock(
     with RankPool(3, "thread", limit_s=20) as ranks:
         assert ranks.run(imports, None) == ["slow_to_import"] * 3
     for thread in threads:
-        thread.join(10)
+        thread.join(60.0)
         assert not thread.is_alive()
 
 
@@ -241,15 +241,15 @@ def test_driver_may_be_interrupted_before_it_waits(monkeypatch: pytest.MonkeyPat
     def start_and_interrupt(thread: threading.Thread) -> None:
         start(thread)
         if threading.current_thread() is driver:
-            assert running.wait(10)
+            assert running.wait(60.0)
             raise KeyboardInterrupt
 
     def hold_up(comm: un.Communicator) -> un.Communicator:
         threads.append(threading.current_thread())
         if comm.rank == 1:
             held.set()
-            left.wait(10)
-        held.wait(10)
+            left.wait(60.0)
+        held.wait(60.0)
         return comm
 
     def for_ever(comm: un.Communicator) -> None:
@@ -268,7 +268,7 @@ def test_driver_may_be_interrupted_before_it_waits(monkeypatch: pytest.MonkeyPat
         (note,) = caught.value.__notes__
         assert " in for_ever" in note
         for thread in threads:
-            thread.join(10)
+            thread.join(60.0)
             assert not thread.is_alive()
         assert ranks.run(total) == [2.0] * 2
 

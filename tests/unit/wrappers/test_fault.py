@@ -101,7 +101,7 @@ def test_delays_keep_message_order() -> None:
     late = Faulty(inner, seed=1, delay=0.3, delay_s=0.001)
     works = [late.post([message(number), message(number, tag=1), message(number, peer=2)]) for number in range(50)]
     for work in works:
-        work.wait(5.0)
+        work.wait(60.0)
     for peer, tag in ((1, 0), (1, 1), (2, 0)):
         sent = [int(m.tensor) for m in inner.posted if (m.peer, m.tag) == (peer, tag)]
         assert sent == list(range(50))
@@ -117,7 +117,7 @@ def test_delay_does_not_block_the_caller_or_other_streams() -> None:
     assert not work.is_completed()
     with pytest.raises(CommTimeoutError):
         work.wait(0.01)
-    work.wait(5.0)
+    work.wait(60.0)
     assert time.monotonic() - started >= 0.2
     assert inner.numbers == [2, 1]
     assert (work.is_completed(), work.exception()) == (True, None)
@@ -130,7 +130,7 @@ def test_abort_ends_delayed_messages() -> None:
     future = work.get_future()
     late.abort(AbortedError("enough"))
     with pytest.raises(AbortedError, match="enough"):
-        work.wait(5.0)
+        work.wait(60.0)
     assert isinstance(work.exception(), AbortedError)
     with pytest.raises(AbortedError, match="enough"):
         future.wait()
@@ -184,7 +184,7 @@ def test_reordered_message_arrives_after_the_next() -> None:
     works = [swapping.post([message(number)]) for number in range(50)]
     swapping.post([message(0, tag=1)])
     for work in works[:40]:
-        work.wait(5.0)
+        work.wait(60.0)
     numbers = [int(m.tensor) for m in inner.posted if m.tag == 0]
     assert numbers != sorted(numbers)
     assert all(abs(number - place) <= 1 for place, number in enumerate(numbers[:40]))
@@ -215,7 +215,7 @@ def test_frozen_rank_returns_or_is_released_by_abort() -> None:
         if freeze_s is None:
             assert inner.numbers == [1]
             frozen.abort(AbortedError("enough"))
-        thread.join(10.0)
+        thread.join(60.0)
         assert time.monotonic() - started >= (freeze_s or 0.0)
         assert inner.numbers == [1, 2]
 

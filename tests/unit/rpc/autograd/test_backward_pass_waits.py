@@ -23,7 +23,7 @@ def times_other(value: torch.Tensor) -> torch.Tensor:
 
 @rpc.expose
 def wait_until_begun() -> bool:
-    return BEGUN.wait(10)
+    return BEGUN.wait(60.0)
 
 
 @rpc.expose
@@ -32,14 +32,14 @@ def tell_passed() -> None:
 
 
 def program(comm: un.Communicator) -> float:
-    rpc.init(comm, timeout=10.0)
+    rpc.init(comm, timeout=60.0)
     comm.barrier()
     leaf = torch.tensor(2.0, requires_grad=True)
 
     def wait(_: torch.Tensor) -> None:
         # As a hook that averages gradients waits for the other rank's.
         BEGUN.set()
-        assert PASSED.wait(10)
+        assert PASSED.wait(60.0)
 
     with autograd.context() as context:
         if comm.rank == 0:
@@ -50,7 +50,7 @@ def program(comm: un.Communicator) -> float:
             autograd.backward(context, [rpc.rpc_sync(0, times_other, (leaf,))])
             rpc.rpc_sync(0, tell_passed)
         gradient = autograd.get_gradients(context)[leaf].item()
-    rpc.shutdown(timeout=10.0)
+    rpc.shutdown(timeout=60.0)
     return gradient
 
 

@@ -113,7 +113,7 @@ def test_abort_ends_a_wait_with_its_cause() -> None:
         waits = threading.Event()
 
         def abort() -> None:
-            waits.wait(10)
+            waits.wait(60.0)
             made[0].abort(ValueError("enough"))
 
         def wait() -> Any:

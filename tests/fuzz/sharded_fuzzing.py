@@ -32,7 +32,8 @@ __all__ = ["Program", "draw", "failures"]
 
 WIDTH = 3
 SAMPLES = 4
-_BATCH = 20
+_BATCH = 5
+"""Programs that ranks run in one go, within the limit of their pool: twenty take over a minute on a busy machine."""
 _ATTEMPTS = 6
 _TOLERANCES = {"float64": 1e-8, "float32": 2e-3}
 

@@ -100,12 +100,6 @@ def _first_bucket(self: Any, buckets: Any) -> None:
     _GATHER(self, buckets[:1])
 
 
-def _at_once(trackers: Any) -> None:
-    """End passes in the order of the graph."""
-    for tracker in trackers:
-        tracker.complete()
-
-
 _COMMIT: Any = FlatGradient.commit
 _TAKE: Any = FlatGradient.take
 _LOAD: Any = ShardOptimizer.load_state_dict
@@ -125,7 +119,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "zero_grad of the model ignored": (GradientSharder, "follow_zero_grad", _nothing),
     "gradients of failed passes kept": (GradientSharder, "drop", _keep_all),
     "one bucket exchanged": (ShardedOptimizer, "_gather", _first_bucket),
-    "passes end in the order of the graph": (backward_pass, "_end_passes", _at_once),
+    "passes end in the order of the graph": (backward_pass, "_in_order", lambda _: 0),
     "buckets leave in the order of the graph": (GradientSharder, "_is_alone", True),
     "border of pieces moved": (shard_optimizer, "unwrap", lambda key, value, piece: value),
 }

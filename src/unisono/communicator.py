@@ -24,7 +24,6 @@ from unisono.comm.place import Place
 from unisono.comm.shape_exchange import run_uneven
 from unisono.comm.teardown import CLOSE_S
 from unisono.comm.tuner import measured_table
-from unisono.control.client import SocketControl
 from unisono.core import clock
 from unisono.core.collective import COLLECTIVES, family_of
 from unisono.core.control import ControlPlane
@@ -39,7 +38,6 @@ from unisono.core.types import Blocking, Message, NonBlocking, Recv, ReduceOp, S
 from unisono.core.work import ResultWork, resolve_timeout, seconds_left
 from unisono.errors import AbortedError, CommError, MismatchError
 from unisono.host.network import host_identity
-from unisono.transports.tcp.collectives import TcpCollectives
 from unisono.wrappers.consistency import Checked
 
 if TYPE_CHECKING:
@@ -139,7 +137,9 @@ class Communicator(Place):
         unchecked = not transport.checks and group.size > 1
         if (check == "full" and not transport.full) or (check == "auto" and unchecked):
             # Ranks of one process, and a transport that compares calls itself, need no connections for that.
-            connect = TcpCollectives.connect if isinstance(control, SocketControl) and not transport.checks else None
+            from unisono.transports.tcp.collectives import TcpCollectives
+
+            connect = TcpCollectives.connect if control.connectable and not transport.checks else None
             transport = Checked(transport, control, options, connect, full=check == "full")
         self._engine = Engine(transport, control, options, self._host_names, check=check)
         self._messages = Messages(self._engine)
@@ -214,14 +214,14 @@ class Communicator(Place):
             <Communicator gloo rank 0 of 1>
             >>> dist.destroy_process_group()
         """
-        from unisono.transports.torch.from_group import adopt, resolve_group
+        from unisono.transports.torch.from_group import MAKERS, adopt, resolve_group
 
         group = resolve_group(group)
         timeout_s = resolve_timeout(timeout)
-        if make := getattr(group, "make_communicator", None):
-            # A `UnisonoGroup`, whose module imports this one.
-            made: Communicator = make(timeout_s, chunk_bytes, check)
-            return made
+        for kind, make in MAKERS.items():
+            if isinstance(group, kind):
+                made: Communicator = make(group, timeout_s, chunk_bytes, check)
+                return made
         return cls._owning(*adopt(group, timeout_s, chunk_bytes), check)
 
     @classmethod

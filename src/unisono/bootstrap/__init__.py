@@ -7,22 +7,24 @@ detect from the environment, by a function `detected(request)`, that it is meant
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from unisono.bootstrap import env, file, mpi, slurm, tcp
 from unisono.bootstrap.rendezvous import InitRequest, Rendezvous, alone
 from unisono.core import clock
 from unisono.errors import CommError
 
 __all__ = ["InitRequest", "Rendezvous", "find"]
 
-_SCHEMES = {"env": env.find, "file": file.find, "mpi": mpi.find, "tcp": tcp.find}
-_AUTOMATIC = (env, mpi, slurm)
-_PLACES: dict[Callable[[InitRequest], Rendezvous], tuple[str, ...]] = {
-    env.find: ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    mpi.find: ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK"),
-    slurm.find: ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
+_SCHEMES = ("env", "file", "mpi", "tcp")
+"""Modules of this package, each of which loads when it is asked."""
+_AUTOMATIC = ("env", "mpi", "slurm")
+_PLACES = {
+    "env": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "mpi": ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK"),
+    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
 }
 """Variables by which a launcher tells a process its place in a job."""
 _TAKEN = "UNISONO_TAKEN_BY"
@@ -61,21 +63,23 @@ def find(
         >>> place.close()
     """
     request = InitRequest(init_method, rank, world_size, clock.now() + timeout_s, secret)
-    start: Callable[[InitRequest], Rendezvous]
     if init_method is None:
-        start = next((way.find for way in _AUTOMATIC if way.detected(request)), alone)
+        scheme = next((name for name in _AUTOMATIC if _way(name).detected(request)), "")
     else:
         scheme, separator, _ = init_method.partition("://")
         if not separator or scheme not in _SCHEMES:
             known = ", ".join(f"{name}://" for name in _SCHEMES)
             raise ValueError(f"unknown init_method {init_method!r}; known: {known}")
-        start = _SCHEMES[scheme]
-    _take_place(_PLACES.get(start, ()))
+    _take_place(_PLACES.get(scheme, ()))
     try:
-        return start(request)
+        return _way(scheme).find(request) if scheme else alone(request)
     except CommError as error:
         error.locate(rank=request.rank, size=request.size, operation="init")
         raise
+
+
+def _way(scheme: str) -> Any:
+    return importlib.import_module(f"unisono.bootstrap.{scheme}")
 
 
 def _take_place(names: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from unisono.checkpoint.errors import (
     StorageError,
 )
 from unisono.comm.equal_tensors import odd_ranks, ranks_text, sides_of
+from unisono.control.process_exit import BACKGROUND_SAVES
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import AbortedError, CommError, CommTimeoutError, MismatchError, PeerLostError
@@ -310,6 +311,10 @@ def raise_failed() -> None:
     for saving in [*_open]:
         if (error := saving._unseen()) is not None:
             raise error
+
+
+# The launchers call it in a rank whose program has returned, before its end is taken for a success.
+BACKGROUND_SAVES.append(raise_failed)
 
 
 def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:

@@ -167,20 +167,13 @@ def per_rank_of(value: Any) -> PerRank | None:
     if isinstance(value, (RNG, torch.Generator)):
         return PerRank(value, "keep")
     if is_stateful(value) and not isinstance(value, torch.nn.Module):
-        if _is_a(value, "unisono.data.sampler", "PartitionSampler"):
-            return PerRank(value, "all")
+        # As samplers, averagers and codecs of the rooms beside and above this one say of themselves.
+        policy = getattr(type(value), "checkpoint_policy", None)
+        if policy in _POLICIES:
+            return PerRank(value, policy)
         if isinstance(value, (torch.utils.data.Sampler, torch.utils.data.DataLoader)):
             return PerRank(value, "shared")
-        if _is_a(value, "unisono.gradients.averager", "GradientAverager") or _is_a(
-            value, "unisono.compression.codec", "Codec"
-        ):
-            return PerRank(value, "keep")
     return None
-
-
-def _is_a(value: Any, module: str, name: str) -> bool:
-    """Return whether the value is an instance of a class; a module that is not imported has no instances."""
-    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
 
 
 @dataclass

@@ -22,14 +22,13 @@ from unisono.comm.agreement import Agreements
 from unisono.comm.slow_rank import SlowRank
 from unisono.comm.teardown import Teardown
 from unisono.comm.tuner import Tuner
-from unisono.control.debug_socket import DEBUGGED
-from unisono.control.sockets import invalidate_after_fork
 from unisono.core import clock
 from unisono.core.call import Agreed, Call, Fingerprint, disagreement
 from unisono.core.collective import Collective
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, error_of, raise_caused, text_of, to_cause
 from unisono.core.flight_recorder import NOT_THE_USERS, Activity, Place, Record, callers_place, format_call, site_text
+from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
 from unisono.core.hold import HELD, HOLD
 from unisono.core.numbers import Status
@@ -588,7 +587,7 @@ class Engine:
         unfinished = self._pending > 0 and not self._retired
         if HOLD.holds(self):
             # Ranks that were held would not learn of it.
-            DEBUGGED.go()
+            HOLD.go()
         if self.broken is None and (not self.closed or unfinished):
             self.broken = cause
             self.activity.broken = True

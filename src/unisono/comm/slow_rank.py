@@ -26,7 +26,6 @@ from unisono.core.flight_recorder import (
     users_frame,
     with_callers,
 )
-from unisono.diagnostics.trace_summary import find_straggler
 from unisono.host.processors import core_wait_s
 
 __all__ = ["SlowRank"]
@@ -209,6 +208,8 @@ def _straggler(
     parts: Sequence[_Part], outside: Sequence[Sequence[float]], times: Sequence[float], names: Sequence[str]
 ) -> dict[str, Any] | None:
     """Return the rank that holds up the others, where, by how much, and what it does; None if there is none."""
+    from unisono.diagnostics.trace_summary import find_straggler
+
     calls = len(times) - 1
     if calls < _BLOCKS or len(parts) == 1:
         return None

@@ -48,6 +48,7 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
+    checkpoint_policy: ClassVar[str] = "keep"
     _agreed: tuple[weakref.ref[Communicator], object] | None = None
 
     @abstractmethod

@@ -18,9 +18,10 @@ from unisono.control.client_base import CLOSED, ControlClient, PendingRequest, S
 from unisono.control.encryption import UntrustedError
 from unisono.control.inspect_socket import InspectSocket
 from unisono.control.process_exit import close_at_exit
-from unisono.control.sockets import check_platform, invalidate_after_fork, limit_silence, outage
+from unisono.control.sockets import check_platform, limit_silence, outage
 from unisono.core import clock
 from unisono.core.failure import Cause
+from unisono.core.forks import invalidate_after_fork
 from unisono.core.frames import Frame, FrameChannel, Kind
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError
@@ -60,6 +61,8 @@ class SocketControl(ControlClient):
         CommTimeoutError: No server answers there.
         CommError: Something else answers there, the secrets differ, or only one side uses TLS.
     """
+
+    connectable = True
 
     def __init__(
         self,

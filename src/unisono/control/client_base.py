@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from unisono import serialization
-from unisono.control.debug_socket import DEBUGGED
 from unisono.control.replies import Reply
 from unisono.core import clock
 from unisono.core.control import ControlPlane, NewMembership
@@ -190,7 +189,7 @@ class ControlClient(ControlPlane, ABC):
             group, reason = cast("tuple[str, str]", body)
             return lambda: self._notify(("passed", group, self._boundaries_of(group).hold(reason)))
         if outcome == "held":
-            return lambda: DEBUGGED.hold([(self, self._activities)], self._where, cast("str | None", body))
+            return lambda: self._hold(cast("str | None", body))
         if number:
             self._silent = False
             waiter = self._waiters.get(number)
@@ -337,8 +336,14 @@ class ControlClient(ControlPlane, ABC):
 
     def hold(self, reason: str | None) -> None:
         if reason is not None:
-            DEBUGGED.hold([(self, self._activities)], self._where, reason)
+            self._hold(reason)
         self._request("hold", reason)
+
+    def _hold(self, reason: str | None) -> None:
+        # A job that is not debugged does not load the debugger's part.
+        from unisono.control.debug_socket import DEBUGGED
+
+        DEBUGGED.hold([(self, self._activities)], self._where, reason)
 
     # -- stopping at the same step -----------------------------------------------------------------
     def boundaries(self, group: Group) -> StepBoundaries:

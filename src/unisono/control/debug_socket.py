@@ -128,6 +128,7 @@ class DebuggedProcess:
         self._reason = self._job = ""
         self._listener: socket.socket | None = None
         self._lock = threading.Lock()
+        HOLD.on_go.append(self._end)
 
     def hold(self, ranks: Iterable[tuple[ControlPlane, ActivityRegistry]], job: str, reason: str | None) -> None:
         """Hold ranks of this process, or let all of them go if there is no reason.
@@ -138,7 +139,7 @@ class DebuggedProcess:
             reason: Shown to a debugger that attaches.
         """
         if reason is None:
-            self.go()
+            HOLD.go()
             return
         self._reason = reason
         self._job = job
@@ -156,8 +157,8 @@ class DebuggedProcess:
         if listener is not None:
             spawn_thread(partial(self._serve, listener), "unisono debugger")
 
-    def go(self) -> None:
-        """Let the ranks of this process go on, and close the socket."""
+    def _end(self) -> None:
+        """Close the socket, because the ranks go on."""
         with self._lock:
             listener = self._listener
             self._listener = None
@@ -166,7 +167,6 @@ class DebuggedProcess:
             # The thread that accepts is woken by this, and closes it.
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
-        HOLD.go()
 
     def _serve(self, listener: socket.socket) -> None:
         listener.setblocking(True)

@@ -17,8 +17,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from unisono.control.sockets import invalidate_after_fork, outage
+from unisono.control.sockets import outage
 from unisono.core import clock
+from unisono.core.forks import invalidate_after_fork
 from unisono.errors import CommError
 
 __all__ = [

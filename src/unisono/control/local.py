@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from unisono.control.client_base import CLOSED, ControlClient, SharedObjects
-from unisono.control.debug_socket import DEBUGGED
 from unisono.control.replies import Outgoing
 from unisono.control.state import ControlState
 from unisono.core.flight_recorder import ActivityRegistry
@@ -63,6 +62,8 @@ class LocalHub:
 
     def hold(self, reason: str | None) -> None:
         """Hold all ranks, or let them go, without a request: that would take time of simulated ranks."""
+        from unisono.control.debug_socket import DEBUGGED
+
         ranks = [control.as_held() for control in list(self._controls.values())]
         DEBUGGED.hold(ranks, f"process {os.getpid()}", reason)
 

@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 from unisono.errors import AbortedError, CommError, PeerLostError
 
 __all__ = [
+    "BACKGROUND_SAVES",
     "CLOSE_HANDLES",
     "CLOSE_SERVERS",
     "ExitHandler",
@@ -49,6 +50,10 @@ _handles: weakref.WeakValueDictionary[tuple[int, int], ExitHandler] = weakref.We
 _numbers = itertools.count()
 # By process, as the handles: a forked child registers its own.
 _registered: set[tuple[int, int]] = set()
+
+
+BACKGROUND_SAVES: list[Callable[[], object]] = []
+"""Functions that wait for what runs in the background, and raise its error; the checkpoints, above, add theirs."""
 
 
 def when_process_ends(function: Callable[[], object], priority: int) -> None:
@@ -87,8 +92,8 @@ def exit_with_children() -> NoReturn:
 
 def raise_failed_saves() -> None:
     """Raise the error of a checkpoint's save in the background that this rank's program has not seen."""
-    if (collective := sys.modules.get("unisono.checkpoint.collective")) is not None:
-        collective.raise_failed()
+    for raise_failed in BACKGROUND_SAVES:
+        raise_failed()
 
 
 def close_all() -> None:

@@ -20,7 +20,6 @@ from unisono.control.inspect_socket import InspectSocket
 from unisono.control.replies import Outgoing, Reply, failed
 from unisono.control.sockets import (
     check_platform,
-    invalidate_after_fork,
     limit_silence,
     listen,
     outage,
@@ -28,6 +27,7 @@ from unisono.control.sockets import (
 from unisono.control.state import ControlState
 from unisono.core import clock
 from unisono.core.failure import Cause
+from unisono.core.forks import invalidate_after_fork
 from unisono.core.frames import MAX_FRAME_BYTES, Frame, FrameChannel, Kind
 from unisono.host.network import host_in, is_name
 

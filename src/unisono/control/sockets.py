@@ -14,9 +14,7 @@ import struct
 import sys
 import tempfile
 import time
-import weakref
 from pathlib import Path
-from typing import Protocol
 
 from unisono.core.frames import FrameChannel
 from unisono.errors import CommError, UnavailableError
@@ -28,11 +26,9 @@ __all__ = [
     "PORT_RANGE",
     "PROOF_BYTES",
     "RANK_BYTES",
-    "ForkUnsafeResource",
     "Hello",
     "check_platform",
     "find_secret",
-    "invalidate_after_fork",
     "limit_silence",
     "listen",
     "outage",
@@ -59,34 +55,6 @@ _LAST_ACK_AT = 56
 """Place of tcpi_last_ack_recv, in milliseconds, in the kernel's struct tcp_info."""
 _ROUND_TRIP_AT = 68
 """Place of tcpi_rtt, in microseconds, in the same."""
-
-
-class ForkUnsafeResource(Protocol):
-    """An object with descriptors that a forked child must not keep open."""
-
-    def invalidate_after_fork(self) -> None:
-        """Close every descriptor, and touch nothing that the parent still uses."""
-        ...
-
-
-# Of the process, because a fork copies the descriptors of all of it; weak, so that it keeps none of them open.
-_holders: weakref.WeakSet[ForkUnsafeResource] = weakref.WeakSet()
-
-
-def invalidate_after_fork(holder: ForkUnsafeResource) -> None:
-    """Register a resource to be released in forked children; else a killed rank seems alive while its children are."""
-    _holders.add(holder)
-
-
-def _in_child() -> None:
-    for holder in list(_holders):
-        with contextlib.suppress(OSError):
-            holder.invalidate_after_fork()
-    _holders.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
 
 
 def check_platform() -> None:

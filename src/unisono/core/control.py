@@ -40,9 +40,11 @@ class ControlPlane(ABC):
 
     Attributes:
         simulated: Whether ranks are threads of a simulation, which end with it.
+        connectable: Whether ranks are processes that may connect to each other.
     """
 
     simulated: ClassVar[bool] = False
+    connectable: ClassVar[bool] = False
 
     # -- the store: keys are strings, values bytes ---------------------------------------------
     @abstractmethod

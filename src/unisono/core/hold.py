@@ -32,10 +32,12 @@ class Hold:
 
     Attributes:
         held: Whether the ranks are held.
+        on_go: Called before the ranks go on, by whichever thread lets them.
     """
 
     def __init__(self) -> None:
         self.held: bool = False
+        self.on_go: list[Callable[[], None]] = []
         self._engines: weakref.WeakSet[_Holdable] = weakref.WeakSet()
         self._owners: list[tuple[_Holdable, int | None]] = []
         self._gates: dict[int, _thread.LockType] = {}
@@ -71,6 +73,8 @@ class Hold:
 
     def go(self) -> None:
         """Let all ranks go on."""
+        for observe in self.on_go:
+            observe()
         with self._lock:
             self.held = False
             for engine, owner in self._owners:

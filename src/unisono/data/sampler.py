@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
@@ -69,6 +69,8 @@ class PartitionSampler(DistributedSampler[Any]):
         >>> [len(list(sampler)) for sampler in pair]
         [2, 2]
     """
+
+    checkpoint_policy: ClassVar[str] = "all"
 
     def __init__(
         self,

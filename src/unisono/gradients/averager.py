@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import ref
 
 import torch
@@ -168,6 +168,8 @@ class GradientAverager:
         >>> un.launch(program, nprocs=3, backend="thread")
         [[[1.0, 1.0]], [[1.0, 1.0]], [[1.0, 1.0]]]
     """
+
+    checkpoint_policy: ClassVar[str] = "keep"
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ from unisono.interop.options import (
     unversioned,
 )
 from unisono.interop.serial_queue import Progress, SerialQueue
+from unisono.transports.torch.from_group import MAKERS
 
 __all__ = ["Leaving", "UnisonoGroup"]
 
@@ -456,6 +457,9 @@ with_own_attach(UnisonoGroup)
 _FINISH_WITHIN_S = 30.0
 """Long enough for a collective that others still need, short enough for one that they will never join."""
 _AT_EXIT_S = 5.0
+
+
+MAKERS.update({UnisonoGroup: UnisonoGroup.make_communicator})
 
 
 class Leaving:

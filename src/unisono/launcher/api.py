@@ -37,7 +37,6 @@ from unisono.host.network import (
     why_no_shm,
 )
 from unisono.launcher.job import Job, Outcome, check_chunk_bytes, check_job, collect, conclude
-from unisono.launcher.simulated import run_simulated, seed_of
 from unisono.transports import TRANSPORTS
 from unisono.transports.hierarchical import transport_named
 from unisono.transports.hierarchical.host_links import check_reachability
@@ -393,6 +392,8 @@ def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed
             "or are started together: leave out backend=, or use on='ray' or on='dask'"
         )
     if job.transport.simulated:
+        from unisono.launcher.simulated import run_simulated, seed_of
+
         return run_simulated(job, nprocs, on_failure, seed_of(seed)).results
     if seed is not None:
         raise ValueError(f"only simulated ranks have a seed: use backend 'sim', not {job.options.backend!r}")

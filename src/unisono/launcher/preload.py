@@ -8,8 +8,14 @@ import importlib
 __all__ = ["PRELOADED"]
 
 PRELOADED = (
-    "unisono.gradients",
+    # Their packages load names when they are used, which each rank would do by itself.
+    "unisono.bootstrap.tcp_store",
+    "unisono.checkpoint.loader",
+    "unisono.gradients.average",
+    "unisono.gradients.averager",
+    "unisono.gradients.periodic_averager",
     "unisono.launcher.processes",
+    "unisono.transports.tcp",
     "unisono.transports.thread",
     "unisono.transports.torch",
 )

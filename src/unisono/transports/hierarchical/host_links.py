@@ -14,9 +14,9 @@ import threading
 from collections.abc import Sequence
 
 from unisono.control.mesh import Mesh
-from unisono.control.sockets import invalidate_after_fork
 from unisono.core import clock
 from unisono.core.control import ControlPlane
+from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 

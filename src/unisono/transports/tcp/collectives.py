@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from unisono.collectives.native_calls import NativeCalls, Programs, check_builds, known_dtypes
 from unisono.control.mesh import say_farewell
-from unisono.control.sockets import FAR_S, invalidate_after_fork, round_trip_s
+from unisono.control.sockets import FAR_S, round_trip_s
 from unisono.core.call import Fingerprint
 from unisono.core.control import ControlPlane, raise_mismatch
+from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
 from unisono.core.transport import Options
 from unisono.host.native import core_build, native

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from unisono.control.mesh import Link, Mesh, say_farewell
-from unisono.control.sockets import invalidate_after_fork
 from unisono.core import clock
 from unisono.core.control import ControlPlane
+from unisono.core.forks import invalidate_after_fork
 from unisono.core.frames import READ_BYTES, FrameChannel, Kind
 from unisono.core.group import Group
 from unisono.core.mail import pack, parse

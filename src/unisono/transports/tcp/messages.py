@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from unisono.control.mesh import say_farewell
-from unisono.control.sockets import invalidate_after_fork
 from unisono.core import clock
 from unisono.core.failure import connection_error, left_error
+from unisono.core.forks import invalidate_after_fork
 from unisono.core.types import Message
 from unisono.core.work import CountdownWork, missing_ranks_error
 from unisono.errors import CommError

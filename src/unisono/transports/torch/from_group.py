@@ -25,7 +25,10 @@ from unisono.errors import CommError, CommTimeoutError
 from unisono.host.network import address_for_others, host_identity
 from unisono.transports.torch.transport import TorchTransport, translated
 
-__all__ = ["adopt", "resolve_group"]
+__all__ = ["MAKERS", "adopt", "resolve_group"]
+
+MAKERS: dict[type, Callable[..., Any]] = {}
+"""Kinds of groups that make a communicator themselves. `interop`, which is above the communicator, adds its own."""
 
 _RECORD_BYTES = 256
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from unisono.control.encryption import refuse_unencrypted
-from unisono.control.sockets import invalidate_after_fork
 from unisono.control.torch_store import ControlStore
 from unisono.core import clock
 from unisono.core.call import Call
 from unisono.core.control import ControlPlane
 from unisono.core.failure import connection_error
+from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
 from unisono.core.threads import DaemonThreadPool

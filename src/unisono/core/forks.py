@@ -1,0 +1,38 @@
+"""Resources that a forked child must not share with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from typing import Protocol
+
+__all__ = ["ForkUnsafeResource", "invalidate_after_fork"]
+
+
+class ForkUnsafeResource(Protocol):
+    """An object with descriptors that a forked child must not keep open."""
+
+    def invalidate_after_fork(self) -> None:
+        """Close every descriptor, and touch nothing that the parent still uses."""
+        ...
+
+
+# Of the process, because a fork copies the descriptors of all of it; weak, so that it keeps none of them open.
+_holders: weakref.WeakSet[ForkUnsafeResource] = weakref.WeakSet()
+
+
+def invalidate_after_fork(holder: ForkUnsafeResource) -> None:
+    """Register a resource to be released in forked children; else a killed rank seems alive while its children are."""
+    _holders.add(holder)
+
+
+def _in_child() -> None:
+    for holder in list(_holders):
+        with contextlib.suppress(OSError):
+            holder.invalidate_after_fork()
+    _holders.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

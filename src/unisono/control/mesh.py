@@ -19,7 +19,7 @@ from unisono.core import clock
 from unisono.core.control import ControlPlane
 from unisono.core.frames import FrameChannel
 from unisono.core.group import Group
-from unisono.errors import CommError, CommTimeoutError
+from unisono.errors import ClosedError, CommError, CommTimeoutError
 from unisono.host.network import INTERFACE, host_in, in_zone_of, interface_of, is_loopback
 
 __all__ = ["Link", "Mesh", "say_farewell"]
@@ -37,8 +37,13 @@ _SPARE = 4
 """Descriptors that are needed while ranks connect."""
 
 
-def say_farewell(connections: Sequence[socket.socket]) -> None:
-    """Shut down sending, and drop what still arrives: closing immediately may cut off the last messages."""
+def say_farewell(connections: Sequence[socket.socket], broken: BaseException | None = None) -> None:
+    """Shut down sending, and drop what still arrives: closing immediately may cut off the last messages.
+
+    Args:
+        connections: Those to close soon.
+        broken: Error that has ended their use. No rank waits for messages of a group that has failed.
+    """
     waiting = {connection.fileno(): connection for connection in connections if connection.fileno() >= 0}
     watch = select.poll()
     for number, connection in waiting.items():
@@ -47,7 +52,8 @@ def say_farewell(connections: Sequence[socket.socket]) -> None:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         watch.register(number, select.POLLIN)
-    deadline = clock.now() + _FAREWELL_S
+    failed = broken is not None and not isinstance(broken, ClosedError)
+    deadline = clock.now() + (0.0 if failed else _FAREWELL_S)
     while waiting and (left := deadline - clock.now()) > 0:
         for number, _ in watch.poll(left * 1000):
             try:

@@ -112,7 +112,7 @@ class TcpCollectives(NativeCalls):
 
     def close(self) -> None:
         """Close the connections. No call is in progress any more."""
-        say_farewell(self._connections)
+        say_farewell(self._connections, self.broken)
         self.invalidate_after_fork()
 
     def invalidate_after_fork(self) -> None:

@@ -234,7 +234,7 @@ class TcpMessages(TaggedMessages):
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
-        say_farewell(list(self._connections.values()))
+        say_farewell(list(self._connections.values()), self.broken)
         self.invalidate_after_fork()
 
     def invalidate_after_fork(self) -> None:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.gradients.averager import GradientAverager
-from unisono.gradients.bucket import GradientBucket
-from unisono.gradients.reducer import Reducer
+from unisono.gradients.bucket import BucketContents
+from unisono.gradients.reduction import Reduction
 from unisono.gradients.weights import Weights
 from unisono.testing import run_ranks
 
@@ -74,24 +74,25 @@ def check(comm: un.Communicator) -> None:
 def forgets_what_is_owed(self: GradientAverager) -> Iterator[None]:
     with original_no_sync(self):
         yield
-    self._accumulated.clear()
+    self._averaging._accumulated.clear()
 
 
 def keeps_the_hooks(self: GradientAverager) -> None:
     """Says that it lets go."""
 
 
-def hands_out_copies_before_the_mean(self: GradientBucket, *given: Any) -> None:
-    kept = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+def hands_out_copies_before_the_mean(self: BucketContents, *given: Any) -> None:
+    bucket = self.bucket
+    kept = [None if p.grad is None else p.grad.clone() for p in bucket.parameters]
     original_fill(self, *given)
-    self.views = [view if grad is None else grad for view, grad in zip(self.views, kept, strict=True)]
+    bucket.views = [view if grad is None else grad for view, grad in zip(bucket.views, kept, strict=True)]
 
 
-def forgets_the_last_buckets(self: Reducer, came: set[int], first: int = 0, *, requests: bool = False) -> Any:
-    for bucket in self.buckets:
-        bucket.found = bucket.complete
-    self._next = len(self.buckets)
-    return original_last(self, came, first, requests=requests)
+def forgets_the_last_buckets(self: Reduction, *given: Any, **also: Any) -> None:
+    for contents in self.contents:
+        contents.found = contents.bucket.complete
+    self.sent = len(self.contents)
+    original_last(self, *given, **also)
 
 
 def weighs_all_alike(self: Weights, n_samples: float) -> None:
@@ -103,19 +104,19 @@ def counts_who_is_through(self: Weights) -> float:
     return factor * self.active / self.comm.size
 
 
-def takes_all_for_present(self: GradientBucket) -> list[tuple[bool, bool]]:
-    return [(True, False)] * len(self.parameters)
+def takes_all_for_present(self: BucketContents) -> list[tuple[bool, bool]]:
+    return [(True, False)] * len(self.inside)
 
 
 original_no_sync = GradientAverager.no_sync
-original_fill, original_last, original_factor = GradientBucket.finalize, Reducer.finish, Weights.shared_factor
+original_fill, original_last, original_factor = BucketContents.finalize, Reduction.reduce_all, Weights.shared_factor
 
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (GradientAverager, "no_sync", forgets_what_is_owed),
     (GradientAverager, "remove", keeps_the_hooks),
-    (GradientBucket, "finalize", hands_out_copies_before_the_mean),
-    (GradientBucket, "read_header", takes_all_for_present),
-    (Reducer, "finish", forgets_the_last_buckets),
+    (BucketContents, "finalize", hands_out_copies_before_the_mean),
+    (BucketContents, "read_header", takes_all_for_present),
+    (Reduction, "reduce_all", forgets_the_last_buckets),
     (Weights, "set", weighs_all_alike),
     (Weights, "shared_factor", counts_who_is_through),
 ]

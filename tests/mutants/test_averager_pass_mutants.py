@@ -14,16 +14,19 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono as un
 from unisono.gradients import parameter_registry
-from unisono.gradients.averager import AveragerComms, GradientAverager
-from unisono.gradients.bucket import GradientBucket
+from unisono.gradients.averager_comms import AveragerComms
+from unisono.gradients.averaging import Averaging
+from unisono.gradients.bucket import BucketContents
+from unisono.gradients.buckets import Buckets
+from unisono.gradients.caller_gradients import SavedGradients
 from unisono.gradients.parameter_registry import ParameterRegistry
-from unisono.gradients.reducer import Reducer
+from unisono.gradients.reduction import Reduction
 from unisono.gradients.weights import Weights
 from unisono.testing import run_ranks
 from unisono.transports.thread import ThreadTransport
 from unisono.utils import backward_pass
 from unisono.utils import parameters as model_parameters
-from unisono.utils.backward_pass import BackwardTracker, SavedGradients
+from unisono.utils.backward_pass import BackwardTracker
 
 TINY = {"bucket_cap_mb": 4 / 2**20}
 """One parameter a bucket."""
@@ -189,12 +192,8 @@ def forgets_the_outer_pass(self: BackwardTracker, number: int) -> None:
         original_abandon(self, number)
 
 
-def loses_what_was_aside(self: SavedGradients) -> None:
-    self.clear()
-
-
-def leaves_p_grad(self: SavedGradients) -> None:
-    original_save(self)
+def leaves_p_grad(self: SavedGradients, *given: Any) -> None:
+    original_save(self, *given)
     for index, grad in self.aside.items():
         self._parameters[index].grad = grad
 
@@ -205,13 +204,23 @@ def uses_the_weight_up(self: Weights) -> float:
     return factor
 
 
-def consumes_on_failure(self: Reducer) -> bool:
+def consumes_on_failure(self: Averaging) -> None:
     self._weights.forget()
-    return original_fail(self)
+    original_fail(self)
 
 
-original_abandon, original_save = BackwardTracker.abandon, SavedGradients.save
-original_factor, original_fail = Weights.shared_factor, Reducer.fail
+def fails_unsent(self: Averaging) -> None:
+    self._reduction.sent = 0
+    original_fail(self)
+
+
+def keeps_no_copies(self: Reduction, *given: Any, keeps_copies: bool) -> None:
+    original_reduction(self, *given, keeps_copies=False)
+
+
+original_abandon, original_save = BackwardTracker.abandon, SavedGradients.__init__
+original_factor, original_fail = Weights.shared_factor, Averaging.fail
+original_reduction = Reduction.__init__
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -223,20 +232,21 @@ MUTANTS: list[tuple[Callable[[un.Communicator], None], Any, str, Any]] = [
     (passes, BackwardTracker, "abandon", drops_no_more),
     (passes, BackwardTracker, "abandon", forgets_the_outer_pass),
     (passes, SavedGradients, "restore", nothing),
-    (passes, SavedGradients, "merge", loses_what_was_aside),
-    (passes, SavedGradients, "save", leaves_p_grad),
-    (passes, GradientAverager, "_lies_in_buckets", lambda self, index, grad: False),
-    (passes, Reducer, "fail", consumes_on_failure),
-    (left, GradientBucket, "can_rewind", lambda self: False),
-    (left, GradientBucket, "rewind", lambda self: setattr(self, "started", False)),
+    (passes, SavedGradients, "merge", nothing),
+    (passes, SavedGradients, "__init__", leaves_p_grad),
+    (passes, Buckets, "_is_within", lambda self, index, grad: False),
+    (passes, Averaging, "fail", consumes_on_failure),
+    (left, BucketContents, "can_rewind", lambda self: False),
+    (left, BucketContents, "rewind", lambda self: setattr(self, "started", False)),
     (alone, Weights, "shared_factor", uses_the_weight_up),
-    (alone, Reducer, "fail", lambda self: bool(original_fail(self) and False)),
+    (alone, Averaging, "fail", fails_unsent),
+    (left, Reduction, "__init__", keeps_no_copies),
     (alone, AveragerComms, "abort_pass", nothing),
-    (parameters, ParameterRegistry, "check", nothing),
+    (parameters, ParameterRegistry, "problem", nothing),
     (parameters, parameter_registry, "_implementation", lambda parameter: 0),
     (parameters, model_parameters, "in_functional_call", lambda: False),
     (parameters, AveragerComms, "abort_all", nothing),
-    (parameters, GradientAverager, "_lies_in_buckets", lambda self, index, grad: True),
+    (parameters, Buckets, "_is_within", lambda self, index, grad: True),
 ]
 
 

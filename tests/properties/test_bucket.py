@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.gradients import bucket as buckets
-from unisono.gradients.bucket import GradientBucket
+from unisono.gradients.bucket import BucketContents, GradientBucket
+from unisono.gradients.caller_gradients import SavedGradients
 from unisono.host.native import native
-from unisono.utils.backward_pass import SavedGradients
 
 FORMS = ("plain", "turned", "negative", "spread", "sparse", "of a graph", "derived")
 
@@ -77,11 +77,9 @@ def law(
     """Two steps in one bucket; what comes are whole numbers, so every sum is exact."""
     parameters, coming = given
 
-    def allocate(count: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        return torch.full((count,), torch.nan, dtype=dtype)
-
+    memory = torch.full((GradientBucket.length(parameters),), torch.nan)
     with patch.object(buckets, "_CHUNK_BYTES", chunk):
-        bucket = GradientBucket(range(len(parameters)), parameters, allocate, scale)
+        bucket = GradientBucket(range(len(parameters)), parameters, memory, scale)
     taken = [slot for slots in bucket.chunks[:-1] for slot in slots]
     assert taken == list(range(len(taken)))
     assert list(bucket.chunks[-1]) == list(range(len(parameters)))
@@ -103,8 +101,8 @@ def one_step(
 ) -> None:
     parameters = bucket.parameters
     earlier = with_gradients(parameters[1::2]) if step else {}
-    saved = SavedGradients(parameters, set(), lambda _index, _grad: False)
-    saved.save()
+    saved = SavedGradients(parameters, list(earlier.items()), set(), set())
+    contents = BucketContents(bucket)
     sums = [torch.zeros_like(p) for p in parameters]
     of_graphs = set()
     for number, slot in enumerate(coming):
@@ -116,29 +114,29 @@ def one_step(
         parameter.grad = new if parameter.grad is None else parameter.grad.to_dense() + new.to_dense()
         for slots in bucket.chunks[:-1]:
             if slot == slots[-1]:
-                bucket.take(slots)
-    assert set(coming) >= {slot for slot, inside in enumerate(bucket.inside) if inside}
+                contents.take(slots)
+    assert set(coming) >= {slot for slot, inside in enumerate(contents.inside) if inside}
     if step:
         # A reduction that came to nothing is made again.
-        bucket.finalize(set(coming), saved.aside, 3.0, True, (True, True, True), True)
+        contents.finalize(set(coming), saved.aside, 3.0, True, (True, True, True), True)
         bucket.memory.fill_(torch.nan)
-        assert bucket.can_rewind()
-        bucket.rewind()
+        assert contents.can_rewind()
+        contents.rewind()
         sums = [total + earlier.get(slot, torch.zeros(())) for slot, total in enumerate(sums)]
-    bucket.finalize(set(coming), saved.aside, factor, flags=(False, step == 1, False))
-    assert not bucket.can_rewind()
-    assert not bucket.is_late()
+    contents.finalize(set(coming), saved.aside, factor, flags=(False, step == 1, False))
+    assert not contents.can_rewind()
+    assert not contents.is_late()
     for view, total in zip(bucket.views, sums, strict=True):
         assert view.stride() == total.stride()
         assert torch.equal(view, total * (scale * factor))
     came = [slot in coming for slot in range(len(parameters))]
     asks = [0.0, scale * (step == 1), 0.0]
-    assert bucket.arrived == came
+    assert contents.arrived == came
     assert bucket.header.tolist() == [*(scale * c for c in came), *(scale * (not c) for c in came), *asks]
-    assert bucket.read_header() == [(c, not c) for c in came]
-    assert bucket.asked == [False, step == 1, False]
-    bucket.found = bucket.read_header()
-    bucket.assign_grads(saved)
+    assert contents.read_header() == [(c, not c) for c in came]
+    assert contents.asked == [False, step == 1, False]
+    contents.found = contents.read_header()
+    contents.assign_grads(saved)
     for slot, (parameter, view) in enumerate(zip(parameters, bucket.views, strict=True)):
         if slot in of_graphs:
             # What it was made of stays with it.
@@ -149,7 +147,6 @@ def one_step(
             assert parameter.grad is earlier.get(slot, view if came[slot] else None)
             if slot in earlier:
                 assert torch.equal(earlier[slot], view if came[slot] else torch.full_like(view, 7.0))
-    bucket.begin()
     for parameter in parameters:
         parameter.grad = None
 
@@ -190,41 +187,41 @@ def test_gradients_unsupported_by_the_core_are_copied_by_torch() -> None:
 
 def test_gradient_already_in_the_bucket_is_not_copied() -> None:
     parameter = torch.nn.Parameter(torch.zeros(200_000))
-    bucket = GradientBucket([0], [parameter], lambda count, dtype, device: torch.zeros(count, dtype=dtype))
+    bucket = GradientBucket([0], [parameter], torch.zeros(GradientBucket.length([parameter])))
     bucket.views[0].copy_(torch.arange(200_000.0))
     parameter.grad = bucket.views[0]
-    bucket.take([0])
+    BucketContents(bucket).take([0])
     assert parameter.grad is None
     assert torch.equal(bucket.views[0], torch.arange(200_000.0))
 
 
-def forgets_the_last(self: GradientBucket, slots: Iterable[int]) -> None:
+def forgets_the_last(self: BucketContents, slots: Iterable[int]) -> None:
     original_take(self, slots)
     if len(list(slots)) > 1:
-        self.views[list(slots)[-1]].zero_()
+        self.bucket.views[list(slots)[-1]].zero_()
 
 
-def overwrites(self: GradientBucket, slots: Iterable[int]) -> None:
+def overwrites(self: BucketContents, slots: Iterable[int]) -> None:
     for slot in slots:
-        self.inside[slot] &= self.parameters[slot].grad is None
+        self.inside[slot] &= self.bucket.parameters[slot].grad is None
     original_take(self, slots)
 
 
 def zeroes_nothing(
-    self: GradientBucket, came: set[int], earlier: dict[int, torch.Tensor], *given: Any, **also: Any
+    self: BucketContents, came: set[int], earlier: dict[int, torch.Tensor], *given: Any, **also: Any
 ) -> None:
     with patch.object(torch.Tensor, "zero_", lambda tensor: tensor):
         original_fill(self, came, earlier, *given, **also)
 
 
 def forgets_what_was_earlier(
-    self: GradientBucket, came: set[int], earlier: dict[int, torch.Tensor], *given: Any, **also: Any
+    self: BucketContents, came: set[int], earlier: dict[int, torch.Tensor], *given: Any, **also: Any
 ) -> None:
     original_fill(self, came, {}, *given, **also)
     earlier.clear()
 
 
-original_take, original_fill = GradientBucket.take, GradientBucket.finalize
+original_take, original_fill = BucketContents.take, BucketContents.finalize
 
 
 @pytest.mark.parametrize(
@@ -237,7 +234,7 @@ original_take, original_fill = GradientBucket.take, GradientBucket.finalize
     ],
 )
 def test_faulty_bucket_is_detected(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GradientBucket, name, mutant)
+    monkeypatch.setattr(BucketContents, name, mutant)
 
     # Of lengths in bytes 36, 8, 28, 32 and 12: the third is taken first, then its neighbours together; one never comes.
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (9, 2, 7, 8, 3)]

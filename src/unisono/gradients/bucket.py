@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from operator import attrgetter
 
 import torch
 
 from unisono.core.staging import current_streams, wait_for
 from unisono.core.types import Work
+from unisono.gradients.caller_gradients import SavedGradients
 from unisono.host.native import native
-from unisono.utils.backward_pass import SavedGradients
 from unisono.utils.flatten import dense_strides
 
-__all__ = ["GradientBucket", "copy_into"]
+__all__ = ["BucketContents", "GradientBucket", "copy_into"]
 
 _on_cpu = attrgetter("is_cpu")
 _length = attrgetter("nbytes")
@@ -25,12 +25,14 @@ _CHUNK_BYTES = 512 << 10
 
 
 class GradientBucket:
-    """One message. Gradients are copied in; after the reduction `p.grad` is a view of the bucket.
+    """Memory of one message: the gradients of some parameters. After the reduction, each `p.grad` is a view of it.
+
+    It stays from step to step. What one step puts into it is a `BucketContents`.
 
     Args:
         indices: Indices of its parameters in the model.
         parameters: These parameters, of one dtype and device.
-        allocate: Allocates one-dimensional memory for a number of elements of a dtype.
+        memory: One-dimensional memory of `length(parameters)` elements, of that dtype and device.
         scale: Factor applied to each contribution when it is copied in.
         name: Names of its first and last parameter, for error messages.
 
@@ -38,21 +40,18 @@ class GradientBucket:
         memory: The whole message: the gradients, two header elements for each, and some for requests.
         flat: The gradients.
         header: These elements, sent separately if the gradients are sent in another form.
+        full_header: The header of a rank that has all gradients.
+        views: The place of each gradient.
         chunks: Runs of slots; the gradients of each are worth one copy. The last one is all slots.
-        inside: A byte for each slot: whether its gradient has been copied in.
-        arrived: For each slot, once the bucket is filled, whether this rank has its gradient.
-        started: Whether the bucket is being reduced, or has been.
-        found: The result of `read_header`; empty before that call.
-        complete: Its result if every rank had all gradients.
-        asked: Set by that call: whether any rank makes each of the requests.
-        observed_s: Start of a reduction that is recorded, by `time.perf_counter`.
+        complete: The result of reading the header if every rank had all gradients.
+        low, high: Addresses of the first gradient's first byte, and of the byte after the last one.
     """
 
     def __init__(
         self,
         indices: Sequence[int],
         parameters: Sequence[torch.Tensor],
-        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+        memory: torch.Tensor,
         scale: float = 1.0,
         name: str = "",
     ) -> None:
@@ -62,11 +61,11 @@ class GradientBucket:
         self.parameters: list[torch.Tensor] = list(parameters)
         numels = [p.numel() for p in parameters]
         like = parameters[0]
-        self.memory: torch.Tensor = allocate(sum(numels) + 2 * len(numels) + _REQUESTS, like.dtype, like.device)
+        self.memory = memory
         self.flat: torch.Tensor = self.memory[: sum(numels)]
         self.header: torch.Tensor = self.memory[sum(numels) :]
         arrived = [scale] * len(numels) + [0] * (len(numels) + _REQUESTS)
-        self._full_header = torch.tensor(arrived, dtype=like.dtype, device=like.device)
+        self.full_header: torch.Tensor = torch.tensor(arrived, dtype=like.dtype, device=like.device)
         self.views: list[torch.Tensor] = [
             _shaped(part, p) for part, p in zip(self.flat.split(numels), parameters, strict=True)
         ]
@@ -74,56 +73,91 @@ class GradientBucket:
         self.shapes: list[torch.Size] = [p.shape for p in parameters]
         # On an accelerator each gradient is copied on the stream of its own hook.
         self.chunks: list[Sequence[int]] = _chunks([p.nbytes for p in parameters], _CHUNK_BYTES if like.is_cpu else 0)
-        self._streams: set[torch.Stream] = set()
-        self.work: Work | None = None
-        self._factor = 1.0
-        self._low = self.flat.data_ptr()
-        self._high = self._low + self.flat.nbytes
-        self.begin()
+        self.low: int = self.flat.data_ptr()
+        self.high: int = self.low + self.flat.nbytes
 
-    def begin(self) -> None:
-        """Forget the last step's gradients."""
-        self.inside: bytearray = bytearray(len(self.parameters))
+    @staticmethod
+    def length(parameters: Sequence[torch.Tensor]) -> int:
+        """Return the number of elements of a bucket for these parameters."""
+        return sum(p.numel() for p in parameters) + 2 * len(parameters) + _REQUESTS
+
+    def holds(self, grad: torch.Tensor) -> bool:
+        """Return whether a gradient is stored in this bucket's memory."""
+        return grad.layout == torch.strided and grad.numel() > 0 and self.low <= grad.data_ptr() < self.high
+
+    def is_place(self, slot: int, grad: torch.Tensor) -> bool:
+        """Return whether a gradient is stored where its mean goes."""
+        return self.holds(grad) and _same(grad, self.views[slot])
+
+
+class BucketContents:
+    """What one step puts into a bucket, and gets out of it. Made for each step, and dropped with it.
+
+    A bucket is filled by `take`, completed by `finalize`, and reduced from then on, until its header is read. After
+    that it holds the means. An aborted reduction is undone by `rewind`, if there is a copy.
+
+    Args:
+        bucket: Its memory.
+
+    Attributes:
+        bucket: As passed.
+        inside: A byte for each slot: whether its gradient has been copied in.
+        arrived: For each slot, once the bucket is filled, whether this rank has its gradient.
+        started: Whether the bucket is being reduced, or has been.
+        work: The reduction, while it is in flight.
+        found: The result of `read_header`; empty before that call.
+        asked: Set by that call: whether any rank makes each of the requests.
+        observed_s: Start of a reduction that is recorded, by `time.perf_counter`.
+    """
+
+    def __init__(self, bucket: GradientBucket) -> None:
+        self.bucket = bucket
+        self.inside: bytearray = bytearray(len(bucket.parameters))
         self.arrived: list[bool] = []
         self.started: bool = False
-        self.observed_s: float | None = None
-        self._graphs: dict[int, torch.Tensor] = {}
-        self._backup: torch.Tensor | None = None
+        self.work: Work | None = None
         self.found: list[tuple[bool, bool]] = []
         self.asked: list[bool] = [False] * _REQUESTS
+        self.observed_s: float | None = None
+        self._factor = 1.0
+        self._graphs: dict[int, torch.Tensor] = {}
+        self._backup: torch.Tensor | None = None
+        self._streams: set[torch.Stream] = set()
 
     # -- before the reduction -------------------------------------------------------------------
     def take(self, slots: Iterable[int]) -> None:
         """Copy gradients in, or add them to those that are inside, and clear p.grad."""
+        bucket = self.bucket
         views = []
         grads = []
         for slot in slots:
-            parameter = self.parameters[slot]
+            parameter = bucket.parameters[slot]
             grad = parameter.grad
             # It has not arrived, or a hook has removed it.
             if grad is None:
                 continue
             if grad.requires_grad or grad.layout != torch.strided:
                 grad = self._plain(slot, grad)
-            view = self.views[slot]
-            if self._low <= grad.data_ptr() < self._high and not _same(grad, view):
+            view = bucket.views[slot]
+            # Copying one part of a bucket over another would give a mix of both, in an order that nobody sees.
+            if bucket.low <= grad.data_ptr() < bucket.high and not _same(grad, view):
                 raise RuntimeError(
-                    f"the gradient of parameter number {self.indices[slot]} is memory of the averager for other "
+                    f"the gradient of parameter number {bucket.indices[slot]} is memory of the averager for other "
                     "gradients: it was taken from another parameter, or is a transpose. Assign a clone() instead"
                 )
             if self.inside[slot]:
-                view.add_(grad, alpha=self.scale)
+                view.add_(grad, alpha=bucket.scale)
             else:
                 self.inside[slot] = True
                 views.append(view)
                 grads.append(grad)
             # A later gradient arrives alone, and is added.
             parameter.grad = None
-        if not self.memory.is_cpu:
-            self._streams.update(current_streams([self.memory.device]))
-        if self.scale != 1.0:
+        if not bucket.memory.is_cpu:
+            self._streams.update(current_streams([bucket.memory.device]))
+        if bucket.scale != 1.0:
             for view, grad in zip(views, grads, strict=True):
-                torch.mul(grad, self.scale, out=view)
+                torch.mul(grad, bucket.scale, out=view)
         elif grads:
             copy_into(views, grads)
 
@@ -151,9 +185,13 @@ class GradientBucket:
             flags: Requests of this rank to all ranks.
             backup: Whether to keep a copy, for `rewind`.
         """
+        bucket = self.bucket
+        # The second time, after a rewind, the copy has all of this in it, and p.grad is None.
         first = not self.arrived
         more = []
-        for slot, (index, parameter, inside) in enumerate(zip(self.indices, self.parameters, self.inside, strict=True)):
+        for slot, (index, parameter, inside) in enumerate(
+            zip(bucket.indices, bucket.parameters, self.inside, strict=True)
+        ):
             held = earlier.get(index) if earlier else None
             has = parameter.grad is not None
             if first:
@@ -161,29 +199,31 @@ class GradientBucket:
                 if held is not None:
                     more.append((slot, held))
             if not (inside or has):
-                self.views[slot].zero_()
-        self.take(range(len(self.parameters)))
+                bucket.views[slot].zero_()
+        self.take(range(len(bucket.parameters)))
+        # After `take`, which overwrites a place that was not inside.
         for slot, held in more:
-            self.views[slot].add_(held, alpha=self.scale)
+            bucket.views[slot].add_(held, alpha=bucket.scale)
             self.inside[slot] = True
-        self._backup = self.memory.clone() if backup else None
+        # Before the factor: another try may have another weight.
+        self._backup = bucket.memory.clone() if backup else None
         self.started = True
         self._factor = factor
         if not factor:
             # What counts for nothing may be NaN, as a mean over no samples is.
-            self.flat.zero_()
+            bucket.flat.zero_()
         elif factor != 1.0:
-            self.flat.mul_(factor)
-        self.header.copy_(self._full_header if all(self.arrived) else self._partial_header(here))
+            bucket.flat.mul_(factor)
+        bucket.header.copy_(bucket.full_header if all(self.arrived) else self._partial_header(here))
         for index, ask in enumerate(flags):
             if ask:
-                self.header[index - _REQUESTS] = self.scale
+                bucket.header[index - _REQUESTS] = bucket.scale
 
     def _partial_header(self, here: bool) -> torch.Tensor:
         """This rank's header where it lacks gradients."""
         lacks = [here and not arrived for arrived in self.arrived]
         header = [*self.arrived, *lacks, *[False] * _REQUESTS]
-        return torch.tensor(header, dtype=self.header.dtype).mul_(self.scale)
+        return torch.tensor(header, dtype=self.bucket.header.dtype).mul_(self.bucket.scale)
 
     def _plain(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
         """A gradient as numbers only."""
@@ -194,15 +234,7 @@ class GradientBucket:
 
     def is_late(self) -> bool:
         """Return whether a gradient arrived after the reduction began and before it ended."""
-        return not self.found and any(p.grad is not None for p in self.parameters)
-
-    def holds(self, grad: torch.Tensor) -> bool:
-        """Return whether a gradient is stored in this bucket's memory."""
-        return grad.layout == torch.strided and grad.numel() > 0 and self._low <= grad.data_ptr() < self._high
-
-    def is_place(self, slot: int, grad: torch.Tensor) -> bool:
-        """Return whether a gradient is stored where its mean goes."""
-        return self.holds(grad) and _same(grad, self.views[slot])
+        return not self.found and any(p.grad is not None for p in self.bucket.parameters)
 
     def can_rewind(self) -> bool:
         """Return whether this rank can contribute to the reduction again."""
@@ -211,7 +243,7 @@ class GradientBucket:
     def rewind(self) -> None:
         """Undo `finalize` and an aborted reduction."""
         if self._backup is not None:
-            self.memory.copy_(self._backup)
+            self.bucket.memory.copy_(self._backup)
             self.started = False
             self.found = []
             self._backup = None
@@ -222,26 +254,27 @@ class GradientBucket:
 
         Both are read as zero or non-zero, because a count of many ranks is not exact in 16 bits.
         """
-        header: list[float | complex] = self.header.tolist()
-        count = len(self.parameters)
+        header: list[float | complex] = self.bucket.header.tolist()
+        count = len(self.inside)
         self.asked = [*map(bool, header[-_REQUESTS:])]
         if all(header[:count]) and not any(header[count : 2 * count]):
-            return self.complete
+            return self.bucket.complete
         return [(had != 0, lacked != 0) for had, lacked in zip(header[:count], header[count : 2 * count], strict=True)]
 
     def assign_grads(self, saved: SavedGradients) -> None:
         """Put the means where optimizers look; a gradient that no rank had stays what it was."""
+        bucket = self.bucket
         owned = saved.owned
-        places = list(zip(self.indices, self.parameters, self.views, self.found, strict=True))
+        places = list(zip(bucket.indices, bucket.parameters, bucket.views, self.found, strict=True))
         try:
             for index, parameter, view, (had, _) in places:
                 if had:
                     parameter.grad = owned.get(index, view)
                 else:
-                    saved.keep(index)
+                    saved.restore([index])
         except RuntimeError as error:
             raise RuntimeError(
-                f"averaged gradients no longer fit the parameters among {self.name}: the model's dtype or device "
+                f"averaged gradients no longer fit the parameters among {bucket.name}: the model's dtype or device "
                 "has changed. Call the averager's remove() before such a change, and create a new averager after it"
             ) from error
         if owned and (filled := [(owned[i], view) for i, _, view, (had, _) in places if had and i in owned]):
@@ -249,18 +282,20 @@ class GradientBucket:
         for slot, graph in self._graphs.items():
             if self.found[slot][0]:
                 # The values are the bucket's; the gradient's own graph stays this rank's.
-                graph.detach().copy_(self.views[slot])
-                self.parameters[slot].grad = graph
+                graph.detach().copy_(bucket.views[slot])
+                bucket.parameters[slot].grad = graph
 
     def add_late(self) -> None:
         """Add late gradients to the means, so that another reduction includes them."""
-        for slot, (view, parameter) in enumerate(zip(self.views, self.parameters, strict=True)):
+        bucket = self.bucket
+        for slot, (view, parameter) in enumerate(zip(bucket.views, bucket.parameters, strict=True)):
             grad = parameter.grad
             if grad is not None:
                 if self._factor:
                     view.add_(self._plain(slot, grad), alpha=self._factor)
                 parameter.grad = None
-        self.memory.mul_(self.scale)
+        # The means are the same on all ranks, so averaging them again leaves them, and adds the mean of what was late.
+        bucket.memory.mul_(bucket.scale)
 
 
 def copy_into(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:

@@ -96,7 +96,7 @@ class LogicalShards:
         self._attach(comm, init_sync=init_sync)
 
     def _attach(self, comm: Communicator, *, init_sync: bool) -> None:
-        self._registry = ParameterRegistry(self._model, self._named, self.abort, "LogicalShards")
+        self._registry = ParameterRegistry(self._model, self._named, "LogicalShards")
         buffers = list(self._model.named_buffers()) if self._model is not None and init_sync else []
         settings = {"count": self._count, "average": self._total, "broadcast_buffers": self._sync_buffers}
         agree_on_parameters([*self._named, *buffers], comm, settings, hooked=True)
@@ -175,7 +175,10 @@ class LogicalShards:
         Raises:
             RuntimeError: Names the parameter. The other ranks get an `AbortedError` when they average.
         """
-        self._registry.check()
+        problem = self._registry.problem()
+        if problem is not None:
+            self.abort(problem)
+            raise RuntimeError(problem)
 
     def abort(self, reason: str) -> None:
         """End all running and later averaging on all ranks, as when an error was caught that others do not know of.

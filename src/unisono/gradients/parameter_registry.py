@@ -35,12 +35,11 @@ class ParameterRegistry:
     A hook belongs to a tensor's implementation, not to its name in the model. So a parameter that was replaced,
     swapped or added is not averaged, and no tensor hook can detect that. The current parameters of the modules are
     compared with the registered ones: before each forward of the model, before a forward of one of its modules that is
-    called separately, and by `check`.
+    called separately, and by whoever calls `problem`.
 
     Args:
         model: The module; None for parameters without one.
         named: Its parameters, with their names.
-        report: Called with the problem that `check` is about to raise.
         owner: Class of the object that averages.
 
     Raises:
@@ -54,24 +53,20 @@ class ParameterRegistry:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
         >>> registry = ParameterRegistry(model, list(model.named_parameters()))
         >>> _ = model.append(torch.nn.Linear(1, 1))
-        >>> registry.check()
-        Traceback (most recent call last):
-        ...
-        RuntimeError: '1.weight' (and 1 more) was added to the model later, ...
+        >>> registry.problem()
+        "'1.weight' (and 1 more) was added to the model later, ...
     """
 
     def __init__(
         self,
         model: torch.nn.Module | None,
         named: Named,
-        report: Callable[[str], None] = lambda problem: None,
         owner: str = "GradientAverager",
     ) -> None:
         check_unclaimed(named)
         check_parameters(named)
         self.model = model
         self.named = named
-        self._report = report
         self._owner = owner
         self.names: list[str] = [name for name, _ in named]
         self.parameters: list[torch.Tensor] = [p for _, p in named]
@@ -84,25 +79,25 @@ class ParameterRegistry:
         self._members = ModelMembers(model, named)
 
     # -- checks ---------------------------------------------------------------------------------
-    def check(self) -> None:
-        """`RuntimeError` that names a parameter which is not averaged: it was replaced, swapped, added or converted."""
-        problem = self._members.problem() or self._converted()
-        if problem is not None:
-            problem += ". Call remove() on the averager, and create a new averager for the changed model"
-            self._report(problem)
-            raise RuntimeError(problem)
+    def problem(self) -> str | None:
+        """Return text that names a parameter which is not averaged: it was replaced, swapped, added or converted."""
+        problem = self._members.problem()
+        if problem is None:
+            # Tensors by where they are, since a swap keeps the Python object that the model has.
+            same = list(map(_implementation, self.parameters)) == self._implementations
+            if same and list(map(_dtype, self.parameters)) == self._dtypes:
+                return None
+            problem = self._converted()
+        return f"{problem}. Call remove() on the averager, and create a new averager for the changed model"
 
-    def _converted(self) -> str | None:
-        same = list(map(_implementation, self.parameters)) == self._implementations
-        if same and list(map(_dtype, self.parameters)) == self._dtypes:
-            return None
+    def _converted(self) -> str:
         known = zip(self.names, self.parameters, self._implementations, self._dtypes, strict=True)
         for name, parameter, implementation, dtype in known:
             if _implementation(parameter) != implementation:
                 return f"{name!r} was swapped with another tensor, so its gradient is not averaged"
             if parameter.dtype != dtype:
-                return f"{name!r} was {dtype} when its averager was created, and is now {parameter.dtype}"
-        return None
+                break
+        return f"{name!r} was {dtype} when its averager was created, and is now {parameter.dtype}"
 
     # -- hooks ----------------------------------------------------------------------------------
     def watch_gradients(self, before: Callable[[int, torch.Tensor], None]) -> None:
@@ -114,10 +109,11 @@ class ParameterRegistry:
         self._claim = claim(self.named, "averaged", self._owner)
         self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 
-    def watch_forward(self, after: Callable[[Any], None], *, traced: bool) -> None:
-        """Check before each forward of the model or of one of its modules; where it is compiled, when it is traced.
+    def watch_forward(self, check: Callable[[], None], after: Callable[[Any], None], *, traced: bool) -> None:
+        """Call `check` before each forward of the model or its modules; where that is compiled, when it is traced.
 
         Args:
+            check: Raises if there is a problem.
             after: Called with what each forward of the model returned.
             traced: Whether to call `after` where the forward is compiled.
         """
@@ -129,7 +125,7 @@ class ParameterRegistry:
             # Module hooks would take longer than this check of all modules.
             for table, number, _hook in self._paused:
                 table.pop(number, None)
-            self.check()
+            check()
 
         def finish(_module: torch.nn.Module, _given: Any, returned: Any) -> None:
             compiled = traced and torch.compiler.is_dynamo_compiling()
@@ -141,31 +137,17 @@ class ParameterRegistry:
                 after(returned)
 
         self._handles += [
-            model.register_forward_pre_hook(_ModuleHook(start, constant=self._constant_check())),
+            model.register_forward_pre_hook(_ModuleHook(start, constant=_constant(check))),
             model.register_forward_hook(_ModuleHook(finish, traced=traced), always_call=True),
         ]
         self._watch_writes(model)
-        hook = _ModuleHook(lambda *_: self.check())
+        hook = _ModuleHook(lambda *_: check())
         for module in model.modules():
             if module is not model and any(id(p) in self.ids for p in module.parameters()):
                 handle = module.register_forward_pre_hook(hook)
                 self._handles.append(handle)
                 table: Any = handle.hooks_dict_ref()
                 self._paused.append((table, handle.id, hook))
-
-    def _constant_check(self) -> Callable[[], int]:
-        """Return a check for a forward that Dynamo traces, which it does again after a change of the model.
-
-        Dynamo calls it while it traces, and takes the result for a constant.
-        """
-
-        def check() -> int:
-            self.check()
-            return 0
-
-        # As torch.compiler.assume_constant_result does, which imports Dynamo: that takes seconds.
-        check.__dict__["_dynamo_marked_constant"] = True
-        return check
 
     def _watch_writes(self, model: torch.nn.Module) -> None:
         """Warn of parameters that a forward writes, until one has ended in training."""
@@ -260,3 +242,18 @@ class _ModuleHook:
 
     def __reduce__(self) -> tuple[type[_ModuleHook], tuple[()]]:
         return _ModuleHook, ()
+
+
+def _constant(check: Callable[[], None]) -> Callable[[], int]:
+    """Return a check for a forward that Dynamo traces, which it does again after a change of the model.
+
+    Dynamo calls it while it traces, and takes the result for a constant.
+    """
+
+    def constant() -> int:
+        check()
+        return 0
+
+    # As torch.compiler.assume_constant_result does, which imports Dynamo: that takes seconds.
+    constant.__dict__["_dynamo_marked_constant"] = True
+    return constant

@@ -25,8 +25,8 @@ from unisono.core.staging import current_streams, entered, wait_for
 from unisono.core.threads import SerialWorker
 from unisono.core.types import Timeout
 from unisono.core.work import Completion, positive_timeout
+from unisono.gradients.buckets import codec_for
 from unisono.gradients.periodic import PeriodicAction, PeriodicSchedule, Schedule, schedule_of, whole_number
-from unisono.gradients.reducer import codec_for
 from unisono.gradients.robust import ClippedMean, TrimmedMean
 from unisono.gradients.weights import ErrorContext
 from unisono.utils.flatten import MIB, buckets, flat_apply

@@ -23,7 +23,7 @@ from unisono.sharding.shard_optimizer import (
     shard_optimizer,
     unwrap,
 )
-from unisono.utils.backward_pass import BackwardTracker
+from unisono.utils.backward_pass import BackwardTracker, PassOwner
 from unisono.utils.flatten import in_bytes, plan_buckets
 from unisono.utils.gradient_norms import clip_grad_norm_
 from unisono.utils.parameters import (
@@ -504,7 +504,7 @@ _STEPS = "steps"
 _REPEAT = "a backward pass failed there, so all ranks drop the gradients of this step. Repeat it"
 
 
-class GradientSharder:
+class GradientSharder(PassOwner):
     """Hooks on the parameters of buckets.
 
     A bucket is reduced when it and all before it have their gradients, or at the end of the pass: all ranks reduce all
@@ -524,16 +524,8 @@ class GradientSharder:
         self._comms = comms
         self.sync = True
         on_cpu = all(p.is_cpu for bucket in buckets for p in bucket.parameters)
-        self._watch = PassWatch("ShardedOptimizer", comms.in_use, comms.abort_all)
-        self._pass = BackwardTracker(
-            self._begin,
-            self._end,
-            self._fail,
-            lambda: self._next == 0 and comms.data.exception() is not None,
-            self._renew,
-            one_thread=on_cpu,
-            watch=self._watch,
-        )
+        self._watch = PassWatch("ShardedOptimizer", comms)
+        self._pass = BackwardTracker(self, one_thread=on_cpu, watch=self._watch)
         self._next = 0
         self._syncing = self._early = True
         # Whether there were gradients of earlier passes, and the failure in which other ranks have dropped theirs.
@@ -552,7 +544,8 @@ class GradientSharder:
                     parameter.register_post_accumulate_grad_hook(partial(self._take, number, slot)),
                 ]
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin a backward pass."""
         error = self._comms.data.exception()
         if error is not None and self.drop() and not self._comms.reported:
             raise error
@@ -570,7 +563,11 @@ class GradientSharder:
                 parameter.grad = None
         self._held = self._holds()
 
-    def _renew(self) -> None:
+    def is_broken(self) -> bool:
+        """Return whether an earlier pass has failed; not for a failure that this pass meets in a bucket."""
+        return self._next == 0 and self._comms.data.exception() is not None
+
+    def renew(self) -> None:
         """Replace the communicators, because a pass of this model has failed, or of another one in the same pass."""
         self._comms.abort(_REPEAT)
         error = self._comms.data.exception()
@@ -630,7 +627,8 @@ class GradientSharder:
         gradient.start_reduce(async_op=self._comms.overlaps)
 
     @torch.no_grad()
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Average what the pass has computed. Collective, unless in `no_sync`."""
         if self._lost is not None:
             raise self._lost
         if self._syncing:
@@ -642,7 +640,7 @@ class GradientSharder:
             if slot in gradient.taken or piece.tensor.grad is not None:
                 parameter.grad = placeholder
 
-    def _fail(self) -> None:
+    def fail(self) -> None:
         """Drop the gradients of this step: another rank may have a part of the pass that raised."""
         self.drop()
         self._comms.abort(self._problem or _REPEAT)

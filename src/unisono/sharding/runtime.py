@@ -19,7 +19,7 @@ from unisono.sharding.comms import NO_COPY, ShardComms
 from unisono.sharding.flat_parameters import FlatGradient, FlatParameters, OneStream
 from unisono.sharding.partition import UnitPlan
 from unisono.sharding.shard_optimizer import ShardOptimizer, check_same_step
-from unisono.utils.backward_pass import BackwardTracker, current_pass, watch_outputs
+from unisono.utils.backward_pass import BackwardTracker, PassOwner, current_pass, watch_outputs
 from unisono.utils.parameters import ModelMembers
 from unisono.utils.pass_watch import PassWatch
 
@@ -149,7 +149,7 @@ class _Paddings:
         return length * self._size - used
 
 
-class Runtime:
+class Runtime(PassOwner):
     """Gathers, frees and reduces the units of one model at the right times.
 
     Every module has hooks, so a module that is called directly gathers its unit too. Outputs of each module have a
@@ -173,8 +173,8 @@ class Runtime:
         self.sync = True
         self._stream = OneStream(flat.part.device for flat in self._flats)
         on_cpu = all(flat.part.is_cpu for flat in self._flats)
-        self._watch = PassWatch("ShardedModel", comms.in_use, comms.abort_all)
-        self._pass = BackwardTracker(self._begin, self._end, self._fail, one_thread=on_cpu, watch=self._watch)
+        self._watch = PassWatch("ShardedModel", comms)
+        self._pass = BackwardTracker(self, one_thread=on_cpu, watch=self._watch)
         self._handles: list[Any] = []
         self._version = 0  # of changes of the parameters
         # Number of running modules, and the exception that was handled when the outermost one began.
@@ -353,14 +353,16 @@ class Runtime:
             self._reducing = unit
 
     # -- backward pass --------------------------------------------------------------------------
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin a backward pass."""
         self._begun = self._unstepped = True
         self._syncing = self.sync
         self._previous = None
         for _, gradient in self._trained:
             gradient.arrived.clear()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Average what the pass has computed, and free all. Collective, unless in `no_sync`."""
         if self._syncing:
             for unit in self._units:
                 if (error := unit.written()) is not None:
@@ -375,7 +377,8 @@ class Runtime:
         self._reducing = None
         self.free()
 
-    def _fail(self) -> None:
+    def fail(self) -> None:
+        """Drop all gradients that are not committed, and end the step on all ranks."""
         if not self._begun:
             return
         self._begun = False

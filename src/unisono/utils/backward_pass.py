@@ -1,15 +1,16 @@
-"""The backward pass that runs: where it begins, how it ends, and what p.grad held before it."""
+"""The backward pass that runs: where it begins, and how it ends."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,11 +18,10 @@ from torch._C import _current_autograd_node, _current_graph_task_id, _will_engin
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
-from unisono.core.flight_recorder import with_callers
 from unisono.core.tensors import is_transformed
 from unisono.utils.pass_watch import PassWatch
 
-__all__ = ["BackwardTracker", "SavedGradients", "adds_to_leaves", "current_pass", "watch_outputs", "will_run"]
+__all__ = ["BackwardTracker", "PassOwner", "adds_to_leaves", "current_pass", "watch_outputs", "will_run"]
 
 _APPLY = BackwardCFunction.apply.__code__
 _RUN = _engine_run_backward.__code__
@@ -38,7 +38,7 @@ _current_node: Callable[[], Any] = _current_autograd_node
 """The node of the graph that runs in this thread."""
 
 
-_in_order = attrgetter("waits", "number")
+_in_order = attrgetter("owner.waits", "number")
 
 
 def _end_passes(trackers: list[BackwardTracker]) -> None:
@@ -54,13 +54,42 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
         return
     ordered = sorted(trackers, key=_in_order)
     begun = [tracker for tracker in ordered if tracker.is_open]
-    if any(tracker.is_broken() for tracker in begun):
+    if any(tracker.owner.is_broken() for tracker in begun):
         # All models, and before any of them communicates. Another rank may not know yet that one of them is broken, and
         # wait in the end of one that is not: renewing that one too ends this wait, and the rank repeats its pass.
         for tracker in begun:
-            tracker.renew()
+            tracker.owner.renew()
     for tracker in ordered:
         tracker.complete()
+
+
+class PassOwner:
+    """Base of what has a `BackwardTracker`: one model, whose gradients are averaged in its backward passes."""
+
+    waits = False
+    """Whether `end` waits for a rank whose pass has failed until that rank repeats it, where others raise."""
+
+    def begin(self) -> None:
+        """Begin a pass: no gradient has been accumulated yet."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """End the pass: the outermost call has succeeded. What this raises, `backward()` raises."""
+        raise NotImplementedError
+
+    def fail(self) -> None:
+        """Undo the pass: the outermost call, or `end`, has raised, and the caller sees the error next.
+
+        Also called for a call of autograd that raised before it had reached a parameter, so that no pass had begun.
+        """
+        raise NotImplementedError
+
+    def is_broken(self) -> bool:
+        """Return whether the model cannot communicate, since one of its earlier passes has failed."""
+        return False
+
+    def renew(self) -> None:
+        """Make it able to again. Called before any `end` in a pass if one of its models is broken. Collective."""
 
 
 class BackwardTracker:
@@ -73,41 +102,20 @@ class BackwardTracker:
     which gets a token in turn. The outermost one has none around it.
 
     Args:
-        begin: Called before any gradient is accumulated.
-        end: Called when the outermost call has succeeded; its error is raised by `backward()`.
-        fail: Called when the outermost call, or `end`, has raised; before the caller sees the error. Also if the pass
-            has not begun.
-        is_broken: Whether the model cannot communicate, since one of its earlier passes has failed.
-        renew: Called before any `end` in the pass if one of its models is broken. Collective.
-        waits: Whether `end` waits for a rank whose pass has failed until that rank repeats it, where others raise.
+        owner: The model, which is told of each pass.
         one_thread: Whether all hooks run in the thread that called `backward()`, as on CPUs.
         watch: Started and stopped with each pass.
 
     Attributes:
+        owner: As passed.
         number: Position in the order in which trackers were created.
         running: The graph task that was seen last.
         is_open: Whether a pass has begun and not ended.
         arrived: The indices of the leaves whose gradient the pass has added to, or is about to.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[], None],
-        end: Callable[[], None],
-        fail: Callable[[], None],
-        is_broken: Callable[[], bool] = bool,
-        renew: Callable[[], object] = bool,
-        *,
-        waits: bool = False,
-        one_thread: bool,
-        watch: PassWatch,
-    ) -> None:
-        self._begin = begin
-        self._end = end
-        self._fail = fail
-        self.is_broken = is_broken
-        self.renew = renew
-        self.waits = waits
+    def __init__(self, owner: PassOwner, *, one_thread: bool, watch: PassWatch) -> None:
+        self.owner = owner
         self._one_thread = one_thread
         self._watch = watch
         self.number: int = next(_created)
@@ -165,7 +173,7 @@ class BackwardTracker:
                 self._thread = get_ident()
                 if len(self._watch.peers) > 1:
                     self._watch.start()
-                self._begin()
+                self.owner.begin()
         self.running = number
 
     def _hold(self, number: int) -> None:
@@ -184,7 +192,7 @@ class BackwardTracker:
         if self._conflict:
             raise _two_threads()
         if self.is_open:
-            self._end()
+            self.owner.end()
         self.forget()
 
     def abandon(self, number: int) -> None:
@@ -193,103 +201,9 @@ class BackwardTracker:
         enclosing = current_pass()
         if enclosing < 0:
             self.forget()
-            self._fail()
+            self.owner.fail()
         elif enclosing not in self._tasks:
             self._hold(enclosing)
-
-
-class SavedGradients:
-    """Gradients from before the running pass.
-
-    They are set aside, and p.grad is None meanwhile, so that the pass's gradients arrive alone and nothing is copied.
-    A copy is made only where p.grad stays, for user hooks that read it, and of memory that the pass writes. They
-    include gradients of frozen parameters, and others that the pass does not reach: it leaves these as they are.
-
-    Args:
-        parameters: All parameters of the averager.
-        stays: Indices of the parameters that keep p.grad in place.
-        lies_in_buckets: Whether a gradient of the parameter with this index is stored in a bucket's memory; raises
-            `RuntimeError` if it is in another parameter's slot.
-
-    Attributes:
-        aside: By index, the gradient to add to the one that the pass computes.
-        owned: By index, the tensor of the caller's that was p.grad. What p.grad is after the pass goes into it.
-        staying: By index, the tensor that is still in p.grad, unless the pass has put another one there.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        stays: set[int],
-        lies_in_buckets: Callable[[int, torch.Tensor], bool],
-    ) -> None:
-        self._parameters = parameters
-        self._stays = stays
-        self._lies_in_buckets = lies_in_buckets
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all: the pass has ended."""
-        self.aside: dict[int, torch.Tensor] = {}
-        self.owned: dict[int, torch.Tensor] = {}
-        self.staying: dict[int, torch.Tensor] = {}
-        self._before: dict[int, torch.Tensor] | None = None
-
-    def save(self) -> None:
-        """Set all aside. A pass begins."""
-        held = [(index, p.grad) for index, p in enumerate(self._parameters) if p.grad is not None]
-        within = {index for index, grad in held if self._lies_in_buckets(index, grad)}
-        self._before = {}
-        for index, grad in held:
-            # What has a graph, or is sparse, is for torch to add to.
-            plain = not grad.requires_grad and grad.layout == torch.strided
-            stays = index in self._stays or not plain
-            with torch.enable_grad():
-                self._before[index] = grad.clone() if stays or index in within else grad
-            if plain and index not in within:
-                self.owned[index] = grad
-            if stays:
-                self.staying[index] = grad
-            else:
-                self.aside[index] = self._before[index]
-                self._parameters[index].grad = None
-
-    def arrived(self) -> set[int]:
-        """Indices of the parameters whose p.grad is another tensor than before, and has not been taken."""
-        return {
-            index
-            for index, parameter in enumerate(self._parameters)
-            if parameter.grad is not None and parameter.grad is not self.staying.get(index)
-        }
-
-    def merge(self) -> None:
-        """Add the gradients that were set aside back into p.grad."""
-        for index, earlier in self.aside.items():
-            new = self._parameters[index].grad
-            with torch.set_grad_enabled(new is not None and new.requires_grad):
-                total = earlier if new is None else earlier + new if new.requires_grad else earlier.add_(new)
-            self._parameters[index].grad = total
-        self.clear()
-
-    def restore(self) -> None:
-        """Restore each p.grad to its value at the call of `save`."""
-        for index, parameter in enumerate(self._parameters if self._before is not None else ()):
-            self._put_back(index, parameter)
-        self.clear()
-
-    def keep(self, index: int) -> None:
-        """Restore one p.grad: no rank's pass has added to it."""
-        self._put_back(index, self._parameters[index])
-
-    @torch.no_grad()
-    def _put_back(self, index: int, parameter: torch.Tensor) -> None:
-        assert self._before is not None
-        before = self._before.get(index)
-        owned = self.owned.get(index)
-        if owned is not None and before is not None and owned is not before:
-            # The pass has added to the caller's tensor.
-            owned.copy_(before)
-        parameter.grad = before if owned is None else owned
 
 
 def will_run(leaf: Any) -> bool:
@@ -304,12 +218,14 @@ def will_run(leaf: Any) -> bool:
 def _is_nested() -> bool:
     """Return whether the autograd call that ends here is nested: in a hook, or in a Function's backward."""
     runs = 0
-    for frame in with_callers(sys._getframe()):
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
         if frame.f_code is _RUN:
             runs += 1
         elif frame.f_code is _APPLY and runs:
             # On a GPU the thread of the outer call has a stack of its own.
             return True
+        frame = frame.f_back
     return runs > 1
 
 

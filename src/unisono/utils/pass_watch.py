@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Event, Thread
+from typing import Protocol
 
 from unisono.communicator import Communicator, engine_of
 from unisono.core.control import ControlPlane
 from unisono.core.flight_recorder import call_site
 from unisono.diagnostics.hang_report import hang_report
 
-__all__ = ["PassWatch"]
+__all__ = ["PassWatch", "WatchedComms"]
 
 _EVERY_S = 0.4
 
 _watches: weakref.WeakKeyDictionary[ControlPlane, list[weakref.ref[PassWatch]]] = weakref.WeakKeyDictionary()
+
+
+class WatchedComms(Protocol):
+    """Communicators of one model, as `PassWatch` needs them."""
+
+    def in_use(self) -> Sequence[Communicator]:
+        """Return those that its passes use now: they are replaced after failures."""
+
+    def abort_all(self, reason: str) -> None:
+        """End all running and later passes of the model on all ranks."""
 
 
 class PassWatch:
@@ -29,8 +40,7 @@ class PassWatch:
 
     Args:
         kind: What averages, for the error, such as "GradientAverager".
-        comms: Communicators that the passes use. Those in use are replaced after failures, so they are looked up then.
-        abort: Ends all running and later passes of the model on all ranks, for the reason given.
+        comms: Communicators of the model.
 
     Attributes:
         kind: As passed.
@@ -39,13 +49,12 @@ class PassWatch:
         running: What ends the thread that watches the current pass, if one does.
     """
 
-    def __init__(self, kind: str, comms: Callable[[], Sequence[Communicator]], abort: Callable[[str], None]) -> None:
+    def __init__(self, kind: str, comms: WatchedComms) -> None:
         self.kind: str = kind
         self.name: str = f"the {kind} created at {call_site()}"
         self._comms = comms
-        self._abort = abort
         self.running: Event | None = None
-        self.peers: list[weakref.ref[PassWatch]] = _watches.setdefault(engine_of(comms()[0]).control, [])
+        self.peers: list[weakref.ref[PassWatch]] = _watches.setdefault(engine_of(comms.in_use()[0]).control, [])
         self.peers.append(weakref.ref(self, self.peers.remove))
 
     @property
@@ -73,7 +82,7 @@ class PassWatch:
     def _watch(self, done: Event) -> None:
         before = None
         while not done.wait(_EVERY_S):
-            engine = engine_of(self._comms()[0])
+            engine = engine_of(self._comms.in_use()[0])
             hang = hang_report(engine.control, engine.group)
             # Ranks answer one after the other; a cycle that is still there has not been two moments of a program.
             if hang.deadlock and hang.waits == before:
@@ -83,10 +92,12 @@ class PassWatch:
 
     def _end_passes(self, groups: set[str], report: str) -> None:
         live = [peer for ref in self.peers if (peer := ref()) is not None]
-        blocked = [peer for peer in live if groups.intersection(engine_of(comm).group.name for comm in peer._comms())]
+        blocked = [
+            peer for peer in live if groups.intersection(engine_of(comm).group.name for comm in peer._comms.in_use())
+        ]
         names = " and ".join(peer.name for peer in blocked)
         for peer in blocked:
-            peer._abort(
+            peer._comms.abort_all(
                 f"backward passes of {names} wait for each other. Run them in the same order on all ranks, or in one "
                 f"backward() of the sum of their losses{report}"
             )

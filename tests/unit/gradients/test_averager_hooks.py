@@ -17,7 +17,7 @@ from torch import nn
 import unisono as un
 from unisono.errors import AbortedError
 from unisono.gradients import bucket
-from unisono.gradients.bucket import GradientBucket
+from unisono.gradients.bucket import BucketContents
 from unisono.testing import pool
 
 LAYERS = 4
@@ -52,15 +52,15 @@ def test_gradients_are_copied_in_chunks_in_any_order(backend: str, model: type[n
     given = batches(2, 4)
 
     def program(comm: un.Communicator) -> tuple[list[list[int]], list[list[torch.Tensor | None]]]:
-        take, copied, found = GradientBucket.take, [], []
+        take, copied, found = BucketContents.take, [], []
 
-        def noting(self: GradientBucket, slots: Iterable[int]) -> None:
+        def noting(self: BucketContents, slots: Iterable[int]) -> None:
             before = sum(self.inside)
             take(self, slots)
             copied[-1].append(sum(self.inside) - before)
 
         # Two layers each.
-        with patch.object(bucket, "_CHUNK_BYTES", 2 * 6 * 6 * 8), patch.object(GradientBucket, "take", noting):
+        with patch.object(bucket, "_CHUNK_BYTES", 2 * 6 * 6 * 8), patch.object(BucketContents, "take", noting):
             averaged = made(model)
             averager = un.GradientAverager(averaged, comm)
             for step, batch in enumerate(given[comm.rank]):

@@ -54,7 +54,9 @@ def test_buckets_overlap_only_with_spare_cores(spare: bool) -> None:
             model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
             averager = un.GradientAverager(model, part, bucket_cap_mb=64 / 2**20)
             found = []
-            model[0].weight.register_hook(lambda _: found.extend(b.started for b in averager._reducer.buckets))
+            model[0].weight.register_hook(
+                lambda _: found.extend(b.started for b in averager._averaging._reduction.contents)
+            )
             model(torch.ones(2, 4)).sum().backward()
             averager.remove()
         return found

@@ -1,0 +1,512 @@
+"""Averaging of a model's gradients over the ranks of one communicator: its hooks, and the phases of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from unisono.communicator import Communicator, boundaries_of, engine_of
+from unisono.errors import AbortedError
+from unisono.gradients.averager_comms import AveragerComms
+from unisono.gradients.buckets import Buckets, codec_for
+from unisono.gradients.caller_gradients import CallerHooks, SavedGradients
+from unisono.gradients.parameter_registry import ParameterRegistry
+from unisono.gradients.reduction import Reduction
+from unisono.gradients.sparse import average_sparse, sparse_parameters
+from unisono.gradients.weights import ErrorContext, Weights, check_skipped, used_gradients, warn_of_uneven_batches
+from unisono.utils.backward_pass import BackwardTracker, PassOwner, adds_to_leaves, current_pass, watch_outputs
+from unisono.utils.flatten import bucket_sizes
+from unisono.utils.parameters import INIT_SYNC, Named, agree_on_parameters, share, share_buffers
+from unisono.utils.pass_watch import PassWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from unisono.compression.codec import Codec
+
+__all__ = ["TRANSITIONS", "AveragerSettings", "Averaging", "Phase"]
+
+
+class Phase(Enum):
+    """Where an averager is in a backward pass."""
+
+    IDLE = "no pass runs"
+    OPEN = "gradients arrive, and full buckets are sent"
+    HELD = "gradients arrive, and no bucket is sent before the end"
+    REDUCING = "all gradients of this rank are there, and the remaining buckets are reduced"
+    AVERAGED = "all ranks have the means, so an error is this rank's alone"
+    FAILED = "no pass runs; the last one was undone when a part of it had left"
+    UNSENT = "no pass runs; the last one was undone before a part of it had left"
+
+
+TRANSITIONS: dict[str, dict[Phase, Phase]] = {
+    "begin": {Phase.IDLE: Phase.OPEN, Phase.FAILED: Phase.OPEN, Phase.UNSENT: Phase.OPEN},
+    "begin held": {Phase.IDLE: Phase.HELD, Phase.FAILED: Phase.HELD, Phase.UNSENT: Phase.HELD},
+    "hold": {Phase.OPEN: Phase.HELD},
+    "reduce": {Phase.OPEN: Phase.REDUCING, Phase.HELD: Phase.REDUCING},
+    "average": {Phase.REDUCING: Phase.AVERAGED},
+    "finish": {Phase.OPEN: Phase.IDLE, Phase.HELD: Phase.IDLE, Phase.AVERAGED: Phase.IDLE},
+    "fail": {phase: Phase.FAILED for phase in Phase if phase is not Phase.UNSENT},
+    "fail unsent": dict.fromkeys(Phase, Phase.UNSENT) | {Phase.AVERAGED: Phase.FAILED, Phase.FAILED: Phase.FAILED},
+}
+"""By event and phase, the phase that follows; see `Averaging`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AveragerSettings:
+    """Arguments of a `GradientAverager`, which are the same on all ranks.
+
+    Attributes:
+        sizes: Maximum bytes of a bucket, and of the first one; None for defaults.
+        compression: As passed.
+        total: Whether gradients are summed.
+        find_unused: Whether ranks may lack a gradient that others have.
+        sync_buffers: Whether to broadcast rank 0's buffers after each pass.
+        deterministic: Whether gradients are summed in one fixed order.
+    """
+
+    sizes: tuple[int | None, int | None]
+    compression: str | Codec | Callable[[], Codec] | None
+    total: bool
+    find_unused: bool
+    sync_buffers: bool
+    deterministic: bool
+
+    def described(self, codec: Codec | None) -> dict[str, Any]:
+        """Return what ranks compare."""
+        return {
+            "bucket sizes": self.sizes,
+            "average": self.total,
+            "deterministic": self.deterministic,
+            "find_unused": self.find_unused,
+            "broadcast_buffers": self.sync_buffers,
+            "compression": repr(codec),
+        }
+
+
+class Averaging(PassOwner):
+    """The averaging of one model over one communicator. Another communicator gets another object.
+
+    Phases of a backward pass, and what leads from one to the next:
+
+    ========  =====  ==========  ====  ========  ========  ======  ======  ===========
+    phase     begin  begin held  hold  reduce    average   finish  fail    fail unsent
+    ========  =====  ==========  ====  ========  ========  ======  ======  ===========
+    IDLE      OPEN   HELD                                          FAILED  UNSENT
+    OPEN                         HELD  REDUCING            IDLE    FAILED  UNSENT
+    HELD                               REDUCING            IDLE    FAILED  UNSENT
+    REDUCING                                     AVERAGED          FAILED  UNSENT
+    AVERAGED                                               IDLE    FAILED  FAILED
+    FAILED    OPEN   HELD                                          FAILED  FAILED
+    UNSENT    OPEN   HELD                                                  UNSENT
+    ========  =====  ==========  ====  ========  ========  ======  ======  ===========
+
+    begin: The first gradient of the outermost call of autograd is about to be added.
+    begin held: Likewise, where the calling thread would have to reduce, or other models are in the way.
+    hold: A full bucket could not be sent, because another rank's pass has failed. What to do about it is decided at
+        the end: if this rank's pass fails by itself before, there is nothing to repeat.
+    reduce: The outermost call has succeeded outside of `no_sync`. Another rank's failure repeats the reduction in
+        this phase, with that rank's next pass, if this rank still has all that it has sent.
+    average: All buckets are reduced. Late gradients are added, and errors that all ranks see are raised now.
+    finish: The pass has ended: p.grad is what the caller gets. In `no_sync`, nothing was reduced.
+    fail: The pass has raised when a bucket had been sent. Before AVERAGED, all ranks drop the pass.
+    fail unsent: It has raised before. Other ranks may be in theirs, and break it off later: so the next try of this
+        rank keeps copies of what it sends. A call of autograd that never reaches a parameter does this in IDLE.
+
+    Two objects hold what does not outlive its time: `SavedGradients` from the begin of a pass to its end, and
+    `Reduction` from step to step, in which passes of `no_sync` are parts of the step of the next pass outside.
+
+    Args:
+        model: The module; None for parameters without one.
+        named: All parameters, with their names.
+        comm: The ranks that average. Collective.
+        settings: Arguments of the averager.
+        weights: Weights of the steps.
+        init_sync: Whether to broadcast rank 0's parameters and buffers now.
+        owner: The averager.
+
+    Attributes:
+        phase: Where the pass is.
+        steps: Number of steps made.
+        syncing: Whether passes average; not so in `no_sync`.
+        registry, comms, buckets: Its parts.
+        boundaries: Step boundaries of `comm`.
+    """
+
+    waits = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        named: Named,
+        comm: Communicator,
+        settings: AveragerSettings,
+        weights: Weights,
+        *,
+        init_sync: bool,
+        owner: object = None,
+    ) -> None:
+        # Hooks keep this object alive, and so the averager, of which the caller needs no reference.
+        self._owner = owner
+        self.phase = Phase.IDLE
+        self.steps = 0
+        self.syncing = True
+        self._model = model
+        self._named = named
+        self._names = [name for name, _ in named]
+        self._parameters = [p for _, p in named]
+        self._settings = settings
+        self._weights = weights
+        # Weak: a communicator that a program drops leaves its group.
+        self._origin = ref(comm)
+        # First, since it refuses a model that has an averager on this rank alone, before anything is sent.
+        self.registry = ParameterRegistry(model, named)
+        codec = codec_for(settings.compression)
+        buffers = list(model.named_buffers()) if model is not None and init_sync else []
+        agree_on_parameters([*named, *buffers], comm, settings.described(codec), hooked=True)
+        if init_sync:
+            share([*named, *buffers], comm, model=model, hint=INIT_SYNC)
+        self.boundaries = boundaries_of(comm)
+        self.comms = AveragerComms(comm, deterministic=settings.deterministic)
+        data = self.comms.data
+        background = data.overlaps and codec is None
+        sizes = bucket_sizes(
+            settings.sizes, self._parameters, comm, background=background, compressed=codec is not None
+        )
+        spread = sparse_parameters(model) if model is not None else set()
+        self._spread = {i for i, p in enumerate(self._parameters) if id(p) in spread}
+        # Indices of the parameters whose gradients are averaged as rows, which no bucket has.
+        self._sparse: list[int] = []
+        self._hooks = CallerHooks(self._parameters, self._spread)
+        self.buckets = Buckets(named, self.comms, codec, sizes)
+        self._watch = PassWatch("GradientAverager", self.comms)
+        on_cpu = all(p.is_cpu for p in self._parameters)
+        self._tracker = BackwardTracker(self, one_thread=on_cpu, watch=self._watch)
+        # What passes in no_sync have added to, and no pass has averaged yet.
+        self._accumulated: set[int] = set()
+        # If buckets are sent while others fill, the first step of all ranks records the order of gradients.
+        self._seen: list[torch.Tensor] | None = [] if self.buckets.background else None
+        self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
+        self._saved: SavedGradients | None = None
+        try:
+            if comm.size > 1:
+                self._install()
+            # Last, when hooks are there: from here on, failed passes abort it.
+            self.comms.ready()
+        except BaseException:
+            # Its hooks would keep the averager alive, and the parameters claimed.
+            self.remove()
+            raise
+        self._reduction = self._new_reduction()
+        weights.attach(self.comms.control)
+        weights.forget()
+
+    def _install(self) -> None:
+        self.registry.watch_gradients(self._tracker.arrive)
+        # Watching the output detects a pass that fails before it reaches a parameter, or that reaches none.
+        self.registry.watch_forward(self.check, self._watch_outputs, traced=self._settings.find_unused)
+        # Gradients arrive roughly in the reverse order of parameters.
+        self._add_parameters([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
+
+    def remove(self) -> None:
+        """Remove the hooks, and release the communicators. `RuntimeError` in a pass."""
+        if self._tracker.is_open:
+            raise RuntimeError("remove() was called inside a backward pass; call it after backward()")
+        self.registry.remove()
+        self._tracker.forget()
+        self._watch.remove()
+        self.buckets.clear()
+        self._hooks.clear()
+        self.comms.close()
+
+    def check(self) -> None:
+        """Raise on all ranks if a parameter was replaced, swapped, added or converted here."""
+        problem = self.registry.problem()
+        if problem is not None:
+            self.comms.abort_all(problem)
+            raise RuntimeError(problem)
+
+    def _change(self, event: str) -> None:
+        """Go on to the phase that follows an event: the only place that changes it."""
+        self.phase = TRANSITIONS[event][self.phase]
+
+    def _new_reduction(self) -> Reduction:
+        keeps_copies = self.phase is Phase.UNSENT
+        return Reduction(self.buckets, self.comms, self._weights, keeps_copies=keeps_copies)
+
+    # -- hooks ----------------------------------------------------------------------------------
+    def _add_parameters(self, indices: Sequence[int]) -> None:
+        """Average these parameters too, from now on."""
+        self.buckets.add([i for i in indices if i not in self._spread])
+        self._sparse += [i for i in indices if i in self._spread]
+        self._hook_chunks()
+
+    def _hook_chunks(self) -> None:
+        """Copy gradients in when the last of a chunk has arrived, except for the last chunk: the pass ends then."""
+        self._hooks.clear()
+        chunks = [(number, slots) for number, bucket in enumerate(self.buckets.ordered) for slots in bucket.chunks]
+        for number, slots in chunks[:-1]:
+            bucket = self.buckets.ordered[number]
+            # Torch accepts no hook of a parameter that is frozen now.
+            trained = [slot for slot in slots if bucket.parameters[slot].requires_grad]
+            free = [slot for slot in trained if bucket.indices[slot] not in self._hooks.stays]
+            if free:
+                self._hooks.add(bucket.indices[free[-1]], partial(self._on_chunk_ready, number, free))
+        trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
+        for index in trained:
+            self._hooks.watch(index)
+            if self._seen is not None and index in self.buckets.where:
+                self._hooks.add(index, self._seen.append)
+
+    def _on_chunk_ready(self, number: int, slots: Sequence[int], _parameter: torch.Tensor) -> None:
+        """A hook of the last parameter of a chunk: its gradient has been added to `p.grad`."""
+        contents = self._reduction.contents[number]
+        saved = self._saved
+        # Without a pass, as after one that two threads ran, p.grad is the caller's.
+        if saved is None or not self.syncing or contents.started:
+            return
+        if saved.staying:
+            # A gradient with a graph stays in p.grad where the pass does not add to it.
+            bucket = contents.bucket
+            slots = [i for i in slots if bucket.parameters[i].grad is not saved.staying.get(bucket.indices[i])]
+        contents.take(slots)
+        if self.phase is Phase.OPEN:
+            try:
+                self._reduction.advance(saved)
+            except AbortedError:
+                self._change("hold")
+
+    def _watch_outputs(self, returned: Any) -> None:
+        # Where ranks may lack gradients, a rank also joins the average if its pass reaches no parameter.
+        find_unused = self._settings.find_unused
+        watch_outputs(returned, self._on_output_gradient if find_unused else self._tracker.follow)
+
+    def _on_output_gradient(self, gradient: torch.Tensor) -> None:
+        """Hook: a backward pass has reached an output of the model."""
+        if self.registry.hooked and adds_to_leaves(self.registry.ids):
+            self._tracker.enter(current_pass())
+
+    # -- a pass ---------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Set p.grad aside, and be ready for gradients. Collective after a pass that failed."""
+        failed = self.phase is not Phase.IDLE
+        if failed:
+            # Before the memory is used again: reductions of the failed pass may still write it until their abort.
+            self.comms.settle()
+            self._reduction.give_up()
+        # After a failed pass, memory of the communicator that is gone would be reduced more slowly. Only now: until
+        # the last step's gradients were used, p.grad was in it.
+        stale = self.buckets.comm is not self.comms.data
+        if stale:
+            self.buckets.recreate(list(self.buckets.where))
+        if failed or stale:
+            self._reduction = self._new_reduction()
+        # A hook of the caller's that is new runs after the averager's, until these are registered again.
+        if self._hooks.begin() or stale:
+            self._hook_chunks()
+        held = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
+        within = self.buckets.within(held) if held else set()
+        self._saved = SavedGradients(self._parameters, held, within, self._hooks.stays)
+        # Weights are exchanged before the first bucket leaves. Gradients of several models arrive in any order, so that
+        # waits for the end of the pass, which has one order on all ranks. Beside a sharded model all buckets wait: its
+        # part of the pass fails on all ranks, some of which may then never send what another one has started.
+        alone = len(self._watch.peers) == 1
+        early = alone or (self._watch.is_of_one_kind and not self._weights.uneven)
+        # Last: if something here has raised, the pass has not begun.
+        self._change("begin" if early and self.buckets.background else "begin held")
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Complete the gradients of a pass, and check which ones arrived. Collective, unless in `no_sync`."""
+        saved = self._saved
+        assert saved is not None
+        self.check()
+        arrived = saved.arrived()
+        # Torch adds nothing to a parameter that was frozen after its forward.
+        unchanged = self._tracker.arrived - arrived
+        others = [i for i in unchanged if self._parameters[i].requires_grad] if unchanged else []
+        problem = None
+        if others or self._hooks.count:
+            lost = [i for i in others if self._parameters[i].grad is None and not self._reduction.has_taken(i)]
+            used = self._hooks.used(lost)
+            problem = used_gradients([self._names[i] for i in used]) if used else None
+        arrived.update(others)
+        # An inner pass may have been in no_sync(); what counts is the outermost one.
+        if self.syncing:
+            self._average(saved, arrived, problem)
+        elif problem:
+            raise RuntimeError(problem)
+        else:
+            self._weights.keep()
+            self._accumulated |= arrived
+            saved.merge()
+            self._saved = None
+        self._change("finish")
+
+    def _average(self, saved: SavedGradients, arrived: set[int], problem: str | None) -> None:
+        """Average what a pass has computed, and what was accumulated before it. Collective."""
+        reduction = self._reduction
+        if self._accumulated:
+            arrived |= {i for i in self._accumulated if self._parameters[i].requires_grad}
+        thawed = [i for i in self._frozen if self._parameters[i].requires_grad] if self._frozen else []
+        self._change("reduce")
+        while True:
+            try:
+                # A hook that took a gradient is an error of this rank alone. As a request, all ranks raise it together.
+                reduction.reduce_all(saved, arrived, requests=(bool(thawed), bool(problem)))
+                break
+            except AbortedError as aborted:
+                # No mean was used yet, so the pass of another rank that has failed may come again.
+                if not reduction.can_rewind():
+                    raise
+                reduction.rewind()
+                self._reconnect(aborted)
+        self._change("average")
+        reduction.conclude()
+        asks_thawed, asks_used = reduction.asked
+        # Without a bucket there was no message to carry the requests.
+        if asks_used or (problem and not self.buckets.where):
+            self._refuse_used(problem)
+        if reduction.uneven and not self._settings.find_unused:
+            self._look_at(0)
+        if asks_thawed or (thawed and not self.buckets.where):
+            self._on_unfrozen(saved, thawed, arrived)
+        averaged = self._average_sparse(arrived) if self._sparse else set()
+        if self._settings.sync_buffers and self._model is not None:
+            share_buffers(self._model, self.comms.control, self._weights.source)
+        if self._weights.here:
+            reduction.assign(saved)
+        else:
+            saved.restore()
+        self._end_step(averaged)
+
+    def _reconnect(self, aborted: AbortedError) -> None:
+        """Replace communicators that a failed pass has aborted. Collective."""
+        try:
+            self.comms.replace()
+        except AbortedError as error:
+            # For good, and for the same reason.
+            raise aborted from error
+        self._weights.attach(self.comms.control)
+
+    def _end_step(self, averaged: Set[int]) -> None:
+        """Be ready for the next step.
+
+        Args:
+            averaged: The parameters with sparse gradients of which a rank had one.
+        """
+        # First: p.grad holds the means, and an error in the rest must not take them away.
+        self._saved = None
+        if self._accumulated:
+            # What was accumulated before a parameter was frozen is averaged once it no longer is.
+            waiting = {i for i in self._accumulated if not self._parameters[i].requires_grad}
+            self._accumulated = {i for i in waiting - averaged if not self._reduction.has_mean(i)}
+        self.steps += self._weights.here
+        all_took_part = self._weights.active == self.comms.size
+        if self._weights.uneven:
+            self._weights.forget()
+        elif not self._settings.total:
+            origin = self._origin()
+            if origin is not None and engine_of(origin).uneven_batches:
+                warn_of_uneven_batches(origin, total=False)
+        if self._seen is not None and all_took_part:
+            self._learn_order(self._seen)
+        # After the order is learned, which makes other buckets.
+        self._reduction = self._new_reduction()
+
+    def _learn_order(self, seen: Sequence[torch.Tensor]) -> None:
+        """Recreate the buckets, in the order in which rank 0's gradients arrived."""
+        self._seen = None
+        numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        order = list(dict.fromkeys(numbers[id(parameter)] for parameter in seen))
+        self.buckets.rearrange(self.comms.control.broadcast_object(order))
+        self._hook_chunks()
+
+    def fail(self) -> None:
+        """Undo a pass that raised: p.grad and weights are as before. Other ranks that have a part of it fail too."""
+        if self._saved is not None:
+            self._saved.restore()
+            self._saved = None
+        # A pass that failed before has told the others already, and of one that is averaged they have all.
+        spreads = self._reduction.sent and self.phase not in (Phase.AVERAGED, Phase.FAILED)
+        self._change("fail" if self._reduction.sent else "fail unsent")
+        if spreads:
+            self.comms.abort_pass(
+                "its backward pass failed after some gradients were averaged, so all ranks drop that pass and "
+                "p.grad is unchanged. Continue with the next pass, or repeat this pass on all ranks",
+                self._reduction.first_work,
+            )
+
+    def shadow(self) -> None:
+        """Join a step of the ranks that still have data: contribute nothing, and leave p.grad as it is. Collective."""
+        self._accumulated.clear()
+        self._watch.start()
+        try:
+            self.begin()
+            self.end()
+        except BaseException:
+            self.fail()
+            raise
+        finally:
+            self._watch.stop()
+
+    # -- the end of a step ----------------------------------------------------------------------
+    def _average_sparse(self, arrived: set[int]) -> set[int]:
+        """Return the parameters that have a mean now. Collective."""
+        # What was accumulated may have been set to None since.
+        has = {i for i in self._sparse if i in arrived and self._parameters[i].grad is not None}
+        absent = [self._names[i] for i in self._sparse if i not in has and self._weights.here]
+        sparse = [self._named[i] for i in self._sparse]
+        here = [i in has and self._weights.here for i in self._sparse]
+        lacking = None if self._settings.find_unused else absent
+        averaged = average_sparse(sparse, self.comms.control, self._weights, here, lacking)
+        return {self._sparse[place] for place in averaged}
+
+    def _refuse_used(self, problem: str | None) -> None:
+        """Raise on all ranks, because hooks have taken gradients away before they were averaged. Collective."""
+        by_rank = self.comms.control.all_gather_object(problem)
+        if problem is not None:
+            raise RuntimeError(problem)
+        rank, problem = next((rank, text) for rank, text in enumerate(by_rank) if text is not None)
+        raise AbortedError(
+            f"rank {rank} has failed in its backward pass, so all ranks drop that pass: {problem}",
+            rank=self.comms.rank,
+            size=self.comms.size,
+            peer=rank,
+        )
+
+    def _look_at(self, first: int) -> None:
+        """`MismatchError` on all ranks if some lack a gradient that others have, in the buckets from this one on."""
+        looked = self._reduction.contents[first:]
+        # By what all ranks have read, so that all ranks or none go on to gather.
+        if not any(had and lacked for contents in looked for had, lacked in contents.found):
+            return
+        lacking = [
+            self._names[i]
+            for contents in looked
+            for i, arrived in zip(contents.bucket.indices, contents.arrived, strict=True)
+            if not arrived
+        ]
+        by_rank = self.comms.control.all_gather_object(lacking if self._weights.here else [])
+        check_skipped(self._names, by_rank, self._weights.active, self.comms.control)
+
+    def _on_unfrozen(self, saved: SavedGradients, thawed: list[int], arrived: set[int]) -> None:
+        """Parameters that were frozen are no more: average what they have now, and from now on."""
+        names = [self._names[i] for i in thawed]
+        with ErrorContext(f"comparing frozen parameters; no longer frozen on rank {self.comms.rank}: {names}"):
+            agree_on_parameters(self._named, self.comms.control)
+        self._frozen = [i for i in self._frozen if i not in thawed]
+        known = len(self.buckets.ordered)
+        self._add_parameters(thawed)
+        self._reduction.extend()
+        # Not repeated if another rank fails: means of the other buckets may have been used there.
+        self._reduction.reduce_all(saved, arrived, known)
+        self._reduction.conclude(known)
+        if self._reduction.uneven and not self._settings.find_unused:
+            self._look_at(known)

@@ -1,0 +1,142 @@
+"""The buckets of an averager: which parameters are in each, and the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.communicator import Communicator
+from unisono.core.tensors import HALVES
+from unisono.errors import AbortedError
+from unisono.gradients.bucket import GradientBucket
+from unisono.utils.flatten import plan_buckets
+from unisono.utils.parameters import Named
+from unisono.utils.replaceable_comms import ReplaceableComms
+
+if TYPE_CHECKING:
+    from unisono.compression.codec import Codec
+
+__all__ = ["Buckets", "codec_for"]
+
+
+def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | None:
+    """Return the codec that a user's argument stands for."""
+    if compression is None:
+        return None
+    from unisono.compression.codec import resolve
+
+    return resolve(compression)
+
+
+class Buckets:
+    """Buckets of an averager, in the order in which all ranks reduce them. They stay from step to step.
+
+    Args:
+        named: All parameters, with their names.
+        comms: Communicators, of which `data` reduces the buckets, and nothing else.
+        codec: Cloned for each bucket of real numbers; None reduces the gradients uncompressed.
+        sizes: Maximum bytes of a bucket, and of the first one if that differs.
+
+    Attributes:
+        ordered: The buckets.
+        where: For each parameter that has a bucket, the bucket's number and its slot there.
+        background: Whether a bucket is sent while others fill.
+        codec: As passed.
+        comm: The communicator for which the memory was allocated; another one is in use after a failed pass.
+    """
+
+    def __init__(
+        self, named: Named, comms: ReplaceableComms, codec: Codec | None, sizes: tuple[int, int | None]
+    ) -> None:
+        self._names = [name for name, _ in named]
+        self._parameters = [p for _, p in named]
+        self._comms = comms
+        self._cap, self._first = sizes
+        self.codec = codec
+        self.comm: Communicator = comms.data
+        self.background: bool = self.comm.overlaps and codec is None
+        self.ordered: list[GradientBucket] = []
+        self.where: dict[int, tuple[int, int]] = {}
+        self._codecs: dict[tuple[int, ...], Codec] = {}
+
+    def add(self, order: Sequence[int]) -> None:
+        """Make buckets for these parameters, after those that there are. Collective."""
+        for indices in plan_buckets(self._parameters, order, self._cap, None if self.ordered else self._first):
+            members = [self._parameters[i] for i in indices]
+            first = self._names[indices[0]]
+            last = self._names[indices[-1]]
+            name = repr(first) if first == last else f"{first!r} to {last!r}"
+            like = members[0]
+            memory = self._allocate(GradientBucket.length(members), like.dtype, like.device)
+            self.where.update((index, (len(self.ordered), slot)) for slot, index in enumerate(indices))
+            self.ordered.append(GradientBucket(indices, members, memory, self._scale(like.dtype), name))
+
+    def rearrange(self, seen: Iterable[int]) -> None:
+        """Put the parameters into the order in which gradients arrived; those that did not come last. Collective."""
+        order = list(dict.fromkeys([*(i for i in seen if i in self.where), *self.where]))
+        if order != list(self.where):
+            self.recreate(order)
+
+    def recreate(self, order: Sequence[int]) -> None:
+        """Replace all buckets by new ones for these parameters, with memory of the communicator in use. Collective."""
+        self.clear()
+        self.comm = self._comms.data
+        self.add(order)
+
+    def clear(self) -> None:
+        """Forget all buckets."""
+        self.ordered.clear()
+        self.where.clear()
+
+    def _scale(self, dtype: torch.dtype) -> float:
+        """Factor applied to each contribution as it is copied into a bucket of this dtype."""
+        # An average of halves divides them first, to which a power of two is exact: then it is cheaper here.
+        first = dtype in HALVES and self.codec is None and self._comms.size.bit_count() == 1
+        return 1 / self._comms.size if self.background or first else 1.0
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate memory that the backend reduces fastest. Collective."""
+        if device.type == "cpu":
+            # If a failed pass has aborted the communicator, use plain memory until it is replaced.
+            with suppress(AbortedError):
+                return self._comms.data.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def names_of(self, bucket: GradientBucket) -> list[str]:
+        """Return the names of a bucket's parameters."""
+        return [self._names[index] for index in bucket.indices]
+
+    def codec_of(self, bucket: GradientBucket) -> Codec | None:
+        """The bucket's own codec, if it has one."""
+        if self.codec is None or not bucket.flat.is_floating_point():
+            return None
+        # By parameters, not in the bucket: what a codec has learned outlives a bucket that is made again.
+        found = self._codecs.get(bucket.indices)
+        if found is None:
+            found = self._codecs[bucket.indices] = self.codec.clone()
+        return found
+
+    def within(self, held: Iterable[tuple[int, torch.Tensor]]) -> set[int]:
+        """Return which gradients are memory of the buckets, each in its own place.
+
+        Args:
+            held: Index and p.grad of parameters.
+
+        Raises:
+            RuntimeError: One is in the place of another parameter, whose mean would overwrite it.
+        """
+        return {index for index, grad in held if self._is_within(index, grad)}
+
+    def _is_within(self, index: int, grad: torch.Tensor) -> bool:
+        number, slot = self.where.get(index, (None, 0))
+        if number is not None and self.ordered[number].is_place(slot, grad):
+            return True
+        if not any(bucket.holds(grad) for bucket in self.ordered):
+            return False
+        raise RuntimeError(
+            f"p.grad of {self._names[index]!r} is memory of the averager for other gradients: it was taken from "
+            "another parameter, or is a slice or transpose of its own. Assign a clone() instead"
+        )

@@ -1,0 +1,182 @@
+"""What is the caller's during a pass: what p.grad held before it, and what the caller's hooks do to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+__all__ = ["CallerHooks", "SavedGradients"]
+
+_post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
+_version = attrgetter("_version")
+
+
+@dataclass(slots=True)
+class _Effects:
+    """What the caller's hooks have done in one pass.
+
+    Attributes:
+        versions: Of each parameter as the pass began; None if the caller has no hooks.
+        taken: Indices of the parameters whose gradient was gone after the caller's hooks.
+    """
+
+    versions: list[int] | None = None
+    taken: set[int] = field(default_factory=set)
+
+
+class CallerHooks:
+    """The hooks that run when p.grad of a parameter has been added to: the caller's, and those of one averager.
+
+    The caller's see what they would see without an averager, so p.grad stays in place where there are any. Torch calls
+    hooks in the order of their registration. Hooks of the averager are registered again whenever the caller has added
+    one, so that they are the last ones, and see what the caller's have left.
+
+    Args:
+        parameters: All parameters of the averager.
+        spread: Indices of the parameters with sparse gradients.
+
+    Attributes:
+        count: Number of the caller's hooks.
+        stays: Indices of the parameters whose p.grad stays in place while a pass runs.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], spread: Set[int]) -> None:
+        self._parameters = parameters
+        self._handles: list[Any] = []
+        # How many of the hooks of each parameter are the averager's; the rest of torch's table is the caller's.
+        self._own = Counter[int]()
+        self.count = 0
+        self._watched: set[int] = set()
+        self.stays: set[int] = set(spread)
+        self._effects = _Effects()
+        self.begin()
+
+    def begin(self) -> bool:
+        """Begin a pass. Return whether the caller has added or removed hooks since the last one."""
+        tables = map(_post_accumulate_hooks, self._parameters)
+        count = sum(map(len, filter(None, tables))) - len(self._handles)
+        changed = count != self.count
+        if changed:
+            self.count = count
+            hooks = enumerate(map(_post_accumulate_hooks, self._parameters))
+            self._watched = {index for index, table in hooks if table and len(table) > self._own[index]}
+            # Never shrinks: a parameter whose hook was removed costs a copy, and needs no thought.
+            self.stays |= self._watched
+        # Versions tell of a hook that makes an optimizer's step, which no look at p.grad does.
+        self._effects = _Effects(list(map(_version, self._parameters)) if count else None)
+        return changed
+
+    def clear(self) -> None:
+        """Remove the averager's hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._own.clear()
+
+    def add(self, index: int, after: Callable[[torch.Tensor], object]) -> None:
+        """Call `after` when p.grad of a parameter, which is not frozen, has been added to."""
+        self._own[index] += 1
+        self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(after))
+
+    def watch(self, index: int) -> None:
+        """Note whether the caller's hooks of a parameter, if it has any, leave its gradient in p.grad."""
+        if index in self._watched:
+            self.add(index, partial(self._look, index))
+
+    def _look(self, index: int, parameter: torch.Tensor) -> None:
+        # Torch calls it for one that was frozen after its forward, too, and adds nothing.
+        if parameter.grad is None and parameter.requires_grad:
+            self._effects.taken.add(index)
+
+    def used(self, lost: Iterable[int]) -> list[int]:
+        """Return the parameters whose gradient a hook of the caller's has used before it was averaged.
+
+        Args:
+            lost: Parameters whose gradient has arrived, and is neither in p.grad nor in a bucket.
+        """
+        used = sorted(self._effects.taken.union(lost))
+        versions = self._effects.versions
+        if not used and versions is not None:
+            now = enumerate(map(_version, self._parameters))
+            used = [index for index, version in now if version != versions[index]]
+        return used
+
+
+class SavedGradients:
+    """Gradients from before the running pass. Made as it begins, and dropped as it ends.
+
+    They are set aside, and p.grad is None meanwhile, so that the pass's gradients arrive alone and nothing is copied.
+    A copy is made only where p.grad stays, for user hooks that read it, and of memory that the pass writes. They
+    include gradients of frozen parameters, and others that the pass does not reach: it leaves these as they are.
+
+    Args:
+        parameters: All parameters of the averager.
+        held: Index and p.grad of each that has one.
+        within: Indices of those whose p.grad is memory of a bucket.
+        stays: Indices of the parameters that keep p.grad in place.
+
+    Attributes:
+        aside: By index, the gradient to add to the one that the pass computes.
+        owned: By index, the tensor of the caller's that was p.grad. What p.grad is after the pass goes into it.
+        staying: By index, the tensor that is still in p.grad, unless the pass has put another one there.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        held: Sequence[tuple[int, torch.Tensor]],
+        within: Set[int],
+        stays: Set[int],
+    ) -> None:
+        self._parameters = parameters
+        self.aside: dict[int, torch.Tensor] = {}
+        self.owned: dict[int, torch.Tensor] = {}
+        self.staying: dict[int, torch.Tensor] = {}
+        self._before: dict[int, torch.Tensor] = {}
+        for index, grad in held:
+            # What has a graph, or is sparse, is for torch to add to.
+            plain = not grad.requires_grad and grad.layout == torch.strided
+            copied = index in stays or not plain
+            with torch.enable_grad():
+                self._before[index] = grad.clone() if copied or index in within else grad
+            if plain and index not in within:
+                self.owned[index] = grad
+            if copied:
+                self.staying[index] = grad
+            else:
+                self.aside[index] = self._before[index]
+        # Last, when nothing can raise any more: a copy that found no memory has then changed no p.grad.
+        for index in self.aside:
+            parameters[index].grad = None
+
+    def arrived(self) -> set[int]:
+        """Indices of the parameters whose p.grad is another tensor than before, and has not been taken."""
+        return {
+            index
+            for index, parameter in enumerate(self._parameters)
+            if parameter.grad is not None and parameter.grad is not self.staying.get(index)
+        }
+
+    def merge(self) -> None:
+        """Add the gradients that were set aside back into p.grad."""
+        for index, earlier in self.aside.items():
+            new = self._parameters[index].grad
+            with torch.set_grad_enabled(new is not None and new.requires_grad):
+                total = earlier if new is None else earlier + new if new.requires_grad else earlier.add_(new)
+            self._parameters[index].grad = total
+
+    @torch.no_grad()
+    def restore(self, indices: Iterable[int] | None = None) -> None:
+        """Restore p.grad of these parameters, or of all, to its value before the pass."""
+        for index in range(len(self._parameters)) if indices is None else indices:
+            before = self._before.get(index)
+            owned = self.owned.get(index)
+            if owned is not None and before is not None and owned is not before:
+                # The pass has added to the caller's tensor.
+                owned.copy_(before)
+            self._parameters[index].grad = before if owned is None else owned

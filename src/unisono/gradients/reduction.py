@@ -1,0 +1,226 @@
+"""Reduction of the buckets in one step: its time, its order, and its method, plain or by a codec that sends less."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext, suppress
+
+import torch
+
+from unisono.communicator import engine_of
+from unisono.core.tracing import SINK, TraceEvent, observed_now, span
+from unisono.core.types import Work
+from unisono.errors import CommError
+from unisono.gradients.bucket import BucketContents
+from unisono.gradients.buckets import Buckets
+from unisono.gradients.caller_gradients import SavedGradients
+from unisono.gradients.weights import Weights
+from unisono.utils.replaceable_comms import ReplaceableComms
+
+__all__ = ["Reduction"]
+
+
+class Reduction:
+    """One step of all buckets: each is started as soon as it and all before it are full, the same order on all ranks.
+
+    The last bucket waits for the end of the pass: its rank then knows the flags to send. Where the calling thread would
+    have to do the reduction, all buckets wait, and the sum is divided, which is more exact and touches less memory.
+    Where the backend progresses by itself, contributions are divided while they are copied into the bucket.
+
+    Made for each step, and dropped with it: when the step has ended, or when the pass after a failed one begins. Passes
+    in `no_sync` belong to the step of the next pass outside.
+
+    Args:
+        buckets: The buckets.
+        comms: Communicators, of which `data` is used.
+        weights: Queried before the first bucket for the factor of this rank's gradients.
+        keeps_copies: Whether to keep a copy of what is sent, so that it can be sent again.
+
+    Attributes:
+        contents: What is in each bucket.
+        sent: Number of buckets whose reduction was started; they are started in order.
+        asked: Whether any rank made each request in this step: about thawed parameters, and used gradients.
+        uneven: Whether some rank lacked a gradient in this step.
+    """
+
+    def __init__(self, buckets: Buckets, comms: ReplaceableComms, weights: Weights, *, keeps_copies: bool) -> None:
+        self._buckets = buckets
+        self._comms = comms
+        self._weights = weights
+        self._keeps_copies = keeps_copies
+        self.contents: list[BucketContents] = list(map(BucketContents, buckets.ordered))
+        self.sent = 0
+        self._factor: float | None = None
+        self.asked: Sequence[bool] = (False, False)
+        self.uneven = False
+
+    def extend(self) -> None:
+        """Follow the addition of buckets."""
+        self.contents += map(BucketContents, self._buckets.ordered[len(self.contents) :])
+
+    def has_taken(self, index: int) -> bool:
+        """Return whether this rank's gradient of a parameter is in its bucket."""
+        number, slot = self._buckets.where.get(index, (None, 0))
+        return number is not None and bool(self.contents[number].inside[slot])
+
+    def has_mean(self, index: int) -> bool:
+        """Return whether any rank had a gradient of a parameter in this pass."""
+        number, slot = self._buckets.where.get(index, (None, 0))
+        return number is not None and self.contents[number].found[slot][0]
+
+    @property
+    def first_work(self) -> Work | None:
+        """The reduction of the first bucket, if it is in progress."""
+        return self.contents[0].work if self.contents else None
+
+    # -- in a pass ------------------------------------------------------------------------------
+    @torch.no_grad()
+    def advance(self, saved: SavedGradients) -> None:
+        """Start the due buckets: the full ones except the last. `AbortedError` if another rank's pass has failed."""
+        while self.sent < len(self.contents) - 1 and 0 not in self.contents[self.sent].inside:
+            self._start(saved)
+
+    def reduce_all(
+        self, saved: SavedGradients, arrived: Set[int], first: int = 0, *, requests: Sequence[bool] = ()
+    ) -> None:
+        """Start the remaining buckets, and wait for all. `AbortedError` if another rank's pass has failed.
+
+        Args:
+            saved: p.grad from before the pass: it is added to the new gradients.
+            arrived: Indices of the parameters with a gradient that may be in no bucket yet.
+            first: The first bucket to wait for.
+            requests: Whether this rank makes each request to all ranks, after that of late gradients.
+        """
+        # Before any other bucket starts: after that, `finalize` has emptied p.grad.
+        late = any(map(BucketContents.is_late, self.contents[: self.sent]))
+        while self.sent < len(self.contents):
+            self._start(saved, arrived, (late, *requests))
+        # Without a bucket, ranks still count in a step: in join(), others wait for this rank's answer.
+        if self._factor is None:
+            self._factor = self._weights.shared_factor()
+        for contents in self.contents[first:]:
+            if contents.work is not None and contents.observed_s is None:
+                self._wait(contents)
+            elif contents.work is not None:
+                with self._observed(contents):
+                    self._wait(contents)
+
+    def conclude(self, first: int = 0) -> None:
+        """Read what all ranks have said in the headers, and reduce what was late on any of them. Collective then."""
+        if self.contents:
+            late, *self.asked = self.contents[-1].asked
+            if late:
+                # Parts of shared parameters that arrived, under re-entrant checkpointing, when the rest had been sent.
+                # All ranks reduce all buckets again, because none knows which of them another rank's are in.
+                for contents in self.contents:
+                    contents.add_late()
+                    self._reduce(contents)
+                    self._wait(contents)
+        for contents in self.contents[first:]:
+            self.uneven = self.uneven or contents.found is not contents.bucket.complete
+
+    def assign(self, saved: SavedGradients) -> None:
+        """Assign the means to p.grad."""
+        for contents in self.contents:
+            contents.assign_grads(saved)
+        # What was set aside and has no bucket, as of a parameter that is frozen, was not averaged.
+        if saved.aside:
+            saved.restore([index for index in saved.aside if index not in self._buckets.where])
+
+    def _start(self, saved: SavedGradients, arrived: Set[int] = frozenset(), requests: Sequence[bool] = ()) -> None:
+        """Begin the reduction of the next bucket; its memory belongs to that until `_wait`."""
+        contents = self.contents[self.sent]
+        last = self.sent == len(self.contents) - 1
+        comm = self._comms.data
+        # Before p.grad is emptied: a pass that is undone needs no rewind then.
+        if (failure := comm.exception()) is not None:
+            # Another rank's pass has failed.
+            raise failure.locate(rank=comm.rank, size=comm.size, operation="all_reduce")
+        if self._factor is None:
+            self._factor = self._weights.shared_factor() if self._weights.uneven else self._weights.factor
+        if not contents.bucket.memory.is_cpu:
+            contents.follow_streams()
+        flags = requests if last else ()
+        contents.finalize(arrived, saved.aside, self._factor, self._weights.here, flags, self._keeps_copies)
+        # Before the reduction, which may end in an error on this rank alone.
+        self.sent += 1
+        with self._observed(contents) if observed_now() else nullcontext():
+            self._reduce(contents)
+
+    def _reduce(self, contents: BucketContents) -> None:
+        bucket = contents.bucket
+        comm = self._comms.data
+        codec = None if self._buckets.codec is None else self._buckets.codec_of(bucket)
+        try:
+            if self._buckets.background:
+                contents.work = comm.all_reduce(bucket.memory, "sum", async_op=True)
+                return
+            if codec is None:
+                comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
+                contents.found = contents.read_header()
+            else:
+                # First and exactly: a codec would blur the flags, and needs to know which gradients there are.
+                comm.all_reduce(bucket.header, "avg")
+                contents.found = contents.read_header()
+                used = [had for had, _ in contents.found]
+                for view, had in zip(bucket.views, used, strict=True):
+                    if not had:
+                        view.zero_()
+                codec.average_masked(bucket.flat, comm, bucket.shapes, used)
+        except CommError as error:
+            error.add_note(f"while averaging the gradients of {bucket.name}")
+            raise
+
+    def _wait(self, contents: BucketContents) -> None:
+        """Return when the bucket holds the means."""
+        work = contents.work
+        contents.work = None
+        if work is not None:
+            try:
+                work.wait()
+            except CommError as error:
+                error.add_note(f"while averaging the gradients of {contents.bucket.name}")
+                raise
+            contents.found = contents.read_header()
+
+    # -- a pass that fails ----------------------------------------------------------------------
+    def can_rewind(self) -> bool:
+        """Return whether this rank can begin the reduction again: it has a copy of each bucket that it has sent."""
+        return all(map(BucketContents.can_rewind, self.contents))
+
+    def rewind(self) -> None:
+        """Go back to where no bucket had started: another rank's pass has failed, and makes a new one."""
+        self.give_up()
+        for contents in self.contents:
+            contents.rewind()
+        self.sent = 0
+        # The rank that failed may set another weight for its next pass.
+        self._factor = None
+
+    def give_up(self) -> None:
+        """Wait for all pending reductions, ignoring their results, so that the memory can be reused."""
+        for contents in self.contents:
+            # The caller that started it gets an error already.
+            with suppress(CommError):
+                self._wait(contents)
+
+    @contextmanager
+    def _observed(self, contents: BucketContents) -> Iterator[None]:
+        """Record the block as the start of a bucket's reduction, or its wait; report the bucket once it is reduced."""
+        group = engine_of(self._comms.data).group
+        bucket = contents.bucket
+        nbytes = bucket.memory.nbytes
+        if contents.observed_s is None:
+            contents.observed_s = time.perf_counter()
+        with span("bucket_wait", f"bucket {bucket.name}", group, nbytes, starts=contents.work is None):
+            yield
+        if contents.work is not None:
+            return
+        start = contents.observed_s
+        contents.observed_s = None
+        if (sink := SINK.get()) is not None:
+            detail = {"parameters": self._buckets.names_of(bucket)}
+            end = time.perf_counter()
+            world_rank = group.members[group.rank]
+            sink(TraceEvent("bucket", bucket.name, group.name, group.rank, start, end, nbytes, detail, world_rank))

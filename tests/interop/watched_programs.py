@@ -388,6 +388,39 @@ def groups_in_threads(rank: int, size: int) -> None:
 
 
 @right
+def forked_child(rank: int, size: int) -> None:
+    dist.all_reduce(ones())
+    if not (pid := os.fork()):
+        alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        alone.allreduce([ones()]).wait()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    dist.all_reduce(ones())
+
+
+@right
+def fake_tensors_on_one_rank(rank: int, size: int) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # What the first call imports takes seconds, on all ranks alike.
+    for _ in range(2 if rank == 0 else 1):
+        with FakeTensorMode():
+            dist.all_reduce(ones())
+    dist.all_reduce(ones())
+
+
+@right
+def closed_watch(rank: int, size: int) -> None:
+    import unisono.interop.call_watch as module
+
+    dist.barrier()
+    if rank == 0 and module._watch is not None:
+        module._watch.close()
+        time.sleep(0.2)
+    dist.all_reduce(ones())
+
+
+@right
 def ddp_training(rank: int, size: int) -> None:
     train(rank, 5, ddp())
 

@@ -119,6 +119,7 @@ class WatchedCalls(ControlState):
         self._known: dict[str, _Group] = {}
         self._gone: dict[int, str] = {}
         self._unclear: dict[int, int] = {}
+        self._over = False
         self._victim: tuple[float, int, str] | None = None
 
     # -- clients -----------------------------------------------------------------------------------
@@ -146,6 +147,11 @@ class WatchedCalls(ControlState):
         del known[index:]
         known.append(content)
         return []
+
+    def _on_finish(self, client: int, request: int) -> Outgoing:
+        """End the comparison for all ranks. It gets no reply."""
+        self._over = True
+        return [answer for where, number, call in self._open() for answer in self._made(where, number, call)]
 
     def _on_bye(self, client: int, request: int) -> Outgoing:
         how = "has ended, or closed its watch. Did it make fewer calls?"
@@ -183,6 +189,8 @@ class WatchedCalls(ControlState):
     def _take(
         self, client: int, request: int, group: int, number: int, same: int, signature: int, op: int, waits: int
     ) -> Outgoing:
+        if self._over:
+            return [(client, (request, "ok", None))] if request else []
         here = self._present[client]
         where = here.groups[group]
         call = where.calls.setdefault(number, _Call(self._now()))

@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 import torch.distributed as dist
 
@@ -22,6 +23,7 @@ from unisono.control.watched_calls import CALL, follows
 from unisono.core import clock
 from unisono.core.failure import Cause, error_of, text_of
 from unisono.core.flight_recorder import Activity, callers_place
+from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
 from unisono.core.threads import spawn_thread
 from unisono.core.types import Timeout
@@ -49,8 +51,14 @@ _POLL_S = 0.02
 _MOST_SIGNATURES = 1 << 14
 _CODES: dict[str | None, int] = {None: 0, **{name: code for code, name in enumerate(OPERATIONS, 1)}}
 
+_NOT_WATCHED = {
+    "unisono": "it compares its calls by itself",
+    "fake": "its ranks do not exist",
+    "threaded": "its ranks are threads of one process",
+}
+
 _watch: Watch | None = None
-_counted = 0
+_counted: Counter[str] = Counter()
 _installed = False
 
 
@@ -74,7 +82,9 @@ class _WatchedGroup:
 
 
 class Watch:
-    """A watch of the process groups of this process, which `watch` makes.
+    """A watch of the process groups of this process, which `watch` makes. As a context, it is closed at the end.
+
+    An error that leaves the context is reported to the other ranks.
 
     Args:
         control: Connection to the monitor.
@@ -102,10 +112,34 @@ class Watch:
         self._raised = False
 
     def close(self) -> None:
-        """End the watch on this rank. Its later calls are not compared. Idempotent."""
+        """End the watch: once a rank has, no more calls are compared on any. Idempotent."""
+        with contextlib.suppress(CommError):
+            self._control.tell("finish")
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        message = f"rank {self._group.rank} failed: {type(error).__name__}: {text_of(error)}"
+        with contextlib.suppress(CommError):
+            self._control.report_failure(self._group, Cause("PeerLostError", self._group.rank, message))
+        self._close()
+
+    def invalidate_after_fork(self) -> None:
+        """Leave the calls of a forked child alone: the connection is its parent's."""
+        self._forget()
+
+    def _forget(self) -> None:
         global _watch  # noqa: PLW0603
         if _watch is self:
             _watch = None
+
+    def _close(self) -> None:
+        self._forget()
         self._raised = True
         with contextlib.suppress(CommError):
             self._control.leave(self._group)
@@ -128,6 +162,9 @@ class Watch:
         # Reports of one group are in the order of its calls.
         with self._lock:
             index, signature = self._signatures.get(key) or self._describe(key, form, args)
+            if signature.fingerprint.device == "meta":
+                # A compiler, or a mode for fake tensors, tries what a call would return: only this rank, perhaps.
+                return make()
             where.calls += 1
             number = where.calls
             self._threads.add(threading.get_ident())
@@ -194,6 +231,8 @@ class Watch:
         try:
             self._control.compare(content, None if waits else _ASYNC_WAITS_S)
         except CommError as error:
+            if self._control.server_lost:
+                return
             self._raised = True
             raise error.locate(**place) from None
 
@@ -278,7 +317,8 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
     Returns: The watch, whose `close` ends it.
 
     Raises:
-        ValueError: There is no default group, `check` or `timeout` has no such value, or the process is watched.
+        ValueError: There is no default group, `check` or `timeout` has no such value, the process is watched, or not
+            in the group, or the group's backend cannot be watched.
         CommTimeoutError: Not all ranks of the group have called it within a minute.
 
     Example:
@@ -287,7 +327,7 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
         ...
         ValueError: torch has no default group yet: call dist.init_process_group first
     """
-    global _watch, _counted, _installed  # noqa: PLW0603
+    global _watch, _installed  # noqa: PLW0603
     if check not in ("after", "before"):
         raise ValueError(f"check must be 'after' or 'before', not {check!r}")
     limit_s = None if timeout is None else positive_timeout(timeout)
@@ -295,11 +335,16 @@ def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", ti
         raise ValueError("torch has no default group yet: call dist.init_process_group first")
     if _watch is not None:
         raise ValueError("this process is watched already; close that watch first")
+    if (backend := dist.get_backend(group)) in _NOT_WATCHED:
+        raise ValueError(f"groups of backend {backend!r} are not watched: {_NOT_WATCHED[backend]}")
     ranks = dist.get_process_group_ranks(group)
-    _counted += 1
-    store = dist.PrefixStore(f"unisono/watch {_counted} of {ranks}", dist.distributed_c10d._get_default_store())
-    rank = ranks.index(dist.get_rank())
-    made = _meet(store, rank, ranks, check, limit_s)
+    if dist.get_rank() not in ranks:
+        raise ValueError("this process is not in the group; only its members call watch")
+    chosen: Any = group or dist.group.WORLD
+    name = chosen.group_name
+    _counted[name] += 1
+    store = dist.PrefixStore(f"unisono/watch {_counted[name]} of {name}", dist.distributed_c10d._get_default_store())
+    made = _meet(store, ranks.index(dist.get_rank()), ranks, check, limit_s)
     if not _installed:
         install(_seen)
         _installed = True
@@ -330,6 +375,7 @@ def _meet(store: dist.Store, rank: int, ranks: list[int], check: _Check, limit_s
     control.exchange(Group.world(rank, size, name), "watch", check, _MEET_WITHIN_S)
     # It is closed before its connection, which was opened before.
     close_at_exit(made)
+    invalidate_after_fork(made)
     return made
 
 
@@ -364,6 +410,8 @@ def watch_at_init(setting: str) -> None:
         if _watch is not None:
             # Of a default group that was destroyed.
             _watch.close()
+        if dist.get_backend() in _NOT_WATCHED or dist.get_world_size() == 1:
+            return
         try:
             watch(check=check, timeout=float(timeout) if timeout else None)
         except (CommError, ValueError, OSError) as error:

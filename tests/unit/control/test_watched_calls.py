@@ -221,6 +221,19 @@ def test_error_that_follows_is_reported_if_nothing_else_is() -> None:
     assert watched.verdict()[:2] == ("PeerLostError", 0)
 
 
+def test_nothing_is_compared_after_a_rank_has_ended_the_watch() -> None:
+    watched = Watched()
+    watched.call(0, 1, asks=True)
+    watched.ask(1, "finish")
+    assert watched.answers[0][-1] == "ok"
+    watched.ask(1, "bye")
+    watched.call(0, 2, asks=True)
+    assert watched.answers[0][-1] == "ok"
+    watched.pass_time(50.0)
+    assert not watched.told[0]
+    assert watched.overdue is None
+
+
 def test_only_members_report_calls() -> None:
     watched = Watched()
     with pytest.raises(ValueError, match="only a member"):

@@ -13,12 +13,14 @@ CHOSEN = f"({KINDS}) and not (cuda or nccl or profiler)"
 
 TEXT = '''"""Tests."""
 from __future__ import annotations
-@skip_if_lt_x_gpu(2)
+@unittest.skipIf(not TEST_CUDA, "no cuda")
 def test(self):
     torch.cuda.set_device(self.rank)
     torch.ones(2, device="cuda:0").cuda(self.rank)
     init_device_mesh('cuda', (2,))
     torch.device("cuda", self.rank)
+    model.to(self.rank), f"cuda:{self.rank}", "rank:1/cuda:1", torch.cuda.current_device()
+    DDP(model, device_ids=[self.rank]), torch.empty(2, device=self.rank)
     self.assertRaisesRegex(RuntimeError, r"device\\(type='cuda'")
 '''
 
@@ -26,7 +28,7 @@ def test(self):
 def test_files_of_tests_name_the_cpu_for_cuda() -> None:
     written = on_cpu(TEXT, "unisono")
     assert "cuda" not in written
-    assert "gpu" not in written
+    assert "self.rank" not in written
     assert written.index("__future__") < written.index("torch_files.patch('unisono')") < written.index("def test")
     compile(written, "tests", "exec")
 

@@ -2,7 +2,8 @@
 
 FOLDER holds the files of torch's `test/distributed`, as in its source package; a PATTERN is a path below it, or a glob.
 The files are copied with the CPU in place of CUDA, and make groups of the backend where they ask for gloo, NCCL or the
-default. Printed: for each file, how many tests pass; then each test that passes on gloo only, with its error. If there
+default; those of one folder share a process. Some take the backend from the environment: set BACKEND to gloo.
+Printed: for each file, how many tests pass; then each test that passes on gloo only, with its error. If there
 is one, the exit status is 1.
 """
 
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,18 @@ Outcomes = dict[str, tuple[str, str]]
 """For each test, by its file and name: its outcomes on gloo and on the backend. "passed", "skipped", or an error."""
 
 CPU = {
-    r"@skip_if_lt_x_gpu\(\d+\)": "",
-    r"@(with_comms_and_)?requires_(nccl|accelerator_dist_backend)\(.*?\)": "",
+    r"@unittest\.skipIf\(\s*not (TEST_CUDA|TEST_MULTIGPU|torch\.cuda\.is_available\(\)),\s*\"[^\"]*\",?\s*\)": "",
     r"\.cuda\([^()]*\)": ".cpu()",
-    r"([\"'])cuda(:\d+)?\1": r"\1cpu\1",
+    r"torch\.cuda\.current_device\(\)": 'torch.device("cpu")',
+    r"torch\.cuda\.device_count\(\)": "2",
+    r"f?([\"'])cuda(:\d+|:\{[^{}]*\})?\1": r"\1cpu\1",
     r"torch\.device\(([\"'])cpu\1, [^()]*\)": r"torch.device(\1cpu\1)",
-    r"torch\.cuda\.(set_device|synchronize|empty_cache|manual_seed)\([^()]*\)": "None",
+    r"torch\.cuda\.(set_device|synchronize|empty_cache|manual_seed|_sleep)\([^()]*\)": "None",
+    r"device_ids=\[[^\]]*\]": "device_ids=None",
+    r"\.to\((self\.)?(rank|device_id)\)": ".cpu()",
+    r"(rank:[^/\"']*)/cuda:[^\"']*": r"\1/cpu",
+    r"device=(self\.)?rank\b": 'device="cpu"',
 }
-"""What names CUDA in torch's files, as patterns, and what replaces it."""
 FUTURE = r"^from __future__ import .*\n"
 FIRST = "import sys; sys.path.insert(0, {here!r}); import torch_files; torch_files.patch({backend!r})\n"
 REPLACED = (None, "gloo", "nccl", "cpu:gloo", "cpu:gloo,cuda:nccl")
@@ -41,12 +47,17 @@ REPLACED = (None, "gloo", "nccl", "cpu:gloo", "cpu:gloo,cuda:nccl")
 
 def patch(backend: str) -> None:
     """Make groups of a backend in this process, whichever of `REPLACED` a test names, and fork its ranks."""
+    # Each rank would import the compiler and our group for itself.
+    import torch._dynamo  # noqa: F401
     import torch.distributed as dist
-    from torch.testing._internal.common_distributed import MultiProcessTestCase
+    from torch.testing._internal import common_distributed
 
+    import unisono.interop.group  # noqa: F401
+
+    on_cpu_ranks()
     # A rank that is spawned imports torch anew, which takes seconds.
     fork = multiprocessing.get_context("fork").Process
-    MultiProcessTestCase._spawn_processes = lambda self: self._start_processes(fork)  # type: ignore[attr-defined, method-assign]
+    common_distributed.MultiProcessTestCase._spawn_processes = lambda self: self._start_processes(fork)  # type: ignore[attr-defined, method-assign]
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **options: Any) -> Any:
@@ -65,6 +76,33 @@ def patch(backend: str) -> None:
         setattr(dist.distributed_c10d, name, made)
 
 
+def on_cpu_ranks() -> None:
+    """Let torch's tools for tests of CUDA run the tests on the CPU."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.testing._internal import common_distributed, common_fsdp
+    from torch.testing._internal.distributed._tensor import common_dtensor
+
+    def unconditional(*_: object, **__: object) -> Callable[[Any], Any]:
+        return lambda test: test
+
+    # Pytest would take one of the names for a test.
+    unconditional.__test__ = False  # type: ignore[attr-defined]
+    tools: Any = common_distributed
+    for name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_nccl_version", "requires_accelerator_dist_backend"):
+        setattr(tools, name, unconditional)
+    common_dtensor.skip_unless_torch_gpu = lambda method: method
+    # Names that torch has changed: of a class, and of a decorator that runs each test compiled, too.
+    tools.MultiProcContinousTest = getattr(tools, "MultiProcContinuousTest", None)
+    common_fsdp.test_compiled_fsdp = unconditional  # type: ignore[attr-defined]
+    # FSDP's tests need as many accelerators as ranks.
+    torch.accelerator.device_count = lambda: 4
+    common_fsdp.DEVICE_COUNT = 2
+    common_fsdp.FSDPTestContinuous.world_size = 2
+    wrapped: Any = FullyShardedDataParallel
+    wrapped.__init__ = partialmethod(wrapped.__init__, device_id=torch.device("cpu"))
+
+
 def on_cpu(text: str, backend: str) -> str:
     """Return a file of tests for the CPU, whose groups are of a backend."""
     for pattern, replacement in CPU.items():
@@ -75,24 +113,30 @@ def on_cpu(text: str, backend: str) -> str:
     return future + FIRST.format(here=str(Path(__file__).parent), backend=backend) + rest
 
 
-def started(file: Path, folder: Path, backend: str, limit_s: int, chosen: str) -> tuple[subprocess.Popen[bytes], Path]:
-    """Start the tests of a file; return also where their outcomes will be."""
-    target = folder / backend / file.name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(on_cpu(file.read_text(), backend))
-    written = target.with_suffix(".xml")
-    words = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={target.parent}", f"--junitxml={written}"]
+def started(
+    files: Sequence[Path], folder: Path, backend: str, limit_s: int, chosen: str
+) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start the tests of the files of one folder; return also where their outcomes will be."""
+    target = folder / f"on_{backend}"
+    target.mkdir()
+    # They may import others of their folder.
+    for file in files[0].parent.glob("[!_]*.py"):
+        (target / file.name).write_text(on_cpu(file.read_text(), backend))
+    written = target / "outcomes.xml"
+    words = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={target}", f"--junitxml={written}"]
+    words += [f"--timeout={limit_s}", "--continue-on-collection-errors", "-k", chosen, *(file.name for file in files)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    with target.with_suffix(".log").open("w") as log:
-        command = [sys.executable, "-m", "pytest", *words, f"--timeout={limit_s}", "-k", chosen, str(target)]
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=target.parent), written
+    with (target / "tests.log").open("w") as log:
+        command = [sys.executable, "-m", "pytest", *words]
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=target), written
 
 
 def outcomes(path: Path) -> dict[str, str]:
-    """Return the outcome of each test by its name, of an error the last line; nothing if pytest wrote none."""
+    """Return the outcome of each test by its file and name, of an error the last line; nothing if pytest wrote none."""
     found = {}
     for case in ET.parse(path).iter("testcase") if path.exists() else ():
-        name = f"{case.get('classname', '').rsplit('.', 1)[-1]}.{case.get('name')}"
+        file, *names = (case.get("classname") or "").split(".")[-2:]
+        name = f"{file}::{'.'.join([*names, case.get('name') or ''])}"
         bad = next((part for part in case if part.tag in ("failure", "error")), None)
         if bad is None:
             found[name] = "passed" if case.find("skipped") is None else "skipped"
@@ -103,22 +147,23 @@ def outcomes(path: Path) -> dict[str, str]:
 
 
 def compared(files: Sequence[Path], backend: str = "unisono", limit_s: int = 120, chosen: str = "") -> Outcomes:
-    """Run files of tests, each on both backends at the same time.
+    """Run files of tests, those of a folder on both backends at the same time.
 
     Args:
         files: Files of torch's, or written like them.
         backend: Name of the backend beside gloo.
-        limit_s: Seconds for one test; more end the file.
+        limit_s: Seconds for one test; one that takes more fails.
         chosen: Expression of pytest's `-k`.
     """
     found: Outcomes = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for file in files:
-            runs = [started(file, Path(folder), name, limit_s, chosen) for name in ("gloo", backend)]
+    for parent in dict.fromkeys(file.parent for file in files):
+        with tempfile.TemporaryDirectory() as folder:
+            of_parent = [file for file in files if file.parent == parent]
+            runs = [started(of_parent, Path(folder), name, limit_s, chosen) for name in ("gloo", backend)]
             for process, _ in runs:
                 process.wait()
             gloo, here = (outcomes(path) for _, path in runs)
-            found |= {f"{file.stem}::{name}": (text, here.get(name, "did not run")) for name, text in gloo.items()}
+            found |= {name: (text, here.get(name, "did not run")) for name, text in gloo.items()}
     return found
 
 

@@ -57,10 +57,11 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
     """There is nothing at that path, or a save that was never finished.
 
     Example:
-        >>> un.checkpoint.load("no/such/place")
-        Traceback (most recent call last):
-        ...
-        unisono.checkpoint.errors.NoCheckpointError: load: checkpoint no/such/place: there is none; ...
+        >>> try:
+        ...     un.checkpoint.load("no/such/place")
+        ... except un.checkpoint.NoCheckpointError as error:
+        ...     print(error, error.__notes__)
+        load: checkpoint no/such/place: there is none ['there is no other good checkpoint beside it']
     """
 
 

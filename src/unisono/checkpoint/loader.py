@@ -125,7 +125,9 @@ def load(
         raise
     except CheckpointError as error:
         good = team.first(lambda: last_good(storage))
-        error.message += f"; the last good checkpoint beside it is {good}" if good else "; there is no other beside it"
+        error.add_note(
+            f"the last good checkpoint beside it is {good}" if good else "there is no other good checkpoint beside it"
+        )
         raise
 
 
@@ -225,7 +227,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
                 team.all_or_none(runs[-1])
                 team.all_or_none(lambda: builds.append(builds[0]()))
             except CheckpointError as error:
-                error.message += "; the state is partly overwritten"
+                error.add_note("the state is partly overwritten")
                 raise
     finally:
         if host is not None and host is not team.comm:

@@ -234,9 +234,10 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
     try:
         manifest = Manifest.from_bytes(data, sum([size for name, size in sizes.items() if FILE.fullmatch(name)]))
     except CorruptError as error:
-        error.tensors = tuple(names_in_headers(storage))
-        error.message += f"; its tensors are {listed(error.tensors)}" if error.tensors else ""
-        raise
+        names = names_in_headers(storage)
+        if not names:
+            raise
+        raise CorruptError(f"{error.message}; its tensors are {listed(names)}", tensors=names) from error.__cause__
     return manifest, data
 
 

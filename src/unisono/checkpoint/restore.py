@@ -175,7 +175,7 @@ class Restorer:
             team.all_or_none(load)
         except CheckpointError as error:
             changed = [part.path for part, before in reversed(begun) if not part.put_back(before) and part in loaded]
-            error.message += f". {listed(changed)} may have changed" if changed else ". Nothing else was changed"
+            error.add_note(f"{listed(changed)} may have changed" if changed else "nothing else was changed")
             raise
 
     def match(self, target: Any, node: Node) -> _Build:

@@ -417,7 +417,7 @@ class _Execution:
             if not early:
                 self._store(batch)
         except CommError as error:
-            error.message += f" (step {batch.step} of the algorithm)"
+            error.add_note(f"in step {batch.step} of the algorithm")
             raise
         for tensor in batch.packed:
             self._spare.give(tensor)

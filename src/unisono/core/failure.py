@@ -22,6 +22,7 @@ __all__ = [
     "text_of",
     "to_cause",
     "waited_for",
+    "with_notes_of",
 ]
 
 _MOST_SAID = 10_000
@@ -111,6 +112,20 @@ def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
     hint = f"Were they {begun}" if begun else "Are they alive, or did they skip a call?"
     listed = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
     return f"waited {waited_s:.1f} s{where} for rank {first} (and {listed}), which have not arrived. {hint}"
+
+
+def with_notes_of(error: BaseException, other: CommError) -> CommError:
+    """Return the other error, which replaces this one, with its notes.
+
+    Example:
+        >>> error = ValueError()
+        >>> error.add_note("in step 3 of the algorithm")
+        >>> with_notes_of(error, CommError("timed out")).__notes__
+        ['in step 3 of the algorithm']
+    """
+    for note in getattr(error, "__notes__", ()):
+        other.add_note(note)
+    return other
 
 
 def text_of(error: BaseException) -> str:

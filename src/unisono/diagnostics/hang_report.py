@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from unisono.core.control import ControlPlane
+from unisono.core.failure import with_notes_of
 from unisono.core.group import Group
 from unisono.errors import CommError, CommTimeoutError, DeadlockError, MismatchError
 
@@ -110,7 +111,8 @@ def with_hang_report(error: BaseException, control: ControlPlane, group: Group) 
             error.message += f": {hang.verdict}"
         error.message += hang.report
         if hang.deadlock:
-            return DeadlockError(error.message, **{name: getattr(error, name) for name in _FIELDS})
+            found = DeadlockError(error.message, **{name: getattr(error, name) for name in _FIELDS})
+            return with_notes_of(error, found)
     return error
 
 

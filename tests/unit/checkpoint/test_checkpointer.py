@@ -58,7 +58,7 @@ def test_damaged_checkpoint_is_not_skipped(tmp_path: Path) -> None:
     data[-1] ^= 4
     file.write_bytes(data)
     with pytest.raises(
-        CorruptError, match=r"'w' has other bytes .* the last good checkpoint beside it is .*step-0000000001"
+        CorruptError, match=r"(?s)'w' has other bytes .*\nthe last good checkpoint beside it is .*step-0000000001"
     ):
         checkpointer.load({"w": torch.zeros(9)})
     assert checkpointer.load({"w": torch.zeros(9)}, step=1) == 1

@@ -85,7 +85,7 @@ def damages(folder: Path, count: int) -> int:
         with pytest.raises(CheckpointError) as caught:
             un.checkpoint.load(path, target)
         assert isinstance(caught.value, CorruptError | FormatError)
-        said = str(caught.value)
+        said = "\n".join([str(caught.value), *caught.value.__notes__])
         assert caught.value.tensors, said
         assert repr(caught.value.tensors[0]) in said
         assert str(folder / "other") in said, "the good one is not offered"
@@ -162,7 +162,7 @@ def test_large_damaged_checkpoint_reports_partial_load(folder: Path, monkeypatch
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CorruptError, match=r"damaged: '.*partly overwritten.*last good checkpoint"):
+    with pytest.raises(CorruptError, match=r"damaged: '.*\nthe state is partly overwritten\nthe last good checkpoint"):
         un.checkpoint.load(path, state_of(9))
     target = state_of(9)
     with pytest.raises(CorruptError):
@@ -177,7 +177,7 @@ def test_newer_format_is_rejected(folder: Path) -> None:
     path = saved(folder / "newer", 1)
     rewrite(path, lambda whole: whole.update(version=7, tensors="who knows"))
     with pytest.raises(
-        FormatError, match=r"format version 7, but this unisono reads versions up to 1; update unisono;"
+        FormatError, match=r"format version 7, but this unisono reads versions up to 1; update unisono\nthere is no"
     ):
         un.checkpoint.load(path)
     text = (path / MANIFEST).read_text().replace('"version":7', '"version":8')
@@ -190,7 +190,7 @@ def test_unfinished_checkpoint_is_rejected(folder: Path) -> None:
     path = saved(folder / "unfinished" / "new", 1)
     saved(folder / "unfinished" / "old", 1)
     (path / MANIFEST).unlink()
-    with pytest.raises(NoCheckpointError, match=r"never finished; the last good checkpoint beside it is .*/old"):
+    with pytest.raises(NoCheckpointError, match=r"never finished\nthe last good checkpoint beside it is .*/old"):
         un.checkpoint.load(path)
     assert un.checkpoint.latest(folder / "unfinished") == str(folder / "unfinished" / "old")
 

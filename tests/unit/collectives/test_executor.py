@@ -241,3 +241,18 @@ def test_tensors_of_an_unsupported_device_are_staged() -> None:
     assert [values for _, values in results] == [[3.0] * 3] * 2
     assert posted
     assert not {place for place, _ in results} & set(posted)
+
+
+def _failed_step(comm: un.Communicator) -> list[str]:
+    if comm.rank == 0:
+        comm.recv(torch.ones(4), 1)
+    try:
+        comm.all_reduce(torch.ones(4), algorithm="ring")
+    except un.errors.DeadlockError as error:
+        return error.__notes__
+    return []
+
+
+def test_deadlock_keeps_the_note_that_names_the_step() -> None:
+    found = un.simulate(_failed_step, 2, check="off", timeout=1.0, on_failure="continue").results
+    assert found[1] == ["in step 1 of the algorithm"]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from unisono.collectives.selection import Selection
 from unisono.core.call import Call
+from unisono.core.failure import with_notes_of
 from unisono.core.group import Group
 from unisono.core.transport import Transport
 from unisono.core.types import Message, PointToPoint, Work
@@ -68,7 +69,7 @@ class RankMappedTransport(Wrapper):
             return error
         translated = type(error)(_RANKS.sub(self._rename, error.message), nbytes=error.nbytes, waited_s=error.waited_s)
         translated.peer = None if error.peer is None else self._number(error.peer)
-        return translated
+        return with_notes_of(error, translated)
 
     def _rename(self, found: re.Match[str]) -> str:
         return f"{found[1]} {', '.join(str(self._number(int(number))) for number in found[2].split(', '))}"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HEARTBEAT_LEAST_S",
+    "MESSAGE_CAPABILITIES",
     "Capabilities",
     "Envelope",
     "FastPath",
@@ -35,6 +36,7 @@ __all__ = [
     "Tensors",
     "Transport",
     "renewed",
+    "share_capabilities",
 ]
 
 
@@ -81,6 +83,10 @@ class Capabilities:
     devices: frozenset[str]
     host_staged: frozenset[str]
     native: frozenset[str]
+
+
+MESSAGE_CAPABILITIES = ("tags", "any_source", "devices", "host_staged", "latency_s", "second_per_byte")
+"""Attributes of a transport that a transport which sends by it shares."""
 
 
 class Transport(ABC):
@@ -338,6 +344,16 @@ class Transport(ABC):
 
 
 Tensors: TypeAlias = "Buffer | Sequence[Buffer] | None"
+
+
+def share_capabilities(transport: Transport, other: Transport, *names: str) -> None:
+    """Let a transport declare what another one does, by which it sends.
+
+    Args:
+        transport, other: The two transports.
+        names: Names of the attributes to copy.
+    """
+    vars(transport).update({name: getattr(other, name) for name in names})
 
 
 def renewed(transport: Transport, group: Group) -> Transport:

@@ -11,7 +11,7 @@ import torch
 
 from unisono.core.call import Call
 from unisono.core.group import Group
-from unisono.core.transport import Transport, renewed
+from unisono.core.transport import MESSAGE_CAPABILITIES, Transport, renewed, share_capabilities
 from unisono.core.types import Message, PointToPoint, Work
 
 __all__ = ["Wrapper"]
@@ -30,15 +30,7 @@ class Wrapper(Transport):
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.group: Group = inner.group
-        self.tags: bool = inner.tags
-        self.any_source: bool = inner.any_source
-        self.checks: bool = inner.checks
-        self.full: bool = inner.full
-        self.balanced: bool = inner.balanced
-        self.host_staged: frozenset[str] = inner.host_staged
-        self.devices: frozenset[str] = inner.devices
-        self.latency_s: float = inner.latency_s
-        self.second_per_byte: float = inner.second_per_byte
+        share_capabilities(self, inner, "checks", "full", "balanced", *MESSAGE_CAPABILITIES)
 
     @abstractmethod
     def wrap_child(self, inner: Transport) -> Self:

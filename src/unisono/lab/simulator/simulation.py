@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, Literal
 
 from unisono.collectives.algorithms import Algorithm, AlgorithmFile, Step, algorithm_of
+from unisono.core.garbage import no_collection
 from unisono.lab.simulator.event_queue import EventQueue, Message
 from unisono.lab.simulator.network import Network
 from unisono.lab.simulator.worklist import Worklist
@@ -148,7 +147,8 @@ def run_calls(
             if engine is not None:
                 raise ValueError(f"engine 'rounds' cannot serve {calls[0].algorithm.name!r}: {error}") from error
             engines.remove("rounds")
-    with _without_garbage_collection():
+    # Collections of garbage in cycles would scan the state of all ranks again and again; an engine makes none.
+    with no_collection():
         if engines[0] == "worklist":
             return _by_worklist(calls, size, network, times, itemsize)
         return _by_events(calls, size, network, times, itemsize, record)
@@ -229,15 +229,3 @@ def _check_ended(waiting: int, call: SimulatedCall) -> None:
             f"{waiting} ranks never end: the {algorithm.collective} algorithm {algorithm.name!r} deadlocks; "
             "check it with un.algorithms.verify"
         )
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Collections of garbage in cycles would scan the state of all ranks again and again; an engine makes none."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -6,12 +6,12 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from unisono.communicator import Communicator
+from unisono.core.garbage import no_collection
 
 __all__ = ["Sample", "Spread", "Timings", "clock", "interleave", "timed"]
 
@@ -180,7 +180,8 @@ def interleave(
         if after_round is not None:
             after_round()
 
-    with _no_collection():
+    gc.collect()
+    with no_collection():
         taken = 0.0
         for number in range(warmup):
             began = time.perf_counter()
@@ -199,15 +200,3 @@ def _order(names: list[str], number: int) -> list[str]:
     turn = number // 2 % len(names)
     turned = names[turn:] + names[:turn]
     return turned[::-1] if number % 2 else turned
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

@@ -9,7 +9,7 @@ from unisono.collectives.selection import Selection
 from unisono.core.call import Call
 from unisono.core.failure import with_notes_of
 from unisono.core.group import Group
-from unisono.core.transport import Transport
+from unisono.core.transport import Transport, share_capabilities
 from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import ChainedWork, WorkGroup, seconds_left
 from unisono.errors import CommError
@@ -124,10 +124,7 @@ class SubsetTransport(Transport):
         self._base = base
         self._ranks = tuple(ranks)
         self.group: Group = base.group.child("some", self._ranks)
-        self.latency_s: float = base.latency_s
-        self.second_per_byte: float = base.second_per_byte
-        self.devices: frozenset[str] = base.devices
-        self.host_staged: frozenset[str] = base.host_staged
+        share_capabilities(self, base, "latency_s", "second_per_byte", "devices", "host_staged")
 
     def post(self, batch: Sequence[Message]) -> Work:
         return self._base.post([_to(message, self._ranks[message.peer]) for message in batch])

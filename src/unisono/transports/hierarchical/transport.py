@@ -15,7 +15,7 @@ from unisono.core import clock
 from unisono.core.call import Call
 from unisono.core.control import ControlPlane
 from unisono.core.group import Group
-from unisono.core.transport import Mailbox, Options, Transport
+from unisono.core.transport import MESSAGE_CAPABILITIES, Mailbox, Options, Transport, share_capabilities
 from unisono.core.types import Message, PointToPoint, Work
 from unisono.core.work import Deferred
 from unisono.errors import ClosedError, CommTimeoutError, UnavailableError
@@ -121,12 +121,7 @@ class Hierarchical(Transport):
         outer = self.outer
         even = len({len(ranks) for ranks in self._hosts}) == 1
         self.native: frozenset[str] = _ANYWHERE | _IF_EVEN if even else _ANYWHERE
-        self.latency_s: float = outer.latency_s
-        self.second_per_byte: float = outer.second_per_byte
-        self.tags: bool = outer.tags
-        self.any_source: bool = outer.any_source
-        self.devices: frozenset[str] = outer.devices
-        self.host_staged: frozenset[str] = outer.host_staged
+        share_capabilities(self, outer, *MESSAGE_CAPABILITIES)
         if inner is not None:
             self.tags = inner.tags and outer.tags
             self.any_source = inner.any_source and outer.any_source

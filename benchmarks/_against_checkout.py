@@ -50,11 +50,13 @@ def repeated(**calls: int) -> Cases:
 SWEEP = collectives(["all_reduce"], "8,1K,16K,64K,1M,16M")
 OTHERS = collectives((*ALL, "message", "barrier"), "8,64K,1M")
 TRAINING = repeated(averager=20, sharded=10, checkpoint_save=2, checkpoint_load=5)
+TORCH = repeated(torch_all_reduce=1000, torch_ddp=20, torch_fsdp2=10)
 RPC = repeated(rpc_sync=50, rpc_tensor=10, rpc_in_flight=1)
 # The backends of each program, and its cases.
 PROGRAMS: dict[str, tuple[tuple[str, ...], Cases]] = {
     "training": (("shm", "tcp"), TRAINING),
     "rpc": (("shm", "tcp"), RPC),
+    "torch": (("shm",), TORCH),
     "shm_against_gloo": (("shm",), SWEEP | OTHERS | collectives(("gather", "scatter"), "8,64K,1M")),
     "network": (("tcp",), SWEEP | OTHERS),
     "two_hosts": ((BACKEND,), SWEEP),

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import unisono as un
 
@@ -147,6 +149,51 @@ def sharded(comm: un.Communicator, case: dict[str, Any]) -> Repeat:
     return step
 
 
+def torch_all_reduce(comm: un.Communicator, case: dict[str, Any]) -> Repeat:
+    """An all_reduce of 8 bytes by torch's own function, on backend "unisono"."""
+    _join(comm, case)
+    tensor = torch.zeros(2)
+    return partial(dist.all_reduce, tensor)
+
+
+def torch_ddp(comm: un.Communicator, case: dict[str, Any]) -> Repeat:
+    """Forward, backward and step of the small model in torch's DDP, on backend "unisono"."""
+    _join(comm, case)
+    return _torch_step(comm, nn.parallel.DistributedDataParallel(_model()))
+
+
+def torch_fsdp2(comm: un.Communicator, case: dict[str, Any]) -> Repeat:
+    """The same in torch's FSDP2, each layer sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    _join(comm, case)
+    model = _model()
+    mesh = init_device_mesh("cpu", (comm.size,))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    return _torch_step(comm, model)
+
+
+def _join(comm: un.Communicator, case: dict[str, Any]) -> None:
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "unisono", init_method=f"file://{case['folder']}/torch", rank=comm.rank, world_size=comm.size
+        )
+
+
+def _torch_step(comm: un.Communicator, model: nn.Module) -> Repeat:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    data = torch.full((4, WIDTH), 1.0 + comm.rank)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(data).sum().backward()
+        optimizer.step()
+
+    step()
+    return step
+
+
 def checkpoint_save(comm: un.Communicator, case: dict[str, Any]) -> Repeat:
     """A checkpoint of a small model and its optimizer, saved again and again."""
     state, path = _saved(comm, case)
@@ -250,6 +297,9 @@ PROGRAMS: dict[str, Callable[[Any, dict[str, Any]], Repeat]] = {
         collective,
         averager,
         sharded,
+        torch_all_reduce,
+        torch_ddp,
+        torch_fsdp2,
         checkpoint_save,
         checkpoint_load,
         rpc_sync,

@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from unisono.collectives.arguments import Splits, make_call
 from unisono.collectives.selection import Selection
 from unisono.comm.agreement import Agreements
+from unisono.comm.phase import Event, Life, Phase
 from unisono.comm.slow_rank import SlowRank
 from unisono.comm.teardown import Teardown
 from unisono.comm.tuner import Tuner
@@ -30,7 +31,7 @@ from unisono.core.failure import Cause, error_of, raise_caused, text_of, to_caus
 from unisono.core.flight_recorder import NOT_THE_USERS, Activity, Place, Record, callers_place, format_call, site_text
 from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
-from unisono.core.hold import HELD, HOLD
+from unisono.core.hold import HOLD
 from unisono.core.numbers import Status
 from unisono.core.staging import BufferGuard, Staging
 from unisono.core.tensors import numels
@@ -55,6 +56,8 @@ ON_TIMEOUT = "UNISONO_ON_TIMEOUT"
 STAND_STILL = frozenset({"thread", "shm", "tcp", "sim"})
 """Backends whose deadlines stand still while ranks are held."""
 
+# Bound here for the fast path, which looks at the phase in every call.
+_OPEN = Phase.OPEN
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "sendrecv", "batch_isend_irecv", "probe", "iprobe"})
 _NEVER: list[tuple[int, Agreed]] = []
 """What waits where nothing is compared: always empty."""
@@ -83,7 +86,7 @@ class Engine:
         activity: This rank's activity.
         slow_rank: The search for the rank that holds up the others.
         owner: The thread that makes calls; None before the first call.
-        closed: Whether this rank has closed the communicator.
+        life: What becomes of the next call.
         broken: The first cause of the group's failure.
         checked: Whether ranks compare their calls.
         uneven_batches: Whether a sampler gives ranks batches of unequal sizes, which no warning has said.
@@ -106,7 +109,7 @@ class Engine:
         self.activity: Activity = Activity(group)
         self.slow_rank: SlowRank = SlowRank(self.activity)
         self.owner: int | None = None
-        self.closed: bool = False
+        self.life: Life = Life()
         self.uneven_batches = False
         self.broken: Cause | None = None
         self.agreements: Agreements = Agreements()
@@ -129,7 +132,6 @@ class Engine:
         self._inside: set[int] = set()
         self._helper = SerialWorker(f"unisono {group.name} rank {group.rank}")
         self._pending = 0
-        self._retired = False
         self._lock = threading.Lock()
         self.parent: Engine | None = None
         self.ending: Teardown = Teardown(transport, control, self._helper, options.timeout_s)
@@ -155,13 +157,27 @@ class Engine:
         here = get_ident()
         if self.owner != here and self.owner != ANY_THREAD:
             self.own(operation)
-        if self.closed or self.broken is not None:
+        if self.life.phase is not _OPEN:
+            # A loop: the ranks may be held again before this thread has run.
+            while self.life.phase is Phase.HELD:
+                HOLD.wait()
             self.check(operation)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has closed the communicator, or another one has replaced it."""
+        return self.life.phase in (Phase.CLOSED, Phase.RETIRED)
+
+    def suspend(self) -> bool:
+        """Let the next call wait for `resume`; return False if it would raise instead."""
+        return self.life.change(Event.HOLD)
+
+    def resume(self) -> None:
+        """Undo `suspend`."""
+        self.life.change(Event.GO)
 
     def own(self, operation: str) -> None:
         """Raise unless this thread may call; the first one to call becomes the owner."""
-        while self.owner == HELD:
-            HOLD.wait()
         here = get_ident()
         if self.owner is None:
             self.owner = self.activity.owner = here
@@ -195,6 +211,9 @@ class Engine:
         self.broken = Cause(
             "CommError", None, f"{whose}; create a new communicator here, or start processes with spawn or forkserver"
         )
+        # Another thread of the parent may have held the lock, which nobody releases here.
+        self.life = Life(self.life.phase)
+        self.life.change(Event.FAIL)
 
     # -- the fast path: 1 us a call ------------------------------------------------------------
     def try_collective(
@@ -213,7 +232,7 @@ class Engine:
         here = get_ident()
         if fast is None or (self.owner != here and self.owner != ANY_THREAD):
             return False
-        if self._pending or self._inside or self.broken is not None or self.closed or profiler._is_profiler_enabled:
+        if self._pending or self._inside or self.life.phase is not _OPEN or profiler._is_profiler_enabled:
             return False
         if self._waiting:
             return False
@@ -257,7 +276,7 @@ class Engine:
         """Send or receive ("send", "recv") on the fast path; return False, with no effect, if it needs more."""
         fast = self.fast_path
         here = get_ident()
-        if fast is None or self.owner != here or self._inside or self.broken is not None or self.closed:
+        if fast is None or self.owner != here or self._inside or self.life.phase is not _OPEN:
             return False
         if profiler._is_profiler_enabled or not fast.takes(tensor, peer, tag):
             return False
@@ -323,7 +342,7 @@ class Engine:
             after: The call that this one follows with no other between, whose line is this one's, too.
             scale: Factor of each contribution to a sum.
         """
-        if after is None and (self.owner != get_ident() or self.closed or self.broken is not None):
+        if after is None and (self.owner != get_ident() or self.life.phase is not _OPEN):
             self.enter(what.name)
         group = self.group
         transport = self.transport
@@ -568,7 +587,7 @@ class Engine:
         begun_s = clock.now()
         try:
             # A call started before the end still completes, unless another group has replaced this one.
-            if self.broken is not None or self._retired:
+            if self.broken is not None or self.life.phase is Phase.RETIRED:
                 self.check(call.fingerprint.operation)
             with torch.inference_mode(call.inference):
                 self._perform(call, transport, then)
@@ -584,12 +603,14 @@ class Engine:
     # -- failures ------------------------------------------------------------------------------
     def on_failure(self, cause: Cause) -> None:
         """Break the group, and end every wait in it; the control plane calls this from a thread of its own."""
-        unfinished = self._pending > 0 and not self._retired
+        unfinished = self._pending > 0 and self.life.phase is not Phase.RETIRED
         if HOLD.holds(self):
             # Ranks that were held would not learn of it.
             HOLD.go()
         if self.broken is None and (not self.closed or unfinished):
+            # Before the phase: a call that finds it broken raises the cause.
             self.broken = cause
+            self.life.change(Event.FAIL)
             self.activity.broken = True
             self.transport.abort(error_of(cause, self.group))
 
@@ -657,7 +678,8 @@ class Engine:
     # -- end -----------------------------------------------------------------------------------
     def close(self, patience: float) -> None:
         """Accept no more calls, finish those started, and leave; wait briefly for the other ranks to leave too."""
-        self.closed = self.activity.closed = True
+        self.life.change(Event.CLOSE)
+        self.activity.closed = True
         if self.broken is None:
             self.activity.log_event("end", "closed")
         self._dropped.detach()
@@ -667,7 +689,8 @@ class Engine:
         """Accept no more calls, and abort those in flight, because another group replaces this one."""
         if self.closed:
             return
-        self.closed = self.activity.closed = self.ending.over = self._retired = True
+        self.life.change(Event.RETIRE)
+        self.activity.closed = self.ending.over = True
         self._dropped.detach()
         self.transport.abort(ClosedError("the communicator was rebuilt; use the new communicator"))
         self._helper.end()

@@ -13,18 +13,19 @@ from unisono.core import clock
 from unisono.core.flight_recorder import Activity, users_frame
 from unisono.host.native import native
 
-__all__ = ["HELD", "HOLD", "Hold"]
-
-HELD = -2
-"""Owner of a communicator whose next call waits: no thread's, so that no call takes the fast path."""
+__all__ = ["HOLD", "Hold"]
 
 
 class _Holdable(Protocol):
     """The part of an engine that is held."""
 
     owner: int | None
-    closed: bool
     activity: Activity
+
+    @property
+    def closed(self) -> bool: ...
+    def suspend(self) -> bool: ...
+    def resume(self) -> None: ...
 
 
 class Hold:
@@ -39,7 +40,8 @@ class Hold:
         self.held: bool = False
         self.on_go: list[Callable[[], None]] = []
         self._engines: weakref.WeakSet[_Holdable] = weakref.WeakSet()
-        self._owners: list[tuple[_Holdable, int | None]] = []
+        # Those that are let go for a step, too.
+        self._held: list[_Holdable] = []
         self._gates: dict[int, _thread.LockType] = {}
         self._steps: set[int] = set()
         self._lock = _thread.allocate_lock()
@@ -50,10 +52,9 @@ class Hold:
 
     def engines_of(self, thread: int) -> list[Any]:
         """Return the open engines that a thread owns, held ones too, that of the largest group first."""
-        owners = {id(engine): owner for engine, owner in self._owners}
         # Numbers of threads are used again: one that has ended may have left its engines.
         usable = [engine for engine in list(self._engines) if not engine.closed]
-        found = [engine for engine in usable if owners.get(id(engine), engine.owner) == thread]
+        found = [engine for engine in usable if engine.owner == thread]
         return sorted(found, key=lambda engine: -engine.activity.group.size)
 
     def stop(self, activities: Iterable[Activity] | None) -> None:
@@ -66,9 +67,8 @@ class Hold:
                 _set_core(clock.stop())
                 known = set(map(id, activities))
                 for engine in list(self._engines):
-                    if id(engine.activity) in known and engine.owner != HELD:
-                        self._owners.append((engine, engine.owner))
-                        engine.owner = HELD
+                    if id(engine.activity) in known and engine.suspend():
+                        self._held.append(engine)
             self.held = True
 
     def go(self) -> None:
@@ -77,9 +77,9 @@ class Hold:
             observe()
         with self._lock:
             self.held = False
-            for engine, owner in self._owners:
-                engine.owner = owner
-            self._owners.clear()
+            for engine in self._held:
+                engine.resume()
+            self._held.clear()
             _set_core(clock.go())
             gates = list(self._gates.values())
             self._gates.clear()
@@ -93,15 +93,15 @@ class Hold:
             if gate is None:
                 return False
             self._steps.add(thread)
-            for engine, owner in self._owners:
-                if owner in (thread, None):
-                    engine.owner = owner
+            for engine in self._held:
+                if engine.owner in (thread, None):
+                    engine.resume()
         gate.release()
         return True
 
     def holds(self, engine: _Holdable) -> bool:
         """Return whether an engine is held."""
-        return any(each is engine for each, _ in list(self._owners))
+        return any(each is engine for each in list(self._held))
 
     def waits(self, thread: int) -> bool:
         """Return whether a thread is held, so that it may step."""
@@ -116,9 +116,9 @@ class Hold:
                 return
             gate.acquire()
             self._gates[here] = gate
-            for engine, owner in self._owners:
-                if owner == here:
-                    engine.owner = HELD
+            for engine in self._held:
+                if engine.owner == here:
+                    engine.suspend()
         try:
             gate.acquire()
         finally:

@@ -1,0 +1,76 @@
+"""Phases of a communicator's life."""
+
+from __future__ import annotations
+
+import _thread
+from enum import Enum
+
+__all__ = ["Event", "Life", "Phase"]
+
+
+class Phase(Enum):
+    """What becomes of a communicator's next call."""
+
+    OPEN = "open"
+    """It is made."""
+    HELD = "held"
+    """It waits until a debugger lets the ranks go."""
+    BROKEN = "broken"
+    """It raises the group's first cause of failure."""
+    CLOSED = "closed"
+    """It raises `ClosedError`. Calls that were started before still end."""
+    RETIRED = "retired"
+    """It raises `ClosedError`, as do those that were started: another communicator has replaced this one."""
+
+
+class Event(Enum):
+    """What changes the phase."""
+
+    HOLD = "hold"
+    GO = "go"
+    FAIL = "fail"
+    CLOSE = "close"
+    RETIRE = "retire"
+
+
+_ENDS = {Event.FAIL: Phase.BROKEN, Event.CLOSE: Phase.CLOSED, Event.RETIRE: Phase.RETIRED}
+_NEXT = {
+    Phase.OPEN: {Event.HOLD: Phase.HELD, **_ENDS},
+    Phase.HELD: {Event.GO: Phase.OPEN, **_ENDS},
+    Phase.BROKEN: {Event.CLOSE: Phase.CLOSED, Event.RETIRE: Phase.RETIRED},
+    Phase.CLOSED: {},
+    Phase.RETIRED: {},
+}
+
+
+class Life:
+    """The phase of a communicator, which `change` alone changes. Other events leave a phase as it is:
+
+    | phase | hold | go | fail | close | retire |
+    |---|---|---|---|---|---|
+    | open | held | | broken | closed | retired |
+    | held | | open | broken | closed | retired |
+    | broken | | | | closed | retired |
+    | closed | | | | | |
+    | retired | | | | | |
+
+    Args:
+        phase: The first one.
+
+    Attributes:
+        phase: The present one.
+    """
+
+    def __init__(self, phase: Phase = Phase.OPEN) -> None:
+        self.phase: Phase = phase
+        # Three threads change it: the program's, the control plane's for failures, and the one that holds the ranks.
+        # A bare lock works in simulations, too; a reentrant one in a signal handler that interrupts `change`.
+        self._lock = _thread.RLock()
+
+    def change(self, event: Event) -> bool:
+        """Pass an event; return whether the phase is another one now."""
+        with self._lock:
+            then = _NEXT[self.phase].get(event)
+            if then is not None:
+                self.phase = then
+            return then is not None

@@ -24,7 +24,6 @@ from unisono.host.processes import interpreter_flags
 __all__ = ["CallControl", "start_monitor"]
 
 _LOOK_EVERY_S = 0.05
-_FIRST_WITHIN_S = 60.0
 _ANSWER_WITHIN_S = 0.5
 _PATIENCE_S = 30.0
 
@@ -59,10 +58,10 @@ class CallControl(SocketControl):
             self._finish(waiter, self._patience_s)
         self._waiters.pop(waiter.number, None)
 
-    def examine(self) -> tuple[int, Overdue | None]:
-        """Let the monitor look for what only time shows. Return the number of ranks, and a call that is overdue."""
-        present, overdue = self._request("examine")
-        return present, None if overdue is None else Overdue(*overdue)
+    def examine(self) -> tuple[bool, Overdue | None]:
+        """Let the monitor look for what only time shows. Return whether all ranks have ended, and an overdue call."""
+        ended, overdue = self._request("examine")
+        return ended, None if overdue is None else Overdue(*overdue)
 
 
 def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
@@ -106,17 +105,13 @@ def _main() -> None:
     print(json.dumps(server.address), flush=True)  # noqa: T201
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     control = CallControl(server.address, bytes.fromhex(secret), _PATIENCE_S)
-    until = clock.now() + _FIRST_WITHIN_S
+    ended = False
     with contextlib.suppress(CommError):
-        while True:
-            present, overdue = control.examine()
-            if present:
-                until = 0.0
-            elif clock.now() > until:
-                break
+        while not ended:
+            time.sleep(_LOOK_EVERY_S)
+            ended, overdue = control.examine()
             if overdue is not None:
                 control.fail_all(Cause("CommTimeoutError", overdue.rank, _report(control, overdue)))
-            time.sleep(_LOOK_EVERY_S)
     control.close()
     server.close()
 

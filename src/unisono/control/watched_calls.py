@@ -25,6 +25,7 @@ the reduce operation (0: unknown), whether the caller waits in it."""
 _DEADLOCK_S = 0.5
 _OTHERS_S = 0.1
 """Seconds in which the other ranks may still make a call in which two differ, to be named as well."""
+_FIRST_WITHIN_S = 60.0
 _CAUSE_S = 1.0
 """Seconds in which the cause of a broken connection may still be reported."""
 _DOWN = ("broadcast", "scatter")
@@ -114,6 +115,7 @@ class WatchedCalls(ControlState):
     def __init__(self, now: Callable[[], float] = clock.real, **options: Any) -> None:
         super().__init__(**options)
         self._now = now
+        self._began = now()
         self._world = ""
         self._present: dict[int, _Client] = {}
         self._known: dict[str, _Group] = {}
@@ -242,13 +244,14 @@ class WatchedCalls(ControlState):
         return [*self._fail(kind, None, message), (client, (request, "ok", None))]
 
     def _on_examine(self, client: int, request: int) -> Outgoing:
-        """Look for what only time shows. Answer with the number of clients, and calls that are overdue."""
+        """Look for what only time shows. Answer whether all ranks have ended, and a call that is overdue."""
         out = [*self._look_for_failed(), *self._look_for_cycle()]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:
                 out += self._compared(where, number, call)
         overdue = next(self._overdue(), None)
-        return [*out, (client, (request, "ok", (len(self._present), overdue and tuple(overdue))))]
+        ended = not self._present and (bool(self._gone) or self._now() - self._began > _FIRST_WITHIN_S)
+        return [*out, (client, (request, "ok", (ended, overdue and tuple(overdue))))]
 
     def _look_for_gone(self) -> Outgoing:
         """Fail if a call needs a rank that has ended."""

@@ -23,6 +23,7 @@ class Watched:
         self.told: dict[int, list[tuple[str, int | None, str]]] = {rank: [] for rank in range(size)}
         self.answers: dict[int, list[str]] = {rank: [] for rank in range(size)}
         self.overdue: tuple[int, str] | None = None
+        self.ended = False
         self._signatures = dict.fromkeys(range(size), 0)
         for rank in range(size):
             self.ask(rank, "join", "w", rank, size, [*range(size)])
@@ -54,7 +55,7 @@ class Watched:
     def pass_time(self, seconds: float) -> None:
         self.time += seconds
         out = self.state.handle(99, 1, ("examine",))
-        _, self.overdue = out[-1][1][2]
+        self.ended, self.overdue = out[-1][1][2]
         self.take(out)
 
     def verdict(self, rank: int = 0) -> tuple[str, int | None, str]:
@@ -232,6 +233,24 @@ def test_nothing_is_compared_after_a_rank_has_ended_the_watch() -> None:
     watched.pass_time(50.0)
     assert not watched.told[0]
     assert watched.overdue is None
+
+
+def test_monitor_ends_with_its_last_rank() -> None:
+    watched = Watched()
+    watched.pass_time(100.0)
+    assert not watched.ended
+    watched.ask(0, "bye")
+    watched.take(watched.state.lost(1))
+    watched.pass_time(0.0)
+    assert watched.ended
+
+
+def test_monitor_that_nobody_attends_ends() -> None:
+    watched = Watched(0)
+    watched.pass_time(59.0)
+    assert not watched.ended
+    watched.pass_time(2.0)
+    assert watched.ended
 
 
 def test_only_members_report_calls() -> None:

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +37,8 @@ from unisono.host.network import (
     requested_interface,
     why_no_shm,
 )
-from unisono.launcher.job import Job, Outcome, check_chunk_bytes, check_job, collect, conclude
+from unisono.launcher.job import Job, check_chunk_bytes, check_job, conclude
+from unisono.launcher.supervisor import Outcome, Supervisor
 from unisono.transports import TRANSPORTS
 from unisono.transports.hierarchical import transport_named
 from unisono.transports.hierarchical.host_links import check_reachability
@@ -63,7 +65,6 @@ __all__ = [
     "init",
     "launch",
     "network_of",
-    "run_threads",
     "validate_hosts",
 ]
 
@@ -398,7 +399,7 @@ def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed
     if seed is not None:
         raise ValueError(f"only simulated ranks have a seed: use backend 'sim', not {job.options.backend!r}")
     if job.transport.in_process:
-        ended = run_threads(job, nprocs, on_failure)
+        ended = _run_threads(job, nprocs, on_failure)
     elif job.transport.launcher == "mpirun":
         from unisono.launcher.mpirun import run_mpirun
 
@@ -588,7 +589,7 @@ def validate_hosts(hosts: Sequence[Sequence[int]] | None, size: int) -> Hosts | 
     return given
 
 
-def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
+def _run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
     """Run a job on `size` threads; outcomes in the order in which ranks ended.
 
     A thread cannot be ended from outside: one that does not end within the grace after a failure
@@ -609,17 +610,17 @@ def run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
         finally:
             control.close()
 
-    def next_outcome(limit_s: float | None) -> list[Outcome]:
-        try:
+    def start(rank: int, attempt: int) -> None:
+        threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()
+
+    def ends(limit_s: float | None) -> list[Outcome]:
+        with suppress(queue.Empty):
             return [done.get(timeout=limit_s)]
-        except queue.Empty:
-            return []
+        return []
 
     try:
         with own_generators:
-            for rank in range(size):
-                threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()
-            return collect(size, on_failure, next_outcome, [])
+            return Supervisor(start, ends, size, on_failure).run()
     except BaseException as error:
         # The caller was interrupted. No thread waits for the ranks any more; they end at their next call.
         cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")

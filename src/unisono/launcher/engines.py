@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 
 from unisono.control.client import SocketControl
 from unisono.control.server import ControlServer
 from unisono.core import clock
+from unisono.core.closing import Closing
 from unisono.core.failure import Cause
 from unisono.core.registry import unknown_name
 from unisono.core.work import seconds_left
@@ -18,15 +19,14 @@ from unisono.engines import ENGINES, Engine
 from unisono.errors import AbortedError, CommError, CommTimeoutError, PeerLostError
 from unisono.host.network import address_of, address_outward, requested_interface
 from unisono.launcher.engine_rank import OVER, Program, host_of, run_rank, started
-from unisono.launcher.job import Outcome, collect, reported
+from unisono.launcher.job import reported
 from unisono.launcher.processes import by_value
-from unisono.launcher.replacement import Attempts
+from unisono.launcher.supervisor import END_S, Outcome, Supervisor, lost
 from unisono.transports.hierarchical import transport_named
 
 __all__ = ["address_for_workers", "resolve", "run_on"]
 
 _LOCAL = "local"
-_END_S = 1.0
 _EXPLAIN_WITHIN_S = 1.0
 """Seconds in which the engine may report more about a rank that is lost."""
 
@@ -76,29 +76,22 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
         transport = transport_named(program.backend)
         if transport.launcher == "mpirun" or (transport.in_process and size > 1):
             raise ValueError(f"ranks of backend {program.backend!r} cannot run on an executor; leave out backend=")
-    replaces = on_failure == "replace"
-    if replaces and not getattr(on, "replaces", False):
+    if on_failure == "replace" and not getattr(on, "replaces", False):
         raise ValueError(
             f"on_failure='replace' needs an engine that starts a lost rank again, such as 'ray', 'dask' or 'local': "
             f"{type(on).__name__} cannot"
         )
     start_by = clock.now() + program.timeout_s
-    found: list[Outcome] = []
     lent = on.workers(size, program.timeout_s) if isinstance(on, Engine) else nullcontext(on)
-    with lent as executor:
-        owned = getattr(on, "starts_workers", False)
-        gang = _Gang(executor, program, size, start_by, replaces=replaces, owned=owned)
-        try:
-            gang.start()
-            collect(size, on_failure, gang.outcomes, found)
-            gang.name_lost_hosts(found)
-            culprit = gang.culprit() if any(not outcome.reported for outcome in found) else None
-        finally:
-            gang.close()
+    owned = getattr(on, "starts_workers", False)
+    with lent as executor, _Gang(executor, program, size, start_by, on_failure, owned=owned) as gang:
+        found = gang.supervisor.run()
+        gang.name_lost_hosts(found)
+        culprit = gang.culprit() if any(not outcome.reported for outcome in found) else None
     return sorted(found, key=lambda outcome: outcome.rank != culprit)
 
 
-class _Gang:
+class _Gang(Closing):
     """Ranks on an executor, as their caller sees them.
 
     Two sources tell it how ranks end: their futures, and the control plane, which notices at once when a rank's process
@@ -108,7 +101,7 @@ class _Gang:
     """
 
     def __init__(
-        self, executor: Executor, program: Program, size: int, start_by: float, *, replaces: bool, owned: bool
+        self, executor: Executor, program: Program, size: int, start_by: float, on_failure: str, *, owned: bool
     ) -> None:
         self._executor = executor
         self._lender = type(executor).__name__
@@ -119,14 +112,14 @@ class _Gang:
         self._start_by: float | None = start_by
         self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | bool]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
-        self._lost: dict[int, float] = {}
-        self._due: dict[int, float] = {}
-        self._again_by: dict[int, float] = {}
+        # For some ranks what must have come of them, and by when.
+        self._due: dict[int, tuple[float, Callable[[int, bool], Outcome | None]]] = {}
         self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)
         self._server = ControlServer(self._secret, address_for_workers(executor), on_left=self._note_left)
         self._control = SocketControl(self._server.address, self._secret)
-        self._attempts = Attempts(size, self._control if replaces else None, self._start_again)
+        admits = self._control if on_failure == "replace" else None
+        self.supervisor = Supervisor(self._start, self._ends, size, on_failure, admits)
 
     def _note_left(self, label: str) -> None:
         """Note that a rank has ended or is lost, in the thread of the control plane."""
@@ -135,46 +128,42 @@ class _Gang:
             self._first_lost.set_result(rank)
         self._events.put((rank, attempt, bool(ended)))
 
-    def start(self) -> None:
-        """Submit all ranks."""
-        for rank in range(self._size):
-            self._submit(rank, 0)
-
-    def _submit(self, rank: int, attempt: int) -> None:
+    def _start(self, rank: int, attempt: int) -> None:
         common = self._size, self._payload, self._server.address, self._secret, self._timeout_s, self._owned
         future = self._executor.submit(run_rank, rank, attempt, *common)
         if not hasattr(future, "add_done_callback"):
             raise TypeError(f"submit() of on= must return a future of concurrent.futures, not {future!r}")
         self._futures[rank] = future
         future.add_done_callback(lambda done: self._events.put((rank, attempt, done)))
+        if attempt:
+            self._expect(rank, self._timeout_s, self._unstarted)
 
-    def _start_again(self, rank: int, attempt: int) -> None:
-        """Submit a replacement."""
-        self._submit(rank, attempt)
-        self._again_by[rank] = clock.now() + self._timeout_s
+    def _expect(self, rank: int, within_s: float, check: Callable[[int, bool], Outcome | None]) -> None:
+        """Have `check` look after a rank: it is given whether the time is over, and returns the outcome then."""
+        self._due[rank] = clock.now() + within_s, check
 
-    def outcomes(self, limit_s: float | None) -> list[Outcome]:
-        """Return the next outcomes; none at the limit, or after something that is no outcome."""
-        dues = [due for due in (self._start_by, *self._lost.values(), *self._again_by.values()) if due is not None]
-        limits = [limit_s, *map(seconds_left, dues), _EXPLAIN_WITHIN_S if self._due else None]
+    def _ends(self, limit_s: float | None) -> list[Outcome]:
+        dues = [self._start_by, *(due for due, _ in self._due.values())]
+        # Checks may ask the engine, which may know before the time is over.
+        limits = [limit_s, _EXPLAIN_WITHIN_S if self._due else None, *(due and seconds_left(due) for due in dues)]
         wait_s = min((limit for limit in limits if limit is not None), default=None)
         try:
             rank, attempt, event = self._events.get(timeout=wait_s)
         except queue.Empty:
             return self._overdue()
-        if attempt != self._attempts.last[rank] or rank not in self._attempts.open:
+        if attempt != self.supervisor.last[rank] or rank not in self._futures:
             return []
         if not isinstance(event, bool):
             del self._futures[rank]
-            return self._concluded(self._outcome(rank, event))
+            return [self._concluded(self._outcome(rank, event))]
         if event:
-            self._due.setdefault(rank, clock.now() + self._timeout_s)
+            self._expect(rank, self._timeout_s, self._undelivered)
         else:
-            self._lost.setdefault(rank, clock.now() + _EXPLAIN_WITHIN_S)
+            self._expect(rank, _EXPLAIN_WITHIN_S, self._gone)
         return []
 
     def _overdue(self) -> list[Outcome]:
-        """Check that all ranks have arrived in time, and return outcomes of lost ranks that have not reported."""
+        """Check that all ranks have arrived in time, and return outcomes of ranks of which nothing more is expected."""
         now = clock.now()
         if self._start_by is not None and now >= self._start_by and not self._complete():
             arrived = sum(self._control.check([started(rank, 0)]) for rank in range(self._size))
@@ -184,59 +173,59 @@ class _Gang:
                 waited_s=self._timeout_s,
             ) from None
         found = []
-        for rank in [rank for rank, due in self._lost.items() if now >= due]:
-            # Some engines say nothing about it until all ranks have ended.
-            self._futures.pop(rank).cancel()
-            found += self._concluded(_lost(rank, self._size, "its worker has ended"))
-        for rank in [rank for rank, due in self._again_by.items() if now >= due]:
-            del self._again_by[rank]
-            if not self._control.check([started(rank, self._attempts.last[rank])]):
+        for rank, (due, check) in list(self._due.items()):
+            outcome = check(rank, now >= due)
+            if outcome is not None:
                 self._futures.pop(rank).cancel()
-                found += self._concluded(_lost(rank, self._size, f"not started again within {self._timeout_s:g} s"))
-        return found + self._undelivered()
-
-    def _undelivered(self) -> list[Outcome]:
-        """Return outcomes of ranks that have ended, and whose results are lost or have not arrived in time."""
-        found = []
-        why_lost = getattr(self._executor, "why_lost", lambda future: None)
-        for rank, due in list(self._due.items()):
-            late = None if seconds_left(due) else f"it has not arrived within {self._timeout_s:g} s"
-            why = why_lost(self._futures[rank]) or late
-            if why:
-                self._futures.pop(rank).cancel()
-                text = f"rank {rank} of {self._size} has ended, but {self._lender} lost its result: {why}"
-                # It has done its work, so it is not started again as a lost rank is.
-                found += self._concluded(Outcome(rank, error=PeerLostError(text, peer=rank)))
+                found.append(self._concluded(outcome))
         return found
+
+    def _gone(self, rank: int, late: bool) -> Outcome | None:
+        """Some engines say nothing about a lost worker until all ranks have ended."""
+        return self._lost(rank, "its worker has ended") if late else None
+
+    def _unstarted(self, rank: int, late: bool) -> Outcome | None:
+        if self._control.check([started(rank, self.supervisor.last[rank])]):
+            del self._due[rank]
+            return None
+        return self._lost(rank, f"not started again within {self._timeout_s:g} s") if late else None
+
+    def _undelivered(self, rank: int, late: bool) -> Outcome | None:
+        """Return the outcome of a rank that has ended, if its result is lost or has not arrived in time."""
+        why_lost = getattr(self._executor, "why_lost", lambda future: None)
+        why = why_lost(self._futures[rank]) or (late and f"it has not arrived within {self._timeout_s:g} s")
+        if not why:
+            return None
+        # It has done its work, so it is not started again as a lost rank is.
+        text = f"rank {rank} of {self._size} has ended, but {self._lender} lost its result: {why}"
+        return Outcome(rank, error=PeerLostError(text, peer=rank))
 
     def _outcome(self, rank: int, future: Future[bytes]) -> Outcome:
         try:
             outcome = reported(rank, future.result())
         except CancelledError:
-            if self._control.check([started(rank, self._attempts.last[rank])]) and not self._control.check([OVER]):
+            if self._control.check([started(rank, self.supervisor.last[rank])]) and not self._control.check([OVER]):
                 why = "cancelled its task, which had started, as when its scheduler dies or workers are restarted"
-                return _lost(rank, self._size, f"{self._lender} {why}")
+                return self._lost(rank, f"{self._lender} {why}")
             text = f"rank {rank} of {self._size} was cancelled before it started"
             return Outcome(rank, error=AbortedError(text, peer=rank))
         except BaseException as error:
             # Ray's have a paragraph more.
-            return _lost(rank, self._size, f"{type(error).__name__}: {error}".partition("\n")[0])
+            return self._lost(rank, f"{type(error).__name__}: {error}".partition("\n")[0])
         if isinstance(outcome.error, PeerLostError) and outcome.error.peer == rank:
             outcome.reported = False
         return outcome
 
-    def _concluded(self, outcome: Outcome) -> list[Outcome]:
-        """Return the outcomes that follow from how a rank has ended: none if it is started again."""
-        rank = outcome.rank
-        if rank not in self._attempts.open:
-            return []
-        self._lost.pop(rank, None)
-        self._due.pop(rank, None)
-        self._again_by.pop(rank, None)
+    def _lost(self, rank: int, why: str) -> Outcome:
+        return lost(rank, self._size, f"was lost: {why}")
+
+    def _concluded(self, outcome: Outcome) -> Outcome:
+        """Return how a rank has ended; if that keeps the others from starting, end them."""
+        self._due.pop(outcome.rank, None)
         if outcome.error is not None and not self._complete():
-            self._attempts.stop()
-            self._cancel(f"rank {rank} failed before all ranks had started: {outcome.error}")
-        return self._attempts.settle(outcome)
+            self.supervisor.stop()
+            self._cancel(f"rank {outcome.rank} failed before all ranks had started: {outcome.error}")
+        return outcome
 
     def _complete(self) -> bool:
         """Return whether all ranks have arrived."""
@@ -247,7 +236,7 @@ class _Gang:
     def culprit(self) -> int | None:
         """Return the rank that was lost first, by the control plane: an executor may end all workers at once."""
         with suppress(TimeoutError):
-            return self._first_lost.result(_END_S)
+            return self._first_lost.result(END_S)
         return None
 
     def name_lost_hosts(self, found: Sequence[Outcome]) -> None:
@@ -258,7 +247,7 @@ class _Gang:
         with suppress(CommError):
             for rank in range(self._size if len(lost) > 1 else 0):
                 if self._control.check([host_of(rank)]):
-                    hosts.setdefault(self._control.get(host_of(rank), _END_S), []).append(rank)
+                    hosts.setdefault(self._control.get(host_of(rank), END_S), []).append(rank)
         for host, ranks in hosts.items():
             if 1 < len(ranks) < self._size and lost.keys() >= set(ranks):
                 these = ", ".join(map(str, ranks))
@@ -278,11 +267,11 @@ class _Gang:
         """End the ranks that still run, if they heed the communicator, and the control plane."""
         if self._futures:
             self._cancel("launch has ended")
-        deadline = clock.now() + _END_S
+        deadline = clock.now() + END_S
         while self._futures and seconds_left(deadline):
             with suppress(queue.Empty):
                 rank, attempt, event = self._events.get(timeout=seconds_left(deadline))
-                if not isinstance(event, bool) and attempt == self._attempts.last[rank]:
+                if not isinstance(event, bool) and attempt == self.supervisor.last[rank]:
                     self._futures.pop(rank, None)
         self._control.close()
         self._server.close()
@@ -294,7 +283,3 @@ def address_for_workers(on: Executor | Engine) -> str:
         return "127.0.0.1"
     requested = requested_interface()
     return address_of(*requested) if requested is not None else address_outward() or "127.0.0.1"
-
-
-def _lost(rank: int, size: int, why: str) -> Outcome:
-    return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} was lost: {why}", peer=rank), reported=False)

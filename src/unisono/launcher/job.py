@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from operator import attrgetter
@@ -20,18 +19,15 @@ from unisono.core.failure import text_of
 from unisono.core.group import Group
 from unisono.core.staging import ACCELERATORS
 from unisono.core.transport import Options, Transport
-from unisono.core.work import seconds_left
 from unisono.errors import AbortedError, CommError, PeerLostError, UnavailableError
+from unisono.launcher.supervisor import Outcome
 from unisono.serialization.functions import dumps
 from unisono.transports.hierarchical import Connectable
 
 __all__ = [
-    "GRACE_S",
     "Job",
-    "Outcome",
     "check_chunk_bytes",
     "check_job",
-    "collect",
     "conclude",
     "first_failure",
     "received",
@@ -39,8 +35,6 @@ __all__ = [
     "run_reported",
 ]
 
-GRACE_S = 3.0
-"""After a first failure, how long the others may take to end by their own error."""
 _SKIPS = frozenset({"Skipped", "SkipTest", "XFailed"})
 """Names of the errors of pytest and unittest that end a test which has not failed."""
 _SHOWN = 4
@@ -84,22 +78,6 @@ class Job:
                 )
             options = replace(options, device=f"{options.device}:{rank % count}")
         return options
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Outcome of one rank.
-
-    Attributes:
-        result: The return value of its program.
-        error: The error that it raised, with its traceback, or one that describes how its process ended.
-        reported: Whether the rank itself has sent this.
-    """
-
-    rank: int
-    result: Any = None
-    error: BaseException | None = None
-    reported: bool = True
 
 
 def check_job(
@@ -173,28 +151,6 @@ def received(rank: int, link: Connection[Any, Any]) -> Outcome | None:
         return reported(rank, link.recv_bytes())
     except (EOFError, OSError):
         return None
-
-
-def collect(
-    size: int, on_failure: str, wait: Callable[[float | None], Iterable[Outcome]], ended: list[Outcome]
-) -> list[Outcome]:
-    """Collect outcomes until all ranks have ended, or the grace after a failure is over.
-
-    Args:
-        size: Number of ranks.
-        on_failure: With "continue", no failure limits the time of the others. Ranks that are replaced have not ended.
-        wait: Returns outcomes as soon as there are any, or none after a number of seconds; None is no limit.
-        ended: The outcomes that are known, to which the others are added in the order in which ranks end.
-    """
-    deadline: float | None = None
-    while len(ended) < size:
-        if deadline is None and on_failure != "continue" and any(outcome.error is not None for outcome in ended):
-            deadline = time.monotonic() + GRACE_S
-        left_s = None if deadline is None else seconds_left(deadline)
-        if left_s == 0:
-            break
-        ended += wait(left_s)
-    return ended
 
 
 def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:

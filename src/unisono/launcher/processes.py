@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,13 +28,16 @@ import torch
 from unisono.control.client import SocketControl
 from unisono.control.process_exit import exit_with_children, raise_failed_saves
 from unisono.control.server import ControlServer
+from unisono.core import clock
+from unisono.core.closing import Closing
 from unisono.core.failure import ended_by
 from unisono.core.group import Group
 from unisono.core.work import seconds_left
-from unisono.errors import CommError, PeerLostError
+from unisono.errors import CommError
 from unisono.host.processors import cores
-from unisono.launcher.job import Job, Outcome, collect, received, run_reported
-from unisono.launcher.replacement import Attempts, replacement
+from unisono.launcher.job import Job, received, run_reported
+from unisono.launcher.replacement import replacement
+from unisono.launcher.supervisor import END_S, Outcome, Supervisor, lost
 from unisono.serialization.functions import dumps
 
 __all__ = [
@@ -51,7 +53,6 @@ __all__ = [
     "run_worker",
     "share_of_cores",
 ]
-_END_S = 1.0
 # Of the process, as `__main__` is, which it guards.
 _starting = threading.Lock()
 
@@ -63,17 +64,11 @@ def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> 
             "launch was called while a rank was importing your main script; put the call "
             "under if __name__ == '__main__':"
         )
-    ranks = _Ranks(job, size, threads, replaces=on_failure == "replace")
-    ended: list[Outcome] = []
-    try:
-        for rank in range(size):
-            ranks.start(rank, 0)
-        return collect(size, on_failure, ranks.outcomes, ended)
-    finally:
-        ranks.end({outcome.rank for outcome in ended if outcome.reported})
+    with ProcessRanks(job, size, threads, replaces=on_failure == "replace") as ranks:
+        return Supervisor(ranks.start, ranks.ends, size, on_failure, ranks.control).run()
 
 
-class _Ranks:
+class ProcessRanks(Closing):
     """Processes of a job's ranks, and the control plane by which they meet."""
 
     def __init__(self, job: Job, size: int, threads: int | None, *, replaces: bool) -> None:
@@ -83,10 +78,11 @@ class _Ranks:
         self._threads = share_of_cores(threads, size)
         self._secret = secrets.token_bytes(32)
         self._server = ControlServer(self._secret)
-        self._control = SocketControl(self._server.address, self._secret) if replaces else None
-        self._attempts = Attempts(size, self._control, self.start)
+        self.control = SocketControl(self._server.address, self._secret) if replaces else None
         self._ranks: dict[int, tuple[BaseProcess, Connection]] = {}
         self._running: set[int] = set()
+        # Ranks that are about to exit, because they have reported.
+        self._leaving: set[int] = set()
 
     def start(self, rank: int, attempt: int) -> None:
         """Start a rank; instead of its last process if it has one."""
@@ -120,27 +116,28 @@ class _Ranks:
             _end([process], [])
             reader.close()
 
-    def outcomes(self, limit_s: float | None) -> list[Outcome]:
-        """Return the outcomes of ranks that have ended; none at the limit, or if lost ranks were started again."""
+    def ends(self, limit_s: float | None) -> list[Outcome]:
         # A rank's own children may hold its end of the pipe open longer than it lives.
         signs = {rank: (self._ranks[rank][1], self._ranks[rank][0].sentinel) for rank in self._running}
         ready = wait([sign for pair in signs.values() for sign in pair], limit_s)
         over = [rank for rank, pair in signs.items() if {*pair} & {*ready}]
         self._running.difference_update(over)
-        return [each for rank in over for each in self._attempts.settle(_outcome(rank, self._size, *self._ranks[rank]))]
+        outcomes = [_outcome(rank, self._size, *self._ranks[rank]) for rank in over]
+        self._leaving.update(outcome.rank for outcome in outcomes if outcome.reported)
+        return outcomes
 
-    def end(self, heard: set[int]) -> None:
+    def close(self) -> None:
         """End all ranks, of which some are about to exit because they have reported, and the control plane."""
         _end(
-            [process for rank, (process, _) in self._ranks.items() if rank not in heard],
-            [process for rank, (process, _) in self._ranks.items() if rank in heard],
+            [process for rank, (process, _) in self._ranks.items() if rank not in self._leaving],
+            [process for rank, (process, _) in self._ranks.items() if rank in self._leaving],
         )
         for _, reader in self._ranks.values():
             reader.close()
         # Descriptors of processes are closed with the objects, which this one would keep until it is collected.
         self._ranks.clear()
-        if self._control is not None:
-            self._control.close()
+        if self.control is not None:
+            self.control.close()
         self._server.close()
 
 
@@ -159,28 +156,25 @@ def _start(process: BaseProcess) -> None:
 def _outcome(rank: int, size: int, process: BaseProcess, reader: Connection) -> Outcome:
     """Return what a rank reported, or how it ended if it did not."""
     outcome = received(rank, reader) if reader.poll() else None
-    if outcome is None:
-        process.join(_END_S)
-        return Outcome(rank, error=_no_result(rank, size, process.exitcode), reported=False)
-    return outcome
-
-
-def _no_result(rank: int, size: int, code: int | None) -> PeerLostError:
+    if outcome is not None:
+        return outcome
+    process.join(END_S)
+    code = process.exitcode
     if code is not None and code < 0:
-        how = ended_by(-code)
-    else:
-        how = (
-            f"ended with exit code {code} before it could report; see its output. (A script that calls launch "
-            "must do so under if __name__ == '__main__':)"
-        )
-    return PeerLostError(f"rank {rank} of {size} {how}", peer=rank)
+        return lost(rank, size, ended_by(-code))
+    return lost(
+        rank,
+        size,
+        f"ended with exit code {code} before it could report; see its output. (A script that calls launch "
+        "must do so under if __name__ == '__main__':)",
+    )
 
 
 def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
     """End all ranks: those that reported are about to exit; the others are terminated, then killed."""
     for process in quiet:
         process.terminate()
-    deadline = time.monotonic() + _END_S
+    deadline = clock.now() + END_S
     for process in (*quiet, *reported):
         process.join(seconds_left(deadline))
         if process.is_alive():

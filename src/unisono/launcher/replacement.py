@@ -10,89 +10,17 @@ from unisono import serialization
 from unisono.communicator import Communicator
 from unisono.control.client import SocketControl
 from unisono.core import clock
-from unisono.core.control import ControlPlane
 from unisono.core.failure import to_cause
 from unisono.core.group import Group
 from unisono.core.transport import Options, Transport
 from unisono.core.work import seconds_left
-from unisono.errors import AbortedError, CommError, MismatchError, PeerLostError
-from unisono.launcher.job import Outcome
+from unisono.errors import AbortedError, CommError, MismatchError
+from unisono.launcher.supervisor import joined
 from unisono.transports.hierarchical import transport_named
 
-__all__ = ["Attempts", "admitted", "joined", "replacement"]
+__all__ = ["admitted", "replacement"]
 
 _log = logging.getLogger("unisono")
-
-_MOST_UNJOINED = 2
-
-
-def joined(rank: int, attempt: int) -> str:
-    """Return the key of the control plane that is set when a replacement has joined the others."""
-    return f"joined/{rank}/{attempt}"
-
-
-class Attempts:
-    """Starts of each rank.
-
-    A lost rank is started again, unless two of its replacements in a row have not joined, or no rank is left to admit
-    another one.
-
-    Args:
-        size: Number of ranks.
-        control: The control plane of the ranks; None if lost ones are not replaced.
-        start: Starts a rank; its second argument is 1 for the first replacement.
-
-    Attributes:
-        last: For each rank the number of its last start: 0 is the first.
-        open: The ranks that have not ended.
-    """
-
-    def __init__(self, size: int, control: ControlPlane | None, start: Callable[[int, int], None]) -> None:
-        self._control = control
-        self._start = start
-        self._unjoined = [0] * size
-        self.last: list[int] = [0] * size
-        self.open: set[int] = set(range(size))
-
-    def settle(self, outcome: Outcome) -> list[Outcome]:
-        """Return the outcome of a rank, with those of replacements that no rank is left to admit.
-
-        None if the rank was lost and is started again. An error that ends a rank ends the job, so no rank is started
-        again afterwards.
-        """
-        rank = outcome.rank
-        if rank not in self.open:
-            return []
-        self.open.remove(rank)
-        if not outcome.reported and self._may_start_again(rank):
-            self.open.add(rank)
-            self.last[rank] += 1
-            self._start(rank, self.last[rank])
-            return []
-        if outcome.error is not None:
-            self.stop()
-        if self._control is None or any(map(self._has_joined, self.open)):
-            return [outcome]
-        message = "was lost, and the other ranks ended before a replacement had joined them"
-        size = len(self.last)
-        errors = {each: PeerLostError(f"rank {each} of {size} {message}", peer=each) for each in self.open}
-        self.open.clear()
-        return [outcome, *(Outcome(each, error=error, reported=False) for each, error in errors.items())]
-
-    def stop(self) -> None:
-        """Start no rank again from now on."""
-        self._control = None
-
-    def _may_start_again(self, rank: int) -> bool:
-        if self._control is None or not any(map(self._has_joined, self.open)):
-            return False
-        self._unjoined[rank] = 0 if self._has_joined(rank) else self._unjoined[rank] + 1
-        return self._unjoined[rank] < _MOST_UNJOINED
-
-    def _has_joined(self, rank: int) -> bool:
-        """Return whether a rank is one of the first, or has joined them."""
-        assert self._control is not None
-        return not self.last[rank] or self._control.check([joined(rank, self.last[rank])])
 
 
 def replacement(

@@ -23,7 +23,8 @@ from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
 from unisono.errors import CommError
-from unisono.launcher.job import GRACE_S, Job, Outcome, check_job, conclude
+from unisono.launcher.job import Job, check_job, conclude
+from unisono.launcher.supervisor import GRACE_S, Outcome
 from unisono.simulation import EndedError, TaskScheduler, interposed, unpatched
 from unisono.transports import TRANSPORTS
 from unisono.transports.sim import SimNetwork

@@ -25,7 +25,8 @@ from unisono.core.closing import Closing
 from unisono.core.work import seconds_left
 from unisono.errors import CommError, PeerLostError
 from unisono.launcher.api import launch
-from unisono.launcher.job import GRACE_S, Outcome, conclude, first_failure, reported
+from unisono.launcher.job import conclude, first_failure, reported
+from unisono.launcher.supervisor import GRACE_S, Outcome
 from unisono.serialization.functions import FunctionPickler, dumps
 from unisono.testing import pool_worker
 from unisono.testing.namespaced_ranks import TIMEOUT_S, run_ranks

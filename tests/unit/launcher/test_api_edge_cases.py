@@ -136,7 +136,7 @@ def test_interrupt_ends_thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert begun.wait(20)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("unisono.launcher.api.collect", interrupted)
+    monkeypatch.setattr("unisono.launcher.supervisor.seconds_left", interrupted)
     ended: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
     def wait_for_each_other(comm: un.Communicator) -> None:

@@ -7,7 +7,8 @@ from unittest import SkipTest
 import pytest
 
 from unisono.errors import PeerLostError
-from unisono.launcher.job import Outcome, first_failure
+from unisono.launcher.job import first_failure
+from unisono.launcher.supervisor import Outcome
 
 
 @pytest.mark.parametrize("skipped", [SkipTest(), pytest.skip.Exception(), pytest.xfail.Exception()])

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from unisono.engines import Engine
+    from unisono.launcher.linked_ranks import LinkedRanks
 
 __all__ = [
     "CHUNK_BYTES",
@@ -344,6 +345,43 @@ def launch(
             fn, tuple(args), dict(kwargs or {}), connect, options, wrap, backend or "auto", timeout_s, threads
         )
         return conclude(run_on(engine, program, nprocs, on_failure), nprocs, on_failure)
+    job = job_of(
+        fn,
+        nprocs,
+        backend,
+        args,
+        kwargs,
+        timeout=timeout,
+        heartbeat=heartbeat,
+        check=check,
+        device=device,
+        deterministic=deterministic,
+        chunk_bytes=chunk_bytes,
+        wrap=wrap,
+        hosts=given,
+    )
+    return _run(job, nprocs, on_failure, threads, seed)
+
+
+def job_of(
+    fn: Callable[..., Any],
+    nprocs: int,
+    backend: str | None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout: Timeout = TIMEOUT_S,
+    heartbeat: Timeout | None = None,
+    check: Check = "auto",
+    device: str | torch.device | None = None,
+    deterministic: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+    wrap: Wrap | None = None,
+    hosts: Sequence[Sequence[int]] | None = None,
+) -> Job:
+    """Return the job of ranks of this host, for these arguments of `launch`."""
+    timeout_s = positive_timeout(timeout)
+    given = validate_hosts(hosts, nprocs)
     sharing = given or (tuple(range(nprocs)),)
     obstacle = why_no_shm()
     if obstacle is not None:
@@ -353,9 +391,9 @@ def launch(
     network = network_of([core_build()])
     name = chosen or choose_backend(sharing, gpus=torch.cuda.device_count() >= nprocs, network=network)
     options = _options(name, device, None, timeout_s, chunk_bytes, "127.0.0.1")
+    heartbeat_s = heartbeat_seconds(heartbeat)
     options = replace(options, hosts=given, deterministic=deterministic, heartbeat_s=heartbeat_s)
-    job = Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
-    return _run(job, nprocs, on_failure, threads, seed)
+    return Job(fn, tuple(args), dict(kwargs or {}), transport_named(name), options, check, wrap)
 
 
 def heartbeat_seconds(heartbeat: Timeout | None) -> float | None:
@@ -400,15 +438,21 @@ def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed
         raise ValueError(f"only simulated ranks have a seed: use backend 'sim', not {job.options.backend!r}")
     if job.transport.in_process:
         ended = _run_threads(job, nprocs, on_failure)
-    elif job.transport.launcher == "mpirun":
-        from unisono.launcher.mpirun import run_mpirun
-
-        ended = run_mpirun(job, nprocs, on_failure, threads)
     else:
-        from unisono.launcher.processes import run_processes
-
-        ended = run_processes(job, nprocs, on_failure, threads)
+        with linked_ranks(job, nprocs, on_failure, threads) as ranks:
+            ended = ranks.run()
     return conclude(ended, nprocs, on_failure)
+
+
+def linked_ranks(job: Job, nprocs: int, on_failure: str, threads: int | None) -> LinkedRanks:
+    """Return the ranks of a job, started in the way that its transport wants, or ready to be started."""
+    if job.transport.launcher == "mpirun":
+        from unisono.launcher.mpirun import MpirunRanks
+
+        return MpirunRanks(job, nprocs, on_failure, threads)
+    from unisono.launcher.processes import ProcessRanks
+
+    return ProcessRanks(job, nprocs, on_failure, threads)
 
 
 def _options(

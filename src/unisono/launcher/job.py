@@ -6,7 +6,6 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any
 
@@ -30,7 +29,6 @@ __all__ = [
     "check_job",
     "conclude",
     "first_failure",
-    "received",
     "reported",
     "run_reported",
 ]
@@ -143,14 +141,6 @@ def reported(rank: int, data: bytes) -> Outcome:
         error.add_note(f"while reading the {kind} of rank {rank}")
         return Outcome(rank, error=error)
     return Outcome(rank, value) if kind == "result" else Outcome(rank, error=value)
-
-
-def received(rank: int, link: Connection[Any, Any]) -> Outcome | None:
-    """Return the outcome that a rank's process sends over a connection; None if it ends without one."""
-    try:
-        return reported(rank, link.recv_bytes())
-    except (EOFError, OSError):
-        return None
 
 
 def conclude(ended: Sequence[Outcome], size: int, on_failure: str) -> list[Any]:

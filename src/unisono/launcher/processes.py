@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,18 +29,19 @@ from unisono.control.client import SocketControl
 from unisono.control.process_exit import exit_with_children, raise_failed_saves
 from unisono.control.server import ControlServer
 from unisono.core import clock
-from unisono.core.closing import Closing
 from unisono.core.failure import ended_by
 from unisono.core.group import Group
 from unisono.core.work import seconds_left
 from unisono.errors import CommError
 from unisono.host.processors import cores
-from unisono.launcher.job import Job, received, run_reported
+from unisono.launcher.job import Job, run_reported
+from unisono.launcher.linked_ranks import LINK, LinkedRanks
 from unisono.launcher.replacement import replacement
-from unisono.launcher.supervisor import END_S, Outcome, Supervisor, lost
+from unisono.launcher.supervisor import END_S
 from unisono.serialization.functions import dumps
 
 __all__ = [
+    "ProcessRanks",
     "WorkerSpec",
     "by_value",
     "configure_process",
@@ -49,7 +50,6 @@ __all__ = [
     "importable",
     "reseed_generators",
     "run_job",
-    "run_processes",
     "run_worker",
     "share_of_cores",
 ]
@@ -57,40 +57,35 @@ __all__ = [
 _starting = threading.Lock()
 
 
-def run_processes(job: Job, size: int, on_failure: str, threads: int | None) -> list[Outcome]:
-    """Run a job on `size` processes; outcomes in the order in which ranks ended. None outlives the call."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise CommError(
-            "launch was called while a rank was importing your main script; put the call "
-            "under if __name__ == '__main__':"
-        )
-    with ProcessRanks(job, size, threads, replaces=on_failure == "replace") as ranks:
-        return Supervisor(ranks.start, ranks.ends, size, on_failure, ranks.control).run()
+class ProcessRanks(LinkedRanks):
+    """Processes of a job's ranks, and the control plane by which they meet.
 
+    Raises:
+        CommError: This process is a rank that imports the main script of its launcher.
+    """
 
-class ProcessRanks(Closing):
-    """Processes of a job's ranks, and the control plane by which they meet."""
-
-    def __init__(self, job: Job, size: int, threads: int | None, *, replaces: bool) -> None:
+    def __init__(self, job: Job, size: int, on_failure: str, threads: int | None) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise CommError(
+                "launch was called while a rank was importing your main script; put the call "
+                "under if __name__ == '__main__':"
+            )
+        super().__init__(size, on_failure)
         self._context = _context()
         self._payload = dump(job, importable(job.fn))
-        self._size = size
         self._threads = share_of_cores(threads, size)
         self._secret = secrets.token_bytes(32)
         self._server = ControlServer(self._secret)
-        self.control = SocketControl(self._server.address, self._secret) if replaces else None
-        self._ranks: dict[int, tuple[BaseProcess, Connection]] = {}
-        self._running: set[int] = set()
-        # Ranks that are about to exit, because they have reported.
-        self._leaving: set[int] = set()
+        if on_failure == "replace":
+            self.control = SocketControl(self._server.address, self._secret)
+        self._processes: dict[int, BaseProcess] = {}
 
     def start(self, rank: int, attempt: int) -> None:
-        """Start a rank; instead of its last process if it has one."""
         self._release(rank)
-        reader, writer = self._context.Pipe(duplex=False)
+        own, link = self._context.Pipe()
         orders = WorkerSpec(
             rank,
-            self._size,
+            self.size,
             self._payload,
             dict(os.environ),
             self._server.address,
@@ -101,41 +96,45 @@ class ProcessRanks(Closing):
             attempt,
         )
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
-            target=run_worker, args=(orders, writer), name=f"unisono rank {rank}"
+            target=run_worker, args=(orders, link), name=f"unisono rank {rank}"
         )
         with _main_as_ranks_see_it():
             _start(process)
-        writer.close()
-        self._ranks[rank] = process, reader
-        self._running.add(rank)
+        link.close()
+        self._processes[rank] = process
+        self.links[rank] = own
+        self.running.add(rank)
 
     def _release(self, rank: int) -> None:
         """Release what is left of a rank's last process, whose number another process may get later."""
-        if rank in self._ranks:
-            process, reader = self._ranks.pop(rank)
-            _end([process], [])
-            reader.close()
+        if rank in self._processes:
+            _end([self._processes.pop(rank)], [])
+            self.links.pop(rank).close()
 
-    def ends(self, limit_s: float | None) -> list[Outcome]:
-        # A rank's own children may hold its end of the pipe open longer than it lives.
-        signs = {rank: (self._ranks[rank][1], self._ranks[rank][0].sentinel) for rank in self._running}
-        ready = wait([sign for pair in signs.values() for sign in pair], limit_s)
-        over = [rank for rank, pair in signs.items() if {*pair} & {*ready}]
-        self._running.difference_update(over)
-        outcomes = [_outcome(rank, self._size, *self._ranks[rank]) for rank in over]
-        self._leaving.update(outcome.rank for outcome in outcomes if outcome.reported)
-        return outcomes
+    def signs(self, rank: int) -> list[Any]:
+        return [self.links[rank], self._processes[rank].sentinel]
+
+    def how(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(END_S)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return ended_by(-code)
+        return (
+            f"ended with exit code {code} before it could report; see its output. (A script that calls launch "
+            "must do so under if __name__ == '__main__':)"
+        )
 
     def close(self) -> None:
         """End all ranks, of which some are about to exit because they have reported, and the control plane."""
         _end(
-            [process for rank, (process, _) in self._ranks.items() if rank not in self._leaving],
-            [process for rank, (process, _) in self._ranks.items() if rank in self._leaving],
+            [process for rank, process in self._processes.items() if rank in self.running],
+            [process for rank, process in self._processes.items() if rank not in self.running],
         )
-        for _, reader in self._ranks.values():
-            reader.close()
+        for link in self.links.values():
+            link.close()
         # Descriptors of processes are closed with the objects, which this one would keep until it is collected.
-        self._ranks.clear()
+        self._processes.clear()
         if self.control is not None:
             self.control.close()
         self._server.close()
@@ -151,23 +150,6 @@ def _start(process: BaseProcess) -> None:
             f"no rank can be started: the temporary directory {tempfile.gettempdir()} has too long a name for a "
             "socket in it; set TMPDIR=/tmp"
         ) from error
-
-
-def _outcome(rank: int, size: int, process: BaseProcess, reader: Connection) -> Outcome:
-    """Return what a rank reported, or how it ended if it did not."""
-    outcome = received(rank, reader) if reader.poll() else None
-    if outcome is not None:
-        return outcome
-    process.join(END_S)
-    code = process.exitcode
-    if code is not None and code < 0:
-        return lost(rank, size, ended_by(-code))
-    return lost(
-        rank,
-        size,
-        f"ended with exit code {code} before it could report; see its output. (A script that calls launch "
-        "must do so under if __name__ == '__main__':)",
-    )
 
 
 def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:
@@ -360,7 +342,7 @@ class WorkerSpec:
     attempt: int = 0
 
 
-def run_worker(orders: WorkerSpec, report: Connection) -> None:
+def run_worker(orders: WorkerSpec, link: Connection) -> None:
     """Run a rank: set up, run the job, send its outcome to the launching process."""
     # An interrupt at the terminal is for the launching process, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -377,7 +359,7 @@ def run_worker(orders: WorkerSpec, report: Connection) -> None:
     configure_process(orders.threads)
     # Workers of a loader start as those of a plain script do, not as ranks do.
     multiprocessing.set_start_method(orders.start_method, force=True)
-    report.send_bytes(run_job(orders))
+    run_job(orders, link)
 
 
 def reseed_generators() -> None:
@@ -399,8 +381,9 @@ def configure_process(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def run_job(orders: WorkerSpec) -> bytes:
-    """Run the job; return its outcome, for the launching process."""
+def run_job(orders: WorkerSpec, link: Connection) -> None:
+    """Run the job, and send its outcome to the launching process."""
+    LINK.set(link)
 
     def program() -> Any:
         job: Job = pickle.loads(orders.job)
@@ -415,7 +398,7 @@ def run_job(orders: WorkerSpec) -> bytes:
 
     outcome = run_reported(orders.rank, program)
     flush_streams()
-    return outcome
+    link.send_bytes(outcome)
 
 
 def flush_streams() -> None:

@@ -7,8 +7,7 @@ import os
 import pickle
 import signal
 import sys
-from dataclasses import dataclass
-from multiprocessing.connection import Client
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -18,50 +17,52 @@ import torch
 from unisono.communicator import Communicator, boundaries_of
 from unisono.errors import CommError
 from unisono.launcher.job import run_reported
+from unisono.launcher.linked_ranks import own_link
 
-__all__ = ["PoolWorker", "serve"]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolWorker:
-    """Source of work for a rank of a pool.
-
-    Attributes:
-        address, key: Address and key of the connection.
-        folder: Folder to write the stacks of all threads to, on SIGUSR1.
-    """
-
-    address: str
-    key: bytes
-    folder: str
+__all__ = ["LEAVE", "serve"]
 
 
-def serve(comm: Communicator, service: PoolWorker) -> None:
-    """Run programs until the driver closes the connection.
+LEAVE = b""
+"""Order to a rank, instead of a program."""
+
+
+def serve(comm: Communicator, folder: str) -> None:
+    """Run programs until the driver has this rank leave, or has gone.
 
     Programs get communicators of their own, so that a program that fails does not break `comm`.
+
+    Args:
+        comm: Of all ranks.
+        folder: Folder to write the stacks of all threads to, on SIGUSR1.
     """
-    stacks = (Path(service.folder) / f"stacks-{comm.rank}").open("w")
+    link = own_link()
+    stacks = (Path(folder) / f"stacks-{comm.rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
     randomness = torch.get_rng_state()
     parts: dict[tuple[int, int], Communicator | None] = {}
-    with stacks, Client(service.address, authkey=service.key) as link:
-        link.send((comm.rank, os.getpid()))
-        while True:
-            try:
-                size, failures, program = pickle.loads(link.recv_bytes())
-            except EOFError:
-                return
+    with stacks:
+        link.send_bytes(run_reported(comm.rank, os.getpid))
+        while order := _next(link):
+            size, failures, program = pickle.loads(order)
             if (size, failures) not in parts:
                 parts = {key: part for key, part in parts.items() if key[1] == failures}
                 parts[size, failures] = comm.split(0 if comm.rank < size else None)
             part = parts[size, failures]
             if part is not None:
                 torch.set_rng_state(randomness)
-                link.send_bytes(_perform(part, program))
+                outcome, usable = _perform(part, program)
+                link.send_bytes(outcome)
+                link.send(usable)
 
 
-def _perform(comm: Communicator, program: bytes) -> bytes:
+def _next(link: Connection[Any, Any]) -> bytes:
+    try:
+        return link.recv_bytes()
+    except EOFError:
+        return LEAVE
+
+
+def _perform(comm: Communicator, program: bytes) -> tuple[bytes, bool]:
     """Run one program; return its outcome as `reported` reads it, and whether the communicator is still usable."""
 
     def run() -> Any:
@@ -85,4 +86,4 @@ def _perform(comm: Communicator, program: bytes) -> bytes:
     else:
         # A request to stop is for good, and ranks may have counted different numbers of steps.
         usable = comm.exception() is None and boundaries_of(comm).unused
-    return pickle.dumps((outcome, usable))
+    return outcome, usable

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import secrets
 import signal
 import sys
 import tempfile
@@ -14,24 +13,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
 from unittest import TestCase
 
 from unisono.core.closing import Closing
-from unisono.core.work import seconds_left
-from unisono.errors import CommError, PeerLostError
-from unisono.launcher.api import launch
-from unisono.launcher.job import conclude, first_failure, reported
-from unisono.launcher.supervisor import GRACE_S, Outcome
+from unisono.errors import CommError
+from unisono.launcher.api import job_of, linked_ranks
+from unisono.launcher.job import conclude, first_failure
+from unisono.launcher.supervisor import Outcome, Supervisor
 from unisono.serialization.functions import FunctionPickler, dumps
 from unisono.testing import pool_worker
 from unisono.testing.namespaced_ranks import TIMEOUT_S, run_ranks
 from unisono.testing.pool_threads import LIBRARY, overdue, run_limited, where
-from unisono.testing.pool_worker import PoolWorker, serve
+from unisono.testing.pool_worker import LEAVE, serve
 from unisono.transports.hierarchical import transport_named
 
 __all__ = ["PoolProcesses", "RankPool", "close_pools", "pool"]
@@ -207,7 +204,7 @@ _LEAVE_S = 10.0
 
 
 class PoolProcesses:
-    """Running ranks, each of which waits for programs on its own connection.
+    """Running ranks, each of which waits for programs on its connection.
 
     The constructor starts the ranks. They end on `close`, or when this process ends.
     """
@@ -216,129 +213,86 @@ class PoolProcesses:
         self._size = size
         self._failures = 0
         self._connected: set[tuple[int, int]] = set()
-        self._links: dict[int, Connection] = {}
-        self._pids: dict[int, int] = {}
-        self._ends: list[Any] = []
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-pool-")
-        service = PoolWorker(str(Path(self._folder.name) / "pool"), secrets.token_bytes(32), self._folder.name)
-        arguments = {"args": (service,), **options}
-        self._thread = threading.Thread(target=self._live, args=(service, backend, arguments), daemon=True)
+        given = {**options}
+        threads = given.pop("threads", None)
+        job = job_of(serve, size, backend, (self._folder.name,), **given)
+        self._ranks = linked_ranks(job, size, "continue", threads)
         try:
-            with Listener(service.address, authkey=service.key) as listener:
-                self._thread.start()
-                while len(self._links) < size and self._admit(listener):
-                    pass
+            ended = Supervisor(self._ranks.start, self._ranks.ends, size, "end").run()
+            self._pids: list[int] = conclude(ended, size, "end")
         except BaseException:
             self.close()
             raise
-        if len(self._links) < size:
-            self.close()
-            raise next(end for end in self._ends if isinstance(end, BaseException))
-
-    def _live(self, service: PoolWorker, backend: str, arguments: dict[str, Any]) -> None:
-        """Run the ranks from start to end, in a separate thread."""
-        try:
-            self._ends = launch(serve, self._size, backend, on_failure="continue", **arguments)
-        except BaseException as error:
-            self._ends = [error] * self._size
-        # Wake the accepting thread, in case the ranks ended before they connected.
-        with suppress(OSError), Client(service.address, authkey=service.key) as link:
-            link.send(None)
-
-    def _admit(self, listener: Listener) -> bool:
-        """Accept one connection; return False if the ranks have ended instead."""
-        try:
-            link = listener.accept()
-            message = link.recv()
-        except (AuthenticationError, EOFError):
-            return True
-        if message is None:
-            link.close()
-            return False
-        rank, self._pids[rank] = message
-        self._links[rank] = link
-        return True
 
     def run(self, program: bytes, size: int, limit_s: float, on_failure: str) -> tuple[list[Outcome], bool]:
         """Return the outcomes of the first `size` ranks, in order of completion, and whether they are still usable.
 
         If they are not, they have been closed. After an error of the program itself they are usable.
         """
-        ended: list[Outcome] = []
-        pending = {rank: self._links[rank] for rank in range(size)}
-        try:
-            # Inside: ranks that have the program run, while the caller may be interrupted.
-            self._send(program, size)
-            broken = self._collect(pending, ended, limit_s, on_failure)
-        except BaseException as error:
-            error.add_note(where(self._stop(list(pending))))
-            raise
-        if pending:
-            late = overdue(limit_s, self._stop(list(pending)))
-            return [*ended, *(Outcome(rank, error=late) for rank in pending)], False
-        failed = any(outcome.error is not None for outcome in ended)
-        self._failures += failed
-        if not isinstance(first_failure(ended).error, CommError) if failed else not broken:
-            return ended, True
-        self.close()
-        for outcome in ended:
-            # The cause of death is known only after the process has ended.
-            if isinstance(outcome.error, PeerLostError) and not outcome.reported:
-                outcome.error = self._ends[outcome.rank] or outcome.error
-        return ended, False
-
-    def _send(self, program: bytes, size: int) -> None:
-        """Send a program to the first `size` ranks."""
         key = size, self._failures
         # Creating the communicator of the first `size` ranks needs all ranks: once, and again after a failure.
         called = size if key in self._connected else self._size
         self._connected.add(key)
-        for rank in range(called):
-            # A rank that has ended since its last program is reported where its answer is awaited.
-            with suppress(ConnectionError):
-                self._links[rank].send_bytes(pickle.dumps((*key, program)))
-
-    def _collect(self, pending: dict[int, Connection], ended: list[Outcome], limit_s: float, on_failure: str) -> bool:
-        """Move ranks from `pending` to `ended` until the time is over; return whether a communicator is broken."""
-        deadline = time.monotonic() + limit_s
-        broken = False
-        while pending:
-            ready = wait(list(pending.values()), seconds_left(deadline))
-            if not ready:
-                break
-            for rank in [rank for rank, link in pending.items() if link in ready]:
-                outcome, whole = self._hear(rank, pending.pop(rank))
-                ended.append(outcome)
-                broken = broken or not whole
-                if outcome.error is not None and on_failure == "end":
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-        return broken
-
-    def _hear(self, rank: int, link: Connection[Any, Any]) -> tuple[Outcome, bool]:
+        order = pickle.dumps((*key, program))
+        self._usable = True
+        self._ranks.running.update(range(size))
         try:
-            data, whole = pickle.loads(link.recv_bytes())
-        except (EOFError, OSError):
-            lost = PeerLostError(f"rank {rank} ended before it could answer", peer=rank)
-            return Outcome(rank, error=lost, reported=False), False
-        return reported(rank, data), whole
+            # Inside: ranks that have the program run, while the caller may be interrupted.
+            for rank in range(size, called):
+                self._send(order, rank)
+            ended = Supervisor(partial(self._send, order), self._ends, size, on_failure, limit_s=limit_s).run()
+        except BaseException as error:
+            error.add_note(where(self._stop()))
+            raise
+        if pending := sorted(self._ranks.running):
+            late = overdue(limit_s, self._stop())
+            return [*ended, *(Outcome(rank, error=late) for rank in pending)], False
+        failed = any(outcome.error is not None for outcome in ended)
+        self._failures += failed
+        if not isinstance(first_failure(ended).error, CommError) if failed else self._usable:
+            return ended, True
+        self.close()
+        return ended, False
 
-    def _stop(self, ranks: list[int]) -> dict[int, str]:
-        """End all ranks; return the stacks of some."""
+    def _send(self, order: bytes, rank: int, attempt: int = 0) -> None:
+        # A rank that has ended since its last program is reported where its answer is awaited.
+        with suppress(ConnectionError):
+            self._ranks.links[rank].send_bytes(order)
+
+    def _ends(self, limit_s: float | None) -> list[Outcome]:
+        """Return outcomes of the program, and learn whether the communicators of their ranks are still usable."""
+        ended = self._ranks.ends(limit_s)
+        for outcome in ended:
+            try:
+                usable = self._ranks.links[outcome.rank].recv()
+            except (EOFError, OSError):
+                # That was the outcome of the rank itself.
+                outcome.reported = usable = False
+            self._usable = self._usable and usable
+        return ended
+
+    def _stop(self) -> dict[int, str]:
+        """End all ranks; return the stacks of those that run a program."""
+        ranks = sorted(self._ranks.running)
         self._signal(ranks, signal.SIGUSR1)
         time.sleep(_DUMP_S)
         stacks = {rank: _shown((Path(self._folder.name) / f"stacks-{rank}").read_text()) for rank in ranks}
-        self._signal(self._pids, signal.SIGKILL)
-        self.close()
+        self._signal(range(self._size), signal.SIGKILL)
+        self._release()
         return stacks
 
     def close(self) -> None:
-        """Disconnect the ranks, and wait until they have ended."""
-        for link in self._links.values():
-            link.close()
-        self._thread.join(_LEAVE_S)
-        if self._thread.is_alive():
-            self._signal(self._pids, signal.SIGKILL)
-            self._thread.join(_LEAVE_S)
+        """Have the ranks leave, and wait until they have ended."""
+        self._ranks.running.update(self._ranks.links)
+        try:
+            started = len(self._ranks.links)
+            Supervisor(partial(self._send, LEAVE), self._ranks.ends, started, "continue", limit_s=_LEAVE_S).run()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._ranks.close()
         self._folder.cleanup()
 
     def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:

@@ -75,11 +75,12 @@ def on_ranks(
         given = (*args, Path(name))
         if not under_mpirun:
             return un.launch(program, ranks, backend, given, threads=1, timeout=timeout)
-        from unisono.launcher.mpirun import run_mpirun
+        from unisono.launcher.mpirun import MpirunRanks
 
         options = Options(backend, timeout_s=timeout)
         job = Job(program, given, {}, transport_named(backend), options, "auto", None)
-        return conclude(run_mpirun(job, ranks, "end", 1), ranks, "end")
+        with MpirunRanks(job, ranks, "end", 1) as started:
+            return conclude(started.run(), ranks, "end")
 
 
 def _rank(comm: Communicator, settings: Settings, shown: bool, folder: Path) -> list[Result]:

@@ -1,0 +1,82 @@
+"""Ranks that have a connection to the process that started them, over which they report, and may take orders."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextvars import ContextVar
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from unisono.control.client import SocketControl
+from unisono.core.closing import Closing
+from unisono.launcher.job import reported
+from unisono.launcher.supervisor import Outcome, Supervisor, lost
+
+__all__ = ["LINK", "LinkedRanks", "own_link"]
+
+LINK: ContextVar[Connection[Any, Any]] = ContextVar("unisono link")
+
+
+def own_link() -> Connection[Any, Any]:
+    """Return this rank's connection, for a program that takes orders from the process that started it.
+
+    A function, because programs may be sent by value, and with them what their module refers to.
+    """
+    return LINK.get()
+
+
+class LinkedRanks(Closing):
+    """Ranks of a job on this host, as the process that starts them sees them. None outlives `close`.
+
+    Args:
+        size: Number of ranks.
+        on_failure: As for `launch`.
+
+    Attributes:
+        size, on_failure: As given.
+        links: For each rank its connection.
+        running: The ranks whose next outcome is awaited.
+        control: The control plane of ranks that are started again if they are lost.
+    """
+
+    control: SocketControl | None = None
+
+    def __init__(self, size: int, on_failure: str) -> None:
+        self.size = size
+        self.on_failure = on_failure
+        self.links: dict[int, Connection[Any, Any]] = {}
+        self.running: set[int] = set()
+
+    def run(self) -> list[Outcome]:
+        """Return the outcomes of the job, in the order in which its ranks ended."""
+        return Supervisor(self.start, self.ends, self.size, self.on_failure, self.control).run()
+
+    @abstractmethod
+    def start(self, rank: int, attempt: int) -> None:
+        """Start a rank, instead of its last process if it has one."""
+
+    @abstractmethod
+    def how(self, rank: int) -> str:
+        """Return how a rank has ended that has not reported."""
+
+    def signs(self, rank: int) -> list[Any]:
+        """Return what is ready when a rank has reported or ended."""
+        return [self.links[rank]]
+
+    def ends(self, limit_s: float | None) -> list[Outcome]:
+        """Return outcomes as soon as there are any, or none after a number of seconds; None is no limit."""
+        signs = {rank: self.signs(rank) for rank in self.running}
+        ready = wait([sign for each in signs.values() for sign in each], limit_s)
+        over = [rank for rank, each in signs.items() if not {*each}.isdisjoint(ready)]
+        self.running.difference_update(over)
+        return [self._outcome(rank) for rank in over]
+
+    def _outcome(self, rank: int) -> Outcome:
+        link = self.links[rank]
+        try:
+            # A process may have ended whose children hold its end of the connection open.
+            if link.poll():
+                return reported(rank, link.recv_bytes())
+        except (EOFError, OSError):
+            pass
+        return lost(rank, self.size, self.how(rank))

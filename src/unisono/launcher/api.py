@@ -664,7 +664,7 @@ def _run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
 
     try:
         with own_generators:
-            return Supervisor(start, ends, size, on_failure).run()
+            return Supervisor(start, ends, range(size), on_failure).run()
     except BaseException as error:
         # The caller was interrupted. No thread waits for the ranks any more; they end at their next call.
         cause = Cause("AbortedError", None, f"launch was ended by {type(error).__name__}")

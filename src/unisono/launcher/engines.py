@@ -112,14 +112,15 @@ class _Gang(Closing):
         self._start_by: float | None = start_by
         self._events: queue.SimpleQueue[tuple[int, int, Future[bytes] | bool]] = queue.SimpleQueue()
         self._futures: dict[int, Future[bytes]] = {}
-        # For some ranks what must have come of them, and by when.
+        # For some ranks when something must have come of them, and what looks after that: it is given whether the time
+        # is over, and returns the outcome then.
         self._due: dict[int, tuple[float, Callable[[int, bool], Outcome | None]]] = {}
         self._first_lost: Future[int] = Future()
         self._secret = secrets.token_bytes(32)
         self._server = ControlServer(self._secret, address_for_workers(executor), on_left=self._note_left)
         self._control = SocketControl(self._server.address, self._secret)
         admits = self._control if on_failure == "replace" else None
-        self.supervisor = Supervisor(self._start, self._ends, size, on_failure, admits)
+        self.supervisor = Supervisor(self._start, self._ends, range(size), on_failure, admits)
 
     def _note_left(self, label: str) -> None:
         """Note that a rank has ended or is lost, in the thread of the control plane."""
@@ -136,11 +137,7 @@ class _Gang(Closing):
         self._futures[rank] = future
         future.add_done_callback(lambda done: self._events.put((rank, attempt, done)))
         if attempt:
-            self._expect(rank, self._timeout_s, self._unstarted)
-
-    def _expect(self, rank: int, within_s: float, check: Callable[[int, bool], Outcome | None]) -> None:
-        """Have `check` look after a rank: it is given whether the time is over, and returns the outcome then."""
-        self._due[rank] = clock.now() + within_s, check
+            self._due[rank] = clock.now() + self._timeout_s, self._unstarted
 
     def _ends(self, limit_s: float | None) -> list[Outcome]:
         dues = [self._start_by, *(due for due, _ in self._due.values())]
@@ -157,9 +154,9 @@ class _Gang(Closing):
             del self._futures[rank]
             return [self._concluded(self._outcome(rank, event))]
         if event:
-            self._expect(rank, self._timeout_s, self._undelivered)
+            self._due[rank] = clock.now() + self._timeout_s, self._undelivered
         else:
-            self._expect(rank, _EXPLAIN_WITHIN_S, self._gone)
+            self._due[rank] = clock.now() + _EXPLAIN_WITHIN_S, self._gone
         return []
 
     def _overdue(self) -> list[Outcome]:

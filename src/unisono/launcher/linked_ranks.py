@@ -12,7 +12,7 @@ from unisono.core.closing import Closing
 from unisono.launcher.job import reported
 from unisono.launcher.supervisor import Outcome, Supervisor, lost
 
-__all__ = ["LINK", "LinkedRanks", "own_link"]
+__all__ = ["LINK", "LinkedRanks", "own_link", "received"]
 
 LINK: ContextVar[Connection[Any, Any]] = ContextVar("unisono link")
 
@@ -23,6 +23,14 @@ def own_link() -> Connection[Any, Any]:
     A function, because programs may be sent by value, and with them what their module refers to.
     """
     return LINK.get()
+
+
+def received(rank: int, link: Connection[Any, Any]) -> Outcome | None:
+    """Return the outcome that a rank sends; None if it ends without one."""
+    try:
+        return reported(rank, link.recv_bytes())
+    except (EOFError, OSError):
+        return None
 
 
 class LinkedRanks(Closing):
@@ -49,7 +57,7 @@ class LinkedRanks(Closing):
 
     def run(self) -> list[Outcome]:
         """Return the outcomes of the job, in the order in which its ranks ended."""
-        return Supervisor(self.start, self.ends, self.size, self.on_failure, self.control).run()
+        return Supervisor(self.start, self.ends, range(self.size), self.on_failure, self.control).run()
 
     @abstractmethod
     def start(self, rank: int, attempt: int) -> None:
@@ -72,11 +80,6 @@ class LinkedRanks(Closing):
         return [self._outcome(rank) for rank in over]
 
     def _outcome(self, rank: int) -> Outcome:
-        link = self.links[rank]
-        try:
-            # A process may have ended whose children hold its end of the connection open.
-            if link.poll():
-                return reported(rank, link.recv_bytes())
-        except (EOFError, OSError):
-            pass
-        return lost(rank, self.size, self.how(rank))
+        # A process may have ended whose children hold its end of the connection open.
+        outcome = received(rank, self.links[rank]) if self.links[rank].poll() else None
+        return outcome or lost(rank, self.size, self.how(rank))

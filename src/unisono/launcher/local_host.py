@@ -20,12 +20,12 @@ from unisono.core.work import seconds_left
 from unisono.host.processes import interpreter_flags
 from unisono.launcher.forked_ranks import ForkedRank, fork_ranks
 from unisono.launcher.script_job import Events, Report, ScriptJob
+from unisono.launcher.supervisor import END_S
 
 __all__ = ["LocalHost"]
 
 _log = logging.getLogger("unisono")
 
-_END_S = 1.0
 _LINE_S = 0.05
 """Seconds that the rest of a line may take, so that lines of several ranks do not run into each other."""
 
@@ -79,7 +79,7 @@ class LocalHost:
                 with suppress(ProcessLookupError, PermissionError):
                     if number == signal.SIGKILL or process.poll() is not None:
                         os.killpg(process.pid, number)
-            deadline = clock.now() + _END_S
+            deadline = clock.now() + END_S
             for reader in self._readers:
                 reader.join(seconds_left(deadline))
         os.close(self._alive)

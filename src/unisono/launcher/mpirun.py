@@ -32,7 +32,7 @@ from unisono.host.processors import cores
 from unisono.launcher.job import Job
 from unisono.launcher.linked_ranks import LinkedRanks
 from unisono.launcher.processes import WorkerSpec, by_value, configure_process, run_job, share_of_cores
-from unisono.launcher.supervisor import END_S
+from unisono.launcher.supervisor import END_S, MPIRUN_END_S, MPIRUN_START_S
 from unisono.serialization.functions import dumps
 
 __all__ = ["MpirunRanks", "run_rank", "running"]
@@ -42,8 +42,6 @@ _RANKS = "ranks"
 """Names in the ranks' folder: the file with their orders, and the socket at which they report."""
 
 _LOOK_EVERY_S = 0.1
-_COME_S = 120.0
-_END_S = 5.0
 
 
 class MpirunRanks(LinkedRanks):
@@ -82,7 +80,7 @@ class MpirunRanks(LinkedRanks):
 
     def _admit(self, listener: socket.socket) -> None:
         """Accept the connections of all ranks, unless mpirun ends before."""
-        deadline = clock.now() + _COME_S
+        deadline = clock.now() + MPIRUN_START_S
         listener.settimeout(_LOOK_EVERY_S)
         while len(self.links) < self.size:
             over = self._process.poll() is not None or not seconds_left(deadline)
@@ -146,7 +144,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for ask in asks:
         ask()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
+            process.wait(MPIRUN_END_S)
             return
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -52,6 +52,7 @@ __all__ = [
     "run_job",
     "run_worker",
     "share_of_cores",
+    "start_process",
 ]
 # Of the process, as `__main__` is, which it guards.
 _starting = threading.Lock()
@@ -71,7 +72,6 @@ class ProcessRanks(LinkedRanks):
                 "under if __name__ == '__main__':"
             )
         super().__init__(size, on_failure)
-        self._context = _context()
         self._payload = dump(job, importable(job.fn))
         self._threads = share_of_cores(threads, size)
         self._secret = secrets.token_bytes(32)
@@ -82,7 +82,6 @@ class ProcessRanks(LinkedRanks):
 
     def start(self, rank: int, attempt: int) -> None:
         self._release(rank)
-        own, link = self._context.Pipe()
         orders = WorkerSpec(
             rank,
             self.size,
@@ -95,14 +94,7 @@ class ProcessRanks(LinkedRanks):
             multiprocessing.get_start_method(allow_none=True),
             attempt,
         )
-        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
-            target=run_worker, args=(orders, link), name=f"unisono rank {rank}"
-        )
-        with _main_as_ranks_see_it():
-            _start(process)
-        link.close()
-        self._processes[rank] = process
-        self.links[rank] = own
+        self._processes[rank], self.links[rank] = start_process(rank, run_worker, orders)
         self.running.add(rank)
 
     def _release(self, rank: int) -> None:
@@ -140,9 +132,16 @@ class ProcessRanks(LinkedRanks):
         self._server.close()
 
 
-def _start(process: BaseProcess) -> None:
+def start_process(rank: int, target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
+    """Start the process of a rank, which calls `target(*args, link)`; return it, and the other end of the link."""
+    context = _context()
+    own, link = context.Pipe()
+    process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+        target=target, args=(*args, link), name=f"unisono rank {rank}"
+    )
     try:
-        process.start()
+        with link, _main_as_ranks_see_it():
+            process.start()
     except OSError as error:
         if "AF_UNIX" not in str(error):
             raise
@@ -150,6 +149,7 @@ def _start(process: BaseProcess) -> None:
             f"no rank can be started: the temporary directory {tempfile.gettempdir()} has too long a name for a "
             "socket in it; set TMPDIR=/tmp"
         ) from error
+    return process, own
 
 
 def _end(quiet: list[BaseProcess], reported: list[BaseProcess]) -> None:

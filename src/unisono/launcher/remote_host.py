@@ -22,13 +22,9 @@ from unisono.core.frames import READ_BYTES, Frame, FrameChannel, Kind
 from unisono.host.processes import interpreter_flags
 from unisono.launcher.host_agent import MARKER
 from unisono.launcher.script_job import Events, ScriptJob
+from unisono.launcher.supervisor import AGENT_END_S, AGENT_START_S
 
 __all__ = ["RemoteHost", "Shell"]
-
-_END_S = 10.0
-"""Seconds that the agent may take to end its ranks and itself."""
-_BEGIN_S = 300.0
-"""Seconds in which the agent must begin: by default, ranks on other hosts wait no longer for its own."""
 
 _FROM_AGENT = (Kind.OUT, Kind.ERR, Kind.STARTED, Kind.ENDED, Kind.STATUSES)
 
@@ -111,9 +107,9 @@ class RemoteHost:
         if self._process is None:
             return {}
         self._orders.put(None)
-        self._follower.join(_END_S)
+        self._follower.join(AGENT_END_S)
         if self._follower.is_alive():
-            self._kill(f"the agent has not ended within {_END_S:g} s")
+            self._kill(f"the agent has not ended within {AGENT_END_S:g} s")
             self._follower.join()
         return {rank: self._statuses.get(rank, -signal.SIGKILL) for rank in self._ranks()}
 
@@ -137,7 +133,8 @@ class RemoteHost:
         writer.start()
         listener.start()
         # A shell that reads its input, or becomes another one, never comes to the agent.
-        limit = threading.Timer(_BEGIN_S, self._kill, [f"no agent of unisono has begun there within {_BEGIN_S:g} s"])
+        why = f"no agent of unisono has begun there within {AGENT_START_S:g} s"
+        limit = threading.Timer(AGENT_START_S, self._kill, [why])
         limit.daemon = True
         limit.start()
         with self._process.stdout as frames:

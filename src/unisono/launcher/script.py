@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,10 +20,10 @@ from unisono.core.step_boundaries import STOPPED_SAVED, STOPPED_UNSAVED
 from unisono.launcher.local_host import LocalHost
 from unisono.launcher.remote_host import RemoteHost, Shell
 from unisono.launcher.script_job import Report, ScriptJob
+from unisono.launcher.supervisor import SCRIPT_GRACE_S, Outcome, Supervisor
 
 __all__ = ["ScriptResult", "run_script"]
 
-_GRACE_S = 5.0
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _PIECES = re.compile(rb"\r\n|\r?[^\r\n]*\n|\r?[^\r\n]+|\r")
 """Parts of an output that begin a line, or begin it again."""
@@ -85,9 +84,10 @@ class _Attempt:
     def __init__(self, jobs: Sequence[ScriptJob], shells: Mapping[int, Shell], number: int, on_failure: str) -> None:
         self._job = jobs[0]
         self._continues = on_failure == "continue"
-        self._running = {job.before + rank for job in jobs for rank in range(job.ranks)}
+        ranks = [job.before + rank for job in jobs for rank in range(job.ranks)]
+        # Hosts start theirs together.
+        self._supervisor = Supervisor(lambda rank, attempt: None, self._ends, ranks, on_failure, grace_s=SCRIPT_GRACE_S)
         self._size = self._job.size or self._job.ranks
-        self._started = len(self._running)
         # Ranks that have ended, with their status; and signals, after the rank -1.
         self._events: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._failures: list[tuple[int, int]] = []
@@ -95,7 +95,6 @@ class _Attempt:
         self._writing = threading.Lock()
         # For each output the stream whose line has not ended.
         self._lines: dict[TextIO | None, tuple[int, int]] = {}
-        self._deadline: float | None = None
         # Whether ranks end because this launcher ends them.
         self._ending = False
         self.signal: int | None = None
@@ -115,12 +114,12 @@ class _Attempt:
             with _passing_on_signals(self._events):
                 for host in self._hosts:
                     host.start()
-                self._wait()
-                if self.signal is None and self._running:
+                self._supervisor.run()
+                if self.signal is None and self._supervisor.open:
                     self._ending = True
                     self._signal(signal.SIGTERM)
-                    self._deadline = time.monotonic() + self._job.grace_s
-                    self._wait()
+                    self._supervisor.limit(self._job.grace_s)
+                    self._supervisor.wait()
         finally:
             with ThreadPoolExecutor(len(self._hosts)) as pool:
                 for statuses in pool.map(lambda host: host.end(), self._hosts):
@@ -173,29 +172,26 @@ class _Attempt:
         self._events.put((rank, status))
 
     # -- the end -------------------------------------------------------------------------------
-    def _wait(self) -> None:
-        """Wait until all ranks have ended, or until the deadline that a failure or a signal has set."""
-        while self._running:
-            try:
-                left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-                rank, status = self._events.get(timeout=left)
-            except queue.Empty:
-                return
-            self._running.discard(rank)
-            if rank < 0:
-                self._on_signal(status)
-            elif status and not self._ending and status not in (STOPPED_SAVED, STOPPED_UNSAVED):
-                self._failures.append((rank, status))
-                if self._continues:
-                    self._print_failure(rank, status, self._reports[rank])
-                else:
-                    self._deadline = self._deadline or time.monotonic() + _GRACE_S
+    def _ends(self, limit_s: float | None) -> list[Outcome]:
+        try:
+            rank, status = self._events.get(timeout=limit_s)
+        except queue.Empty:
+            return []
+        if rank < 0:
+            self._on_signal(status)
+            return []
+        if not status or self._ending or status in (STOPPED_SAVED, STOPPED_UNSAVED):
+            return [Outcome(rank)]
+        self._failures.append((rank, status))
+        if self._continues:
+            self._print_failure(rank, status, self._reports[rank])
+        return [Outcome(rank, error=ChildProcessError(status))]
 
     def _on_signal(self, number: int) -> None:
         """Pass a signal on. One that ends the job sets the deadline: to now, if it is the second."""
         self._signal(signal.SIGTERM if number == signal.SIGPIPE else number)
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
-            self._deadline = time.monotonic() + (self._job.grace_s if self.signal is None else 0.0)
+            self._supervisor.limit(self._job.grace_s if self.signal is None else 0.0)
             self.signal = self.signal or number
 
     def _signal(self, number: int) -> None:
@@ -226,7 +222,7 @@ class _Attempt:
             others = len(reports) - (status < 0 and witness is not None)
             if others:
                 _print_error(f"({others} other {'rank' if others == 1 else 'ranks'} failed too)\n")
-        if self._continues and len(self._failures) < self._started:
+        if self._continues and len(self._failures) < len(self._supervisor.last):
             return 0
         return 128 - status if status < 0 else status
 

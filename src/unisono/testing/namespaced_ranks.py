@@ -6,9 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import math
-import multiprocessing
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -17,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +29,9 @@ import torch
 
 from unisono.core.closing import Closing
 from unisono.launcher.api import init, launch
+from unisono.launcher.job import run_reported
+from unisono.launcher.linked_ranks import LINK, own_link, received
+from unisono.launcher.processes import start_process
 
 __all__ = [
     "TIMEOUT_S",
@@ -86,38 +86,29 @@ class HostRanks(Closing):
             "MASTER_PORT": str(next(_ports)),
             **variables,
         }
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["unisono.launcher.preload", *(["pytest"] if "pytest" in sys.modules else [])])
         self.processes: list[BaseProcess] = []
-        self._readers: list[Connection] = []
+        self._links: list[Connection] = []
         for rank, host in enumerate(hosts):
-            reader, writer = context.Pipe(duplex=False)
             given = {"timeout": TIMEOUT_S, **options(rank)}
             environment = {**place, "RANK": str(rank)}
-            orders = (network.name(host), environment, backend, given, program, args, writer)
-            process = context.Process(target=live, args=orders, name=f"unisono rank {rank}")
-            process.start()
-            writer.close()
+            process, link = start_process(rank, live, network.name(host), environment, backend, given, program, args)
             self.processes.append(process)
-            self._readers.append(reader)
+            self._links.append(link)
 
     def results(self, within_s: float = 60.0, ranks: Iterable[int] | None = None) -> list[Any]:
         """Return the result of each of these ranks (all if None), or its error; None for a killed rank."""
         found: list[Any] = []
-        for rank in range(len(self._readers)) if ranks is None else ranks:
-            reader = self._readers[rank]
-            assert reader.poll(within_s), f"rank {rank} has not ended within {within_s} s"
-            try:
-                found.append(pickle.loads(reader.recv_bytes()))
-            except EOFError:
-                found.append(None)
+        for rank in range(len(self._links)) if ranks is None else ranks:
+            assert self._links[rank].poll(within_s), f"rank {rank} has not ended within {within_s} s"
+            outcome = received(rank, self._links[rank])
+            found.append(outcome and (outcome.error or outcome.result))
         return found
 
     def wait_for_word(self, within_s: float = 60.0) -> None:
         """Wait until every rank has called `send_signal`."""
-        for rank, reader in enumerate(self._readers):
-            assert reader.poll(within_s), f"rank {rank} sent no signal within {within_s} s"
-            assert reader.recv_bytes() == b"word", f"rank {rank} has ended early"
+        for rank, link in enumerate(self._links):
+            assert link.poll(within_s), f"rank {rank} sent no signal within {within_s} s"
+            assert link.recv_bytes() == b"word", f"rank {rank} has ended early"
 
     def kill(self, *ranks: int) -> None:
         """Kill these ranks by SIGKILL."""
@@ -132,17 +123,13 @@ class HostRanks(Closing):
             process.kill()
             process.join()
             process.close()
-        for reader in self._readers:
-            reader.close()
-
-
-_writers: list[Connection] = []
-"""This rank's connection to the test, for `send_signal`, which programs call without arguments."""
+        for link in self._links:
+            link.close()
 
 
 def send_signal() -> None:
     """Notify the test that this rank has reached this point."""
-    _writers[0].send_bytes(b"word")
+    own_link().send_bytes(b"word")
 
 
 def live(
@@ -152,20 +139,19 @@ def live(
     options: dict[str, Any],
     program: Callable[..., Any],
     args: tuple[Any, ...],
-    writer: Connection,
+    link: Connection,
 ) -> None:
     """Run one rank."""
     enter(namespace)
     os.environ.update(place)
     torch.set_num_threads(1)
-    _writers.append(writer)
-    try:
+    LINK.set(link)
+
+    def run() -> Any:
         with init(backend, **options) as comm:
-            result = program(comm, *args)
-    except Exception as error:
-        error.add_note(traceback.format_exc())
-        result = error
-    writer.send_bytes(pickle.dumps(result))
+            return program(comm, *args)
+
+    link.send_bytes(run_reported(int(place["RANK"]), run))
 
 
 _numbers = itertools.count()

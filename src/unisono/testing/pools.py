@@ -219,7 +219,7 @@ class PoolProcesses:
         job = job_of(serve, size, backend, (self._folder.name,), **given)
         self._ranks = linked_ranks(job, size, "continue", threads)
         try:
-            ended = Supervisor(self._ranks.start, self._ranks.ends, size, "end").run()
+            ended = Supervisor(self._ranks.start, self._ranks.ends, range(size), "end").run()
             self._pids: list[int] = conclude(ended, size, "end")
         except BaseException:
             self.close()
@@ -241,7 +241,7 @@ class PoolProcesses:
             # Inside: ranks that have the program run, while the caller may be interrupted.
             for rank in range(size, called):
                 self._send(order, rank)
-            ended = Supervisor(partial(self._send, order), self._ends, size, on_failure, limit_s=limit_s).run()
+            ended = Supervisor(partial(self._send, order), self._ends, range(size), on_failure).run(limit_s)
         except BaseException as error:
             error.add_note(where(self._stop()))
             raise
@@ -286,8 +286,7 @@ class PoolProcesses:
         """Have the ranks leave, and wait until they have ended."""
         self._ranks.running.update(self._ranks.links)
         try:
-            started = len(self._ranks.links)
-            Supervisor(partial(self._send, LEAVE), self._ranks.ends, started, "continue", limit_s=_LEAVE_S).run()
+            Supervisor(partial(self._send, LEAVE), self._ranks.ends, self._ranks.links, "continue").run(_LEAVE_S)
         finally:
             self._release()
 

@@ -36,7 +36,7 @@ class Ends:
     ],
 )
 def test_host_that_never_starts_the_agent_is_given_up(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_host, "_BEGIN_S", 0.2)
+    monkeypatch.setattr(remote_host, "AGENT_START_S", 0.2)
     ends = Ends()
     host = RemoteHost(ScriptJob(["x.py"], 2, size=2), (1, 2), 0, ends, Shell("far", words, "python"))
     host.start()

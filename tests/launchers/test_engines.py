@@ -46,8 +46,8 @@ def test_pool_computes_what_launch_computes(pool: Executor, ranks: int) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait only briefly for ranks and executors of which nothing more is to come."""
-    monkeypatch.setattr("unisono.launcher.job.GRACE_S", 0.1)
-    monkeypatch.setattr("unisono.launcher.engines._END_S", 0.1)
+    monkeypatch.setattr("unisono.launcher.supervisor.GRACE_S", 0.1)
+    monkeypatch.setattr("unisono.launcher.engines.END_S", 0.1)
     monkeypatch.setattr("unisono.launcher.engines._EXPLAIN_WITHIN_S", 0.1)
 
 

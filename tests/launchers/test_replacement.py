@@ -114,7 +114,7 @@ def test_two_replacements_in_a_row_that_do_not_join_end_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rank 0 would wait for as long as ranks may take to end by themselves.
-    monkeypatch.setattr("unisono.launcher.job.GRACE_S", 0.1)
+    monkeypatch.setattr("unisono.launcher.supervisor.GRACE_S", 0.1)
     with pytest.raises(PeerLostError, match="rank 1 of 2 was ended by SIGKILL"):
         un.launch(dies_again, 2, args=(str(tmp_path),), on_failure="replace", timeout=TIMEOUT_S)
     assert len(list(tmp_path.iterdir())) == 3

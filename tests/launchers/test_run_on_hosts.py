@@ -28,7 +28,7 @@ IMPATIENT = """
 import sys
 from unisono.launcher import script
 from unisono.tools.cli import main
-script._GRACE_S = 0.5
+script.SCRIPT_GRACE_S = 0.5
 sys.exit(main())
 """
 

@@ -64,7 +64,9 @@ __all__ = [
     "discover",
     "heartbeat_seconds",
     "init",
+    "job_of",
     "launch",
+    "linked_ranks",
     "network_of",
     "validate_hosts",
 ]

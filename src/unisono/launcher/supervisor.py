@@ -87,7 +87,7 @@ class Supervisor:
         ranks: Numbers of the ranks.
         on_failure: With "continue", no failure limits the time of the others. Ranks that are replaced have not ended.
         control: The control plane of the ranks; None if lost ones are not started again.
-        grace_s: After a first failure, how long the others may take to end by their own error.
+        grace_s: After a first failure, how long the others may take to end by their own error; `GRACE_S` if None.
 
     Attributes:
         open: The ranks that have not ended.
@@ -102,13 +102,13 @@ class Supervisor:
         ranks: Iterable[int],
         on_failure: str,
         control: ControlPlane | None = None,
-        grace_s: float = GRACE_S,
+        grace_s: float | None = None,
     ) -> None:
         self._start = start
         self._ends = ends
         self._control = control
         # What the first failure leaves to the others; None if it changes nothing.
-        self._grace_s = None if on_failure == "continue" else grace_s
+        self._grace_s = None if on_failure == "continue" else grace_s or GRACE_S
         self._deadline = math.inf
         self.open: set[int] = set(ranks)
         self.last: dict[int, int] = dict.fromkeys(self.open, 0)

@@ -100,7 +100,7 @@ def test_killed_rank_is_named() -> None:
 
 
 def test_rank_that_never_joins_is_named_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.launcher.job.GRACE_S", 0.5)
+    monkeypatch.setattr("unisono.launcher.supervisor.GRACE_S", 0.5)
     # The first rank of a test run waits for the forkserver, which imports torch.
     un.launch(print, 1, "gloo")
     started = time.monotonic()

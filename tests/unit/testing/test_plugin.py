@@ -225,8 +225,7 @@ def test_hanging_test_ends_and_names_the_rank(
     inner: pytest.Pytester, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A rank that loops does not end by itself.
-    monkeypatch.setattr("unisono.launcher.job.GRACE_S", 0.1)
-    monkeypatch.setattr("unisono.testing.pools.GRACE_S", 0.1)
+    monkeypatch.setattr("unisono.launcher.supervisor.GRACE_S", 0.1)
     inner.makepyfile(
         f"""
         import pytest, time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,34 @@ _Node = tuple[int, int]
 """A subtree: its first shard, and the one after its last."""
 
 _Gradients = list[torch.Tensor | None]
+
+
+@dataclass(slots=True)
+class _Step:
+    """What this rank has of a step: made with its first shard, and dropped when the step is averaged.
+
+    Attributes:
+        before: p.grad of each parameter as the step began.
+        done: The shards that have a gradient.
+        sums: Of each subtree that is complete and is not a part of another such one, the sum of its gradients.
+    """
+
+    before: _Gradients
+    done: set[int] = field(default_factory=set)
+    sums: dict[_Node, _Gradients] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Shard:
+    """The shard whose context is open.
+
+    Attributes:
+        number: Its number.
+        arrived: Indices of the parameters that have got a gradient in it.
+    """
+
+    number: int
+    arrived: set[int] = field(default_factory=set)
 
 
 class LogicalShards:
@@ -105,22 +134,28 @@ class LogicalShards:
             raise ValueError(f"count must be a positive multiple of the {comm.size} ranks, not {count!r}")
         if init_sync:
             share([*self._named, *buffers], comm, model=self._model, hint=INIT_SYNC)
-        self.rank: int = comm.rank
-        self.size: int = comm.size
         each = count // comm.size
         self.local: range = range(comm.rank * each, (comm.rank + 1) * each)
         runs = [(rank * each, (rank + 1) * each) for rank in range(comm.size)]
         # If the tree adds each rank's shards to one sum, ranks all-reduce these; else (three ranks with two shards
         # each, say) every rank gathers the partial sums of all.
         self._covers = [_cover(0, count, *run) for run in runs]
-        self._arrived = set[int]()
-        self._open: int | None = None
-        self._done = set[int]()
-        self._sums = dict[_Node, _Gradients]()
-        self._before: _Gradients = []
+        # Of the step that has begun, and of the shard in it that is open.
+        self._step: _Step | None = None
+        self._open: _Shard | None = None
         self._comm = comm.dup(deterministic=True)
         self._comm.allow_any_thread()
         self._registry.watch_gradients(self._arrive)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._comm.size
 
     @contextmanager
     def shard(self, number: int) -> Iterator[None]:
@@ -136,36 +171,38 @@ class LogicalShards:
             RuntimeError: It is inside another one, a hook has used a gradient too early, or `check` raises.
         """
         if self._open is not None:
-            raise RuntimeError(f"shard({number}) was called inside shard({self._open}); leave that first")
+            raise RuntimeError(f"shard({number}) was called inside shard({self._open.number}); leave that first")
         if isinstance(number, bool) or number not in self.local:
             first = self.local[0]
             last = self.local[-1]
             raise ValueError(f"shard {number!r} is not one of this rank, which has shards {first} to {last}")
-        if number in self._done:
+        step = self._step or _Step([parameter.grad for parameter in self._parameters])
+        if number in step.done:
             raise ValueError(f"shard {number} has a gradient in this step already; each shard has one context a step")
-        if not self._done:
-            self._before = [parameter.grad for parameter in self._parameters]
         self._clear()
-        self._open = number
-        self._arrived.clear()
+        shard = self._open = _Shard(number)
         try:
             yield
             self.check()
-            lost = [name for i, (name, p) in enumerate(self._named) if i in self._arrived and p.grad is None]
+            lost = [name for i, (name, p) in enumerate(self._named) if i in shard.arrived and p.grad is None]
             if lost:
                 raise RuntimeError(used_gradients(lost))
         except BaseException:
             self._clear()
-            if not self._done:
-                for parameter, before in zip(self._parameters, self._before, strict=True):
+            # The first shard of a step is undone with its step; after another one, p.grad is of no use until the end.
+            if not step.done:
+                for parameter, before in zip(self._parameters, step.before, strict=True):
                     parameter.grad = before
             raise
         finally:
             self._open = None
-        self._add(number, [parameter.grad for parameter in self._parameters])
+        self._step = step
+        self._add(step, number, [parameter.grad for parameter in self._parameters])
         self._clear()
-        if len(self._done) == len(self.local):
-            self._finish()
+        if len(step.done) == len(self.local):
+            # First: a step whose average raises is not averaged again, and its shards may be run again.
+            self._step = None
+            self._finish(step)
 
     def check(self) -> None:
         """Raise if a parameter was replaced, swapped or added after the creation: it is not averaged.
@@ -230,27 +267,28 @@ class LogicalShards:
             raise RuntimeError(
                 "backward() ran outside of a logical shard; put each backward pass into `with shards.shard(number):`"
             )
-        self._arrived.add(index)
+        self._open.arrived.add(index)
 
     def _clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
     @torch.no_grad()
-    def _add(self, number: int, gradients: _Gradients) -> None:
+    def _add(self, step: _Step, number: int, gradients: _Gradients) -> None:
         """Add the gradient of a shard, and all sums that are complete with it."""
         if not self._total:
             # Sums of half precision may overflow; their means do not.
             gradients = [g / self._count if g is not None and g.dtype in HALVES else g for g in gradients]
-        self._done.add(number)
-        self._sums[number, number + 1] = gradients
+        step.done.add(number)
+        sums = step.sums
+        sums[number, number + 1] = gradients
         for low, high in self._path(number):
             middle = _middle(low, high)
-            if (low, middle) not in self._sums or (middle, high) not in self._sums:
+            if (low, middle) not in sums or (middle, high) not in sums:
                 return
-            left = self._sums.pop((low, middle))
-            right = self._sums.pop((middle, high))
-            self._sums[low, high] = [_plus(*pair) for pair in zip(left, right, strict=True)]
+            left = sums.pop((low, middle))
+            right = sums.pop((middle, high))
+            sums[low, high] = [_plus(*pair) for pair in zip(left, right, strict=True)]
 
     def _path(self, number: int) -> list[_Node]:
         """Return the subtrees that a shard is a part of, the smallest first."""
@@ -264,11 +302,9 @@ class LogicalShards:
         return found[::-1]
 
     @torch.no_grad()
-    def _finish(self) -> None:
-        """Average the gradients of all shards of all ranks, and begin another step. Collective."""
-        mine = [self._sums[node] for node in self._covers[self.rank]]
-        self._sums.clear()
-        self._done.clear()
+    def _finish(self, step: _Step) -> None:
+        """Average the gradients of all shards of all ranks. Collective."""
+        mine = [step.sums.pop(node) for node in self._covers[self.rank]]
         used = torch.tensor(
             [any(sums[i] is not None for sums in mine) for i in range(len(self._parameters))], device=self._comm.device
         )
@@ -282,12 +318,11 @@ class LogicalShards:
                 result /= self._count
             for i, parameter, part in zip(bucket, members, result.split([p.numel() for p in members]), strict=True):
                 gradient = torch.empty_like(parameter).copy_(part.view(parameter.shape))
-                before = self._before[i]
+                before = step.before[i]
                 parameter.grad = gradient if before is None else before.add_(gradient)
         for i, parameter in enumerate(self._parameters):
             if parameter.grad is None:
-                parameter.grad = self._before[i]
-        self._before = []
+                parameter.grad = step.before[i]
         self._steps += 1
         if self._sync_buffers and self._model is not None:
             share_buffers(self._model, self._comm)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.communicator import Communicator, engine_of
 from unisono.errors import AbortedError, CommError, MismatchError, PeerLostError
 from unisono.utils.replaceable_comms import ReplaceableComms
 
-__all__ = ["NO_COPY", "Mesh", "ShardComms"]
+__all__ = ["NO_COPY", "LiveComms", "Mesh", "ShardComms"]
 
 NO_COPY = (
     "what is sharded communicates with other ranks, so it can be neither pickled nor copied. Save and load its "
@@ -18,6 +18,28 @@ NO_COPY = (
 
 Mesh = tuple[Communicator, Communicator]
 """Two communicators of each rank, (replicate, shard): of the ranks with the same part, and of those with one copy."""
+
+
+class LiveComms:
+    """Communicators in use, which a failed pass aborts. They are dropped then, and others made.
+
+    Args:
+        pairs: Those of all ranks, and on a mesh those of replicas and of shards.
+
+    Attributes:
+        data: The communicator of all ranks.
+        shard: That of the ranks with different parts; `data` without a mesh.
+        replicate: That of the ranks with the same part; None without a mesh.
+        overlaps: As of `data`.
+        reported: Whether their failure is known to the caller of this rank: it was raised here.
+    """
+
+    def __init__(self, pairs: Sequence[ReplaceableComms]) -> None:
+        self.data: Communicator = pairs[0].data
+        self.shard: Communicator = pairs[-1].data
+        self.replicate: Communicator | None = pairs[1].data if len(pairs) > 1 else None
+        self.overlaps: bool = self.data.overlaps
+        self.reported = False
 
 
 class ShardComms:
@@ -34,14 +56,10 @@ class ShardComms:
             ranks have different parts.
 
     Attributes:
-        data: The communicator in use, of all ranks.
-        shard: The one in use of the ranks with different parts; `data` without a mesh.
-        replicate: The one in use of the ranks with the same part; None without a mesh.
-        steps, shard_steps: As `data` and `shard`, but not aborted by a failed pass.
-        rank, size: Of this rank in `shard`.
-        replica: Rank in `replicate`, or 0.
-        overlaps: As of the communicators in use.
-        reported: Whether the failure of those in use is known to the caller of this rank: it was raised here.
+        live: The communicators in use.
+        steps, shard_steps: As `data` and `shard` of those in use, but not aborted by a failed pass.
+        rank, size: Of this rank in `shard_steps`.
+        replica: Rank among the ranks with the same part, or 0.
 
     Raises:
         ValueError, MismatchError: On every rank: the mesh does not consist of the ranks of `comm`.
@@ -64,14 +82,7 @@ class ShardComms:
         self.replica: int = 0 if mesh is None else mesh[0].rank
         self.rank: int = self.shard_steps.rank
         self.size: int = self.shard_steps.size
-        self._connect()
-
-    def _connect(self) -> None:
-        self.reported: bool = False
-        self.data: Communicator = self._pairs[0].data
-        self.replicate: Communicator | None = self._pairs[1].data if len(self._pairs) > 1 else None
-        self.shard: Communicator = self._pairs[-1].data
-        self.overlaps: bool = self.data.overlaps
+        self.live: LiveComms = LiveComms(self._pairs)
 
     def in_use(self) -> tuple[Communicator, ...]:
         """Return what a failed step aborts."""
@@ -79,7 +90,7 @@ class ShardComms:
 
     def abort(self, reason: str) -> None:
         """End the running step on all ranks, because of an error that is raised on this one."""
-        self.reported = True
+        self.live.reported = True
         for pair in self._pairs:
             pair.abort(reason)
 
@@ -104,11 +115,13 @@ class ShardComms:
         try:
             return call(*args, **kwargs)
         except CommError as error:
-            if self.replicate is not None:
+            live = self.live
+            if live.replicate is not None:
                 self.abort(f"{type(error).__name__}: {error}")
-            cause = self.data.exception()
-            self.reported = cause is not None
-            if self.replicate is not None and isinstance(error, AbortedError | PeerLostError) and cause is not None:
+            # Only after the abort: it makes the failure of one group the first cause of `data`, if it has none.
+            cause = live.data.exception()
+            live.reported = cause is not None
+            if live.replicate is not None and isinstance(error, AbortedError | PeerLostError) and cause is not None:
                 raise cause from error
             raise
 
@@ -116,7 +129,8 @@ class ShardComms:
         """Make new communicators instead of those in use, which have failed. Collective."""
         for pair in self._pairs:
             pair.replace()
-        self._connect()
+        # Last: a failure to make them leaves the broken ones, and the next step tries again.
+        self.live = LiveComms(self._pairs)
 
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
         """Continue with the ranks of another communicator. Collective over it."""

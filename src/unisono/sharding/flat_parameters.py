@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from itertools import repeat
 from typing import Any, NoReturn
 
@@ -188,7 +189,7 @@ class FlatParameters:
         storage = self._whole.untyped_storage()
         storage.resize_(self._whole.nbytes)
         part = self.part.to(self._whole.dtype)
-        self._work = self._comms.run(self._comms.shard.all_gather_single, self._whole, part, async_op=async_op)
+        self._work = self._comms.run(self._comms.live.shard.all_gather_single, self._whole, part, async_op=async_op)
         if not async_op:
             self._show(gathered=True)
 
@@ -242,7 +243,7 @@ class FlatParameters:
     def show_whole(self) -> torch.Tensor:
         """Let the parameters be views of a new tensor with all elements, and return that. Collective."""
         flat = self.part.new_empty(self.layout.total)
-        self._comms.run(self._comms.shard.all_gather_single, flat, self.part)
+        self._comms.run(self._comms.live.shard.all_gather_single, flat, self.part)
         self.changed()
         self._show(gathered=True)
         self._point_to(self.layout.views(flat, self.parameters))
@@ -290,12 +291,88 @@ class OneStream:
             )
 
 
+class _Stage(Enum):
+    """How far a reduction is."""
+
+    SHARDS = "in the shard group"
+    REPLICAS = "between replicas"
+    AVERAGED = "through"
+
+
+class _Flight:
+    """One reduction of a flat gradient: made as it begins, dropped when its result is added.
+
+    On a mesh, gradients are summed in two stages, reduce_scatter in the shard group and all_reduce between replicas,
+    and divided once: a balanced tree over all ranks has the same sums, if the ranks of a shard group follow each other.
+
+    =========  ==========================  ========
+    stage      advance                     finish
+    =========  ==========================  ========
+    SHARDS     REPLICAS (without: SHARDS)  AVERAGED
+    REPLICAS   REPLICAS                    AVERAGED
+    =========  ==========================  ========
+
+    Args:
+        comms: The ranks that average. Collective.
+        whole: Gradients of this rank, which are overwritten.
+        part: Number of elements of each rank's part.
+        async_op: Whether reductions progress in the background.
+    """
+
+    def __init__(self, comms: ShardComms, whole: torch.Tensor, part: int, *, async_op: bool) -> None:
+        self._comms = comms
+        self._async = async_op
+        self._stage = _Stage.SHARDS
+        self._work: Work | None = None
+        live = comms.live
+        if live.replicate is not None and whole.dtype in HALVES:
+            # Before, so that no sum overflows.
+            divide(whole, live.data.size)
+        if comms.size == 1:
+            # Its part is the whole, and so is the average.
+            self._new = whole
+            return
+        self._new = whole.new_empty(part)
+        op = "sum" if live.replicate is not None else "avg"
+        self._work = comms.run(live.shard.reduce_scatter_single, self._new, whole, op, async_op=async_op)
+
+    def advance(self) -> None:
+        """Wait for the reduction in the shard group, and begin the one between replicas."""
+        if self._stage is _Stage.SHARDS:
+            self._wait()
+            replicate = self._comms.live.replicate
+            if replicate is not None:
+                # First: an error in it must not begin it again.
+                self._stage = _Stage.REPLICAS
+                self._work = self._comms.run(replicate.all_reduce, self._new, "sum", async_op=self._async)
+
+    def finish(self) -> torch.Tensor:
+        """Wait until it is averaged over all ranks, and return the average of this rank's part."""
+        self.advance()
+        self._wait()
+        self._stage = _Stage.AVERAGED
+        live = self._comms.live
+        if live.replicate is not None and self._new.dtype not in HALVES:
+            divide(self._new, live.data.size)
+        return self._new
+
+    def abandon(self) -> None:
+        """Wait until nothing writes its memory any more."""
+        if self._work is not None:
+            with suppress(CommError):
+                self._work.wait()
+
+    def _wait(self) -> None:
+        work = self._work
+        self._work = None
+        if work is not None:
+            self._comms.run(work.wait)
+
+
 class FlatGradient:
     """Gradient of flat parameters.
 
     Gradients are taken one by one, reduced together, and committed when the backward pass has succeeded on all ranks.
-    On a mesh, they are summed in two stages, reduce_scatter in the shard group and all_reduce between replicas, and
-    divided once: a balanced tree over all ranks has the same sums, if the ranks of a shard group follow each other.
 
     Args:
         layout: Places of the parameters, and of padding after them.
@@ -314,19 +391,15 @@ class FlatGradient:
         self._comms = comms
         self._dtype = dtype
         self._stream = OneStream([device])
-        self._work: Work | None = None
+        self._flight: _Flight | None = None
         self.drop()
 
     def drop(self) -> None:
         """Forget all that is not committed."""
-        if self._work is not None:
-            with suppress(CommError):
-                self._work.wait()
-        self._work = None
-        # Whether `_new` is still to be summed over replicas.
-        self._local = False
+        if self._flight is not None:
+            self._flight.abandon()
+        self._flight = None
         self._whole: torch.Tensor | None = None
-        self._new: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
         self.arrived: set[int] = set()
         self.taken: set[int] = set()
@@ -354,8 +427,8 @@ class FlatGradient:
 
     def start_reduce(self, *, async_op: bool) -> None:
         """Begin to average what was taken over all ranks. Collective."""
-        if self._new is not None:
-            self._finish_average()
+        # One at a time, so that results are added in the order of passes, which is the same on all ranks.
+        self._finish_average()
         whole = self._whole
         self._whole = None
         assert whole is not None
@@ -368,45 +441,20 @@ class FlatGradient:
         self.reduced |= self.taken
         self.taken = set()
         self.arrived = set()
-        self._async = async_op
-        self._local = self._comms.replicate is not None
-        if self._local and self._dtype in HALVES:
-            # Before, so that no sum overflows.
-            divide(whole, self._comms.data.size)
-        if self._comms.size == 1:
-            # Its part is the whole, and so is the average.
-            self._new = whole
-            return
-        self._new = whole.new_empty(self._layout.part)
-        op = "sum" if self._local else "avg"
-        reduce = self._comms.shard.reduce_scatter_single
-        self._work = self._comms.run(reduce, self._new, whole, op, async_op=async_op)
+        self._flight = _Flight(self._comms, whole, self._layout.part, async_op=async_op)
 
     def finish_reduce(self) -> None:
         """Wait for the last reduction in the shard group, and begin the one between replicas."""
-        replicate = self._comms.replicate
-        if replicate is None or self._local:
-            self._wait()
-        if replicate is not None and self._local:
-            self._local = False
-            self._work = self._comms.run(replicate.all_reduce, self._new, "sum", async_op=self._async)
-
-    def _wait(self) -> None:
-        work = self._work
-        self._work = None
-        if work is not None:
-            self._comms.run(work.wait)
+        if self._flight is not None:
+            self._flight.advance()
 
     def _finish_average(self) -> None:
         """Wait until all that was reduced is averaged over all ranks."""
-        self.finish_reduce()
-        self._wait()
-        new = self._new
-        self._new = None
-        assert new is not None
-        if self._comms.replicate is not None and self._dtype not in HALVES:
-            divide(new, self._comms.data.size)
-        self._sum = new if self._sum is None else self._sum.add_(new)
+        flight = self._flight
+        if flight is not None:
+            new = flight.finish()
+            self._flight = None
+            self._sum = new if self._sum is None else self._sum.add_(new)
 
     def commit(self, pieces: Sequence[ParameterPiece]) -> None:
         """Add what was reduced to the gradients of this rank's part: the pass has succeeded on all ranks.
@@ -414,8 +462,7 @@ class FlatGradient:
         Args:
             pieces: This rank's slice of each parameter.
         """
-        if self._new is not None:
-            self._finish_average()
+        self._finish_average()
         begin = self._comms.rank * self._layout.part
         for index in sorted(self.reduced):
             assert self._sum is not None

@@ -206,7 +206,7 @@ class ShardedModel:
         self._runtime.check_reduced("clip_grad_norm_()", self._places.values())
         pieces = [flat.pieces[index].tensor for flat, index in self._places.values()]
         norm: torch.Tensor = self._comms.run(
-            clip_grad_norm_, pieces, max_norm, self._comms.shard, norm_type, error_if_nonfinite=error_if_nonfinite
+            clip_grad_norm_, pieces, max_norm, self._comms.live.shard, norm_type, error_if_nonfinite=error_if_nonfinite
         )
         return norm
 

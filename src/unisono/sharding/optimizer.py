@@ -256,14 +256,14 @@ class ShardedOptimizer(Optimizer):
         grads = [] if self._sharder is not None else [p.grad for _, p in self._named if p.grad is not None]
         names = [name for name, _ in self._named]
         try:
-            check_same_step(names, present, self.param_groups, grads, self._steps, self._comms.data, problem)
+            check_same_step(names, present, self.param_groups, grads, self._steps, self._comms.live.data, problem)
         except BaseException:
             if problem is None:
                 self._free_gradients()
             raise
 
     def _gather(self, buckets: Sequence[ParameterBucket]) -> None:
-        if not buckets or self._comms.replicate is not None:
+        if not buckets or self._comms.live.replicate is not None:
             # No rank begins its next pass, which may fail, while another one is not sure of this step.
             self._comms.steps.barrier()
         for work in [self._comms.run(bucket.start_gather) for bucket in buckets]:
@@ -320,7 +320,7 @@ class ShardedOptimizer(Optimizer):
         self._sharder.check_reduced()
         self._sharder.follow_zero_grad()
         pieces = [piece.tensor for piece in self._pieces]
-        norm: torch.Tensor = self._comms.run(clip_grad_norm_, pieces, max_norm, self._comms.shard, norm_type)
+        norm: torch.Tensor = self._comms.run(clip_grad_norm_, pieces, max_norm, self._comms.live.shard, norm_type)
         return norm
 
     @contextmanager
@@ -546,8 +546,8 @@ class GradientSharder(PassOwner):
 
     def begin(self) -> None:
         """Begin a backward pass."""
-        error = self._comms.data.exception()
-        if error is not None and self.drop() and not self._comms.reported:
+        error = self._comms.live.data.exception()
+        if error is not None and self.drop() and not self._comms.live.reported:
             raise error
         # A reduction may block until all ranks make it. Gradients of several models arrive in any order, so theirs wait
         # for the end of the pass, which has one order on all ranks; and so do all until the communicators are renewed.
@@ -565,12 +565,12 @@ class GradientSharder(PassOwner):
 
     def is_broken(self) -> bool:
         """Return whether an earlier pass has failed; not for a failure that this pass meets in a bucket."""
-        return self._next == 0 and self._comms.data.exception() is not None
+        return self._next == 0 and self._comms.live.data.exception() is not None
 
     def renew(self) -> None:
         """Replace the communicators, because a pass of this model has failed, or of another one in the same pass."""
         self._comms.abort(_REPEAT)
-        error = self._comms.data.exception()
+        error = self._comms.live.data.exception()
         assert error is not None
         try:
             self._comms.replace()
@@ -624,7 +624,7 @@ class GradientSharder(PassOwner):
         if self._next > 1:
             # At most one whole bucket is on its way.
             self._buckets[self._next - 2].gradient.finish_reduce()
-        gradient.start_reduce(async_op=self._comms.overlaps)
+        gradient.start_reduce(async_op=self._comms.live.overlaps)
 
     @torch.no_grad()
     def end(self) -> None:

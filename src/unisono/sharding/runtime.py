@@ -6,6 +6,8 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ from unisono.utils.backward_pass import BackwardTracker, PassOwner, current_pass
 from unisono.utils.parameters import ModelMembers
 from unisono.utils.pass_watch import PassWatch
 
-__all__ = ["ForwardCall", "Place", "Runtime", "Unit", "make_units"]
+__all__ = ["TRANSITIONS", "ForwardCall", "Place", "Runtime", "StepPhase", "Unit", "make_units"]
 
 
 class ForwardCall:
@@ -149,11 +151,102 @@ class _Paddings:
         return length * self._size - used
 
 
+class _GatherOrder:
+    """The order in which units are gathered in a step, from which the next step foresees each one's successor.
+
+    A unit that is kept from forward to backward has no gather of its own in backward, so the two have an order each.
+    """
+
+    def __init__(self) -> None:
+        # By whether it is in backward, and the unit: the unit that was gathered after it.
+        self._next: dict[tuple[bool, Unit], Unit] = {}
+        self._previous: Unit | None = None
+        # The last unit that was gathered in the running forward, and in the forward before.
+        self._latest: Unit | None = None
+        self.last: Unit | None = None
+
+    def begin_forward(self) -> None:
+        self.last = self._latest
+        self._latest = None
+        self._previous = None
+
+    def begin_backward(self) -> None:
+        self._previous = None
+
+    def follow(self, unit: Unit, *, backward: bool) -> Unit | None:
+        """Note that a unit is gathered now. Return the one that will be next, if that is known."""
+        if self._previous is not None:
+            self._next[backward, self._previous] = unit
+        self._previous = unit
+        if not backward:
+            self._latest = unit
+        return self._next.get((backward, unit))
+
+    def forget(self) -> None:
+        """Foresee nothing: ranks may have been at different units, and what is gathered in advance is collective."""
+        self._next.clear()
+        self._previous = None
+        self._latest = None
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What belongs to one backward pass.
+
+    Attributes:
+        syncing: Whether it reduces gradients.
+        reducing: The unit whose gradients are being reduced.
+    """
+
+    syncing: bool
+    reducing: Unit | None = None
+
+
+class StepPhase(Enum):
+    """Where a sharded model is between two steps of its optimizer."""
+
+    STEPPED = "no backward pass has begun since the last step"
+    UNSTEPPED = "a backward pass has begun, and its gradients wait for a step"
+    STEPPING = "all ranks have agreed to make the step, and this one makes it"
+
+
+TRANSITIONS: dict[str, dict[StepPhase, StepPhase]] = {
+    "begin": {
+        StepPhase.STEPPED: StepPhase.UNSTEPPED,
+        StepPhase.UNSTEPPED: StepPhase.UNSTEPPED,
+        StepPhase.STEPPING: StepPhase.STEPPING,
+    },
+    "agree": dict.fromkeys(StepPhase, StepPhase.STEPPING),
+    "step": dict.fromkeys(StepPhase, StepPhase.STEPPED),
+    "fail": {
+        StepPhase.STEPPED: StepPhase.STEPPED,
+        StepPhase.UNSTEPPED: StepPhase.UNSTEPPED,
+        StepPhase.STEPPING: StepPhase.UNSTEPPED,
+    },
+}
+"""By event and phase, the phase that follows; see `Runtime`."""
+
+
 class Runtime(PassOwner):
     """Gathers, frees and reduces the units of one model at the right times.
 
     Every module has hooks, so a module that is called directly gathers its unit too. Outputs of each module have a
     hook that gathers its unit before its backward.
+
+    Phases between two steps of the optimizer:
+
+    =========  =========  ========  =======  =========
+    phase      begin      agree     step     fail
+    =========  =========  ========  =======  =========
+    STEPPED    UNSTEPPED  STEPPING  STEPPED  STEPPED
+    UNSTEPPED  UNSTEPPED  STEPPING  STEPPED  UNSTEPPED
+    STEPPING   STEPPING   STEPPING  STEPPED  UNSTEPPED
+    =========  =========  ========  =======  =========
+
+    begin: A backward pass begins. In STEPPING, it is one of the closure that the optimizer was given.
+    agree: All ranks have compared their gradients and options, before an optimizer's step.
+    step: The step has ended, or the caller has no use for the gradients.
+    fail: An optimizer's step has raised. In STEPPING, other ranks may have made theirs, so all are ended.
 
     Args:
         units: All units.
@@ -162,6 +255,7 @@ class Runtime(PassOwner):
 
     Attributes:
         sync: Whether backward passes reduce their gradients.
+        phase: Where the model is between two steps.
     """
 
     def __init__(self, units: Sequence[Unit], comms: ShardComms, members: ModelMembers) -> None:
@@ -180,16 +274,15 @@ class Runtime(PassOwner):
         # Number of running modules, and the exception that was handled when the outermost one began.
         self._depth = 0
         self._outer: BaseException | None = None
-        self._begun = self._syncing = self._whole = self._stepping = False
-        # Whether a backward pass has begun after the last step.
-        self._unstepped = False
-        # The unit that was gathered after each one, in forward and in backward.
-        self._next: dict[tuple[bool, Unit], Unit] = {}
-        self._previous: Unit | None = None
-        # The last unit that was gathered in the running forward, and in the forward before.
-        self._latest: Unit | None = None
-        self._last: Unit | None = None
-        self._reducing: Unit | None = None
+        self._whole = False
+        self.phase = StepPhase.STEPPED
+        self._order = _GatherOrder()
+        # The pass that has begun and not ended.
+        self._running: _Pass | None = None
+
+    def _change(self, event: str) -> None:
+        """Go on to the phase that follows an event: the only place that changes it."""
+        self.phase = TRANSITIONS[event][self.phase]
 
     # -- hooks ----------------------------------------------------------------------------------
     def hook(self) -> None:
@@ -237,7 +330,7 @@ class Runtime(PassOwner):
         if torch.is_grad_enabled():
             watched = watch_outputs(returned, partial(self._reach, unit, unit.call, self._version))
         if not self._in_backward():
-            stays = watched and (unit.name == "" or unit is self._last)
+            stays = watched and (unit.name == "" or unit is self._order.last)
             if not unit.running and not stays and not unit.is_seen_by(returned):
                 unit.free()
             if self._depth == 0 and (error := raised or written) is not None:
@@ -278,10 +371,12 @@ class Runtime(PassOwner):
             raise RuntimeError(f"{flat.names[index]!r} has a sparse gradient, which has no parts. Use sparse=False")
         with torch.no_grad():
             flat.gradient.take(index, grad)
-        if self._syncing and unit.is_complete():
+        running = self._running
+        if running is not None and running.syncing and unit.is_complete():
+            # Before the reduction, which needs memory of the same size.
             if unit.frees_after_gradients:
                 unit.free()
-            self._reduce(unit)
+            self._reduce(running, unit)
 
     # -- schedule -------------------------------------------------------------------------------
     def _in_backward(self) -> bool:
@@ -297,9 +392,7 @@ class Runtime(PassOwner):
         self._recover()
         # Parameters may have changed since, so units that an earlier forward has kept are gathered again.
         self.free()
-        self._last = self._latest
-        self._latest = None
-        self._previous = None
+        self._order.begin_forward()
 
     def _recover(self) -> None:
         """Make new communicators where a pass has failed, and drop the step. Collective then.
@@ -307,17 +400,16 @@ class Runtime(PassOwner):
         Raises:
             CommError: Another rank's pass has failed, and this rank has lost gradients by it. Call it again.
         """
-        error = self._comms.data.exception()
+        error = self._comms.live.data.exception()
         if error is None:
             return
         # Ranks were at different units, and some may lack gradients of a pass that had ended elsewhere.
-        self._next.clear()
-        self._latest = None
+        self._order.forget()
         lost = self._drop()
         for piece in (piece for flat in self._flats for piece in flat.pieces):
             lost = lost or piece.tensor.grad is not None
             piece.tensor.grad = None
-        if lost and self._unstepped and not self._comms.reported:
+        if lost and self.phase is not StepPhase.STEPPED and not self._comms.live.reported:
             # On a mesh, a rank of a group in which no other rank has failed may wait for this one.
             self._comms.abort(f"{type(error).__name__}: {error}")
             raise error
@@ -328,13 +420,10 @@ class Runtime(PassOwner):
         self._stream.check()
         if unit.gathered:
             return
-        if self._previous is not None:
-            self._next[backward, self._previous] = unit
-        self._previous = unit
-        if not backward:
-            self._latest = unit
-        overlaps = self._comms.overlaps
-        following = self._next.get((backward, unit)) if overlaps else None
+        following = self._order.follow(unit, backward=backward)
+        overlaps = self._comms.live.overlaps
+        if not overlaps:
+            following = None
         with torch.no_grad():
             for flat in (*unit.flats, *(following.flats if following is not None else ())):
                 flat.start_gather(async_op=overlaps)
@@ -342,49 +431,53 @@ class Runtime(PassOwner):
                 flat.finish_gather()
         unit.gathered = True
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, running: _Pass, unit: Unit) -> None:
         """Begin to average the gradients of a unit that were taken, after the reduction before."""
         with torch.no_grad():
-            for _, gradient in self._reducing.trained if self._reducing is not None else ():
+            for _, gradient in running.reducing.trained if running.reducing is not None else ():
                 gradient.finish_reduce()
             for _, gradient in unit.trained:
                 if gradient.taken:
-                    gradient.start_reduce(async_op=self._comms.overlaps)
-            self._reducing = unit
+                    gradient.start_reduce(async_op=self._comms.live.overlaps)
+            running.reducing = unit
 
     # -- backward pass --------------------------------------------------------------------------
     def begin(self) -> None:
         """Begin a backward pass."""
-        self._begun = self._unstepped = True
-        self._syncing = self.sync
-        self._previous = None
+        self._change("begin")
+        # As of now: what counts is the outermost pass, whatever contexts the hooks in it enter.
+        self._running = _Pass(self.sync)
+        self._order.begin_backward()
         for _, gradient in self._trained:
             gradient.arrived.clear()
 
     def end(self) -> None:
         """Average what the pass has computed, and free all. Collective, unless in `no_sync`."""
-        if self._syncing:
+        running = self._running
+        assert running is not None
+        if running.syncing:
             for unit in self._units:
                 if (error := unit.written()) is not None:
                     raise error
             if self._trained:
                 self._check_same_gradients()
             for unit in self._units:
-                self._reduce(unit)
+                self._reduce(running, unit)
+            # Only when all reductions have begun: a commit waits, and other ranks may be in an earlier one.
             for flat, gradient in self._trained:
                 gradient.commit(flat.pieces)
-        self._begun = False
-        self._reducing = None
+        self._running = None
         self.free()
 
     def fail(self) -> None:
         """Drop all gradients that are not committed, and end the step on all ranks."""
-        if not self._begun:
+        running = self._running
+        # A call of autograd that ended before it reached an output or a parameter has taken nothing.
+        if running is None:
             return
-        self._begun = False
-        self._reducing = None
+        self._running = None
         self._comms.abort("a backward of the sharded model has failed there")
-        if self._drop() and not self._syncing:
+        if self._drop() and not running.syncing:
             warnings.warn("backward() has raised inside no_sync(): gradients of earlier passes are lost", stacklevel=2)
         self.free()
 
@@ -404,14 +497,14 @@ class Runtime(PassOwner):
         ]
         here = torch.tensor([there for _, there in known], dtype=torch.uint8, device=self._flats[0].part.device)
         both = torch.cat([here, 1 - here])
-        self._comms.data.all_reduce(both, "max")
+        self._comms.live.data.all_reduce(both, "max")
         differs = (both[: len(known)] & both[len(known) :]).tolist()
         if 1 in differs:
             raise MismatchError(
                 f"only some ranks have a gradient of {known[differs.index(1)][0]!r}. All ranks must use the same "
                 "parameters in a step of a sharded model",
-                rank=self._comms.data.rank,
-                size=self._comms.data.size,
+                rank=self._comms.live.data.rank,
+                size=self._comms.live.data.size,
             )
 
     # -- from step to step ----------------------------------------------------------------------
@@ -444,23 +537,23 @@ class Runtime(PassOwner):
                 "GradScaler finds no infinity in other ranks' gradients. Use bfloat16 without a GradScaler"
             )
         known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
-        check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.data, problem)
+        check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.live.data, problem)
         # A rank that fails in its next pass then cuts off no other rank's check, so all or none make the step.
         self._comms.steps.barrier()
-        self._stepping = True
+        self._change("agree")
 
     def end_step(self, *_: object) -> None:
         """Hook after an optimizer's step."""
-        self._stepping = self._unstepped = False
+        self._change("step")
         self.changed()
 
     def fail_step(self, error: BaseException) -> None:
         """Tell the other ranks that an optimizer has raised this error, unless all have raised it before the step."""
-        if self._stepping:
+        if self.phase is StepPhase.STEPPING:
             self._comms.fail_step(error)
-        elif self._comms.data.exception() is not None:
-            self._comms.reported = True
-        self._stepping = False
+        elif self._comms.live.data.exception() is not None:
+            self._comms.live.reported = True
+        self._change("fail")
 
     def free(self) -> None:
         """Release all units that no running module needs."""
@@ -498,7 +591,7 @@ class Runtime(PassOwner):
         """Remove all hooks, and let the parameters be whole and plain. Collective."""
         self.check_idle("remove()")
         # Its caller wants no gradients any more.
-        self._unstepped = False
+        self._change("step")
         self._recover()
         self.free()
         for handle in self._handles:
@@ -511,9 +604,7 @@ class Runtime(PassOwner):
     def recut(self) -> None:
         """Divide all units among the ranks that the communicator now has. Elements are undefined, gradients dropped."""
         self.free()
-        # Ranks may have been at different units.
-        self._next.clear()
-        self._latest = self._previous = self._reducing = None
+        self._order.forget()
         paddings = _Paddings(self._comms.size)
         for flat in self._flats:
             flat.recut(paddings.of(flat.parameters))

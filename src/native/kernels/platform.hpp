@@ -1,15 +1,9 @@
-// Platform-dependent code: spin-wait hints, non-temporal stores, half floats, futexes, clocks.
+// What depends on the processor: spin-wait hints, non-temporal stores, half floats.
 #pragma once
 
-#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <ctime>
-
-#include <linux/futex.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -24,31 +18,6 @@ inline void cpu_relax() {
     asm volatile("yield");
 #endif
 }
-
-// Seconds of the clock that Python's time.monotonic() reads.
-inline double monotonic_s() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
-// What a debugger that holds the ranks of this process sets: the seconds for which the clock of deadlines has stood
-// still, and since when it does now; negative if it does not.
-inline std::atomic<double> stood_s{0};
-inline std::atomic<double> stopped_at_s{-1};
-
-// The clock of deadlines.
-inline double deadline_clock_s() {
-    const double stopped = stopped_at_s.load(std::memory_order_relaxed);
-    return (stopped < 0 ? monotonic_s() : stopped) - stood_s.load(std::memory_order_relaxed);
-}
-
-inline void futex_wait(const void* word, uint32_t expected, long nanoseconds) {
-    const timespec limit{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
-    syscall(SYS_futex, word, FUTEX_WAIT, expected, &limit, nullptr, 0);
-}
-
-inline void futex_wake(const void* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
 
 // A copy that does not load the target's lines into this processor's caches. The fence precedes any store that
 // notifies other ranks of the copy, because non-temporal stores are not ordered otherwise.

@@ -8,6 +8,7 @@
 
 #include "kernels/reduce_kernels.hpp"
 #include "kernels/platform.hpp"
+#include "system.hpp"
 
 namespace unisono {
 

@@ -6,6 +6,7 @@
 
 #include "call.hpp"
 #include "kernels/platform.hpp"
+#include "system.hpp"
 
 namespace unisono {
 

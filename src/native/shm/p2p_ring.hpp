@@ -8,17 +8,12 @@
 #include <cstring>
 #include <vector>
 
+#include "message_header.hpp"
 #include "shm/barrier.hpp"
 #include "shm/byte_ring.hpp"
+#include "system.hpp"
 
 namespace unisono {
-
-// Header of a message, and its format as Python's struct has it.
-struct Header {
-    int64_t tag, count, dtype;
-};
-inline constexpr const char* kHeaderFormat = "<qqq";
-static_assert(sizeof(Header) == 3 * 8);
 
 class MessageRings {
   public:

@@ -6,9 +6,9 @@
 #include <atomic>
 #include <cstdint>
 
-#include "kernels/platform.hpp"
 #include "python_memory.hpp"
 #include "shm/barrier.hpp"
+#include "system.hpp"
 
 namespace unisono {
 

@@ -17,14 +17,12 @@
 #include <utility>
 #include <vector>
 
-#include <sched.h>
-
 #include "call.hpp"
-#include "kernels/platform.hpp"
 #include "kernels/reduce_kernels.hpp"
 #include "steps/link.hpp"
 #include "steps/program.hpp"
 #include "steps/wanted.hpp"
+#include "system.hpp"
 
 namespace unisono {
 

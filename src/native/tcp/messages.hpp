@@ -9,9 +9,9 @@
 #include <sys/uio.h>
 
 #include "call.hpp"
-#include "kernels/platform.hpp"
-#include "shm/p2p_ring.hpp"
+#include "message_header.hpp"
 #include "steps/wanted.hpp"
+#include "system.hpp"
 #include "tcp/sockets.hpp"
 
 namespace unisono {

@@ -7,14 +7,12 @@
 #include <vector>
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include "call.hpp"
-#include "kernels/platform.hpp"
 #include "steps/wanted.hpp"
+#include "system.hpp"
 
 namespace unisono {
 
@@ -26,7 +24,7 @@ class Sockets {
         // A read takes what is there, since it costs a system call; long messages are read to where they belong.
         static constexpr size_t kReadAheadBytes = 64 << 10, kDirectBytes = 16 << 10;
 
-        explicit Stream(int fd) : fd_(fd) {}
+        explicit Stream(int fd) : fd_(fd) { raise_no_signal(fd); }
 
         // The connection has ended.
         bool lost() const { return lost_; }
@@ -36,7 +34,7 @@ class Sockets {
             msghdr message{};
             message.msg_iov = const_cast<iovec*>(parts);
             message.msg_iovlen = count;
-            return moved([&] { return sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL); }, false);
+            return moved([&] { return sendmsg(fd_, &message, MSG_DONTWAIT | kNoSignal); }, false);
         }
         // Reads what has arrived; returns the number of bytes.
         size_t receive(char* to, size_t nbytes) {
@@ -65,17 +63,14 @@ class Sockets {
     };
 
     // By rank; what is at this rank's own place is ignored.
-    explicit Sockets(const std::vector<int>& fds) : fds_(fds), wakeup_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
-    ~Sockets() { close(wakeup_); }
-    Sockets(const Sockets&) = delete;
-    Sockets& operator=(const Sockets&) = delete;
+    explicit Sockets(const std::vector<int>& fds) : fds_(fds) {}
 
     Stream stream(int peer) { return Stream(fds_[static_cast<size_t>(peer)]); }
 
     // Sleeps until a connection can move bytes, or for 50 ms; returns whether the caller has been interrupted.
     bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
         polled_.clear();
-        polled_.push_back({wakeup_, POLLIN, 0});
+        polled_.push_back({wakeup_.descriptor(), POLLIN, 0});
         for (const Wanted& one : wanted) {
             const int events = (one.bytes ? POLLIN : 0) | (one.room ? POLLOUT : 0);
             polled_.push_back({fds_[static_cast<size_t>(one.peer)], static_cast<short>(events), 0});
@@ -89,16 +84,13 @@ class Sockets {
     }
 
     // From any thread: ends the present sleep, and all later ones.
-    void wake() {
-        const uint64_t one = 1;
-        [[maybe_unused]] const ssize_t written = write(wakeup_, &one, sizeof one);
-    }
+    void wake() const { wakeup_.wake(); }
 
   private:
     static constexpr int kSliceMs = 50;
 
     const std::vector<int> fds_;
-    const int wakeup_;
+    const Wakeup wakeup_;
     std::vector<pollfd> polled_;
 };
 

@@ -1,0 +1,330 @@
+// Calls as Python passes them to a core: it checks the tensors, and passes addresses.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "call.hpp"
+#include "steps/executor.hpp"
+
+namespace unisono {
+
+namespace nb = nanobind;
+
+// From this length on, other threads run during the whole call.
+inline constexpr int64_t kLongBytes = 64 << 10;
+
+// Lets other threads run during long waits and copies, and ends waits for signals.
+class PythonWaitCallbacks : public WaitCallbacks {
+  public:
+    ~PythonWaitCallbacks() override {
+        if (saved_) PyEval_RestoreThread(saved_);
+    }
+    void before_sleep() override {
+        if (!saved_) saved_ = PyEval_SaveThread();
+    }
+    bool interrupted() override {
+        PyEval_RestoreThread(saved_);
+        const bool raised = PyErr_CheckSignals() != 0;
+        saved_ = PyEval_SaveThread();
+        return raised;
+    }
+
+  private:
+    PyThreadState* saved_ = nullptr;
+};
+
+// The first word of a signature of a call that ranks compare by a hash: without kernels, or with an algorithm's steps.
+inline constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56, kStepsCall = uint64_t{0xFE} << 56;
+
+inline char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
+
+// Operations as Python names them. Their numbers are the places here, 0 for none; an average is a divided sum.
+struct NamedOp {
+    const char* name;
+    std::optional<ReduceOp> op;
+};
+inline constexpr int kAverage = 2;
+inline constexpr NamedOp kReduceOps[] = {
+    {"", std::nullopt},        {"sum", ReduceOp::sum},   {"avg", ReduceOp::sum},
+    {"product", ReduceOp::product}, {"min", ReduceOp::min},   {"max", ReduceOp::max},
+    {"band", ReduceOp::band},  {"bor", ReduceOp::bor},   {"bxor", ReduceOp::bxor}};
+
+// Properties of a dtype. Its number is its index in a list common to all ranks.
+struct DType {
+    int64_t width = 1;
+    std::array<Reduction, std::size(kReduceOps)> reductions{};
+
+    DType() = default;
+    DType(const std::string& name, int64_t width) : width(width) {
+        for (size_t n = 0; n < std::size(kReduceOps); n++)
+            if (kReduceOps[n].op) reductions[n] = reduction_of(name, *kReduceOps[n].op);
+    }
+};
+
+// Runs a native call, during which other threads run if it is long or waits.
+template <class Function>
+int run_interruptible(int64_t nbytes, const Function& function) {
+    Status status;
+    {
+        PythonWaitCallbacks callbacks;
+        if (nbytes > kLongBytes) callbacks.before_sleep();
+        status = function(callbacks);
+    }
+    if (status == Status::interrupted) throw nb::python_error();
+    return static_cast<int>(status);
+}
+
+// Calls as Python passes them to a core: with the numbers of their collective, operation and dtype.
+class Calls {
+  public:
+    Calls(int rank, int size, const std::vector<std::pair<std::string, int64_t>>& dtypes) : rank_(rank), size_(size) {
+        dtypes_.emplace_back();
+        for (const auto& [name, width] : dtypes) dtypes_.emplace_back(name, width);
+    }
+    virtual ~Calls() = default;
+
+    // The tensors to write and to read; if the call exchanges a part per rank, the longer one holds them all. With the
+    // steps at an address, or, if it is 0, as the core prefers.
+    int call(int type, int op, int dtype, int root, uintptr_t target, int64_t written, uintptr_t source, int64_t read,
+             double deadline, uintptr_t program) {
+        CollectiveCall& call = begin(type, op, dtype, root, deadline, program_of(program));
+        switch (call.type) {
+            case OpType::barrier: break;
+            case OpType::all_reduce: call.outputs.push_back({pointer(target), written}); break;
+            case OpType::broadcast: call.outputs.push_back({pointer(target), written}); break;
+            case OpType::reduce:
+                call.inputs.push_back({pointer(target), written});
+                if (root == rank_) call.outputs.push_back({pointer(target), written});
+                break;
+            case OpType::all_gather:
+                if (written != read * size_) return unsupported();
+                split(call.outputs, target, read);
+                call.inputs.push_back({pointer(source), read});
+                break;
+            case OpType::reduce_scatter:
+                if (read != written * size_) return unsupported();
+                call.outputs.push_back({pointer(target), written});
+                split(call.inputs, source, written);
+                break;
+            case OpType::all_to_all:
+                if (written != read || read % size_) return unsupported();
+                split(call.outputs, target, written / size_);
+                split(call.inputs, source, written / size_);
+                break;
+            default: return unsupported();
+        }
+        return start(op, dtype, true);
+    }
+
+    // Addresses and counts of the tensors to write, and of those to read. Averages are divided on request.
+    int call_lists(int type, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
+                   const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
+                   const std::vector<int64_t>& read, bool divides, double deadline, uintptr_t program) {
+        add_buffers(begin(type, op, dtype, root, deadline, program_of(program)), targets, written, sources, read);
+        return start(op, dtype, divides);
+    }
+
+    // A call of the general path, with the steps of the caller's algorithm. `lengths` are those of all ranks' parts,
+    // where they differ.
+    int call_program(const Program& program, int type, int op, int dtype, int root,
+                     const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,
+                     const std::vector<uintptr_t>& sources, const std::vector<int64_t>& read,
+                     const std::vector<int64_t>& lengths, double deadline) {
+        CollectiveCall& call = begin(type, op, dtype, root, deadline, &program);
+        add_buffers(call, targets, written, sources, read);
+        call.sign_counts();
+        lengths_ = lengths;
+        return run();
+    }
+
+    // Whether there is a kernel for a reduction.
+    bool has_kernel(int op, int dtype) const { return reduction(op, dtype).kernel != nullptr; }
+
+  protected:
+    virtual bool divides_before(const CollectiveCall&) const { return false; }
+    virtual void prepare(int, int) {}
+    virtual Status carry_out(CollectiveCall& call) = 0;
+
+    CollectiveCall& begin(int type, int op, int dtype, int root, double deadline, const Program* program = nullptr) {
+        program_ = program;
+        lengths_.clear();
+        call_.type = OpType{type};
+        call_.inputs.clear();
+        call_.outputs.clear();
+        call_.width = dtypes_.at(static_cast<size_t>(dtype)).width;
+        call_.reduction = reduction(op, dtype);
+        call_.divisor = 1;
+        call_.root = root;
+        call_.deadline = deadline;
+        call_.signature.words[0] = static_cast<uint64_t>(type) | static_cast<uint64_t>(op) << 8 |
+                                   static_cast<uint64_t>(dtype) << 16 | static_cast<uint64_t>(root + 1) << 32;
+        return call_;
+    }
+
+    static void add_buffers(CollectiveCall& call, const std::vector<uintptr_t>& targets,
+                            const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
+                            const std::vector<int64_t>& read) {
+        for (size_t n = 0; n < targets.size(); n++) call.outputs.push_back({pointer(targets[n]), written.at(n)});
+        for (size_t n = 0; n < sources.size(); n++) call.inputs.push_back({pointer(sources[n]), read.at(n)});
+    }
+
+    // Runs a call whose tensors are valid, without Python's lock where it is long or waits.
+    int run() {
+        int64_t nbytes = 0;
+        for (const Buffers* side : {&call_.inputs, &call_.outputs})
+            for (const Buffer& part : *side) nbytes += part.count * call_.width;
+        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
+            call_.callbacks = &callbacks;
+            return carry_out(call_);
+        });
+    }
+
+    // Describes the present call to an executor.
+    StepsCall& steps_of(const CollectiveCall& call) {
+        const bool moves = call.type != OpType::barrier;
+        steps_.program = moves ? program_ : nullptr;
+        steps_.chunks.clear();
+        steps_.sends.clear();
+        steps_.receives.clear();
+        if (moves) cut(call);
+        steps_.reduction = call.reduction;
+        steps_.divisor = call.divisor;
+        steps_.width = static_cast<size_t>(call.width);
+        // Where there is no root, each rank's result depends on all contributions.
+        steps_.hears_all = call.root < 0;
+        steps_.signature = signature(call);
+        steps_.deadline = call.deadline;
+        steps_.callbacks = call.callbacks;
+        return steps_;
+    }
+
+    const CollectiveCall& current() const { return call_; }
+    int64_t width_of(int dtype) const { return dtypes_.at(static_cast<size_t>(dtype)).width; }
+
+    const int rank_, size_;
+    // The steps of the present call; null for none.
+    const Program* program_ = nullptr;
+    StepsCall steps_;
+
+  private:
+    static const Program* program_of(uintptr_t address) { return reinterpret_cast<const Program*>(address); }
+    static int unsupported() { return static_cast<int>(Status::unsupported); }
+
+    const Reduction& reduction(int op, int dtype) const {
+        return dtypes_.at(static_cast<size_t>(dtype)).reductions.at(static_cast<size_t>(op));
+    }
+
+    void split(Buffers& parts, uintptr_t whole, int64_t count) const {
+        for (int r = 0; r < size_; r++) parts.push_back({pointer(whole) + r * count * call_.width, count});
+    }
+
+    // Unsupported if the core does not support the call, or its tensors are invalid; the general path raises the error.
+    int start(int op, int dtype, bool divides) {
+        const OpType type = call_.type;
+        call_.divisor = divides && op == kAverage ? size_ : 1;
+        if (type == OpType::all_reduce || type == OpType::reduce || type == OpType::reduce_scatter) {
+            if (!call_.reduction.kernel) return unsupported();
+            if (call_.divisor > 1 && !call_.reduction.divide && !divides_before(call_)) return unsupported();
+        }
+        if (!call_.has_valid_buffers(rank_, size_)) return unsupported();
+        call_.sign_counts();
+        prepare(op, dtype);
+        return run();
+    }
+
+    // What stands for a call on every rank that makes it.
+    uint64_t signature(const CollectiveCall& call) const {
+        uint64_t mixed = program_ ? program_->label : 0;
+        const auto mix = [&](uint64_t word) {
+            mixed = (mixed ^ word) * 0x9E3779B97F4A7C15;
+            mixed ^= mixed >> 32;
+        };
+        for (int n = 0; n < 3; n++)
+            if (n == 0 || lengths_.empty()) mix(call.signature.words[n]);
+        for (const int64_t length : lengths_) mix(static_cast<uint64_t>(length));
+        return mixed;
+    }
+
+    void add_chunk(const char* own, char* target, int64_t count) {
+        steps_.chunks.push_back({own, target, static_cast<size_t>(count)});
+    }
+
+    // Cuts the tensors of a call into the chunks of its program.
+    void cut(const CollectiveCall& call) {
+        const Buffers &read = call.inputs, &written = call.outputs;
+        switch (call.type) {
+            case OpType::all_reduce:
+            case OpType::broadcast:
+            case OpType::reduce: return cut_evenly(call);
+            case OpType::reduce_scatter:
+                for (int r = 0; r < size_; r++)
+                    add_chunk(read[r].data, r == rank_ ? written[0].data : nullptr, read[r].count);
+                return;
+            case OpType::all_to_all:
+                for (const Buffer& part : read) {
+                    add_chunk(part.data, nullptr, part.count);
+                    steps_.sends.push_back(part.count);
+                }
+                for (int r = 0; r < size_; r++) {
+                    add_chunk(r == rank_ ? read[r].data : nullptr, written[r].data, written[r].count);
+                    steps_.receives.push_back(written[r].count);
+                }
+                for (int n = 2 * size_; n < program_->chunks; n++) add_chunk(nullptr, nullptr, read[0].count);
+                return;
+            default: return cut_by_rank(call);
+        }
+    }
+
+    // One tensor, in chunks of almost equal length.
+    void cut_evenly(const CollectiveCall& call) {
+        const Buffer& part = call.outputs.empty() ? call.inputs[0] : call.outputs[0];
+        const bool writes = call.root < 0 || (rank_ == call.root) == (call.type == OpType::reduce);
+        const int64_t quotient = part.count / program_->chunks, rest = part.count % program_->chunks;
+        char* at = part.data;
+        for (int64_t n = 0; n < program_->chunks; n++) {
+            const int64_t length = quotient + (n < rest);
+            add_chunk(at, writes ? at : nullptr, length);
+            at += length * call.width;
+        }
+    }
+
+    // One part of each rank, beginning with the root's: gathered, or scattered by the root.
+    void cut_by_rank(const CollectiveCall& call) {
+        const bool gathers = call.type != OpType::scatter;
+        const Buffers &many = gathers ? call.outputs : call.inputs, &one = gathers ? call.inputs : call.outputs;
+        for (int place = 0; place < size_; place++) {
+            const int r = (place + std::max(0, call.root)) % size_;
+            char* here = many.empty() ? nullptr : many[r].data;
+            char* mine = r == rank_ ? one[0].data : nullptr;
+            // A rank that only passes on a part of another length knows that length.
+            const int64_t count = !many.empty() ? many[r].count : !lengths_.empty() ? lengths_[r] : one[0].count;
+            add_chunk(gathers ? mine : here, gathers ? here : mine, count);
+        }
+    }
+
+    std::vector<DType> dtypes_;
+    CollectiveCall call_;
+    // The lengths of all ranks' parts, where a call of the general path has them.
+    std::vector<int64_t> lengths_;
+};
+
+// As methods of each core: those of a bound base class take longer to call.
+template <class Bound>
+Bound& add_calls(Bound&& bound) {
+    using Type = typename std::decay_t<Bound>::Type;
+    return bound.def("call", &Type::call)
+        .def("call_lists", &Type::call_lists)
+        .def("call_program", &Type::call_program)
+        .def("has_kernel", &Type::has_kernel);
+}
+
+}  // namespace unisono

@@ -1,0 +1,177 @@
+// The core of one rank in shared memory, for Python.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "calls.hpp"
+#include "python_memory.hpp"
+#include "shm/byte_ring.hpp"
+#include "shm/collectives.hpp"
+#include "shm/p2p_ring.hpp"
+#include "shm/ring_end.hpp"
+#include "shm/shared_words.hpp"
+
+namespace unisono {
+
+// Collectives and messages in shared memory.
+class Core : public Calls {
+  public:
+    // In memory of `nbytes(size)`, zeroed by the first rank.
+    Core(nb::handle memory, int rank, int size, bool oversubscribed,
+         const std::vector<std::pair<std::string, int64_t>>& dtypes)
+        : Calls(rank, size, dtypes),
+          memory_(std::make_shared<PythonMemory>(memory, PyBUF_WRITABLE, nbytes(size))),
+          places_(size),
+          collectives_(reinterpret_cast<Word*>(memory_->begin()), memory_->begin() + places_.stages, kStageBytes, rank,
+                       size, oversubscribed),
+          rings_(collectives_.shared_barrier, memory_->begin() + places_.rings),
+          executor_(rank, size, oversubscribed, collectives_.shared_barrier, memory_->begin() + places_.steps) {}
+
+    static uint64_t nbytes(int size) { return Places(size).end; }
+
+    // A message of this many elements, to or from another rank.
+    int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+        const int64_t nbytes = count * width_of(dtype);
+        const Header header{tag, count, dtype};
+        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
+            return rings_.send(peer, header, pointer(address), nbytes, deadline, callbacks);
+        });
+    }
+    int receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+        const int64_t nbytes = count * width_of(dtype);
+        const Header header{tag, count, dtype};
+        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
+            return rings_.receive(peer, header, pointer(address), nbytes, deadline, callbacks);
+        });
+    }
+
+    // Messages moved by Python, whose waits use the core.
+    auto rings() const { return ring_ends(memory_, {memory_->begin() + places_.rings, size_}, rank_); }
+    uint64_t progress() const { return rings_.progress(); }
+    void wake(int peer) { rings_.wake(peer); }
+    int wait_for_messages(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress,
+                          double deadline) {
+        return run_interruptible(0, [&](WaitCallbacks& callbacks) {
+            return rings_.wait(to, from, progress, deadline, callbacks);
+        });
+    }
+
+    // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
+    int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
+        CollectiveCall& call = begin(0, 0, 0, -1, deadline);
+        call.signature = {kGeneralCall, digest, 0, 0};
+        return run_interruptible(0, [&](WaitCallbacks& callbacks) {
+            call.callbacks = &callbacks;
+            return counts.empty() ? collectives_.barrier(call) : collectives_.check_pairs(call, counts);
+        });
+    }
+
+    void abort() {
+        executor_.abort();
+        collectives_.shared_barrier.abort();
+    }
+    void leave() { collectives_.shared_barrier.leave(); }
+    bool has_left(int rank) const { return collectives_.shared_barrier.has_left(rank); }
+    uint64_t round() const { return collectives_.shared_barrier.round(); }
+    int missing() const { return collectives_.shared_barrier.missing(); }
+    double waited_s() const { return collectives_.shared_barrier.waited_s(); }
+
+    void expect_symmetric_memory() { collectives_.expect_symmetric_memory(); }
+    void add_segment(uint64_t number, uintptr_t rows, int64_t stride) {
+        collectives_.add_segment({number, pointer(rows), stride});
+    }
+    void remove_segment(uint64_t number) { collectives_.remove_segment(number); }
+
+  private:
+    static constexpr uint64_t kStageBytes = 1 << 20, kPageBytes = 4096;
+
+    // Where things begin in the memory: after the counters, two staging buffers for each rank, the rings of messages, and
+    // those of algorithms' steps.
+    struct Places {
+        uint64_t stages, rings, steps, end;
+
+        explicit Places(int size) {
+            const auto ranks = static_cast<uint64_t>(size);
+            const uint64_t rings_bytes = RingMemory::nbytes(size, ByteRing::kBytes);
+            stages = (ranks * kWordsPerRank * sizeof(Word) + kPageBytes - 1) & ~(kPageBytes - 1);
+            rings = stages + ranks * 2 * kStageBytes;
+            steps = rings + rings_bytes;
+            end = steps + rings_bytes;
+        }
+    };
+
+    // Read-only tensors must not be divided before.
+    bool divides_before(const CollectiveCall& call) const override {
+        return !program_ && call.reduction.divide_before && call.type == OpType::all_reduce;
+    }
+
+    Status carry_out(CollectiveCall& call) override { return program_ ? carry_out_steps(call) : collectives_.run(call); }
+
+    // Ranks agree in a round of the barrier, so that the first bytes may already be written to where they belong.
+    Status carry_out_steps(CollectiveCall& call) {
+        StepsCall& steps = steps_of(call);
+        call.signature = {kStepsCall, steps.signature, 0, 0};
+        std::vector<int64_t> counts(std::move(steps.sends));
+        counts.insert(counts.end(), steps.receives.begin(), steps.receives.end());
+        steps.sends.clear();
+        steps.receives.clear();
+        Status status = counts.empty() ? collectives_.barrier(call) : collectives_.check_pairs(call, counts);
+        if (status != Status::ok) return status;
+        steps.agreed = true;
+        status = executor_.run(steps);
+        if (status != Status::ok) collectives_.shared_barrier.record_failure(executor_.missing(), executor_.waited_s());
+        return status;
+    }
+
+    const std::shared_ptr<PythonMemory> memory_;
+    const Places places_;
+    Collectives collectives_;
+    MessageRings rings_;
+    Executor<RingNetwork> executor_;
+};
+
+inline void bind_shared_memory(nb::module_& module) {
+    module.def("rings_nbytes", &RingMemory::nbytes);
+    module.def("rings", [](nb::handle memory, int rank, int size, uint64_t ring_bytes) {
+        const uint64_t nbytes = RingMemory::nbytes(size, ring_bytes);
+        const auto held = std::make_shared<PythonMemory>(memory, PyBUF_WRITABLE, nbytes);
+        return ring_ends(held, {held->begin(), size, ring_bytes}, rank);
+    });
+    nb::class_<RingEnd>(module, "Ring")
+        .def_prop_ro("available", &RingEnd::available)
+        .def_prop_ro("room", &RingEnd::room)
+        .def("write", &RingEnd::write, nb::arg("content"), nb::arg("more") = false)
+        .def("peek", &RingEnd::peek, nb::sig("def peek(self) -> memoryview"))
+        .def("skip", &RingEnd::skip)
+        .def("read", &RingEnd::read);
+    nb::class_<SharedWords>(module, "SharedWords")
+        .def(nb::init<nb::handle>())
+        .def("__getitem__", &SharedWords::load)
+        .def("__setitem__", &SharedWords::store)
+        .def("wait", &SharedWords::wait)
+        .def("wake", &SharedWords::wake);
+    add_calls(nb::class_<Core>(module, "Core"))
+        .def(nb::init<nb::handle, int, int, bool, const std::vector<std::pair<std::string, int64_t>>&>())
+        .def_static("nbytes", &Core::nbytes)
+        .def("rings", &Core::rings)
+        .def("send", &Core::send)
+        .def("receive", &Core::receive)
+        .def("wait_for_messages", &Core::wait_for_messages)
+        .def("wake", &Core::wake)
+        .def("compare", &Core::compare)
+        .def("abort", &Core::abort)
+        .def("leave", &Core::leave)
+        .def("has_left", &Core::has_left)
+        .def_prop_ro("round", &Core::round)
+        .def("add_segment", &Core::add_segment)
+        .def("expect_symmetric_memory", &Core::expect_symmetric_memory)
+        .def("remove_segment", &Core::remove_segment)
+        .def_prop_ro("progress", &Core::progress)
+        .def_prop_ro("missing", &Core::missing)
+        .def_prop_ro("waited_s", &Core::waited_s);
+}
+
+}  // namespace unisono

@@ -1,0 +1,107 @@
+// What the core asks of the operating system: clocks, sleeping and waking threads, and sockets that raise no signal.
+#pragma once
+
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <system_error>
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+// Linux has futexes, which shared memory needs, and eventfd. UNISONO_PORTABLE leaves both out on Linux as well, so that
+// what other systems get can be tested there.
+#if defined(__linux__) && !defined(UNISONO_PORTABLE)
+#define UNISONO_LINUX 1
+#include <linux/futex.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#else
+#define UNISONO_LINUX 0
+#endif
+
+namespace unisono {
+
+// Seconds of the clock that Python's time.monotonic() reads. On macOS that one stands still while the machine sleeps,
+// as CLOCK_MONOTONIC does not.
+inline double monotonic_s() {
+#if defined(__APPLE__)
+    constexpr clockid_t kClock = CLOCK_UPTIME_RAW;
+#else
+    constexpr clockid_t kClock = CLOCK_MONOTONIC;
+#endif
+    timespec now;
+    clock_gettime(kClock, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// What a debugger that holds the ranks of this process sets: the seconds for which the clock of deadlines has stood
+// still, and since when it does now; negative if it does not.
+inline std::atomic<double> stood_s{0};
+inline std::atomic<double> stopped_at_s{-1};
+
+// The clock of deadlines.
+inline double deadline_clock_s() {
+    const double stopped = stopped_at_s.load(std::memory_order_relaxed);
+    return (stopped < 0 ? monotonic_s() : stopped) - stood_s.load(std::memory_order_relaxed);
+}
+
+#if UNISONO_LINUX
+inline void futex_wait(const void* word, uint32_t expected, long nanoseconds) {
+    const timespec limit{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
+    syscall(SYS_futex, word, FUTEX_WAIT, expected, &limit, nullptr, 0);
+}
+
+inline void futex_wake(const void* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
+#endif
+
+// A descriptor that becomes readable for good when any thread says so: it ends a sleep in poll, and all later ones.
+class Wakeup {
+  public:
+    Wakeup() {
+#if UNISONO_LINUX
+        ends_[0] = ends_[1] = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+        if (ends_[0] < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+#else
+        if (pipe(ends_)) throw std::system_error(errno, std::generic_category(), "pipe");
+        for (const int end : ends_) {
+            fcntl(end, F_SETFD, FD_CLOEXEC);
+            fcntl(end, F_SETFL, O_NONBLOCK);
+        }
+#endif
+    }
+    ~Wakeup() {
+        close(ends_[0]);
+        if (ends_[1] != ends_[0]) close(ends_[1]);
+    }
+    Wakeup(const Wakeup&) = delete;
+    Wakeup& operator=(const Wakeup&) = delete;
+
+    int descriptor() const { return ends_[0]; }
+    // From any thread. A write that fails finds the descriptor readable already.
+    void wake() const {
+        const uint64_t one = 1;
+        [[maybe_unused]] const ssize_t written = write(ends_[1], &one, sizeof one);
+    }
+
+  private:
+    int ends_[2];
+};
+
+// A connection that has ended is an error of the call that finds out, and no SIGPIPE, which ends the process. One system
+// has a flag for each call, the other an option of the socket.
+#if defined(MSG_NOSIGNAL)
+inline constexpr int kNoSignal = MSG_NOSIGNAL;
+inline void raise_no_signal(int) {}
+#else
+inline constexpr int kNoSignal = 0;
+inline void raise_no_signal(int socket) {
+    const int on = 1;
+    setsockopt(socket, SOL_SOCKET, SO_NOSIGPIPE, &on, sizeof on);
+}
+#endif
+
+}  // namespace unisono

@@ -1,0 +1,110 @@
+// The core of one rank over connections, for Python.
+#pragma once
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "calls.hpp"
+#include "tcp/messages.hpp"
+#include "tcp/sockets.hpp"
+
+namespace unisono {
+
+// Collectives over the sockets of one rank: an algorithm's steps in one call.
+class TcpCore : public Calls {
+  public:
+    // The sockets of collectives, and those of messages. `choose` returns the program for a collective, an operation, a
+    // dtype, a root or -1, and a number of bytes.
+    TcpCore(int rank, const std::vector<int>& sockets, const std::vector<int>& messages, bool oversubscribed,
+            size_t slice_bytes, const std::vector<std::pair<std::string, int64_t>>& dtypes, nb::callable choose)
+        : Calls(rank, static_cast<int>(sockets.size()), dtypes),
+          executor_(rank, static_cast<int>(sockets.size()), oversubscribed, sockets),
+          messages_(messages, oversubscribed),
+          choose_(std::move(choose)) {
+        executor_.set_slice_bytes(slice_bytes);
+    }
+
+    // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
+    int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
+        steps_.program = nullptr;
+        steps_.chunks.clear();
+        const auto half = counts.begin() + static_cast<std::ptrdiff_t>(counts.size() / 2);
+        steps_.sends.assign(counts.begin(), half);
+        steps_.receives.assign(half, counts.end());
+        steps_.signature = digest;
+        steps_.deadline = deadline;
+        return run_interruptible(0, [&](WaitCallbacks& callbacks) {
+            steps_.callbacks = &callbacks;
+            return executor_.run(steps_);
+        });
+    }
+
+    // A message of this many elements, to or from another rank.
+    int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+        const int64_t nbytes = count * width_of(dtype);
+        return run_message(peer, nbytes, [&](WaitCallbacks& callbacks) {
+            return messages_.send(peer, {tag, count, dtype}, pointer(address), nbytes, deadline, callbacks);
+        });
+    }
+    int receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+        const int64_t nbytes = count * width_of(dtype);
+        return run_message(peer, nbytes, [&](WaitCallbacks& callbacks) {
+            return messages_.receive(peer, {tag, count, dtype}, pointer(address), nbytes, deadline, callbacks);
+        });
+    }
+
+    void abort() {
+        executor_.abort();
+        messages_.abort();
+    }
+    uint32_t number() const { return executor_.number(); }
+    int missing() const { return executor_.missing(); }
+    double waited_s() const { return executor_.waited_s(); }
+
+  private:
+    // Programs are kept by the first word of a call's signature, and its size class.
+    using Key = std::pair<uint64_t, int>;
+
+    void prepare(int op, int dtype) override {
+        const CollectiveCall& call = current();
+        if (call.type == OpType::barrier || program_) return;
+        int64_t nbytes = static_cast<int64_t>(call.signature.words[1]) * call.width;
+        if (call.type == OpType::gather || call.type == OpType::scatter) nbytes *= size_;
+        int bits = 0;
+        while (bits < 62 && int64_t{1} << bits < nbytes) bits++;
+        nb::object& kept = programs_[Key{call.signature.words[0], bits}];
+        if (!kept.is_valid()) kept = choose_(static_cast<int>(call.type), op, dtype, call.root, int64_t{1} << bits);
+        program_ = nb::cast<const Program*>(kept);
+    }
+
+    Status carry_out(CollectiveCall& call) override { return executor_.run(steps_of(call)); }
+
+    template <class Function>
+    int run_message(int peer, int64_t nbytes, const Function& function) {
+        const int status = run_interruptible(nbytes, function);
+        if (status != static_cast<int>(Status::ok)) executor_.record_failure(peer, messages_.waited_s());
+        return status;
+    }
+
+    Executor<Sockets> executor_;
+    SocketMessages messages_;
+    nb::callable choose_;
+    std::map<Key, nb::object> programs_;
+};
+
+inline void bind_connections(nb::module_& module) {
+    add_calls(nb::class_<TcpCore>(module, "TcpCore"))
+        .def(nb::init<int, const std::vector<int>&, const std::vector<int>&, bool, size_t,
+                      const std::vector<std::pair<std::string, int64_t>>&, nb::callable>())
+        .def("send", &TcpCore::send)
+        .def("receive", &TcpCore::receive)
+        .def("compare", &TcpCore::compare)
+        .def("abort", &TcpCore::abort)
+        .def_prop_ro("number", &TcpCore::number)
+        .def_prop_ro("missing", &TcpCore::missing)
+        .def_prop_ro("waited_s", &TcpCore::waited_s);
+}
+
+}  // namespace unisono

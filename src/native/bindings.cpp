@@ -75,9 +75,11 @@ NB_MODULE(_native, module) {
         stood_s.store(stood);
         stopped_at_s.store(stopped_at);
     });
-    nb::class_<Program>(module, "Program")
-        .def(nb::init<const std::vector<int64_t>&, int, int, uint64_t>())
-        .def_prop_ro("address", [](const Program& program) { return reinterpret_cast<uintptr_t>(&program); });
+    nb::class_<Program>(module, "Program").def(nb::init<const std::vector<int64_t>&, int, int, uint64_t>());
+    nb::class_<Outcome>(module, "Outcome")
+        .def_prop_ro("status", [](const Outcome& outcome) { return static_cast<int>(outcome.status); })
+        .def_ro("missing", &Outcome::missing)
+        .def_ro("waited_s", &Outcome::waited_s);
 #if UNISONO_LINUX
     bind_shared_memory(module);
 #endif

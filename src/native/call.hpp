@@ -2,14 +2,46 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 #include "kernels/reduce_kernels.hpp"
+#include "system.hpp"
 
 namespace unisono {
 
 enum class Status { ok, mismatch, timeout, peer_left, aborted, interrupted, unsupported, peer_lost };
+
+// How a call has ended. If it failed, also the rank that it waited for, -1 for none, and for how long. It is returned and
+// kept nowhere, because threads that move messages fail independently of the one that makes collectives.
+struct Outcome {
+    Status status = Status::ok;
+    int missing = -1;
+    double waited_s = 0;
+
+    Outcome(Status status = Status::ok, int missing = -1, double waited_s = 0)
+        : status(status), missing(missing), waited_s(waited_s) {}
+
+    bool ok() const { return status == Status::ok; }
+    bool operator==(Status other) const { return status == other; }
+};
+
+// Held during a call. Its tensors and its progress are fields, which a second thread in the same core would change:
+// also with Python's lock, because a call that waits releases it.
+class Exclusive {
+  public:
+    explicit Exclusive(std::atomic<bool>& busy) : busy_(busy) {
+        if (busy.exchange(true, std::memory_order_acquire))
+            throw std::logic_error("two threads are in one core of a communicator at the same time");
+    }
+    ~Exclusive() { busy_.store(false, std::memory_order_release); }
+    Exclusive(const Exclusive&) = delete;
+
+  private:
+    std::atomic<bool>& busy_;
+};
 
 // Words that ranks compare in the first round of a call; the last word is published, but not compared.
 struct Signature {
@@ -17,12 +49,27 @@ struct Signature {
 };
 
 // Callbacks of a waiting thread.
-struct WaitCallbacks {
+class WaitCallbacks {
+  public:
     // Called before a wait that may sleep.
     virtual void before_sleep() {}
     // Whether the caller ends the wait, for example because of a signal.
     virtual bool interrupted() { return false; }
     virtual ~WaitCallbacks() = default;
+
+    // The same while bytes move, but asked for at most every 50 ms: the answer needs Python's lock, for which a thread
+    // that computes in Python lets others wait.
+    bool interrupted_lately() {
+        const double now = monotonic_s();
+        if (now < next_look_s_) return false;
+        const bool is_first = next_look_s_ == 0;
+        next_look_s_ = now + kLookS;
+        return !is_first && interrupted();
+    }
+
+  private:
+    static constexpr double kLookS = 0.05;
+    double next_look_s_ = 0;
 };
 
 enum class OpType {

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <atomic>
 #include <optional>
 #include <string>
 #include <utility>
@@ -32,6 +34,8 @@ class PythonWaitCallbacks : public WaitCallbacks {
         if (!saved_) saved_ = PyEval_SaveThread();
     }
     bool interrupted() override {
+        // Before the first sleep this thread still has Python's lock.
+        if (!saved_) return PyErr_CheckSignals() != 0;
         PyEval_RestoreThread(saved_);
         const bool raised = PyErr_CheckSignals() != 0;
         saved_ = PyEval_SaveThread();
@@ -70,17 +74,21 @@ struct DType {
     }
 };
 
+// How a call failed; none if it did not.
+using Failure = std::optional<Outcome>;
+
 // Runs a native call, during which other threads run if it is long or waits.
 template <class Function>
-int run_interruptible(int64_t nbytes, const Function& function) {
-    Status status;
+Failure run_interruptible(int64_t nbytes, const Function& function) {
+    Outcome outcome;
     {
         PythonWaitCallbacks callbacks;
         if (nbytes > kLongBytes) callbacks.before_sleep();
-        status = function(callbacks);
+        outcome = function(callbacks);
     }
-    if (status == Status::interrupted) throw nb::python_error();
-    return static_cast<int>(status);
+    if (outcome == Status::interrupted) throw nb::python_error();
+    if (outcome.ok()) return std::nullopt;
+    return outcome;
 }
 
 // Calls as Python passes them to a core: with the numbers of their collective, operation and dtype.
@@ -93,10 +101,11 @@ class Calls {
     virtual ~Calls() = default;
 
     // The tensors to write and to read; if the call exchanges a part per rank, the longer one holds them all. With the
-    // steps at an address, or, if it is 0, as the core prefers.
-    int call(int type, int op, int dtype, int root, uintptr_t target, int64_t written, uintptr_t source, int64_t read,
-             double deadline, uintptr_t program) {
-        CollectiveCall& call = begin(type, op, dtype, root, deadline, program_of(program));
+    // steps of a program, or, if it has no chunks, as the core prefers.
+    Failure call(int type, int op, int dtype, int root, uintptr_t target, int64_t written, uintptr_t source,
+                 int64_t read, double deadline, const Program& program) {
+        const Exclusive held(busy_);
+        CollectiveCall& call = begin(type, op, dtype, root, deadline, program);
         switch (call.type) {
             case OpType::barrier: break;
             case OpType::all_reduce: call.outputs.push_back({pointer(target), written}); break;
@@ -126,20 +135,22 @@ class Calls {
     }
 
     // Addresses and counts of the tensors to write, and of those to read. Averages are divided on request.
-    int call_lists(int type, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
-                   const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
-                   const std::vector<int64_t>& read, bool divides, double deadline, uintptr_t program) {
-        add_buffers(begin(type, op, dtype, root, deadline, program_of(program)), targets, written, sources, read);
+    Failure call_lists(int type, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
+                       const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
+                       const std::vector<int64_t>& read, bool divides, double deadline, const Program& program) {
+        const Exclusive held(busy_);
+        add_buffers(begin(type, op, dtype, root, deadline, program), targets, written, sources, read);
         return start(op, dtype, divides);
     }
 
     // A call of the general path, with the steps of the caller's algorithm. `lengths` are those of all ranks' parts,
     // where they differ.
-    int call_program(const Program& program, int type, int op, int dtype, int root,
-                     const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,
-                     const std::vector<uintptr_t>& sources, const std::vector<int64_t>& read,
-                     const std::vector<int64_t>& lengths, double deadline) {
-        CollectiveCall& call = begin(type, op, dtype, root, deadline, &program);
+    Failure call_program(const Program& program, int type, int op, int dtype, int root,
+                         const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,
+                         const std::vector<uintptr_t>& sources, const std::vector<int64_t>& read,
+                         const std::vector<int64_t>& lengths, double deadline) {
+        const Exclusive held(busy_);
+        CollectiveCall& call = begin(type, op, dtype, root, deadline, program);
         add_buffers(call, targets, written, sources, read);
         call.sign_counts();
         lengths_ = lengths;
@@ -152,10 +163,13 @@ class Calls {
   protected:
     virtual bool divides_before(const CollectiveCall&) const { return false; }
     virtual void prepare(int, int) {}
-    virtual Status carry_out(CollectiveCall& call) = 0;
+    virtual Outcome carry_out(CollectiveCall& call) = 0;
 
-    CollectiveCall& begin(int type, int op, int dtype, int root, double deadline, const Program* program = nullptr) {
-        program_ = program;
+    CollectiveCall& begin(int type, int op, int dtype, int root, double deadline, const Program& program) {
+        program_ = program.chunks ? &program : nullptr;
+        return begin(type, op, dtype, root, deadline);
+    }
+    CollectiveCall& begin(int type, int op, int dtype, int root, double deadline) {
         lengths_.clear();
         call_.type = OpType{type};
         call_.inputs.clear();
@@ -178,7 +192,7 @@ class Calls {
     }
 
     // Runs a call whose tensors are valid, without Python's lock where it is long or waits.
-    int run() {
+    Failure run() {
         int64_t nbytes = 0;
         for (const Buffers* side : {&call_.inputs, &call_.outputs})
             for (const Buffer& part : *side) nbytes += part.count * call_.width;
@@ -211,13 +225,13 @@ class Calls {
     int64_t width_of(int dtype) const { return dtypes_.at(static_cast<size_t>(dtype)).width; }
 
     const int rank_, size_;
-    // The steps of the present call; null for none.
+    std::atomic<bool> busy_{false};
+    // The steps of the present call; null for those that the core prefers.
     const Program* program_ = nullptr;
     StepsCall steps_;
 
   private:
-    static const Program* program_of(uintptr_t address) { return reinterpret_cast<const Program*>(address); }
-    static int unsupported() { return static_cast<int>(Status::unsupported); }
+    static Failure unsupported() { return Outcome(Status::unsupported); }
 
     const Reduction& reduction(int op, int dtype) const {
         return dtypes_.at(static_cast<size_t>(dtype)).reductions.at(static_cast<size_t>(op));
@@ -228,7 +242,7 @@ class Calls {
     }
 
     // Unsupported if the core does not support the call, or its tensors are invalid; the general path raises the error.
-    int start(int op, int dtype, bool divides) {
+    Failure start(int op, int dtype, bool divides) {
         const OpType type = call_.type;
         call_.divisor = divides && op == kAverage ? size_ : 1;
         if (type == OpType::all_reduce || type == OpType::reduce || type == OpType::reduce_scatter) {

@@ -91,17 +91,17 @@ class Wakeup {
     int ends_[2];
 };
 
-// A connection that has ended is an error of the call that finds out, and no SIGPIPE, which ends the process. One system
-// has a flag for each call, the other an option of the socket.
-#if defined(MSG_NOSIGNAL)
-inline constexpr int kNoSignal = MSG_NOSIGNAL;
-inline void raise_no_signal(int) {}
-#else
+// Writing to a connection that has ended must fail, instead of raising SIGPIPE, which ends the process. Linux has a flag
+// for each call; macOS has an option of the socket, and that flag only in its latest versions.
+#if defined(__APPLE__)
 inline constexpr int kNoSignal = 0;
 inline void raise_no_signal(int socket) {
     const int on = 1;
     setsockopt(socket, SOL_SOCKET, SO_NOSIGPIPE, &on, sizeof on);
 }
+#else
+inline constexpr int kNoSignal = MSG_NOSIGNAL;
+inline void raise_no_signal(int) {}
 #endif
 
 }  // namespace unisono

@@ -43,7 +43,7 @@ struct SharedGroup {
             threads.emplace_back([&, rank] {
                 Collectives collectives(words.data(), stages.data(), kStage, rank, size, true);
                 const auto address = (reinterpret_cast<uintptr_t>(rings.data()) + 63) & ~uintptr_t{63};
-                MessageRings messages(collectives.shared_barrier, reinterpret_cast<char*>(address));
+                MessageRings messages(collectives.rounds.shared_barrier, reinterpret_cast<char*>(address));
                 program(rank, collectives, messages);
             });
         for (std::thread& thread : threads) thread.join();
@@ -150,14 +150,14 @@ void messages(int rank, int size, MessageRings& rings, int64_t count) {
         return rings.receive(previous, header, target, nbytes, monotonic_s() + kTimeoutS, callbacks);
     };
     // Long ones do not fit into a ring: one rank has to begin by receiving.
-    const Status first = rank ? send() : receive(), second = rank ? receive() : send();
+    const Outcome first = rank ? send() : receive(), second = rank ? receive() : send();
     expect(first == Status::ok && second == Status::ok && received == input_of(previous, count), "a message", count);
     std::vector<float> other(1);
     if (rank == 0) expect(send() == Status::ok, "a send", count);
     if (rank == 1) {
         const Header expected{8, count, 1};
         const double deadline = monotonic_s() + kTimeoutS;
-        const Status status = rings.receive(0, expected, target, nbytes, deadline, callbacks);
+        const Outcome status = rings.receive(0, expected, target, nbytes, deadline, callbacks);
         expect(status == Status::unsupported && receive() == Status::ok, "a message of another tag", count);
     }
 }
@@ -213,9 +213,9 @@ void failures() {
         if (rank == 0) {
             call = call_of(callbacks, OpType::barrier, 12);
             call.deadline = monotonic_s() + 0.05;
-            const bool late = collectives.run(call) == Status::timeout;
-            expect(late && collectives.shared_barrier.missing() == 2, "a timeout", rank);
-            all_collectives[1]->shared_barrier.abort();
+            const Outcome late = collectives.run(call);
+            expect(late == Status::timeout && late.missing == 2 && late.waited_s > 0, "a timeout", rank);
+            all_collectives[1]->rounds.shared_barrier.abort();
         }
         if (rank == 1) {
             // Rank 2 does not call.

@@ -123,7 +123,7 @@ Script record(uint64_t number) {
                 Executor<Sockets> executor(rank, script.size, true, mesh.sockets[static_cast<size_t>(rank)]);
                 for (const Case& made : script.cases) {
                     Work work(made, rank, script.size);
-                    if (executor.run(work.call) != Status::ok) std::abort();
+                    if (!executor.run(work.call).ok()) std::abort();
                 }
             });
         for (std::thread& thread : threads) thread.join();
@@ -362,7 +362,7 @@ void replay(const Script& script, Random& random, bool mutates) {
         peers.call = &work.call;
         peers.index = call;
         const double started = cpu_s();
-        const Status status = executor.run(work.call);
+        const Status status = executor.run(work.call).status;
         const bool ok = status == Status::ok;
         expect(cpu_s() - started < kMostCpuS, "takes long", status, call);
         expect(ok || !work.is_eager() || work.is_untouched(), "writes without agreement", status, call);

@@ -46,9 +46,9 @@ void run_ranks(const Mesh& mesh, const Function& function) {
 
 template <class Network>
 void run_work(Work& work, Executor<Network>& executor, int rank, int64_t number) {
-    const Status status = executor.run(work.call);
-    if (status == Status::ok && work.is_correct()) return;
-    std::printf("rank %d: status %d, waits for %d\n", rank, static_cast<int>(status), executor.missing());
+    const Outcome outcome = executor.run(work.call);
+    if (outcome.ok() && work.is_correct()) return;
+    std::printf("rank %d: status %d, waits for %d\n", rank, static_cast<int>(outcome.status), outcome.missing);
     expect(false, "a call", number);
 }
 
@@ -62,7 +62,7 @@ void agree(const SocketMesh&, int, StepsCall&) {}
 void agree(const RingMesh& mesh, int rank, StepsCall& call) {
     call.sends.clear();
     call.receives.clear();
-    const Status met = mesh.barrier_of(rank).arrive_and_wait(nullptr, call.deadline, *call.callbacks);
+    const Outcome met = mesh.barrier_of(rank).arrive_and_wait(nullptr, call.deadline, *call.callbacks);
     expect(met == Status::ok, "a meeting", rank);
 }
 
@@ -169,8 +169,9 @@ void timeouts(Kind kind, int64_t count) {
         // Long enough for the other rank to begin: on a busy machine a thread may stand still for a tenth of a second.
         const double started = monotonic_s();
         work.call.deadline = started + 1;
-        expect(executor.run(work.call) == Status::timeout && executor.missing() == absent, "a timeout", count);
-        expect(monotonic_s() - started >= 1 && executor.waited_s() >= 0.5, "a timeout before its deadline", count);
+        const Outcome outcome = executor.run(work.call);
+        expect(outcome == Status::timeout && outcome.missing == absent, "a timeout", count);
+        expect(monotonic_s() - started >= 1 && outcome.waited_s >= 0.5, "a timeout before its deadline", count);
         expect(work.is_untouched(), "a call at its deadline writes nothing", count);
     });
 }
@@ -182,7 +183,8 @@ void closed_peers(Kind kind, int64_t count) {
         run_case(case_of(Kind::compare, 0, size), rank, size, executor, rank);
         if (rank == absent) return mesh.leave(rank);
         Work work(case_of(kind, count, size), rank, size);
-        expect(executor.run(work.call) == Status::peer_lost && executor.missing() == absent, "a closed peer", count);
+        const Outcome outcome = executor.run(work.call);
+        expect(outcome == Status::peer_lost && outcome.missing == absent, "a closed peer", count);
     });
 }
 
@@ -234,16 +236,42 @@ void interruptions() {
         for (int n = 0; n < 2; n++) {
             Work work(case_of(Kind::direct_all_reduce, 1000, 2), 0, 2);
             work.call.callbacks = &callbacks;
-            Status status = Status::interrupted;
+            Outcome outcome = Status::interrupted;
             try {
-                status = executor.run(work.call);
+                outcome = executor.run(work.call);
             } catch (const std::bad_alloc&) {
                 expect(throws, "an exception", n);
             }
-            expect(status == Status::interrupted && work.is_untouched(), "an interrupted call", throws);
+            expect(outcome == Status::interrupted && work.is_untouched(), "an interrupted call", throws);
             if (n == 0) empty_socket(mesh.sockets[1][0]);
         }
     }
+}
+
+// A second thread is refused while a call waits, which then goes on.
+void second_threads() {
+    const SocketMesh mesh(2);
+    TcpExecutor executor(0, 2, true, mesh.sockets[0]), other(1, 2, true, mesh.sockets[1]);
+    std::atomic<bool> waits{false};
+    struct Announces : WaitCallbacks {
+        explicit Announces(std::atomic<bool>& waits) : waits(waits) {}
+        void before_sleep() override { waits = true; }
+        std::atomic<bool>& waits;
+    } callbacks(waits);
+    const Case made = case_of(Kind::direct_all_reduce, 1000, 2);
+    Work first(made, 0, 2), second(made, 0, 2), peer(made, 1, 2);
+    first.call.callbacks = &callbacks;
+    std::thread caller([&] { run_work(first, executor, 0, 0); });
+    while (!waits) usleep(100);
+    bool refused = false;
+    try {
+        executor.run(second.call);
+    } catch (const std::logic_error&) {
+        refused = second.is_untouched();
+    }
+    expect(refused, "a second thread in a call", 0);
+    run_work(peer, other, 1, 0);
+    caller.join();
 }
 
 // Calls that a wrong algorithm leads to: steps with chunks or ranks that the call does not have.
@@ -317,11 +345,11 @@ bool ends_with(Status expected, const Case& made, const std::function<std::vecto
     Work work(made, 0, 2), next(made, 0, 2);
     for (const auto& [header, payload] : frames(work.call.signature)) alone.send(1, header, payload);
     work.call.deadline = monotonic_s() + (expected == Status::timeout ? 0.05 : 5);
-    const Status status = alone.executor.run(work.call);
+    const Status status = alone.executor.run(work.call).status;
     if (status != expected) std::printf("status %d\n", static_cast<int>(status));
     if (status != Status::ok && !work.is_untouched()) return false;
     next.call.deadline = monotonic_s() + 0.05;
-    return status == expected && alone.executor.run(next.call) != Status::ok;
+    return status == expected && !alone.executor.run(next.call).ok();
 }
 
 void refused_frames() {
@@ -390,9 +418,11 @@ struct Stream {
 
 void feeding_kernel(const char*, const char*, char*, size_t) { stream.feed(); }
 
-Status run_stream(double seconds, int64_t aborts_at) {
-    const int64_t elements = 120'000;
+Status run_stream(double seconds, int64_t aborts_at, WaitCallbacks* callbacks = nullptr,
+                  int64_t elements = 120'000) {
     Alone alone(3);
+    // All in one slice.
+    alone.executor.set_slice_bytes(static_cast<size_t>(3 * elements) * sizeof(float));
     Work work(case_of(Kind::compare, 0, 3), 0, 3);
     Steps steps;
     steps.add(true, {}, {{1, {{0, 1}}}, {2, {{1, 2}}}});
@@ -406,19 +436,25 @@ Status run_stream(double seconds, int64_t aborts_at) {
         work.call.chunks.push_back({part, part, static_cast<size_t>(elements)});
     }
     work.call.deadline = monotonic_s() + seconds;
+    if (callbacks) work.call.callbacks = callbacks;
     for (const int peer : {1, 2}) {
         alone.send(peer, FrameHeader{work.call.signature, 1, FrameKind::heard, 0});
         alone.send(peer, FrameHeader{work.call.signature, 1, FrameKind::data, elements * sizeof(float)});
     }
     stream = {&alone, 2 * elements, 0, aborts_at};
     stream.feed();
-    return alone.executor.run(work.call);
+    return alone.executor.run(work.call).status;
 }
 
 void streams() {
+    struct Interrupts : WaitCallbacks {
+        bool interrupted() override { return true; }
+    } callbacks;
     expect(run_stream(60, -1) == Status::ok, "a stream", stream.sent);
     expect(run_stream(0.02, -1) == Status::timeout && stream.sent < 200'000, "a late stream", stream.sent);
     expect(run_stream(60, 1000) == Status::aborted && stream.sent < 20'000, "an aborted stream", stream.sent);
+    const bool interrupted = run_stream(60, -1, &callbacks, 4'000'000) == Status::interrupted;
+    expect(interrupted && stream.sent < 8'000'000, "an interrupted stream", stream.sent);
 }
 
 // -- messages ------------------------------------------------------------------------------------
@@ -442,9 +478,9 @@ void messages(uint64_t seed) {
         const auto nbytes = static_cast<int64_t>(got.size());
         const Header header{static_cast<int64_t>(n), nbytes, 1}, other{static_cast<int64_t>(n), nbytes + 1, 1};
         Bytes untouched(got.size() + 1, 'u');
-        const Status refused = far.receive(0, other, untouched.data(), nbytes + 1, deadline, callbacks);
+        const Outcome refused = far.receive(0, other, untouched.data(), nbytes + 1, deadline, callbacks);
         expect(refused == Status::unsupported && untouched == Bytes(got.size() + 1, 'u'), "another message", nbytes);
-        const Status status = far.receive(0, header, got.data(), nbytes, deadline, callbacks);
+        const Outcome status = far.receive(0, header, got.data(), nbytes, deadline, callbacks);
         expect(status == Status::ok && got == sent[n], "a message", nbytes);
     }
     sender.join();
@@ -459,7 +495,8 @@ void messages_that_fail() {
     const auto receive = [&](SocketMessages& end, int peer, double seconds) {
         return end.receive(peer, header, bytes.data(), 10, monotonic_s() + seconds, callbacks);
     };
-    expect(receive(far, 0, 0.05) == Status::timeout && far.waited_s() >= 0.05, "a late message", 0);
+    const Outcome late = receive(far, 0, 0.05);
+    expect(late == Status::timeout && late.missing == 0 && late.waited_s >= 0.05, "a late message", 0);
     const ssize_t part = ::send(mesh.sockets[0][1], &header, 10, MSG_NOSIGNAL);
     expect(part == 10 && receive(far, 0, 0.05) == Status::unsupported, "a part of a header", 0);
     std::thread other([&] {
@@ -490,6 +527,7 @@ void all_failures() {
         for (const int size : {2, 4}) unequal_pairs(size, kind);
     aborts();
     interruptions();
+    second_threads();
     misfits();
     far_deadlines();
     refused_frames();

@@ -27,15 +27,6 @@ class SharedBarrier {
     // The number of the last round in which this rank arrived. Only this rank's thread writes it.
     uint64_t round() const { return own(kArrived).load(std::memory_order_relaxed); }
 
-    // The rank that the last failed wait waited for, and the duration of that wait.
-    int missing() const { return missing_; }
-    double waited_s() const { return waited_s_; }
-
-    void record_failure(int missing, double waited_s) {
-        missing_ = missing;
-        waited_s_ = waited_s;
-    }
-
     // From any thread: ends every present and future wait of this rank.
     void abort() {
         aborted_.store(true, std::memory_order_release);
@@ -44,14 +35,14 @@ class SharedBarrier {
 
     // Publishes that this rank's part of the next round is staged, and waits for the others' parts. Release and acquire
     // of the counter order the part, and the signature, before it.
-    Status arrive_and_wait(const Signature* signature, double deadline, WaitCallbacks& callbacks) {
+    Outcome arrive_and_wait(const Signature* signature, double deadline, WaitCallbacks& callbacks) {
         const uint64_t number = round() + 1;
         const int field = kSignatures + 8 * static_cast<int>(number & 1);
         if (signature)
             for (int n = 0; n < 4; n++) own(field + n).store(signature->words[n], std::memory_order_relaxed);
         publish(kArrived, number);
-        const Status status = wait_for_all(kArrived, number, deadline, callbacks);
-        if (status != Status::ok || !signature) return status;
+        const Outcome outcome = wait_for_all(kArrived, number, deadline, callbacks);
+        if (!outcome.ok() || !signature) return outcome;
         for (int r = 0; r < size; r++)
             for (int n = 0; n < 3; n++)
                 if (at(r, field + n).load(std::memory_order_relaxed) != signature->words[n]) return Status::mismatch;
@@ -75,13 +66,13 @@ class SharedBarrier {
         return number;
     }
 
-    Status wait_for_all(Field counter, uint64_t number, double deadline, WaitCallbacks& callbacks) {
+    Outcome wait_for_all(Field counter, uint64_t number, double deadline, WaitCallbacks& callbacks) {
         for (int r = 0; r < size; r++) {
             if (r == rank) continue;
             const Word& word = at(r, counter);
             const auto ready = [&] { return word.load(std::memory_order_acquire) >= number; };
-            const Status status = wait_until(ready, r, deadline, callbacks);
-            if (status != Status::ok) return status;
+            const Outcome outcome = wait_until(ready, r, deadline, callbacks);
+            if (!outcome.ok()) return outcome;
         }
         return Status::ok;
     }
@@ -89,7 +80,7 @@ class SharedBarrier {
     // Waits until a condition holds that depends on one rank: polls for a moment, yields the processor some times,
     // and then sleeps until woken, 2 ms at most, so that nothing depends on the wake-up.
     template <class Ready>
-    Status wait_until(const Ready& ready, int peer, double deadline, WaitCallbacks& callbacks) {
+    Outcome wait_until(const Ready& ready, int peer, double deadline, WaitCallbacks& callbacks) {
         if (ready()) return Status::ok;
         if (spin_s_ > 0) {
             const double end = monotonic_s() + spin_s_;
@@ -110,8 +101,8 @@ class SharedBarrier {
             if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
             // The peer may have arrived before it left.
             if (at(peer, kLeft).load(std::memory_order_acquire) && !ready())
-                return failed(Status::peer_left, peer, start);
-            if (deadline_clock_s() > deadline) return failed(Status::timeout, peer, start);
+                return Outcome(Status::peer_left, peer, monotonic_s() - start);
+            if (deadline_clock_s() > deadline) return Outcome(Status::timeout, peer, monotonic_s() - start);
             if (callbacks.interrupted()) return Status::interrupted;
             sleep(ready);
         }
@@ -143,11 +134,6 @@ class SharedBarrier {
             if (r != rank) wake(r);
     }
 
-    Status failed(Status status, int peer, double start) {
-        record_failure(peer, monotonic_s() - start);
-        return status;
-    }
-
     template <class Ready>
     void sleep(const Ready& ready) {
         Word& wakeups = own(kWakeups);
@@ -162,8 +148,6 @@ class SharedBarrier {
     Word* const words_;
     const double spin_s_;
     std::atomic<bool> aborted_{false};
-    int missing_ = -1;
-    double waited_s_ = 0;
 };
 
 }  // namespace unisono

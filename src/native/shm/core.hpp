@@ -27,20 +27,20 @@ class Core : public Calls {
           places_(size),
           collectives_(reinterpret_cast<Word*>(memory_->begin()), memory_->begin() + places_.stages, kStageBytes, rank,
                        size, oversubscribed),
-          rings_(collectives_.shared_barrier, memory_->begin() + places_.rings),
-          executor_(rank, size, oversubscribed, collectives_.shared_barrier, memory_->begin() + places_.steps) {}
+          rings_(collectives_.rounds.shared_barrier, memory_->begin() + places_.rings),
+          executor_(rank, size, oversubscribed, collectives_.rounds.shared_barrier, memory_->begin() + places_.steps) {}
 
     static uint64_t nbytes(int size) { return Places(size).end; }
 
     // A message of this many elements, to or from another rank.
-    int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+    Failure send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
         const int64_t nbytes = count * width_of(dtype);
         const Header header{tag, count, dtype};
         return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
             return rings_.send(peer, header, pointer(address), nbytes, deadline, callbacks);
         });
     }
-    int receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+    Failure receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
         const int64_t nbytes = count * width_of(dtype);
         const Header header{tag, count, dtype};
         return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
@@ -52,38 +52,37 @@ class Core : public Calls {
     auto rings() const { return ring_ends(memory_, {memory_->begin() + places_.rings, size_}, rank_); }
     uint64_t progress() const { return rings_.progress(); }
     void wake(int peer) { rings_.wake(peer); }
-    int wait_for_messages(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress,
-                          double deadline) {
+    Failure wait_for_messages(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress,
+                              double deadline) {
         return run_interruptible(0, [&](WaitCallbacks& callbacks) {
             return rings_.wait(to, from, progress, deadline, callbacks);
         });
     }
 
     // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
-    int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
+    Failure compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
+        const Exclusive held(busy_);
         CollectiveCall& call = begin(0, 0, 0, -1, deadline);
         call.signature = {kGeneralCall, digest, 0, 0};
         return run_interruptible(0, [&](WaitCallbacks& callbacks) {
             call.callbacks = &callbacks;
-            return counts.empty() ? collectives_.barrier(call) : collectives_.check_pairs(call, counts);
+            return counts.empty() ? collectives_.rounds.barrier(call) : collectives_.rounds.check_pairs(call, counts);
         });
     }
 
     void abort() {
         executor_.abort();
-        collectives_.shared_barrier.abort();
+        collectives_.rounds.shared_barrier.abort();
     }
-    void leave() { collectives_.shared_barrier.leave(); }
-    bool has_left(int rank) const { return collectives_.shared_barrier.has_left(rank); }
-    uint64_t round() const { return collectives_.shared_barrier.round(); }
-    int missing() const { return collectives_.shared_barrier.missing(); }
-    double waited_s() const { return collectives_.shared_barrier.waited_s(); }
+    void leave() { collectives_.rounds.shared_barrier.leave(); }
+    bool has_left(int rank) const { return collectives_.rounds.shared_barrier.has_left(rank); }
+    uint64_t round() const { return collectives_.rounds.shared_barrier.round(); }
 
-    void expect_symmetric_memory() { collectives_.expect_symmetric_memory(); }
+    void expect_symmetric_memory() { collectives_.reductions.expect_symmetric_memory(); }
     void add_segment(uint64_t number, uintptr_t rows, int64_t stride) {
-        collectives_.add_segment({number, pointer(rows), stride});
+        collectives_.reductions.add_segment({number, pointer(rows), stride});
     }
-    void remove_segment(uint64_t number) { collectives_.remove_segment(number); }
+    void remove_segment(uint64_t number) { collectives_.reductions.remove_segment(number); }
 
   private:
     static constexpr uint64_t kStageBytes = 1 << 20, kPageBytes = 4096;
@@ -108,22 +107,23 @@ class Core : public Calls {
         return !program_ && call.reduction.divide_before && call.type == OpType::all_reduce;
     }
 
-    Status carry_out(CollectiveCall& call) override { return program_ ? carry_out_steps(call) : collectives_.run(call); }
+    Outcome carry_out(CollectiveCall& call) override {
+        return program_ ? carry_out_steps(call) : collectives_.run(call);
+    }
 
     // Ranks agree in a round of the barrier, so that the first bytes may already be written to where they belong.
-    Status carry_out_steps(CollectiveCall& call) {
+    Outcome carry_out_steps(CollectiveCall& call) {
         StepsCall& steps = steps_of(call);
         call.signature = {kStepsCall, steps.signature, 0, 0};
         std::vector<int64_t> counts(std::move(steps.sends));
         counts.insert(counts.end(), steps.receives.begin(), steps.receives.end());
         steps.sends.clear();
         steps.receives.clear();
-        Status status = counts.empty() ? collectives_.barrier(call) : collectives_.check_pairs(call, counts);
-        if (status != Status::ok) return status;
+        StagedRounds& rounds = collectives_.rounds;
+        const Outcome outcome = counts.empty() ? rounds.barrier(call) : rounds.check_pairs(call, counts);
+        if (!outcome.ok()) return outcome;
         steps.agreed = true;
-        status = executor_.run(steps);
-        if (status != Status::ok) collectives_.shared_barrier.record_failure(executor_.missing(), executor_.waited_s());
-        return status;
+        return executor_.run(steps);
     }
 
     const std::shared_ptr<PythonMemory> memory_;
@@ -169,9 +169,7 @@ inline void bind_shared_memory(nb::module_& module) {
         .def("add_segment", &Core::add_segment)
         .def("expect_symmetric_memory", &Core::expect_symmetric_memory)
         .def("remove_segment", &Core::remove_segment)
-        .def_prop_ro("progress", &Core::progress)
-        .def_prop_ro("missing", &Core::missing)
-        .def_prop_ro("waited_s", &Core::waited_s);
+        .def_prop_ro("progress", &Core::progress);
 }
 
 }  // namespace unisono

@@ -20,21 +20,22 @@ class MessageRings {
     MessageRings(SharedBarrier& barrier, char* memory) : barrier_(barrier), rings_(barrier, memory) {}
 
     // Returns when the whole message is in the ring. No other message to that rank may be in flight.
-    Status send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline,
+    Outcome send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline,
                 WaitCallbacks& callbacks) {
         const ByteRing ring = rings_.between(barrier_.rank, peer);
         uint64_t written = ring.written().load(std::memory_order_relaxed);
         const auto room = [&] { return ring.room(written); };
         const auto fits_header = [&] { return room() >= static_cast<int64_t>(kCacheLine); };
-        Status status = barrier_.wait_until(fits_header, peer, deadline, callbacks);
-        if (status != Status::ok) return status;
+        Outcome outcome = barrier_.wait_until(fits_header, peer, deadline, callbacks);
+        if (!outcome.ok()) return outcome;
         std::memcpy(ring.at(written), &header, sizeof header);
         written += kCacheLine;
         for (int64_t sent = 0; sent < nbytes;) {
             // The first bytes are published with the header, if there is room: a short message wakes the reader once.
             if (room() <= 0) rings_.publish(ring.written(), written, peer);
-            status = barrier_.wait_until([&] { return room() > 0; }, peer, deadline, callbacks);
-            if (status != Status::ok) return status;
+            if (sent && callbacks.interrupted_lately()) return Status::interrupted;
+            outcome = barrier_.wait_until([&] { return room() > 0; }, peer, deadline, callbacks);
+            if (!outcome.ok()) return outcome;
             const uint64_t step = ring.contiguous(written, static_cast<uint64_t>(std::min(room(), nbytes - sent)));
             std::memcpy(ring.at(written), from + sent, step);
             sent += static_cast<int64_t>(step);
@@ -46,18 +47,19 @@ class MessageRings {
     }
 
     // Unsupported, with no effect, if the next message is not the expected one.
-    Status receive(int peer, const Header& expected, char* to, int64_t nbytes, double deadline,
+    Outcome receive(int peer, const Header& expected, char* to, int64_t nbytes, double deadline,
                    WaitCallbacks& callbacks) {
         const ByteRing ring = rings_.between(peer, barrier_.rank);
         uint64_t read = ring.read().load(std::memory_order_relaxed);
         const auto available = [&] { return ring.written().load(std::memory_order_acquire) - read; };
-        Status status = barrier_.wait_until([&] { return available() > 0; }, peer, deadline, callbacks);
-        if (status != Status::ok) return status;
+        Outcome outcome = barrier_.wait_until([&] { return available() > 0; }, peer, deadline, callbacks);
+        if (!outcome.ok()) return outcome;
         if (std::memcmp(ring.at(read), &expected, sizeof expected) != 0) return Status::unsupported;
         read += kCacheLine;
         for (int64_t received = 0; received < nbytes;) {
-            status = barrier_.wait_until([&] { return available() > 0; }, peer, deadline, callbacks);
-            if (status != Status::ok) return status;
+            if (received && callbacks.interrupted_lately()) return Status::interrupted;
+            outcome = barrier_.wait_until([&] { return available() > 0; }, peer, deadline, callbacks);
+            if (!outcome.ok()) return outcome;
             const auto rest = static_cast<uint64_t>(nbytes - received);
             const uint64_t step = ring.contiguous(read, std::min<uint64_t>(available(), rest));
             std::memcpy(to + received, ring.at(read), step);
@@ -82,7 +84,7 @@ class MessageRings {
 
     // Waits until there is room to some ranks, or there are bytes from others, or another thread of this rank has moved
     // bytes since `progress` was read, or the deadline has passed.
-    Status wait(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress, double deadline,
+    Outcome wait(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress, double deadline,
                 WaitCallbacks& callbacks) {
         const auto ready = [&] {
             for (int peer : to) {

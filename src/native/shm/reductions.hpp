@@ -16,12 +16,14 @@ struct Segment {
     int64_t stride;
 };
 
-class Reductions : public StagedRounds {
+class Reductions {
   public:
-    Reductions(Word* words, char* stages, size_t stage_bytes, int rank, int size, bool oversubscribed)
-        : StagedRounds(words, stages, stage_bytes, rank, size, oversubscribed),
-          one_shot_bytes_(std::min(stage_bytes, size <= 2 ? size_t{1} << 20 : size_t{128} << 10)),
-          rows_(static_cast<size_t>(size)) {}
+    explicit Reductions(StagedRounds& rounds)
+        : rounds_(rounds),
+          rank_(rounds.rank),
+          size_(rounds.size),
+          one_shot_bytes_(std::min(rounds.stage_bytes, size_ <= 2 ? size_t{1} << 20 : size_t{128} << 10)),
+          rows_(static_cast<size_t>(size_)) {}
 
     // From now on ranks compare the offsets of their tensors in symmetric memory. Called on every rank before the first
     // segment is allocated.
@@ -38,7 +40,7 @@ class Reductions : public StagedRounds {
     }
 
     // Traffic, in operands: 3p - 1 for short messages, at most 7 - 5/p for long ones.
-    Status all_reduce(CollectiveCall& call) {
+    Outcome all_reduce(CollectiveCall& call) {
         const Buffer& part = call.outputs[0];
         const size_t nbytes = static_cast<size_t>(part.count * call.width);
         const bool is_short = nbytes <= one_shot_bytes_;
@@ -54,10 +56,10 @@ class Reductions : public StagedRounds {
         const uint64_t averages = call.divisor > 1 ? kAverages : 0;
         call.signature.words[3] = offset | averages;
         if (!offset && !is_short) stage_shares(call, part.data, tile_count(call, part.count));
-        if (const Status status = arrive_and_wait(call, true); status != Status::ok) return status;
+        if (const Outcome outcome = rounds_.arrive_and_wait(call, true); !outcome.ok()) return outcome;
         bool in_segment = offset != 0, all_staged = true, all_divide = true;
         for (int r = 0; r < size_; r++) {
-            const uint64_t payload = shared_barrier.payload(r);
+            const uint64_t payload = rounds_.shared_barrier.payload(r);
             in_segment = in_segment && (payload & ~kAverages) == offset;
             all_staged = all_staged && !(payload & ~kAverages);
             all_divide = all_divide && (payload & kAverages);
@@ -72,39 +74,40 @@ class Reductions : public StagedRounds {
     }
 
     // The root alone reduces if the message is short or there are two ranks; otherwise as the long all_reduce.
-    Status reduce(CollectiveCall& call) {
+    Outcome reduce(CollectiveCall& call) {
         const Buffer& part = call.inputs[0];
         const bool is_root = rank_ == call.root;
         if (size_ == 1) return Status::ok;
         if (size_ > 2 && static_cast<size_t>(part.count * call.width) > one_shot_bytes_) {
             stage_shares(call, part.data, tile_count(call, part.count));
-            if (const Status status = arrive_and_wait(call, true); status != Status::ok) return status;
+            if (const Outcome outcome = rounds_.arrive_and_wait(call, true); !outcome.ok()) return outcome;
             return two_shot(call, part, 1, is_root, true);
         }
-        const int64_t step = static_cast<int64_t>(stage_bytes_) / call.width, divisor = call.divisor;
+        const int64_t step = static_cast<int64_t>(rounds_.stage_bytes) / call.width, divisor = call.divisor;
         for (int64_t n = 0; n == 0 || n < part.count; n += step) {
             const Buffer piece{part.data + n * call.width, std::min(step, part.count - n)};
             call.divisor = divisor;
-            const Status status = one_shot(call, piece, {.first = n == 0, .stages = !is_root, .reads = is_root});
-            if (status != Status::ok) return status;
+            const Outcome outcome = one_shot(call, piece, {.first = n == 0, .stages = !is_root, .reads = is_root});
+            if (!outcome.ok()) return outcome;
         }
         return Status::ok;
     }
 
     // Each round holds an equal piece for every rank; a rank reduces the pieces that all staged for it.
-    Status reduce_scatter(CollectiveCall& call) {
+    Outcome reduce_scatter(CollectiveCall& call) {
         const Buffer& target = call.outputs[0];
-        const int64_t step = piece_bytes(call.width);
+        const int64_t step = rounds_.piece_bytes(call.width);
         int64_t longest = 1;
         for (const Buffer& part : call.inputs) longest = std::max(longest, part.count);
         for (int64_t at = 0; at < longest * call.width; at += step) {
-            const int index = next_stage();
-            stage_pieces(call, staging_buffer(rank_, index), at, step);
-            if (const Status status = arrive_and_wait(call, at == 0); status != Status::ok) return status;
+            const int index = rounds_.next_stage();
+            rounds_.stage_pieces(call, rounds_.staging_buffer(rank_, index), at, step);
+            if (const Outcome outcome = rounds_.arrive_and_wait(call, at == 0); !outcome.ok()) return outcome;
             const size_t nbytes = length_of(target.count * call.width - at, step);
             for (int r = 0; r < size_; r++)
-                rows_[r] = r == rank_ ? call.inputs[r].data + at : staging_buffer(r, index) + rank_ * step;
-            writer_.reduce(call.reduction, rows_, nbytes / call.width, call.divisor, {target.data + at}, nullptr);
+                rows_[r] = r == rank_ ? call.inputs[r].data + at : rounds_.staging_buffer(r, index) + rank_ * step;
+            const size_t count = nbytes / call.width;
+            rounds_.writer.reduce(call.reduction, rows_, count, call.divisor, {target.data + at}, nullptr);
         }
         call.divisor = 1;
         return Status::ok;
@@ -134,15 +137,15 @@ class Reductions : public StagedRounds {
     }
 
     // Some ranks stage their tensor; some read all staging buffers, and their own tensor in place.
-    Status one_shot(CollectiveCall& call, const Buffer& part, OneShotRole role) {
-        const int index = next_stage();
-        if (role.stages)
-            writer_.copy(staging_buffer(rank_, index), part.data, static_cast<size_t>(part.count * call.width));
-        if (const Status status = arrive_and_wait(call, role.first); status != Status::ok) return status;
+    Outcome one_shot(CollectiveCall& call, const Buffer& part, OneShotRole role) {
+        const int index = rounds_.next_stage();
+        const auto nbytes = static_cast<size_t>(part.count * call.width);
+        if (role.stages) rounds_.writer.copy(rounds_.staging_buffer(rank_, index), part.data, nbytes);
+        if (const Outcome outcome = rounds_.arrive_and_wait(call, role.first); !outcome.ok()) return outcome;
         if (role.reads) {
-            for (int r = 0; r < size_; r++) rows_[r] = r == rank_ ? part.data : staging_buffer(r, index);
+            for (int r = 0; r < size_; r++) rows_[r] = r == rank_ ? part.data : rounds_.staging_buffer(r, index);
             const auto count = static_cast<size_t>(part.count);
-            writer_.reduce(call.reduction, rows_, count, call.divisor, {part.data}, nullptr);
+            rounds_.writer.reduce(call.reduction, rows_, count, call.divisor, {part.data}, nullptr);
             call.divisor = 1;
         }
         return Status::ok;
@@ -150,7 +153,7 @@ class Reductions : public StagedRounds {
 
     // Number of elements of the first tile of `count` elements.
     int64_t tile_count(const CollectiveCall& call, int64_t count) const {
-        return std::min(count, static_cast<int64_t>(stage_bytes_) / call.width);
+        return std::min(count, static_cast<int64_t>(rounds_.stage_bytes) / call.width);
     }
 
     // First element of a rank's share of `count` elements.
@@ -158,55 +161,63 @@ class Reductions : public StagedRounds {
 
     // Stages a tile for the next round: all but this rank's share, which is read in place.
     void stage_shares(const CollectiveCall& call, const char* data, int64_t count) {
-        char* stage = staging_buffer(rank_, next_stage());
+        char* stage = rounds_.staging_buffer(rank_, rounds_.next_stage());
         const int64_t low = share_begin(rank_, count) * call.width, high = share_begin(rank_ + 1, count) * call.width;
-        writer_.copy(stage, data, static_cast<size_t>(low));
-        writer_.copy(stage + high, data + high, static_cast<size_t>(count * call.width - high));
+        rounds_.writer.copy(stage, data, static_cast<size_t>(low));
+        rounds_.writer.copy(stage + high, data + high, static_cast<size_t>(count * call.width - high));
     }
 
     // Two shots per tile. While waiting for the others' shares, a rank stages the next tile in the other buffer.
-    Status two_shot(CollectiveCall& call, const Buffer& part, int64_t divisor, bool to_all, bool has_arrived) {
+    Outcome two_shot(CollectiveCall& call, const Buffer& part, int64_t divisor, bool to_all, bool has_arrived) {
         bool staged = has_arrived;
         for (int64_t n = 0, count; n < part.count; n += count) {
             char* data = part.data + n * call.width;
             count = tile_count(call, part.count - n);
             if (!staged) stage_shares(call, data, count);
             if (!has_arrived)
-                if (const Status status = arrive_and_wait(call, false); status != Status::ok) return status;
-            const int index = static_cast<int>(shared_barrier.round() & 1);
+                if (const Outcome outcome = rounds_.arrive_and_wait(call, false); !outcome.ok()) return outcome;
+            const int index = static_cast<int>(rounds_.shared_barrier.round() & 1);
             const int64_t low = share_begin(rank_, count), share = share_begin(rank_ + 1, count) - low;
             for (int r = 0; r < size_; r++)
-                rows_[r] = (r == rank_ ? data : staging_buffer(r, index)) + low * call.width;
+                rows_[r] = (r == rank_ ? data : rounds_.staging_buffer(r, index)) + low * call.width;
             std::vector<char*> targets;
             if (to_all) targets.push_back(data + low * call.width);
-            char* shared_target = staging_buffer(rank_, index) + low * call.width;
-            writer_.reduce(call.reduction, rows_, static_cast<size_t>(share), divisor, targets, shared_target);
-            const uint64_t number = shared_barrier.publish_reduced();
+            char* shared_target = rounds_.staging_buffer(rank_, index) + low * call.width;
+            rounds_.writer.reduce(call.reduction, rows_, static_cast<size_t>(share), divisor, targets, shared_target);
+            const uint64_t number = rounds_.shared_barrier.publish_reduced();
             const int64_t next = tile_count(call, part.count - n - count);
             if (next) stage_shares(call, data + count * call.width, next);
             staged = next != 0, has_arrived = false;
-            const Status status = shared_barrier.wait_for_all(kReduced, number, call.deadline, *call.callbacks);
-            if (status != Status::ok) return status;
+            const Outcome outcome = wait_for_reduced(call, number);
+            if (!outcome.ok()) return outcome;
             for (int r = 0; to_all && r < size_; r++) {
                 const int64_t from = share_begin(r, count) * call.width, to = share_begin(r + 1, count) * call.width;
-                if (r != rank_) copy(data + from, staging_buffer(r, index) + from, static_cast<size_t>(to - from));
+                const char* stage = rounds_.staging_buffer(r, index);
+                if (r != rank_) copy(data + from, stage + from, static_cast<size_t>(to - from));
             }
         }
         return Status::ok;
     }
 
     // Each rank reduces its share of the columns into all rows.
-    Status in_place(CollectiveCall& call, const Buffer& part, int64_t stride, int64_t divisor) {
+    Outcome in_place(CollectiveCall& call, const Buffer& part, int64_t stride, int64_t divisor) {
         const int64_t low = share_begin(rank_, part.count), share = share_begin(rank_ + 1, part.count) - low;
         std::vector<char*> targets;
         for (int r = 0; r < size_; r++) {
             targets.push_back(part.data + (r - rank_) * stride + low * call.width);
             rows_[r] = targets.back();
         }
-        writer_.reduce(call.reduction, rows_, static_cast<size_t>(share), divisor, targets, nullptr);
-        return shared_barrier.wait_for_all(kReduced, shared_barrier.publish_reduced(), call.deadline, *call.callbacks);
+        rounds_.writer.reduce(call.reduction, rows_, static_cast<size_t>(share), divisor, targets, nullptr);
+        return wait_for_reduced(call, rounds_.shared_barrier.publish_reduced());
     }
 
+    // Waits until every rank has reduced its share of a tile.
+    Outcome wait_for_reduced(const CollectiveCall& call, uint64_t number) {
+        return rounds_.shared_barrier.wait_for_all(kReduced, number, call.deadline, *call.callbacks);
+    }
+
+    StagedRounds& rounds_;
+    const int rank_, size_;
     const size_t one_shot_bytes_;
     std::vector<const char*> rows_;
     std::mutex lock_;

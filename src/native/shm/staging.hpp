@@ -14,73 +14,73 @@
 
 namespace unisono {
 
+// Length of the next step; 0 if nothing remains.
+inline size_t length_of(int64_t remaining, int64_t step) {
+    return static_cast<size_t>(std::max<int64_t>(0, std::min(remaining, step)));
+}
+
+inline void copy(char* to, const char* from, size_t nbytes) {
+    if (nbytes && to != from) std::memmove(to, from, nbytes);
+}
+
 class StagedRounds {
   public:
+    const int rank, size;
+    const size_t stage_bytes;
     SharedBarrier shared_barrier;
+    StageWriter writer;
 
     StagedRounds(Word* words, char* stages, size_t stage_bytes, int rank, int size, bool oversubscribed)
-        : shared_barrier(words, rank, size, oversubscribed),
-          rank_(rank),
-          size_(size),
-          stage_bytes_(stage_bytes),
+        : rank(rank),
+          size(size),
+          stage_bytes(stage_bytes),
+          shared_barrier(words, rank, size, oversubscribed),
           stages_(stages) {}
 
-    Status barrier(CollectiveCall& call) { return arrive_and_wait(call, true); }
+    Outcome barrier(CollectiveCall& call) { return arrive_and_wait(call, true); }
 
     // Compares what ranks are about to do, and what each rank sends with what its peer expects.
-    Status check_pairs(CollectiveCall& call, const std::vector<int64_t>& counts) {
-        if (const Status status = arrive_and_wait(call, true); status != Status::ok) return status;
+    Outcome check_pairs(CollectiveCall& call, const std::vector<int64_t>& counts) {
+        if (const Outcome outcome = arrive_and_wait(call, true); !outcome.ok()) return outcome;
         int64_t longest = 0;
         return compare_counts(call, counts, longest);
     }
 
-  protected:
-    const int rank_, size_;
-    const size_t stage_bytes_;
-    StageWriter writer_;
-
-    Status arrive_and_wait(CollectiveCall& call, bool first) {
+    Outcome arrive_and_wait(CollectiveCall& call, bool first) {
+        // Where ranks keep pace, none of the rounds of a long call ever sleeps.
+        if (!first && call.callbacks->interrupted_lately()) return Status::interrupted;
         return shared_barrier.arrive_and_wait(first ? &call.signature : nullptr, call.deadline, *call.callbacks);
     }
 
     int next_stage() const { return static_cast<int>((shared_barrier.round() + 1) & 1); }
-    char* staging_buffer(int rank, int index) const { return stages_ + (2 * rank + index) * stage_bytes_; }
+    char* staging_buffer(int rank, int index) const { return stages_ + (2 * rank + index) * stage_bytes; }
 
     // Number of bytes per rank that fit into a staging buffer.
     int64_t piece_bytes(int64_t width) const {
-        return static_cast<int64_t>(stage_bytes_) / size_ / width * width;
-    }
-
-    // Length of the next step; 0 if nothing remains.
-    static size_t length_of(int64_t remaining, int64_t step) {
-        return static_cast<size_t>(std::max<int64_t>(0, std::min(remaining, step)));
-    }
-
-    static void copy(char* to, const char* from, size_t nbytes) {
-        if (nbytes && to != from) std::memmove(to, from, nbytes);
+        return static_cast<int64_t>(stage_bytes) / size / width * width;
     }
 
     // Stages a piece for each other rank.
     void stage_pieces(const CollectiveCall& call, char* stage, int64_t at, int64_t step) {
-        for (int r = 0; r < size_; r++) {
+        for (int r = 0; r < size; r++) {
             const Buffer& part = call.inputs[r];
             const size_t length = length_of(part.count * call.width - at, step);
-            if (r != rank_) writer_.copy(stage + r * step, part.data + at, length);
+            if (r != rank) writer.copy(stage + r * step, part.data + at, length);
         }
     }
 
     // Compares what each rank sends with what its peer expects, and sets `longest` to the largest count. Each rank
     // stages the counts that it sends to each rank, followed by those that it expects.
-    Status compare_counts(CollectiveCall& call, const std::vector<int64_t>& counts, int64_t& longest) {
+    Outcome compare_counts(CollectiveCall& call, const std::vector<int64_t>& counts, int64_t& longest) {
         const int index = next_stage();
-        std::memcpy(staging_buffer(rank_, index), counts.data(), counts.size() * sizeof counts[0]);
-        if (const Status status = arrive_and_wait(call, false); status != Status::ok) return status;
+        std::memcpy(staging_buffer(rank, index), counts.data(), counts.size() * sizeof counts[0]);
+        if (const Outcome outcome = arrive_and_wait(call, false); !outcome.ok()) return outcome;
         longest = 0;
         bool match = true;
-        for (int a = 0; a < size_; a++) {
+        for (int a = 0; a < size; a++) {
             const auto* sends = reinterpret_cast<const int64_t*>(staging_buffer(a, index));
-            for (int b = 0; b < size_; b++) {
-                const auto* expects = reinterpret_cast<const int64_t*>(staging_buffer(b, index)) + size_;
+            for (int b = 0; b < size; b++) {
+                const auto* expects = reinterpret_cast<const int64_t*>(staging_buffer(b, index)) + size;
                 match = match && sends[b] == expects[a];
                 longest = std::max(longest, sends[b]);
             }

@@ -83,21 +83,21 @@ class Executor {
     Executor& operator=(const Executor&) = delete;
 
     // Carries out a call. Every rank makes the same number of calls, in the same order.
-    Status run(StepsCall& call) {
+    Outcome run(StepsCall& call) {
+        const Exclusive held(busy_);
         if (!fits(call)) return Status::unsupported;
         call_ = &call;
         number_++;
         heard_.assign(static_cast<size_t>(size_), false);
         frames_left_.assign(static_cast<size_t>(size_), 0);
         round_ = sent_ = 0;
-        spreads_ = false;
         // Also where memory for a call cannot be had: frames that are not sent refer to memory of the call.
         const Drop drop{links_};
         const double started = monotonic_s();
-        const Status status = carry_out(call);
-        waited_s_ = monotonic_s() - started;
-        if (status == Status::mismatch) spread_mismatch();
-        return status;
+        Outcome outcome = carry_out(call);
+        outcome.waited_s = monotonic_s() - started;
+        if (outcome == Status::mismatch) spread_mismatch();
+        return outcome;
     }
 
     // The length of a slice of a long call, the same on all ranks. Each costs a latency in each step.
@@ -110,13 +110,6 @@ class Executor {
     }
 
     uint32_t number() const { return number_; }
-    // The rank that the last failed call waited for, and the duration of that call.
-    int missing() const { return missing_; }
-    double waited_s() const { return waited_s_; }
-    void record_failure(int missing, double waited_s) {
-        missing_ = missing;
-        waited_s_ = waited_s;
-    }
 
   private:
     using Link = unisono::Link<typename Network::Stream>;
@@ -127,6 +120,29 @@ class Executor {
     static constexpr double kFarewellS = 0.01;
     // Between two looks at the clock while bytes move.
     static constexpr int kBusyPasses = 64;
+
+    // How the ranks of the present call find out that all make the same one. Until they have, nothing may reach memory of
+    // the caller: a short call keeps what it receives in memory of our own until its end.
+    enum class Agreement {
+        // They have met before the call, in shared memory.
+        known,
+        // They are sending each other the lengths of their parts. Data can only follow when these match, so a frame that
+        // is not a length stays on its link.
+        lengths,
+        // A long call: the news spread before the first byte is sent.
+        before_data,
+        // A short call in which every rank's result needs the contributions of all: the data are the news.
+        by_data,
+        // A short call in which some rank needs no data of another: the news spread beside the data.
+        beside_data,
+    };
+    Agreement agreement_of(const StepsCall& call, size_t nbytes) const {
+        if (call.agreed) return Agreement::known;
+        if (!call.program || nbytes > kEagerBytes) return Agreement::before_data;
+        return call.hears_all && call.sends.empty() ? Agreement::by_data : Agreement::beside_data;
+    }
+    bool is_short() const { return agreement_ == Agreement::by_data || agreement_ == Agreement::beside_data; }
+    bool spreads() const { return agreement_ == Agreement::before_data || agreement_ == Agreement::beside_data; }
 
     // Drops what is still queued when a call ends; that is nothing if it succeeds.
     struct Drop {
@@ -167,10 +183,11 @@ class Executor {
     }
 
     // Long calls are carried out in slices of each chunk, whose results are sent on while they are in the cache.
-    Status carry_out(StepsCall& call) {
+    Outcome carry_out(StepsCall& call) {
         if (!call.sends.empty()) {
-            const Status status = compare_lengths(call);
-            if (status != Status::ok) return status;
+            agreement_ = Agreement::lengths;
+            const Outcome outcome = compare_lengths(call);
+            if (!outcome.ok()) return outcome;
         }
         size_t total = 0, longest = 0;
         for (const Chunk& chunk : call.chunks) {
@@ -178,18 +195,16 @@ class Executor {
             longest = std::max(longest, chunk.count);
         }
         const size_t length = std::max<size_t>(1, slice_bytes_ / call.width / std::max<size_t>(1, call.chunks.size()));
-        eager_ = !call.agreed && call.program && total <= kEagerBytes;
-        spreads_ = !call.agreed && !(eager_ && call.hears_all && call.sends.empty());
-        sets_aside_ = true;
+        agreement_ = agreement_of(call, total);
         if (call.program) {
             call_bytes_ = total;
             frames_left_ = call.program->frames;
             for (int64_t& frames : frames_left_) frames *= 1 + static_cast<int64_t>(longest / length);
         }
         incoming_.clear();
-        if (spreads_ && !eager_) {
-            const Status status = advance([&] { return all_heard() && all_drained(); });
-            if (status != Status::ok) return status;
+        if (agreement_ == Agreement::before_data) {
+            const Outcome outcome = advance([&] { return all_heard() && all_drained(); });
+            if (!outcome.ok()) return outcome;
         }
         if (!call.program) return Status::ok;
         width_ = call.width;
@@ -197,34 +212,33 @@ class Executor {
             slice_.clear();
             for (const Chunk& chunk : call.chunks) slice_.push_back(chunk.slice(begin, length, call.width));
             first_slice_ = begin == 0;
-            const Status status = carry_out_slice();
-            if (status != Status::ok) return status;
+            const Outcome outcome = carry_out_slice();
+            if (!outcome.ok()) return outcome;
         }
         return Status::ok;
     }
 
-    Status carry_out_slice() {
+    Outcome carry_out_slice() {
         prepare_memory();
         for (const Step& step : call_->program->steps) {
-            const Status status = take_step(step);
-            if (status != Status::ok) return status;
+            const Outcome outcome = take_step(step);
+            if (!outcome.ok()) return outcome;
         }
         incoming_.clear();
-        const Status status = advance([&] { return (!spreads_ || all_heard()) && all_drained(); });
-        if (status == Status::ok) store_results();
-        return status;
+        const Outcome outcome = advance([&] { return (!spreads() || all_heard()) && all_drained(); });
+        if (outcome.ok()) store_results();
+        return outcome;
     }
 
     // Returns mismatch unless the others send this rank what it expects. The news of that is spread afterwards.
-    Status compare_lengths(const StepsCall& call) {
+    Outcome compare_lengths(const StepsCall& call) {
         std::vector<int64_t> theirs(call.sends.size());
         slice_.clear();
         for (const int64_t& length : call.sends) slice_.push_back({reinterpret_cast<const char*>(&length), nullptr, 1});
         for (int64_t& length : theirs) slice_.push_back({nullptr, nullptr, 1, reinterpret_cast<char*>(&length)});
         width_ = sizeof theirs[0];
         first_slice_ = true;
-        sets_aside_ = spreads_ = false;
-        if (const Status status = take_step(exchange_); status != Status::ok) return status;
+        if (const Outcome outcome = take_step(exchange_); !outcome.ok()) return outcome;
         for (size_t peer = 0; peer < theirs.size(); peer++)
             if (static_cast<int>(peer) != rank_ && theirs[peer] != call.receives[peer]) return Status::mismatch;
         return Status::ok;
@@ -234,7 +248,7 @@ class Executor {
     void prepare_memory() {
         size_t needed = 0;
         for (const Chunk& chunk : slice_)
-            if (eager_ || !chunk.target) needed += chunk.count * width_;
+            if (is_short() || !chunk.target) needed += chunk.count * width_;
         if (needed > arena_bytes_) {
             arena_.reset(new char[needed]);
             arena_bytes_ = needed;
@@ -242,7 +256,7 @@ class Executor {
         char* next = arena_.get();
         for (Chunk& chunk : slice_) {
             chunk.at = chunk.target;
-            if (!eager_ && chunk.target) continue;
+            if (!is_short() && chunk.target) continue;
             chunk.at = next;
             next += chunk.count * width_;
         }
@@ -258,7 +272,8 @@ class Executor {
         }
     }
 
-    Status take_step(const Step& step) {
+    Outcome take_step(const Step& step) {
+        step_ = &step;
         incoming_.clear();
         for (const Move& move : step.receives) {
             Incoming in;
@@ -272,7 +287,6 @@ class Executor {
             if (step.reduces && !move.streams) in.aside.reset(new char[in.total]);
             incoming_.push_back(std::move(in));
         }
-        reduces_ = step.reduces;
         for (const Move& move : step.sends) {
             std::vector<iovec> parts;
             size_t nbytes = 0;
@@ -290,9 +304,9 @@ class Executor {
             });
             if (!is_left_out(nbytes)) send(move.peer, FrameKind::data, nbytes, std::move(parts));
         }
-        const Status status = advance([&] { return all_received() && all_drained(); });
-        if (status == Status::ok && step.reduces) reduce_aside();
-        return status;
+        const Outcome outcome = advance([&] { return all_received() && all_drained(); });
+        if (outcome.ok() && step.reduces) reduce_aside();
+        return outcome;
     }
     // Both ends know the lengths of a call that is in progress.
     bool is_left_out(size_t nbytes) const { return !nbytes && !first_slice_; }
@@ -314,7 +328,7 @@ class Executor {
     // -- waiting ----------------------------------------------------------------------------------
     // Moves bytes until a condition holds.
     template <class Condition>
-    Status advance(const Condition& done) {
+    Outcome advance(const Condition& done) {
         for (int idle = 0, busy = 0;;) {
             spread();
             bool moved = false;
@@ -322,29 +336,24 @@ class Executor {
                 if (peer == rank_) continue;
                 Link& link = links_[static_cast<size_t>(peer)];
                 if (!link.drained()) moved |= link.flush();
-                const Status status = receive(link, peer, moved);
-                if (status != Status::ok) return status;
+                const Outcome outcome = receive(link, peer, moved);
+                if (!outcome.ok()) return outcome;
             }
             spread();
             if (done()) return Status::ok;
             for (int peer = 0; peer < size_; peer++)
                 if (const Link& link = links_[static_cast<size_t>(peer)]; (link.left() || link.lost()) && awaits(peer))
-                    return ended(link.left() ? Status::peer_left : Status::peer_lost, peer);
-            if (aborted_.load(std::memory_order_acquire)) return ended(Status::aborted, first_awaited());
+                    return Outcome(link.left() ? Status::peer_left : Status::peer_lost, peer);
+            if (aborted_.load(std::memory_order_acquire)) return Outcome(Status::aborted, first_awaited());
             // A peer that sends a little all the time does not hold up the end of a call.
             if (moved ? ++busy % kBusyPasses : ++idle < tries_) {
                 if (moved) idle = 0;
                 continue;
             }
-            if (deadline_clock_s() > call_->deadline) return ended(Status::timeout, first_awaited());
-            if (!moved && sleep()) return Status::interrupted;
+            if (deadline_clock_s() > call_->deadline) return Outcome(Status::timeout, first_awaited());
+            if (moved ? call_->callbacks->interrupted_lately() : sleep()) return Status::interrupted;
             idle = 0;
         }
-    }
-
-    Status ended(Status status, int missing) {
-        missing_ = missing;
-        return status;
     }
 
     // Whether a rank's frames, or its readiness for ours, are waited for.
@@ -353,7 +362,7 @@ class Executor {
         if (!links_[static_cast<size_t>(peer)].drained()) return true;
         for (const Incoming& in : incoming_)
             if (in.move->peer == peer && !in.complete()) return true;
-        return spreads_ && heard_from() == peer && !heard_[static_cast<size_t>(peer)];
+        return spreads() && heard_from() == peer && !heard_[static_cast<size_t>(peer)];
     }
     int first_awaited() const {
         for (int peer = 0; peer < size_; peer++)
@@ -381,7 +390,7 @@ class Executor {
         return nullptr;
     }
 
-    Status receive(Link& link, int peer, bool& moved) {
+    Outcome receive(Link& link, int peer, bool& moved) {
         for (;;) {
             Incoming* in = next_from(peer);
             if (!in || !in->begun) {
@@ -399,7 +408,8 @@ class Executor {
                     !(heard || header->kind == FrameKind::data))
                     return Status::mismatch;
                 // The news of a mismatch may be behind a short message. Long ones are sent after all have agreed.
-                if (!heard && !in && (header->nbytes > kEagerBytes || !sets_aside_)) return Status::ok;
+                const bool waits = header->nbytes > kEagerBytes || agreement_ == Agreement::lengths;
+                if (!heard && !in && waits) return Status::ok;
                 moved = true;
                 if (heard) {
                     // A rank sends it once in a call, and without a payload.
@@ -442,7 +452,7 @@ class Executor {
         Chunk& chunk = slice_[static_cast<size_t>(in.parts[in.part].chunk)];
         const size_t rest = in.parts[in.part].nbytes - in.done;
         size_t step;
-        if (!reduces_) {
+        if (!step_->reduces) {
             step = link.read(chunk.at + in.done, rest);
             in.got += step;
             in.done += step;
@@ -521,7 +531,7 @@ class Executor {
     int heard_from() const { return 1 << round_ < size_ ? (rank_ - (1 << round_) % size_ + size_) % size_ : -1; }
 
     void spread() {
-        while (spreads_ && 1 << round_ < size_) {
+        while (spreads() && 1 << round_ < size_) {
             if (sent_ == round_) {
                 send((rank_ + (1 << round_)) % size_, FrameKind::heard, 0, {});
                 sent_++;
@@ -551,17 +561,17 @@ class Executor {
     // The step in which ranks tell each other lengths.
     Step exchange_{};
     std::atomic<bool> aborted_{false};
+    std::atomic<bool> busy_{false};
     uint32_t number_ = 0;
-    int missing_ = -1;
-    double waited_s_ = 0;
 
     // Of the present call.
     StepsCall* call_ = nullptr;
     std::vector<Chunk> slice_;
-    bool first_slice_ = true, eager_ = true, sets_aside_ = true;
+    Agreement agreement_ = Agreement::known;
+    const Step* step_ = nullptr;
+    bool first_slice_ = true;
     size_t width_ = 1;
     std::vector<Incoming> incoming_;
-    bool reduces_ = false, spreads_ = false;
     std::vector<bool> heard_;
     int round_ = 0, sent_ = 0;
     // Limits of what a peer may have set aside in a short call: a frame's length, and the number of frames to come.

@@ -27,7 +27,8 @@ class TcpCore : public Calls {
     }
 
     // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
-    int compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
+    Failure compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
+        const Exclusive held(busy_);
         steps_.program = nullptr;
         steps_.chunks.clear();
         const auto half = counts.begin() + static_cast<std::ptrdiff_t>(counts.size() / 2);
@@ -42,15 +43,15 @@ class TcpCore : public Calls {
     }
 
     // A message of this many elements, to or from another rank.
-    int send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+    Failure send(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
         const int64_t nbytes = count * width_of(dtype);
-        return run_message(peer, nbytes, [&](WaitCallbacks& callbacks) {
+        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
             return messages_.send(peer, {tag, count, dtype}, pointer(address), nbytes, deadline, callbacks);
         });
     }
-    int receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
+    Failure receive(int peer, int64_t tag, int dtype, uintptr_t address, int64_t count, double deadline) {
         const int64_t nbytes = count * width_of(dtype);
-        return run_message(peer, nbytes, [&](WaitCallbacks& callbacks) {
+        return run_interruptible(nbytes, [&](WaitCallbacks& callbacks) {
             return messages_.receive(peer, {tag, count, dtype}, pointer(address), nbytes, deadline, callbacks);
         });
     }
@@ -60,8 +61,6 @@ class TcpCore : public Calls {
         messages_.abort();
     }
     uint32_t number() const { return executor_.number(); }
-    int missing() const { return executor_.missing(); }
-    double waited_s() const { return executor_.waited_s(); }
 
   private:
     // Programs are kept by the first word of a call's signature, and its size class.
@@ -79,14 +78,7 @@ class TcpCore : public Calls {
         program_ = nb::cast<const Program*>(kept);
     }
 
-    Status carry_out(CollectiveCall& call) override { return executor_.run(steps_of(call)); }
-
-    template <class Function>
-    int run_message(int peer, int64_t nbytes, const Function& function) {
-        const int status = run_interruptible(nbytes, function);
-        if (status != static_cast<int>(Status::ok)) executor_.record_failure(peer, messages_.waited_s());
-        return status;
-    }
+    Outcome carry_out(CollectiveCall& call) override { return executor_.run(steps_of(call)); }
 
     Executor<Sockets> executor_;
     SocketMessages messages_;
@@ -102,9 +94,7 @@ inline void bind_connections(nb::module_& module) {
         .def("receive", &TcpCore::receive)
         .def("compare", &TcpCore::compare)
         .def("abort", &TcpCore::abort)
-        .def_prop_ro("number", &TcpCore::number)
-        .def_prop_ro("missing", &TcpCore::missing)
-        .def_prop_ro("waited_s", &TcpCore::waited_s);
+        .def_prop_ro("number", &TcpCore::number);
 }
 
 }  // namespace unisono

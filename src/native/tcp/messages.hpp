@@ -25,7 +25,7 @@ class SocketMessages {
     }
 
     // Returns when the connection has taken the whole message.
-    Status send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline,
+    Outcome send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline,
                 WaitCallbacks& callbacks) {
         constexpr size_t head = sizeof header;
         const size_t total = head + static_cast<size_t>(nbytes);
@@ -43,7 +43,7 @@ class SocketMessages {
     }
 
     // Unsupported, with no effect, if the next message is not the expected one, or has not arrived to its header's end.
-    Status receive(int peer, const Header& expected, char* to, int64_t nbytes, double deadline,
+    Outcome receive(int peer, const Header& expected, char* to, int64_t nbytes, double deadline,
                    WaitCallbacks& callbacks) {
         Header header;
         size_t there = 0;
@@ -52,8 +52,8 @@ class SocketMessages {
             return there > 0;
         };
         const Wanted wanted{peer, true, false};
-        Status status = move_until([&] { return there > 0; }, peek, wanted, deadline, callbacks);
-        if (status != Status::ok) return status == Status::peer_lost ? Status::unsupported : status;
+        Outcome outcome = move_until([&] { return there > 0; }, peek, wanted, deadline, callbacks);
+        if (!outcome.ok()) return outcome == Status::peer_lost ? Status::unsupported : outcome;
         if (there < sizeof header || std::memcmp(&header, &expected, sizeof header) != 0) return Status::unsupported;
         stream(peer).receive(reinterpret_cast<char*>(&header), sizeof header);
         size_t received = 0;
@@ -71,28 +71,28 @@ class SocketMessages {
         network_.wake();
     }
 
-    // The duration of the last wait.
-    double waited_s() const { return waited_s_; }
-
   private:
     static constexpr int kTries = 50;
+    // Between two looks at the clock while bytes move.
+    static constexpr int kBusyMoves = 64;
 
     Sockets::Stream& stream(int peer) { return streams_[static_cast<size_t>(peer)]; }
 
     template <class Done, class Move>
-    Status move_until(const Done& done, const Move& move, const Wanted& wanted, double deadline,
+    Outcome move_until(const Done& done, const Move& move, const Wanted& wanted, double deadline,
                       WaitCallbacks& callbacks) {
         const double started = monotonic_s();
-        for (int idle = 0; !done();) {
+        const auto ended = [&](Status status) { return Outcome(status, wanted.peer, monotonic_s() - started); };
+        for (int idle = 0, busy = 0; !done();) {
             if (move()) {
                 idle = 0;
+                if (++busy % kBusyMoves == 0 && callbacks.interrupted_lately()) return Status::interrupted;
                 continue;
             }
-            if (stream(wanted.peer).lost()) return Status::peer_lost;
-            if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
+            if (stream(wanted.peer).lost()) return ended(Status::peer_lost);
+            if (aborted_.load(std::memory_order_acquire)) return ended(Status::aborted);
             if (++idle < tries_) continue;
-            waited_s_ = monotonic_s() - started;
-            if (deadline_clock_s() > deadline) return Status::timeout;
+            if (deadline_clock_s() > deadline) return ended(Status::timeout);
             if (network_.sleep({wanted}, deadline, callbacks)) return Status::interrupted;
         }
         return Status::ok;
@@ -102,7 +102,6 @@ class SocketMessages {
     const int tries_;
     std::vector<Sockets::Stream> streams_;
     std::atomic<bool> aborted_{false};
-    double waited_s_ = 0;
 };
 
 }  // namespace unisono

@@ -67,7 +67,9 @@ class Sockets {
 
     Stream stream(int peer) { return Stream(fds_[static_cast<size_t>(peer)]); }
 
-    // Sleeps until a connection can move bytes, or for 50 ms; returns whether the caller has been interrupted.
+    // Sleeps until a connection can move bytes, or for 50 ms; returns whether the caller has been interrupted. A signal
+    // ends the poll; but one that comes between two polls is seen only because the clock is looked at as well, where
+    // connections always have a few bytes.
     bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
         polled_.clear();
         polled_.push_back({wakeup_.descriptor(), POLLIN, 0});
@@ -80,7 +82,7 @@ class Sockets {
         const double left = (deadline - deadline_clock_s()) * 1000 + 1;
         const int slice = static_cast<int>(std::max(0.0, std::min<double>(kSliceMs, left)));
         const int ready = poll(polled_.data(), polled_.size(), slice);
-        return ready <= 0 && callbacks.interrupted();
+        return ready <= 0 ? callbacks.interrupted() : callbacks.interrupted_lately();
     }
 
     // From any thread: ends the present sleep, and all later ones.

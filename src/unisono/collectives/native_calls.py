@@ -27,7 +27,7 @@ from unisono.errors import CommError, UnavailableError
 from unisono.host.native import NativeCore
 
 if TYPE_CHECKING:
-    from unisono._native import Core, Program, TcpCore
+    from unisono._native import Core, Outcome, Program, TcpCore
 
 __all__ = [
     "DTYPES",
@@ -58,6 +58,7 @@ class Programs:
 
     Attributes:
         ops, families: Numbers of reduce operations and of collectives, as the core has them.
+        default: Stands for the steps that the core prefers. It has no chunks.
     """
 
     def __init__(self, module: NativeCore, rank: int, size: int, latency_s: float, second_per_byte: float) -> None:
@@ -71,7 +72,8 @@ class Programs:
         self._cost = latency_s, second_per_byte
         self._scratch = ScratchPool()
         self._made: dict[tuple[Schedule, str], Program] = {}
-        self._addresses: dict[tuple[int, int, int, str], int] = {}
+        self._known: dict[tuple[int, int, int, str], Program | None] = {}
+        self.default = module.Program([], 0, size, 0)
 
     def cheapest(self, number: int, op: int, dtype: int, root: int, nbytes: int) -> Program:
         """Return the steps with the least cost for calls of up to `nbytes`.
@@ -86,17 +88,17 @@ class Programs:
         )
         return self._made_of(needs, root, cheapest(needs, nbytes, *self._cost))
 
-    def address_of(self, number: int, op: int, root: int, label: str) -> int:
-        """Return the address of the steps of the caller's algorithm; 0 if the general path has to look at the call."""
+    def named(self, number: int, op: int, root: int, label: str) -> Program | None:
+        """Return the steps of the caller's algorithm; None if the general path has to look at the call."""
         key = number, op, root, label
         if type(label) is not str:
-            return 0
-        if key not in self._addresses:
+            return None
+        if key not in self._known:
             needs = Needs(self._names[number], self._size, op in self._rounded, balanced=False, rotated=root > 0)
             known = label.partition(":")[0] in ALGORITHMS[needs.collective]
             fits = known and serves(label, needs, uneven=True)
-            self._addresses[key] = self._made_of(needs, root, label).address if fits else 0
-        return self._addresses[key]
+            self._known[key] = self._made_of(needs, root, label) if fits else None
+        return self._known[key]
 
     def _made_of(self, needs: Needs, root: int, label: str) -> Program:
         algorithm = find(needs.collective, label)
@@ -165,16 +167,15 @@ class NativeCalls(ABC):
             return Status.UNSUPPORTED
         number = self._families[collective.family]
         operation = 0
-        steps = 0
         root = -1 if root is None else root
         if collective.reduces:
             operation = self._ops.get(op, 0) if type(op) in _OPS else 0
             if not operation:
                 return Status.UNSUPPORTED
-        if algorithm is not None:
-            steps = self._programs.address_of(number, operation, root, algorithm)
-            if not steps:
-                return Status.UNSUPPORTED
+        programs = self._programs
+        steps = programs.default if algorithm is None else programs.named(number, operation, root, algorithm)
+        if steps is None:
+            return Status.UNSUPPORTED
         if not collective.moves:
             return self._ended(self.core.call(number, self._ops["bor"], 0, root, 0, 0, 0, 0, deadline, steps))
         sides = self._single if collective.packed or collective.in_place else self._lists
@@ -188,7 +189,7 @@ class NativeCalls(ABC):
         number: int,
         operation: int,
         root: int,
-        steps: int,
+        steps: Program,
         deadline: float,
     ) -> Status:
         # The root of a broadcast only reads its tensor, and so does each non-root rank of a reduce.
@@ -212,10 +213,10 @@ class NativeCalls(ABC):
         dtype = DTYPE_CODES[target.dtype]
         into = target.data_ptr()
         written_count = target.numel()
-        status = self.core.call(number, operation, dtype, root, into, written_count, address, count, deadline, steps)
-        if target is not output and written and status == Status.OK:
+        failure = self.core.call(number, operation, dtype, root, into, written_count, address, count, deadline, steps)
+        if target is not output and written and failure is None:
             copy_back(output, target)
-        return Status.OK if status == Status.OK else self._ended(status)
+        return Status.OK if failure is None else self._ended(failure)
 
     def _lists(
         self,
@@ -225,7 +226,7 @@ class NativeCalls(ABC):
         number: int,
         operation: int,
         root: int,
-        steps: int,
+        steps: Program,
         deadline: float,
     ) -> Status:
         dtype = None
@@ -250,12 +251,12 @@ class NativeCalls(ABC):
         code = DTYPE_CODES[dtype]
         (targets, outputs), (sources, _) = flats
         memory = *memory_of(targets), *memory_of(sources)
-        status = self.core.call_lists(number, operation, code, root, *memory, True, deadline, steps)
-        if status == Status.OK:
+        failure = self.core.call_lists(number, operation, code, root, *memory, True, deadline, steps)
+        if failure is None:
             for tensor, result in zip(outputs, targets, strict=True):
                 if result is not tensor:
                     copy_back(tensor, result)
-        return self._ended(status)
+        return self._ended(failure)
 
     # -- blocking messages ---------------------------------------------------------------------------
     def takes(self, tensor: Any, peer: int, tag: int) -> bool:
@@ -285,12 +286,12 @@ class NativeCalls(ABC):
                 return Status.UNSUPPORTED
             messages.held = True
             try:
-                status = move(peer, tag, DTYPE_CODES[flat.dtype], flat.data_ptr(), flat.numel(), deadline)
+                failure = move(peer, tag, DTYPE_CODES[flat.dtype], flat.data_ptr(), flat.numel(), deadline)
             finally:
                 messages.held = False
-        if receives and flat is not tensor and status == Status.OK:
+        if receives and flat is not tensor and failure is None:
             copy_back(tensor, flat)
-        return self._ended(status)
+        return self._ended(failure)
 
     # -- calls of the general path -------------------------------------------------------------------
     def _codes_of(self, call: Call) -> tuple[int, int]:
@@ -312,13 +313,13 @@ class NativeCalls(ABC):
         root = -1 if call.root is None else call.root
         memory = *memory_of(call.outputs), *memory_of(call.inputs)
         if call.steps is None:
-            status = self.core.call_lists(number, *codes, root, *memory, False, deadline, 0)
+            failure = self.core.call_lists(number, *codes, root, *memory, False, deadline, self._programs.default)
         else:
             assert isinstance(call.steps, Schedule)
             program = self._programs.of(call.steps, call.fingerprint.algorithm or "")
             lengths = list(call.lengths)
-            status = self.core.call_program(program, number, *codes, root, *memory, lengths, deadline)
-        self.check(status, call.fingerprint)
+            failure = self.core.call_program(program, number, *codes, root, *memory, lengths, deadline)
+        self.check(failure, call.fingerprint)
 
     def compare(self, fingerprint: Fingerprint, deadline: float, *, shapes: bool = False) -> None:
         """Compare everything in separate rounds; return when all ranks are known to make the same call."""
@@ -326,9 +327,9 @@ class NativeCalls(ABC):
         digest = hash_of(fingerprint.compared(shapes=shapes)[1:])
         self.check(self.core.compare(digest, counts, deadline), fingerprint)
 
-    def check(self, status: int, fingerprint: Fingerprint) -> None:
-        """Raise the error of a call of the general path that has ended with this status, if it is one."""
-        ended = self._ended(status)
+    def check(self, failure: Outcome | None, fingerprint: Fingerprint) -> None:
+        """Raise the error of a call of the general path that has failed in this way, if it has."""
+        ended = self._ended(failure)
         if ended is Status.MISMATCH:
             self.mismatch(fingerprint)
         if ended is Status.UNSUPPORTED:
@@ -347,15 +348,16 @@ class NativeCalls(ABC):
         """End every wait, from any thread."""
         self.core.abort()
 
-    def _ended(self, status: int) -> Status:
+    def _ended(self, failure: Outcome | None) -> Status:
         """Return how a call has ended, or raise its error."""
-        if status == Status.OK:
+        if failure is None:
             return Status.OK
+        status = failure.status
+        missing = failure.missing
         if status in (Status.UNSUPPORTED, Status.MISMATCH):
             return Status(status)
-        missing = self.core.missing
         if status == Status.TIMEOUT:
-            raise missing_ranks_error(self.core.waited_s, [missing])
+            raise missing_ranks_error(failure.waited_s, [missing])
         if status == Status.PEER_LEFT:
             raise left_error(missing)
         if status == Status.PEER_LOST:

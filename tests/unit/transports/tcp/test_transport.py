@@ -6,13 +6,15 @@ import os
 import resource
 import signal
 import socket
+import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha1
-from itertools import product
-from typing import Any
+from itertools import count, product
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,9 +22,13 @@ from pairwise import short
 
 import unisono as un
 from unisono.algorithms import serving
+from unisono.core.numbers import MESSAGE_HEADER, Status
 from unisono.errors import MismatchError, PeerLostError, UnavailableError
 from unisono.host.native import native
 from unisono.testing import pool, run_ranks
+
+if TYPE_CHECKING:
+    from unisono._native import TcpCore
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int32, torch.bool)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int64)
@@ -239,17 +245,65 @@ def test_numbers_that_are_no_steps_are_refused(numbers: list[int]) -> None:
         module.Program(numbers, 4, 2, 0)
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [b"\0" * 24, b"\xff" * 24, b"\1\0\0\0\0\0\0\0" + b"\1\0\0\0" + b"\7\0\0\0" + b"\0" * 8],
-    ids=["zeros", "ones", "kind"],
-)
-def test_frame_that_is_none_of_the_call_is_refused(frame: bytes) -> None:
+@pytest.fixture
+def alone() -> Iterator[tuple[TcpCore, socket.socket]]:
+    """The core of rank 0 of 2, and the connection on which rank 1 would be."""
     module = native()
     assert module is not None
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        core = module.TcpCore(0, [-1, ours.fileno()], [], False, 1 << 20, [("float32", 4)], print)
-        theirs.sendall(frame)
-        assert core.compare(1, [], time.monotonic() + 5.0) == 1
+        both = [-1, ours.fileno()]
+        yield module.TcpCore(0, both, both, False, 1 << 20, [("float32", 4)], print), theirs
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"\0" * 24, b"\xff" * 24, b"\1\0\0\0\0\0\0\0" + b"\1\0\0\0" + b"\7\0\0\0" + b"\0" * 8],
+    ids=["zeros", "ones", "kind"],
+)
+def test_frame_that_is_none_of_the_call_is_refused(frame: bytes, alone: tuple[TcpCore, socket.socket]) -> None:
+    core, other = alone
+    other.sendall(frame)
+    outcome = core.compare(1, [], time.monotonic() + 5.0)
+    assert outcome is not None
+    assert outcome.status == Status.MISMATCH
+
+
+def test_second_thread_in_a_core_is_an_error(alone: tuple[TcpCore, socket.socket]) -> None:
+    core, other = alone
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(core.compare, 1, [], time.monotonic() + 60.0)
+        # It has begun when its news arrive.
+        assert other.recv(24)
+        with pytest.raises(RuntimeError, match="two threads are in one core of a communicator"):
+            core.compare(2, [], time.monotonic() + 60.0)
+        core.abort()
+        outcome = waiting.result()
+    assert outcome is not None
+    assert outcome.status == Status.ABORTED
+
+
+def test_interrupt_is_seen_while_bytes_never_stop(alone: tuple[TcpCore, socket.socket]) -> None:
+    core, other = alone
+    ended = threading.Event()
+
+    def feed() -> None:
+        # The signal comes to this thread, so it ends no poll of the other one, which only ever finds bytes.
+        other.sendall(struct.pack(MESSAGE_HEADER, 0, 1 << 20, 1))
+        for number in count():
+            if number == 10:
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            if ended.wait(0.002):
+                return
+            other.sendall(bytes(64))
+
+    target = torch.empty(1 << 20)
+    with ThreadPoolExecutor(1) as threads:
+        feeding = threads.submit(feed)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                core.receive(1, 0, 1, target.data_ptr(), target.numel(), time.monotonic() + 20)
+        finally:
+            ended.set()
+        feeding.result()

@@ -39,7 +39,7 @@ slow: $(STAMP) ## what each test costs, and which of tests/unit take over 2 s wi
 	PYTHONPATH=tests $(PY) -m pytest -p costs -n 2 --dist worksteal $(ARGS)
 
 soak: $(STAMP) ## all tests, the long ones and those of pages too
-	$(INSTALL) '.[dashboards,ray,submitit]' --group browser --group frameworks --group recipes
+	$(INSTALL) '.[dashboards,ray,submitit]' --group browser --group frameworks --group macos --group recipes
 	$(PY) -m pytest -m 'not gpu' -o norecursedirs='.*' --hypothesis-profile soak --timeout 1800 $(ARGS)
 
 gpu: ## the tests on a GPU, or on a fake one, with the torch that PYTHON has (8 minutes at most)

@@ -19,6 +19,8 @@ from setuptools.command.sdist import sdist
 CORE = Path("src/native")
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 # From 3.12 on, one core serves all later versions; interpreters without the GIL have no stable ABI.
+# Builds on Linux what other systems get, to test it: without futexes and eventfd, and so without shared memory.
+PORTABLE = [("UNISONO_PORTABLE", None)] * bool(os.environ.get("UNISONO_PORTABLE"))
 STABLE_ABI = sys.version_info >= (3, 12) and not FREE_THREADED
 ABI_MACROS = [("Py_LIMITED_API", "0x030C0000")] * STABLE_ABI + [("NB_FREE_THREADED", None)] * FREE_THREADED
 
@@ -37,7 +39,13 @@ def core() -> list[Extension]:
         [str(CORE / "bindings.cpp"), str(CORE / "nanobind.cpp")],
         depends=list(map(str, sources)),
         include_dirs=[str(CORE), *(str(binding / part) for part in ("include", "src", "ext/robin_map/include"))],
-        define_macros=[("UNISONO_BUILD", f'"{build}"'), ("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None), *ABI_MACROS],
+        define_macros=[
+            ("UNISONO_BUILD", f'"{build}"'),
+            ("NDEBUG", None),
+            ("NB_COMPACT_ASSERTIONS", None),
+            *ABI_MACROS,
+            *PORTABLE,
+        ],
         py_limited_api=STABLE_ABI,
         extra_compile_args=[
             "-std=c++17",

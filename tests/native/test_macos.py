@@ -45,7 +45,7 @@ def library(tmp_path: Path) -> bytes:
 def test_core_is_a_library_of_macos(library: bytes) -> None:
     exported, needed = symbols(library)
     assert exported >= {"_PyInit__native"}
-    assert needed >= {"_pipe", "_poll", "_sendmsg", "_clock_gettime"}
+    assert needed >= {"_pipe", "_poll", "_sendmsg", "_clock_gettime", "_setsockopt"}
     assert not needed & {"_eventfd", "_syscall"}
 
 

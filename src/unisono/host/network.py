@@ -49,13 +49,16 @@ def why_no_shm() -> str | None:
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64", "aarch64"):
         return f"backend 'shm' needs x86-64 or aarch64, and this processor is {machine}; use backend='gloo'"
-    if native() is None:
+    core = native()
+    if core is None:
         fix = (
             f"unset {NO_EXTENSIONS}"
             if os.environ.get(NO_EXTENSIONS)
             else "install a wheel, or build unisono with a C++ compiler"
         )
         return f"backend 'shm' needs unisono's native core: {fix}; or use backend='gloo'"
+    if not hasattr(core, "Core"):
+        return "backend 'shm' needs futexes, which this native core was built without; use backend='tcp'"
     try:
         os.close(os.memfd_create("unisono"))
     except OSError as error:

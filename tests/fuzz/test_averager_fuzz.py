@@ -43,6 +43,11 @@ def test_gradients_of_random_programs(backend: str, size: int, count: int) -> No
     check(failures(range(count), backend, size))
 
 
+def test_several_averagers_fail_as_one() -> None:
+    """Two of three ranks had a bucket of the second averager in flight when the third one failed."""
+    check(failures([51], "gloo", 3))
+
+
 @pytest.mark.soak
 def test_gradients_of_compiled_models() -> None:
     check(failures(range(5), "thread", 2, compiled=True))

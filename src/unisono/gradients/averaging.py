@@ -313,11 +313,10 @@ class Averaging(PassOwner):
         held = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
         within = self.buckets.within(held) if held else set()
         self._saved = SavedGradients(self._parameters, held, within, self._hooks.stays)
-        # Weights are exchanged before the first bucket leaves. Gradients of several models arrive in any order, so that
-        # waits for the end of the pass, which has one order on all ranks. Beside a sharded model all buckets wait: its
-        # part of the pass fails on all ranks, some of which may then never send what another one has started.
-        alone = len(self._watch.peers) == 1
-        early = alone or (self._watch.is_of_one_kind and not self._weights.uneven)
+        # Beside other models, no bucket and no weights leave before the end of the pass, which has one order on all
+        # ranks. If a rank failed with a bucket of a later model in flight, other ranks would repeat the pass, or wait
+        # for the repeat, when an earlier model has ended for good.
+        early = len(self._watch.peers) == 1
         # Last: if something here has raised, the pass has not begun.
         self._change("begin" if early and self.buckets.background else "begin held")
 

@@ -43,24 +43,17 @@ class PassWatch:
         comms: Communicators of the model.
 
     Attributes:
-        kind: As passed.
         name: The kind, and the line that created it.
         peers: The watches of this rank, in the order of creation. A single one has nothing to watch.
         running: What ends the thread that watches the current pass, if one does.
     """
 
     def __init__(self, kind: str, comms: WatchedComms) -> None:
-        self.kind: str = kind
         self.name: str = f"the {kind} created at {call_site()}"
         self._comms = comms
         self.running: Event | None = None
         self.peers: list[weakref.ref[PassWatch]] = _watches.setdefault(engine_of(comms.in_use()[0]).control, [])
         self.peers.append(weakref.ref(self, self.peers.remove))
-
-    @property
-    def is_of_one_kind(self) -> bool:
-        """Whether this rank's other models, if any, are of the same kind."""
-        return all(peer is None or peer.kind == self.kind for peer in (ref() for ref in self.peers))
 
     def remove(self) -> None:
         """Watch no more. Idempotent."""

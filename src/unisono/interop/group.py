@@ -150,7 +150,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Methods that torch calls on a backend, which this group is for tensors on the CPU.
     supports_coalescing = supports_splitting = supports_time_estimate = supports_reconfigure = False
-    supports_window = False
+    supports_window = supports_shrinking = use_pg_for_symm_mem_rendezvous = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False

@@ -67,6 +67,7 @@ NAMES: dict[str, tuple[Any, str, str]] = {
         "modes such as CommDebugMode see no collectives",
         "make watched calls directly, as before there was watched_calls.py",
     ),
+    "_get_default_store": (dist.distributed_c10d, "a watch finds no processes", "a store of ours, by MASTER_ADDR"),
     "_is_profiler_enabled": (torch.autograd.profiler, "calls are not shown in profiles", "record_function always"),
     "_len_torch_dispatch_stack": ("torch._C", "modes see no collectives", "as for _get_current_dispatch_mode_stack"),
     "_load_from_state_dict": (MODULE, "modules that adapt what they load are not noticed", "load all aside"),

@@ -14,7 +14,7 @@ from assertions import assertion_of
 from hypothesis import Phase, settings
 from loading import load
 
-from unisono.checkpoint import divergence
+from unisono.comm import equal_tensors
 from unisono.communicator import Communicator
 from unisono.core import threads
 from unisono.core.types import Message, Send
@@ -240,18 +240,18 @@ def pairs() -> Callable[[], None]:
 
 
 def hashes_without_places(patch: Patch) -> None:
-    patch.setattr(divergence, "_keys", lambda: torch.tensor([3]).expand(1 << 16))
+    patch.setattr(equal_tensors, "_keys", lambda: torch.tensor([3]).expand(1 << 16))
     pairs()()
 
 
 def hashes_by_even_keys(patch: Patch) -> None:
     """Words of 64 bits times keys of 64: two signs that change cancel out."""
-    patch.setattr(divergence, "_keys", lambda: torch.arange(1, 1 << 17, 2) << 33)
+    patch.setattr(equal_tensors, "_keys", lambda: torch.arange(1, 1 << 17, 2) << 33)
     pairs()()
 
 
 def hashes_chunks_alike(patch: Patch) -> None:
-    patch.setattr(divergence, "_odd", lambda source: 1)
+    patch.setattr(equal_tensors, "_odd", lambda source: 1)
     unit("guards_divergence").test_hash_of_long_tensors(65537)
 
 
@@ -272,7 +272,7 @@ def blames_the_others(patch: Patch) -> None:
         odd = [str(rank) for rank, value in enumerate(hashes) if value != hashes[0]]
         return f"ranks {', '.join(odd)} differ from rank 0" if odd else None
 
-    patch.setattr(divergence, "odd_ranks", odd_ranks)
+    patch.setattr(equal_tensors, "odd_ranks", odd_ranks)
     expected = "rank 0 differs from ranks 1, 2, 3 (by up to 1)"
     unit("guards_divergence").test_differing_ranks([2.0, 1.0, 1.0, 1.0], expected)
 

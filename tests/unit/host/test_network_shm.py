@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from unisono.host import network
@@ -20,6 +22,12 @@ CASES = {
 @pytest.mark.parametrize(("machine", "has_core"), CASES)
 def test_refusal_names_processor_and_fix(monkeypatch: pytest.MonkeyPatch, machine: str, has_core: bool) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
-    monkeypatch.setattr(network, "native", lambda: object() if has_core else None)
+    monkeypatch.setattr(network, "native", lambda: SimpleNamespace(Core=object) if has_core else None)
     expected, found = CASES[machine, has_core], why_no_shm()
     assert (found is None) if expected is None else (found is not None and expected in found and "gloo" in found)
+
+
+@pytest.mark.skipif(why_no_shm() is not None, reason=f"{why_no_shm()}")
+def test_core_without_futexes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "native", object)
+    assert "needs futexes, which this native core was built without; use backend='tcp'" in str(why_no_shm())

@@ -288,17 +288,22 @@ def test_interrupt_is_seen_while_bytes_never_stop(alone: tuple[TcpCore, socket.s
     core, other = alone
     ended = threading.Event()
 
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
     def feed() -> None:
         # The signal comes to this thread, so it ends no poll of the other one, which only ever finds bytes.
         other.sendall(struct.pack(MESSAGE_HEADER, 0, 1 << 20, 1))
         for number in count():
             if number == 10:
-                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+                signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             if ended.wait(0.002):
                 return
             other.sendall(bytes(64))
 
     target = torch.empty(1 << 20)
+    # Not SIGINT, which workers of pytest-xdist ignore.
+    before = signal.signal(signal.SIGUSR1, interrupt)
     with ThreadPoolExecutor(1) as threads:
         feeding = threads.submit(feed)
         try:
@@ -306,4 +311,5 @@ def test_interrupt_is_seen_while_bytes_never_stop(alone: tuple[TcpCore, socket.s
                 core.receive(1, 0, 1, target.data_ptr(), target.numel(), time.monotonic() + 20)
         finally:
             ended.set()
+            signal.signal(signal.SIGUSR1, before)
         feeding.result()

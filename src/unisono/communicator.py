@@ -1733,6 +1733,7 @@ class Communicator(Place):
         Cost: 2 short collectives with 24 bytes a call; a call costs 50 ns more for what it records.
 
         Example:
+            >>> import time
             >>> def program(comm):
             ...     for _ in range(40):
             ...         time.sleep(0.3 if comm.rank == 1 else 0.1)

@@ -6,7 +6,8 @@ state = un.checkpoint.load("runs/7/last", {"model": model, "optimizer": optimize
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from unisono.core.lazy import load_on_use
 
@@ -58,6 +59,8 @@ __all__ = [
     "verify",
 ]
 
+__getattr__: Callable[[str], Any]
+__dir__: Callable[[], list[str]]
 __getattr__, __dir__ = load_on_use(
     __name__,
     {

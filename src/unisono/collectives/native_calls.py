@@ -73,7 +73,7 @@ class Programs:
         self._scratch = ScratchPool()
         self._made: dict[tuple[Schedule, str], Program] = {}
         self._known: dict[tuple[int, int, int, str], Program | None] = {}
-        self.default = module.Program([], 0, size, 0)
+        self.default: Program = module.Program([], 0, size, 0)
 
     def cheapest(self, number: int, op: int, dtype: int, root: int, nbytes: int) -> Program:
         """Return the steps with the least cost for calls of up to `nbytes`.

@@ -51,7 +51,7 @@ class InspectSocket:
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
         self._content = serialization.encode((*address, secret))
-        self.socket = opened(_KIND)
+        self.socket: socket.socket | None = opened(_KIND)
 
     def answer(self) -> None:
         """Answer a process that has connected. Never waits."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from unisono.core.lazy import load_on_use
 
@@ -41,6 +42,8 @@ __all__ = [
     "plan_buckets",
 ]
 
+__getattr__: Callable[[str], Any]
+__dir__: Callable[[], list[str]]
 __getattr__, __dir__ = load_on_use(
     __name__,
     {

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from unisono.compression.codec import Codec
+    from unisono.core.step_boundaries import StepBoundaries
 
 __all__ = ["TRANSITIONS", "AveragerSettings", "Averaging", "Phase"]
 
@@ -154,8 +155,8 @@ class Averaging(PassOwner):
     ) -> None:
         # Hooks keep this object alive, and so the averager, of which the caller needs no reference.
         self._owner = owner
-        self.phase = Phase.IDLE
-        self.steps = 0
+        self.phase: Phase = Phase.IDLE
+        self.steps: int = 0
         self.syncing = True
         self._model = model
         self._named = named
@@ -166,14 +167,14 @@ class Averaging(PassOwner):
         # Weak: a communicator that a program drops leaves its group.
         self._origin = ref(comm)
         # First, since it refuses a model that has an averager on this rank alone, before anything is sent.
-        self.registry = ParameterRegistry(model, named)
+        self.registry: ParameterRegistry = ParameterRegistry(model, named)
         codec = codec_for(settings.compression)
         buffers = list(model.named_buffers()) if model is not None and init_sync else []
         agree_on_parameters([*named, *buffers], comm, settings.described(codec), hooked=True)
         if init_sync:
             share([*named, *buffers], comm, model=model, hint=INIT_SYNC)
-        self.boundaries = boundaries_of(comm)
-        self.comms = AveragerComms(comm, deterministic=settings.deterministic)
+        self.boundaries: StepBoundaries = boundaries_of(comm)
+        self.comms: AveragerComms = AveragerComms(comm, deterministic=settings.deterministic)
         data = self.comms.data
         background = data.overlaps and codec is None
         sizes = bucket_sizes(
@@ -184,7 +185,7 @@ class Averaging(PassOwner):
         # Indices of the parameters whose gradients are averaged as rows, which no bucket has.
         self._sparse: list[int] = []
         self._hooks = CallerHooks(self._parameters, self._spread)
-        self.buckets = Buckets(named, self.comms, codec, sizes)
+        self.buckets: Buckets = Buckets(named, self.comms, codec, sizes)
         self._watch = PassWatch("GradientAverager", self.comms)
         on_cpu = all(p.is_cpu for p in self._parameters)
         self._tracker = BackwardTracker(self, one_thread=on_cpu, watch=self._watch)

@@ -51,7 +51,7 @@ class CallerHooks:
         self._handles: list[Any] = []
         # How many of the hooks of each parameter are the averager's; the rest of torch's table is the caller's.
         self._own = Counter[int]()
-        self.count = 0
+        self.count: int = 0
         self._watched: set[int] = set()
         self.stays: set[int] = set(spread)
         self._effects = _Effects()

@@ -50,10 +50,10 @@ class Reduction:
         self._weights = weights
         self._keeps_copies = keeps_copies
         self.contents: list[BucketContents] = list(map(BucketContents, buckets.ordered))
-        self.sent = 0
+        self.sent: int = 0
         self._factor: float | None = None
         self.asked: Sequence[bool] = (False, False)
-        self.uneven = False
+        self.uneven: bool = False
 
     def extend(self) -> None:
         """Follow the addition of buckets."""

@@ -54,7 +54,7 @@ class DeviceBackends:
         self._timeout = timeout
         self._options = options
         self._made: dict[str, dist.ProcessGroup] = {}
-        self.has_hooks = False
+        self.has_hooks: bool = False
 
     @property
     def _group(self) -> dist.ProcessGroup:

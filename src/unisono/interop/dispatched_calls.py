@@ -64,10 +64,11 @@ class Form:
 
     def __init__(self, operator: Any) -> None:
         self.operator = operator
-        self.operation, self._tensor_name = _NAMES[operator._schema.name.partition("::")[2]]
+        operation, self._tensor_name = _NAMES[operator._schema.name.partition("::")[2]]
+        self.operation: str = operation
         self._arguments = operator._schema.arguments
         self._places = {argument.name: place for place, argument in enumerate(self._arguments)}
-        self.group = self._places["process_group"]
+        self.group: int = self._places["process_group"]
         self._reduces = "reduce_op" in self._places
         self._tensors = self._places.get(self._tensor_name)
         self._root = self._places.get("root_rank")

@@ -275,7 +275,7 @@ class Runtime(PassOwner):
         self._depth = 0
         self._outer: BaseException | None = None
         self._whole = False
-        self.phase = StepPhase.STEPPED
+        self.phase: StepPhase = StepPhase.STEPPED
         self._order = _GatherOrder()
         # The pass that has begun and not ended.
         self._running: _Pass | None = None

@@ -167,7 +167,7 @@ def per_rank_of(value: Any) -> PerRank | None:
     if isinstance(value, (RNG, torch.Generator)):
         return PerRank(value, "keep")
     if is_stateful(value) and not isinstance(value, torch.nn.Module):
-        # As samplers, averagers and codecs of the rooms beside and above this one say of themselves.
+        # Samplers, averagers and codecs declare it; this room may not import theirs.
         policy = getattr(type(value), "checkpoint_policy", None)
         if policy in _POLICIES:
             return PerRank(value, policy)

@@ -211,7 +211,7 @@ class Engine:
         self.broken = Cause(
             "CommError", None, f"{whose}; create a new communicator here, or start processes with spawn or forkserver"
         )
-        # Another thread of the parent may have held the lock, which nobody releases here.
+        # In the child nobody would release a lock that another thread of the parent held.
         self.life = Life(self.life.phase)
         self.life.change(Event.FAIL)
 

@@ -96,7 +96,7 @@ def _distance(comm: _Comm, tensor: torch.Tensor) -> str:
 
 @cache
 def _keys() -> torch.Tensor:
-    # Python's generator gives the same numbers in every version, and on every rank.
+    # Python's generator produces the same numbers in every version and on every rank.
     source = random.Random(1)
     return torch.tensor([_odd(source) for _ in range(_CHUNK)])
 

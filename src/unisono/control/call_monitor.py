@@ -74,7 +74,7 @@ def start_monitor(host: str, secret: bytes) -> tuple[str, int]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        # Neither an interrupt at the terminal nor the launcher's signals are for it: it reports what they end.
+        # A session of its own: Ctrl-C and the launcher's signals must not end the process that reports what they end.
         start_new_session=True,
     )
     assert process.stdin is not None

@@ -145,7 +145,7 @@ class WatchedCalls(ControlState):
     def _on_signature(self, client: int, request: int, index: int, content: bytes) -> Outgoing:
         """Let this client refer to the fingerprint of a call by an index. It gets no reply."""
         known = self._present[client].signatures
-        # A client that begins anew would else fill the memory here.
+        # A client that restarts its numbering replaces old entries; otherwise this list would grow forever.
         del known[index:]
         known.append(content)
         return []
@@ -157,7 +157,7 @@ class WatchedCalls(ControlState):
 
     def _on_bye(self, client: int, request: int) -> Outgoing:
         how = "has ended, or closed its watch. Did it make fewer calls?"
-        # Its own part first: what it leaves undone is no news for itself.
+        # The goodbye comes first: the client must not be told about calls that it leaves unfinished itself.
         return [*super()._on_bye(client, request), *self._end(client, how)]
 
     def lost(self, client: int, outage: str = "") -> Outgoing:
@@ -166,7 +166,7 @@ class WatchedCalls(ControlState):
         here = self._present[client]
         if here.pid:
             self._unclear[here.rank] = here.pid
-        # Without the answer to a goodbye.
+        # Dropping the last reply: a client that was lost expects no answer to its goodbye.
         out = super()._on_bye(client, 0)[:-1]
         # Its status can be read for as long as its parent has not taken it.
         out += self._look_for_failed()

@@ -18,7 +18,7 @@ class ForkUnsafeResource(Protocol):
         ...
 
 
-# Of the process, because a fork copies the descriptors of all of it; weak, so that it keeps none of them open.
+# One set for the process, because a fork copies every descriptor; weak, so that it keeps none of them open.
 _holders: weakref.WeakSet[ForkUnsafeResource] = weakref.WeakSet()
 
 

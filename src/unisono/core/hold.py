@@ -40,7 +40,7 @@ class Hold:
         self.held: bool = False
         self.on_go: list[Callable[[], None]] = []
         self._engines: weakref.WeakSet[_Holdable] = weakref.WeakSet()
-        # Those that are let go for a step, too.
+        # Includes engines released for a single step.
         self._held: list[_Holdable] = []
         self._gates: dict[int, _thread.LockType] = {}
         self._steps: set[int] = set()

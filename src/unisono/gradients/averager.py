@@ -142,7 +142,7 @@ class GradientAverager:
         try:
             yield
         finally:
-            # Of the present one: `move_to` may have replaced it.
+            # Restore it on the current object, which `move_to` may have replaced.
             self._averaging.syncing = before
 
     def weight(self, n_samples: float) -> None:

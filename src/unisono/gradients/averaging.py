@@ -198,10 +198,10 @@ class Averaging(PassOwner):
         try:
             if comm.size > 1:
                 self._install()
-            # Last, when hooks are there: from here on, failed passes abort it.
+            # Last, once the hooks exist: from here on a failed pass aborts the communicator.
             self.comms.ready()
         except BaseException:
-            # Its hooks would keep the averager alive, and the parameters claimed.
+            # Otherwise its hooks would keep the averager alive and its parameters claimed.
             self.remove()
             raise
         self._reduction = self._new_reduction()
@@ -254,7 +254,7 @@ class Averaging(PassOwner):
         chunks = [(number, slots) for number, bucket in enumerate(self.buckets.ordered) for slots in bucket.chunks]
         for number, slots in chunks[:-1]:
             bucket = self.buckets.ordered[number]
-            # Torch accepts no hook of a parameter that is frozen now.
+            # Torch accepts no hook on a frozen parameter.
             trained = [slot for slot in slots if bucket.parameters[slot].requires_grad]
             free = [slot for slot in trained if bucket.indices[slot] not in self._hooks.stays]
             if free:
@@ -269,7 +269,7 @@ class Averaging(PassOwner):
         """A hook of the last parameter of a chunk: its gradient has been added to `p.grad`."""
         contents = self._reduction.contents[number]
         saved = self._saved
-        # Without a pass, as after one that two threads ran, p.grad is the caller's.
+        # Outside a pass (after one that two threads ran, say) p.grad belongs to the caller.
         if saved is None or not self.syncing or contents.started:
             return
         if saved.staying:
@@ -358,7 +358,7 @@ class Averaging(PassOwner):
         self._change("reduce")
         while True:
             try:
-                # A hook that took a gradient is an error of this rank alone. As a request, all ranks raise it together.
+                # Only this rank knows that a hook took a gradient; as a request, all ranks raise the error together.
                 reduction.reduce_all(saved, arrived, requests=(bool(thawed), bool(problem)))
                 break
             except AbortedError as aborted:
@@ -391,7 +391,7 @@ class Averaging(PassOwner):
         try:
             self.comms.replace()
         except AbortedError as error:
-            # For good, and for the same reason.
+            # The data communicator is gone for good; the caller learns why from its own error.
             raise aborted from error
         self._weights.attach(self.comms.control)
 
@@ -417,7 +417,7 @@ class Averaging(PassOwner):
                 warn_of_uneven_batches(origin, total=False)
         if self._seen is not None and all_took_part:
             self._learn_order(self._seen)
-        # After the order is learned, which makes other buckets.
+        # Only now, because learning the order replaces the buckets.
         self._reduction = self._new_reduction()
 
     def _learn_order(self, seen: Sequence[torch.Tensor]) -> None:
@@ -433,7 +433,7 @@ class Averaging(PassOwner):
         if self._saved is not None:
             self._saved.restore()
             self._saved = None
-        # A pass that failed before has told the others already, and of one that is averaged they have all.
+        # A pass that had failed before was reported then; after an averaged one, the other ranks have all they need.
         spreads = self._reduction.sent and self.phase not in (Phase.AVERAGED, Phase.FAILED)
         self._change("fail" if self._reduction.sent else "fail unsent")
         if spreads:
@@ -484,7 +484,7 @@ class Averaging(PassOwner):
     def _look_at(self, first: int) -> None:
         """`MismatchError` on all ranks if some lack a gradient that others have, in the buckets from this one on."""
         looked = self._reduction.contents[first:]
-        # By what all ranks have read, so that all ranks or none go on to gather.
+        # Decide from flags that all ranks have read, so that either all of them gather or none does.
         if not any(had and lacked for contents in looked for had, lacked in contents.found):
             return
         lacking = [

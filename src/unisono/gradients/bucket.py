@@ -205,7 +205,7 @@ class BucketContents:
         for slot, held in more:
             bucket.views[slot].add_(held, alpha=bucket.scale)
             self.inside[slot] = True
-        # Before the factor: another try may have another weight.
+        # Before the factor is applied, because a retry may have another weight.
         self._backup = bucket.memory.clone() if backup else None
         self.started = True
         self._factor = factor
@@ -294,7 +294,7 @@ class BucketContents:
                 if self._factor:
                     view.add_(self._plain(slot, grad), alpha=self._factor)
                 parameter.grad = None
-        # The means are the same on all ranks, so averaging them again leaves them, and adds the mean of what was late.
+        # All ranks hold the same means, so averaging them again keeps them and adds the mean of the late gradients.
         bucket.memory.mul_(bucket.scale)
 
 

@@ -93,7 +93,7 @@ class Buckets:
 
     def _scale(self, dtype: torch.dtype) -> float:
         """Factor applied to each contribution as it is copied into a bucket of this dtype."""
-        # An average of halves divides them first, to which a power of two is exact: then it is cheaper here.
+        # Halves are divided before they are summed. For a power of two that is exact, and cheaper during the copy.
         first = dtype in HALVES and self.codec is None and self._comms.size.bit_count() == 1
         return 1 / self._comms.size if self.background or first else 1.0
 
@@ -113,7 +113,7 @@ class Buckets:
         """The bucket's own codec, if it has one."""
         if self.codec is None or not bucket.flat.is_floating_point():
             return None
-        # By parameters, not in the bucket: what a codec has learned outlives a bucket that is made again.
+        # Keyed by parameters, not stored in the bucket: a codec's residual outlives a bucket that is rebuilt.
         found = self._codecs.get(bucket.indices)
         if found is None:
             found = self._codecs[bucket.indices] = self.codec.clone()

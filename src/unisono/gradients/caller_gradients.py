@@ -66,9 +66,9 @@ class CallerHooks:
             self.count = count
             hooks = enumerate(map(_post_accumulate_hooks, self._parameters))
             self._watched = {index for index, table in hooks if table and len(table) > self._own[index]}
-            # Never shrinks: a parameter whose hook was removed costs a copy, and needs no thought.
+            # Never shrinks: after its hook is removed, a parameter merely costs one more copy.
             self.stays |= self._watched
-        # Versions tell of a hook that makes an optimizer's step, which no look at p.grad does.
+        # Version counters reveal a hook that runs the optimizer, which p.grad does not show.
         self._effects = _Effects(list(map(_version, self._parameters)) if count else None)
         return changed
 
@@ -89,7 +89,7 @@ class CallerHooks:
             self.add(index, partial(self._look, index))
 
     def _look(self, index: int, parameter: torch.Tensor) -> None:
-        # Torch calls it for one that was frozen after its forward, too, and adds nothing.
+        # Torch also calls it for a parameter frozen after its forward, and then adds nothing.
         if parameter.grad is None and parameter.requires_grad:
             self._effects.taken.add(index)
 

@@ -140,7 +140,7 @@ class LogicalShards:
         # If the tree adds each rank's shards to one sum, ranks all-reduce these; else (three ranks with two shards
         # each, say) every rank gathers the partial sums of all.
         self._covers = [_cover(0, count, *run) for run in runs]
-        # Of the step that has begun, and of the shard in it that is open.
+        # The step in progress, and its open shard.
         self._step: _Step | None = None
         self._open: _Shard | None = None
         self._comm = comm.dup(deterministic=True)

@@ -124,7 +124,7 @@ class Reduction:
         """Assign the means to p.grad."""
         for contents in self.contents:
             contents.assign_grads(saved)
-        # What was set aside and has no bucket, as of a parameter that is frozen, was not averaged.
+        # Gradients that were set aside but belong to no bucket (of frozen parameters, say) were not averaged.
         if saved.aside:
             saved.restore([index for index in saved.aside if index not in self._buckets.where])
 
@@ -133,7 +133,7 @@ class Reduction:
         contents = self.contents[self.sent]
         last = self.sent == len(self.contents) - 1
         comm = self._comms.data
-        # Before p.grad is emptied: a pass that is undone needs no rewind then.
+        # Check before p.grad is emptied, so that undoing the pass needs no rewind.
         if (failure := comm.exception()) is not None:
             # Another rank's pass has failed.
             raise failure.locate(rank=comm.rank, size=comm.size, operation="all_reduce")
@@ -143,7 +143,7 @@ class Reduction:
             contents.follow_streams()
         flags = requests if last else ()
         contents.finalize(arrived, saved.aside, self._factor, self._weights.here, flags, self._keeps_copies)
-        # Before the reduction, which may end in an error on this rank alone.
+        # Counted first: a reduction that fails on this rank alone has still reached the others.
         self.sent += 1
         with self._observed(contents) if observed_now() else nullcontext():
             self._reduce(contents)

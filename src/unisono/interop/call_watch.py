@@ -168,7 +168,7 @@ class Watch:
             where.calls += 1
             number = where.calls
             self._threads.add(threading.get_ident())
-            # Of a rank with several threads, one that waits does not keep the others from their calls.
+            # In a rank with several threads, a waiting thread does not keep the others from making calls.
             alone = waits and len(self._threads) == 1
             content = CALL.pack(where.index, number, signature.same, index, _CODES[op], alone)
             if not self._before:
@@ -371,9 +371,9 @@ def _meet(store: dist.Store, rank: int, ranks: list[int], check: _Check, limit_s
     control = CallControl((in_zone_of(host, master), port), secret, _MEET_WITHIN_S, rank=rank)
     made = Watch(control, Group.world(rank, size, name), ranks, check, limit_s)
     control.attend(Group.world(rank, size, name), made.failed, os.getpid() if its == here else 0)
-    # A rank that has not attended when another one needs it would not be missed.
+    # The monitor misses only ranks that have attended, so all must have before the first call.
     control.exchange(Group.world(rank, size, name), "watch", check, _MEET_WITHIN_S)
-    # It is closed before its connection, which was opened before.
+    # Registered after the connection was, so it closes first.
     close_at_exit(made)
     invalidate_after_fork(made)
     return made
@@ -408,7 +408,7 @@ def watch_at_init(setting: str) -> None:
     def init_process_group(*args: Any, **keywords: Any) -> None:
         original(*args, **keywords)
         if _watch is not None:
-            # Of a default group that was destroyed.
+            # Left over from a default group that has been destroyed.
             _watch.close()
         if dist.get_backend() in _NOT_WATCHED or dist.get_world_size() == 1:
             return

@@ -133,7 +133,7 @@ def signature_of(form: Form, args: tuple[Any, ...], op: str | None, place: Place
         shape=tuple(tensors[0][0]) if len(tensors) == 1 else None,
         site=place,
     )
-    # An operation that is not known differs from none.
+    # An unknown operation (a C++ caller's) matches any other.
     return Signature(hash_of(fingerprint._replace(op=None).compared()), fingerprint)
 
 
@@ -180,7 +180,7 @@ def install(seen: _Seen) -> None:
         packet = getattr(torch.ops.c10d, name, None)
         if packet is not None:
             library.impl(name, _kernel(Form(packet.default), seen), "BackendSelect", with_keyset=True)
-    # It ends with the object.
+    # The registration ends when the library object is collected.
     _libraries.append(library)
     for name in _METHODS:
         if method := getattr(dist.ProcessGroup, name, None):

@@ -65,7 +65,7 @@ class MpirunRanks(LinkedRanks):
         secret = secrets.token_bytes(32)
         with ExitStack() as opened:
             server = opened.enter_context(closing(ControlServer(secret)))
-            # Of this user alone.
+            # The folder is readable by this user only: its files hold the secret.
             name = opened.enter_context(tempfile.TemporaryDirectory(prefix="unisono-mpi-"))
             folder = Path(name)
             orders = WorkerSpec(0, size, payload, {}, server.address, secret, share_of_cores(threads, size), None, None)
@@ -93,7 +93,7 @@ class MpirunRanks(LinkedRanks):
                 if over:
                     break
         if len(self.links) < self.size:
-            # The others miss a rank that never came, whatever the caller wants after a failure.
+            # Whatever `on_failure` says, the others cannot start without a rank that never joined.
             self.on_failure = "end"
 
     def start(self, rank: int, attempt: int) -> None:
@@ -112,7 +112,7 @@ class MpirunRanks(LinkedRanks):
         return "ended before it could report; see its output and mpirun's"
 
     def close(self) -> None:
-        # A rank that is about to report may do so until mpirun has ended.
+        # A rank may still be about to report; mpirun ends only after its ranks.
         self._opened.close()
         for link in self.links.values():
             link.close()

@@ -8,7 +8,7 @@ import importlib
 __all__ = ["PRELOADED"]
 
 PRELOADED = (
-    # Their packages load names when they are used, which each rank would do by itself.
+    # Packages load these lazily; without this list, every forked rank would import them again.
     "unisono.bootstrap.tcp_store",
     "unisono.checkpoint.loader",
     "unisono.gradients.average",

@@ -85,7 +85,7 @@ class _Attempt:
         self._job = jobs[0]
         self._continues = on_failure == "continue"
         ranks = [job.before + rank for job in jobs for rank in range(job.ranks)]
-        # Hosts start theirs together.
+        # Hosts start their ranks all at once, so the supervisor starts none by itself.
         self._supervisor = Supervisor(lambda rank, attempt: None, self._ends, ranks, on_failure, grace_s=SCRIPT_GRACE_S)
         self._size = self._job.size or self._job.ranks
         # Ranks that have ended, with their status; and signals, after the rank -1.

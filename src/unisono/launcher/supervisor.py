@@ -132,7 +132,7 @@ class Supervisor:
                 self.ended += self._settled(outcome)
             if self._grace_s is not None and any(outcome.error is not None for outcome in self.ended):
                 self._deadline = min(self._deadline, clock.now() + self._grace_s)
-                # Whatever follows from the first failure takes no longer than that.
+                # Later failures follow from the first one, so they do not extend the deadline.
                 self._grace_s = None
         return self.ended
 

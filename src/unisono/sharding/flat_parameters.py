@@ -326,10 +326,10 @@ class _Flight:
         self._work: Work | None = None
         live = comms.live
         if live.replicate is not None and whole.dtype in HALVES:
-            # Before, so that no sum overflows.
+            # Divide before summing: a sum of halves could overflow.
             divide(whole, live.data.size)
         if comms.size == 1:
-            # Its part is the whole, and so is the average.
+            # A single rank's part is the whole tensor, which is already the average.
             self._new = whole
             return
         self._new = whole.new_empty(part)
@@ -342,7 +342,7 @@ class _Flight:
             self._wait()
             replicate = self._comms.live.replicate
             if replicate is not None:
-                # First: an error in it must not begin it again.
+                # The stage changes first, so that an error in the call cannot start it a second time.
                 self._stage = _Stage.REPLICAS
                 self._work = self._comms.run(replicate.all_reduce, self._new, "sum", async_op=self._async)
 

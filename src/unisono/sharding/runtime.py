@@ -158,10 +158,10 @@ class _GatherOrder:
     """
 
     def __init__(self) -> None:
-        # By whether it is in backward, and the unit: the unit that was gathered after it.
+        # Maps (in backward?, unit) to the unit gathered after it.
         self._next: dict[tuple[bool, Unit], Unit] = {}
         self._previous: Unit | None = None
-        # The last unit that was gathered in the running forward, and in the forward before.
+        # The last unit gathered in this forward pass, and in the previous one.
         self._latest: Unit | None = None
         self.last: Unit | None = None
 
@@ -445,7 +445,7 @@ class Runtime(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         self._change("begin")
-        # As of now: what counts is the outermost pass, whatever contexts the hooks in it enter.
+        # Decided now: the outermost pass counts, whatever contexts hooks inside it enter.
         self._running = _Pass(self.sync)
         self._order.begin_backward()
         for _, gradient in self._trained:

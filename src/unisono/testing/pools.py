@@ -267,7 +267,7 @@ class PoolProcesses:
             try:
                 usable = self._ranks.links[outcome.rank].recv()
             except (EOFError, OSError):
-                # That was the outcome of the rank itself.
+                # No second message: what arrived was the end of the rank, not the result of its program.
                 outcome.reported = usable = False
             self._usable = self._usable and usable
         return ended

@@ -18,7 +18,7 @@ def check(target: Target) -> Iterator[Finding]:
         if not load_torch().distributed.is_available():
             return
     except (ImportError, OSError):
-        # Its own check reports it.
+        # The check for torch reports it.
         return
     from unisono.interop.dispatched_calls import unseen
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from unisono.core.tracing import profiled_now
 from unisono.errors import CommError, UnavailableError
 from unisono.interop.call_forms import CallForms
+from unisono.interop.dispatch_modes import PLAIN, PYTHON, dispatched, excluded, first_tensor, modes
 from unisono.interop.error_texts import add_torch_words
 from unisono.interop.hooked_calls import Carrier, between_hooks, with_backend
-from unisono.interop.watched_calls import PLAIN, PYTHON, dispatched, excluded, first_tensor, modes
 from unisono.transports.torch.process_groups import backend_plugin
 
 __all__ = ["DeviceBackends", "by_device"]

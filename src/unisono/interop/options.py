@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from unisono.core.types import Work
 from unisono.core.work import WorkGroup
 from unisono.errors import CommError
+from unisono.interop.dispatch_modes import modes
 from unisono.interop.error_texts import add_torch_words
-from unisono.interop.watched_calls import modes
 
 __all__ = [
     "GroupOptions",

@@ -214,7 +214,11 @@ class WatchedCalls(ControlState):
 
     def _compared(self, where: _Group, number: int, call: _Call) -> Outgoing:
         """Name the difference between the ranks that have made a call, if there is one."""
-        problem = explain({rank: call.made[rank].fingerprint for rank in sorted(call.made)})
+        prints = {rank: call.made[rank].fingerprint for rank in sorted(call.made)}
+        if any(each.op is None for each in prints.values()):
+            # A C++ caller's reduce operation is unknown. The others' would be named as a difference.
+            prints = {rank: each._replace(op=None) for rank, each in prints.items()}
+        problem = explain(prints)
         if not problem:
             return self._made(where, number, call)
         sent = "Its result, and all that follows from it, may be wrong"

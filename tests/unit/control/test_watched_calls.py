@@ -97,6 +97,13 @@ def test_unknown_reduce_operation_differs_from_none() -> None:
     assert "ranks differ in op" in watched.verdict()[2]
 
 
+def test_unknown_reduce_operation_is_not_named_as_a_difference() -> None:
+    watched = Watched()
+    watched.call(0, 1, op=1)
+    watched.call(1, 1, SUM._replace(op=None, counts=(5,)))
+    assert "ranks differ in counts: " in watched.verdict()[2]
+
+
 def test_difference_is_reported_while_a_rank_is_missing() -> None:
     watched = Watched(3)
     watched.call(0, 1)

@@ -467,6 +467,8 @@ void messages(uint64_t seed) {
     std::vector<Bytes> sent;
     for (int n = 0; n < 60; n++) sent.emplace_back(lengths() % (n % 4 ? 300 : 300'000), static_cast<char>(n));
     std::thread sender([&] {
+        // Each call has its own.
+        WaitCallbacks callbacks;
         for (size_t n = 0; n < sent.size(); n++) {
             const auto nbytes = static_cast<int64_t>(sent[n].size());
             const Header header{static_cast<int64_t>(n), nbytes, 1};

@@ -18,6 +18,7 @@ from unisono.core.clock import poll_until
 from unisono.core.types import ReduceOp
 from unisono.errors import PeerLostError, UnavailableError
 from unisono.host import mpi_library
+from unisono.host.launched import Launched
 from unisono.host.mpi_library import check_world, env_without_launcher, launched, name_of
 from unisono.testing.reference import reduced
 from unisono.transports.mpi import point_to_point
@@ -112,7 +113,7 @@ def test_single_rank_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     with pytest.raises(UnavailableError, match=r"torchrun does not start MPI.*mpirun -n 4"):
         check_world(fake_mpi(1), 4)
-    monkeypatch.setattr(mpi_library, "launched", lambda: mpi_library.MpiLauncher("some mpiexec", 0, 4))
+    monkeypatch.setattr(mpi_library, "launched", lambda: Launched("some mpiexec", 0, 4))
     with pytest.raises(UnavailableError, match=r"some mpiexec has started 4 .* MPICH 5\.0\.2.* -n 4"):
         check_world(fake_mpi(1), 4)
 
@@ -137,7 +138,7 @@ def test_launcher_is_checked_before_mpi_init(monkeypatch: pytest.MonkeyPatch, by
         THREAD_MULTIPLE=3,
     )
     monkeypatch.setattr(mpi_library, "imported", lambda: mpi)
-    monkeypatch.setattr(mpi_library, "launched", lambda: mpi_library.MpiLauncher(by, 0, 2))
+    monkeypatch.setattr(mpi_library, "launched", lambda: Launched(by, 0, 2))
     if fits:
         assert mpi_library.library() is mpi
     else:

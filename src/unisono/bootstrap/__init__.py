@@ -1,8 +1,14 @@
 """Start-up: the number of this rank, the number of ranks, and where they meet.
 
-One file for each method. A new one has a function `find(request)` that returns a `Rendezvous`, and
-a line below: in `_SCHEMES` if users name it in an `init_method`, in `_AUTOMATIC` if it can
-detect from the environment, by a function `detected(request)`, that it is meant.
+One module for each way to find them. Its function `find(request)` returns a `Rendezvous`. A scheme, which users name in
+an `init_method`, needs no more than that and its name in `_SCHEMES`. A launcher, which is recognised by its environment
+variables, has its name in `_LAUNCHERS`, and also defines:
+
+- `VARIABLES`: those that give a process its place;
+- `START`: a command line that starts ranks with it, for messages;
+- `launched()`: the `Launched` that they describe, with None for what makes no sense, or None if none is set;
+- `detected(request)`: whether `find` of this module is the one to call;
+- `check(request)`, which raises the `ValueError` that `find` would raise before it contacts anybody.
 """
 
 from __future__ import annotations
@@ -15,18 +21,14 @@ from typing import Any
 from unisono.bootstrap.rendezvous import InitRequest, Rendezvous, alone
 from unisono.core import clock
 from unisono.errors import CommError
+from unisono.host.launched import Launched
 
-__all__ = ["InitRequest", "Rendezvous", "find"]
+__all__ = ["InitRequest", "Rendezvous", "find", "launched", "launchers"]
 
 _SCHEMES = ("env", "file", "mpi", "tcp")
 """Modules of this package, each of which loads when it is asked."""
-_AUTOMATIC = ("env", "mpi", "slurm")
-_PLACES = {
-    "env": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "mpi": ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK"),
-    "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
-}
-"""Variables by which a launcher tells a process its place in a job."""
+_LAUNCHERS = ("env", "mpi", "slurm")
+"""Modules of this package, the one that takes precedence first."""
 _TAKEN = "UNISONO_TAKEN_BY"
 """Variable for children of this process: its number, and the place that it has taken among the ranks of its job."""
 
@@ -64,22 +66,33 @@ def find(
     """
     request = InitRequest(init_method, rank, world_size, clock.now() + timeout_s, secret)
     if init_method is None:
-        scheme = next((name for name in _AUTOMATIC if _way(name).detected(request)), "")
+        way = next((each for each in launchers() if each.detected(request)), None)
     else:
         scheme, separator, _ = init_method.partition("://")
         if not separator or scheme not in _SCHEMES:
             known = ", ".join(f"{name}://" for name in _SCHEMES)
             raise ValueError(f"unknown init_method {init_method!r}; known: {known}")
-    _take_place(_PLACES.get(scheme, ()))
+        way = _module(scheme)
+    _take_place(getattr(way, "VARIABLES", ()))
     try:
-        return _way(scheme).find(request) if scheme else alone(request)
+        return alone(request) if way is None else way.find(request)
     except CommError as error:
         error.locate(rank=request.rank, size=request.size, operation="init")
         raise
 
 
-def _way(scheme: str) -> Any:
-    return importlib.import_module(f"unisono.bootstrap.{scheme}")
+def launchers() -> list[Any]:
+    """Return the modules of the launchers that can be recognised, the one that takes precedence first."""
+    return [_module(name) for name in _LAUNCHERS]
+
+
+def launched() -> Launched | None:
+    """Return this process's place as its launcher's variables give it; None if no launcher started it."""
+    return next(filter(None, (each.launched() for each in launchers())), None)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"unisono.bootstrap.{name}")
 
 
 def _take_place(names: Sequence[str]) -> None:

@@ -7,20 +7,31 @@ import os
 from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.bootstrap.tcp_store import find_in_store
+from unisono.host.launched import Launched, number
 
-__all__ = ["detected", "find", "read"]
+__all__ = ["START", "VARIABLES", "check", "detected", "find", "launched"]
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+START = "torchrun --nproc-per-node 2 train.py"
+
+
+def launched() -> Launched | None:
+    """Return the place that torchrun, or whatever else set RANK and WORLD_SIZE, gave to this process."""
+    # Set to nothing is not set.
+    if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
+        return None
+    by = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the environment"
+    return Launched(by, number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE"))
 
 
 def detected(request: InitRequest) -> bool:
     """Return whether the environment, or the caller, defines ranks at all."""
-    given = request.rank is not None or request.size is not None
-    # Set to nothing is not set.
-    return given or bool(os.environ.get("RANK") or os.environ.get("WORLD_SIZE"))
+    return request.rank is not None or request.size is not None or launched() is not None
 
 
 def find(request: InitRequest) -> Rendezvous:
     """Return the rendezvous that the environment names; the caller's arguments take precedence."""
-    host, port = read(request)
+    host, port = check(request)
     rank, size = request.numbers()
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where = f"torchrun's agent at {host}:{port}" if by_agent else f"MASTER_ADDR {host}:{port}"
@@ -31,7 +42,7 @@ def find(request: InitRequest) -> Rendezvous:
     return find_in_store(claim, host, port, request.secret, agent=by_agent)
 
 
-def read(request: InitRequest) -> tuple[str, int]:
+def check(request: InitRequest) -> tuple[str, int]:
     """Return where the ranks meet, with rank and size set in the request.
 
     Raises:

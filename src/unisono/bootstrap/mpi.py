@@ -25,7 +25,10 @@ from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
 from unisono.host.mpi_library import check_world, has_ulfm, launched, library, name_of
 from unisono.host.network import address_for_others, address_outward, host_identity
 
-__all__ = ["MpiAbortGuard", "detected", "find", "find_on", "job_end"]
+__all__ = ["START", "VARIABLES", "MpiAbortGuard", "check", "detected", "find", "find_on", "job_end", "launched"]
+
+VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK")
+START = "mpirun -n 2 python train.py"
 
 _TAG = 23041
 _MAX_BYTES = 4096
@@ -36,6 +39,10 @@ def detected(_request: InitRequest) -> bool:
     """Return whether an MPI launcher has started this process, and others with it."""
     found = launched()
     return found is not None and found.size != 1
+
+
+def check(_request: InitRequest) -> None:
+    """Do nothing: MPI itself gives rank and size."""
 
 
 def find(request: InitRequest) -> Rendezvous:

@@ -18,8 +18,24 @@ from dataclasses import dataclass, replace
 from unisono.bootstrap.rendezvous import InitRequest, RankClaim, Rendezvous, alone, checked, env_number
 from unisono.bootstrap.tcp import find_at
 from unisono.errors import CommTimeoutError
+from unisono.host.launched import Launched, number
 
-__all__ = ["MAX_HOSTS", "SlurmStep", "detected", "expand", "find", "port_of", "step"]
+__all__ = [
+    "MAX_HOSTS",
+    "START",
+    "VARIABLES",
+    "SlurmStep",
+    "check",
+    "detected",
+    "expand",
+    "find",
+    "launched",
+    "port_of",
+    "step",
+]
+
+VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
+START = "srun python train.py"
 
 _log = logging.getLogger("unisono")
 
@@ -66,6 +82,20 @@ def port_of(job: int, number: int) -> int:
         (19711, 20720, 19712)
     """
     return _FIRST_PORT + (job + _STRIDE * number) % _PORTS
+
+
+def launched() -> Launched | None:
+    """Return this task's place in its step, if this process is a task of one."""
+    try:
+        task = step()
+    except ValueError:
+        return Launched("Slurm", number("SLURM_PROCID"), number("SLURM_NTASKS"))
+    return None if task is None else Launched("Slurm", task.rank, task.size, task.local_rank, task.local_size)
+
+
+def check(_request: InitRequest) -> None:
+    """Raise `ValueError` if the variables of the step make no sense."""
+    step()
 
 
 def detected(_request: InitRequest) -> bool:

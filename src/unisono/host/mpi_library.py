@@ -9,15 +9,14 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import UnavailableError
 from unisono.host.distribution import install_command
+from unisono.host.launched import Launched, number
 
 __all__ = [
-    "MpiLauncher",
     "check_world",
     "env_without_launcher",
     "find_mpirun",
@@ -27,35 +26,7 @@ __all__ = [
     "library",
     "mpirun_environment",
     "name_of",
-    "number",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class MpiLauncher:
-    """An MPI launcher, as found in the environment.
-
-    Attributes:
-        by: The launcher, for messages.
-        rank, size: This process's number and the number of processes, if the launcher sets them.
-        local_rank, local_size: The same on this host, if the launcher sets them.
-    """
-
-    by: str
-    rank: int | None
-    size: int | None
-    local_rank: int | None = field(default=None, repr=False)
-    local_size: int | None = field(default=None, repr=False)
-
-    @property
-    def is_open_mpi(self) -> bool | None:
-        """Return whether the launcher is Open MPI's; None if it is unknown."""
-        return None if "PMIx" in self.by else "Open MPI" in self.by
-
-    @property
-    def on_several_hosts(self) -> bool:
-        """Return whether some of the processes are known to be on other hosts."""
-        return self.size is not None and self.local_size is not None and self.local_size < self.size
 
 
 # Rank and size, global and on this host, from the most to the least specific. Slurm sets the last ones too, if it
@@ -71,12 +42,12 @@ _VARIABLES = (
 _OF_HYDRA = ("MPI_LOCALNRANKS", "HYDI_CONTROL_FD", "HYDRA_LAUNCHER")
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> MpiLauncher | None:
+def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
     """Return the MPI launcher that started this process; None if none did, or if it was Slurm's srun.
 
     Example:
         >>> launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
-        MpiLauncher(by="Open MPI's mpirun", rank=1, size=4)
+        Launched(by="Open MPI's mpirun", rank=1, size=4)
         >>> launched({"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_PROCID": "0"})
     """
     for by, rank, *others in _VARIABLES:
@@ -84,14 +55,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> MpiLauncher | None:
             continue
         if rank.startswith("PMI") and "SLURM_PROCID" in environment and not any(v in environment for v in _OF_HYDRA):
             return None
-        return MpiLauncher(by, *(number(name, environment) for name in (rank, *others)))
+        return Launched(by, *(number(name, environment) for name in (rank, *others)))
     return None
-
-
-def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return a variable's value if it is a whole number."""
-    text = environment.get(name, "").strip()
-    return int(text) if text.isdecimal() else None
 
 
 def library() -> Any:
@@ -144,13 +109,14 @@ def imported() -> Any:
 
 def _check_launcher(mpi: Any) -> None:
     launcher = launched()
-    if launcher is not None and launcher.is_open_mpi in (True, False):
-        fits = launcher.is_open_mpi == name_of(mpi).startswith("Open MPI")
-        if not fits:
-            raise _of_another(launcher, mpi, launcher.size)
+    # A launcher that speaks PMIx may be any library's.
+    if launcher is None or "PMIx" in launcher.by:
+        return
+    if ("Open MPI" in launcher.by) != name_of(mpi).startswith("Open MPI"):
+        raise _of_another(launcher, mpi, launcher.size)
 
 
-def _of_another(launcher: MpiLauncher, mpi: Any, size: int | None) -> UnavailableError:
+def _of_another(launcher: Launched, mpi: Any, size: int | None) -> UnavailableError:
     mpiexec = _mpiexec_beside() or f"the mpiexec of {name_of(mpi)}"
     return UnavailableError(
         f"{launcher.by} has started {'the' if size is None else size} processes, but each of them is an MPI world "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from unisono.host.mpi_library import number
+from unisono.host.launched import number
 from unisono.host.processors import cores, visible
 from unisono.tools.doctor.checks.launcher import BY_VARIABLES, launched
 from unisono.tools.doctor.examination import Finding, Target, info, ok, problem

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from unisono.bootstrap import InitRequest, env, slurm
-from unisono.host import mpi_library
-from unisono.host.mpi_library import MpiLauncher, number
+from unisono import bootstrap
+from unisono.bootstrap import InitRequest
+from unisono.host.launched import Launched
 from unisono.host.network import is_loopback
 from unisono.tools.doctor.examination import Finding, Target, info, ok, problem
 from unisono.tools.doctor.network import addresses
@@ -18,7 +18,6 @@ ORDER = 60
 BY_VARIABLES = ("torchrun", "the environment")
 """Launchers that set RANK and WORLD_SIZE, and bind no rank to cores."""
 _MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-_UNSET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
 
 
 def check(target: Target) -> Iterator[Finding]:
@@ -31,46 +30,29 @@ def check(target: Target) -> Iterator[Finding]:
     yield from _remarks(target, launch)
 
 
-def launched() -> MpiLauncher:
-    """Return the launcher, in the order in which `init` looks: torchrun and the environment, MPI, Slurm.
-
-    Its name is empty if there is none. Numbers that are unset or invalid are None.
-    """
-    if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
-        by = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the environment"
-        local = number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE")
-        return MpiLauncher(by, number("RANK"), number("WORLD_SIZE"), *local)
-    by_mpi = mpi_library.launched()
-    if by_mpi is not None:
-        return by_mpi
-    try:
-        task = slurm.step()
-    except ValueError:
-        return MpiLauncher("Slurm", number("SLURM_PROCID"), number("SLURM_NTASKS"))
-    if task is None:
-        return MpiLauncher("", None, None)
-    return MpiLauncher("Slurm", task.rank, task.size, task.local_rank, task.local_size)
+def launched() -> Launched:
+    """Return this process's place as `init` would read it; one whose `by` is empty if there is no launcher."""
+    return bootstrap.launched() or Launched("", None, None)
 
 
 def _refused() -> Iterator[Finding]:
     """Yield the error that `init` would raise, verbatim."""
     request = InitRequest(None, None, None, 0.0, None)
+    launcher = next((each for each in bootstrap.launchers() if each.detected(request)), None)
+    if launcher is None:
+        return
     try:
-        if env.detected(request):
-            env.read(request)
-        elif mpi_library.launched() is None:
-            slurm.step()
+        launcher.check(request)
     except ValueError as error:
-        missing = next((name for name in _MEETING if not os.environ.get(name)), None)
-        if not env.detected(request):
-            yield problem(str(error), "srun python train.py   # which sets Slurm's variables itself")
-        elif missing is not None and request.rank is not None:
+        missing = next((name for name in _MEETING if name in launcher.VARIABLES and not os.environ.get(name)), None)
+        if missing is not None and request.rank is not None:
             yield problem(str(error), f"export {missing}={_MEETING[missing]}   # of the host of rank 0, on every rank")
         else:
-            yield problem(str(error), f"{_UNSET}   # for a world of one; or: torchrun --nproc-per-node 2 train.py")
+            unset = f"unset {' '.join(launcher.VARIABLES)}"
+            yield problem(str(error), f"{launcher.START}   # sets them itself; for a world of one: {unset}")
 
 
-def _master(launch: MpiLauncher) -> Iterator[Finding]:
+def _master(launch: Launched) -> Iterator[Finding]:
     host = os.environ.get("MASTER_ADDR")
     if not host:
         return
@@ -85,7 +67,7 @@ def _master(launch: MpiLauncher) -> Iterator[Finding]:
         )
 
 
-def _backend(target: Target, launch: MpiLauncher) -> Iterator[Finding]:
+def _backend(target: Target, launch: Launched) -> Iterator[Finding]:
     if "mpi" in (target.backend or "").split("+") and launch.by in BY_VARIABLES:
         yield problem(
             f"backend mpi was requested, but {launch.by} has started the ranks: each of them would be an MPI world "
@@ -94,13 +76,13 @@ def _backend(target: Target, launch: MpiLauncher) -> Iterator[Finding]:
         )
 
 
-def _words(launch: MpiLauncher) -> str:
+def _words(launch: Launched) -> str:
     if not launch.by:
         return "none: un.init() is a world of one, and un.launch starts ranks itself"
     return f"{launch.by}: rank {launch.rank} of {launch.size}"
 
 
-def _remarks(target: Target, launch: MpiLauncher) -> Iterator[Finding]:
+def _remarks(target: Target, launch: Launched) -> Iterator[Finding]:
     if launch.by == "torchrun" and target.backend is None:
         yield info("under torchrun every backend but mpi can be used; start ranks for mpi with mpirun")
     if not launch.by and "SLURM_JOB_ID" in os.environ:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from unisono.bootstrap.slurm import port_of, step
 from unisono.control.sockets import PORT_RANGE, listen, port_range
 from unisono.errors import CommError
-from unisono.host.mpi_library import number
+from unisono.host.launched import number
 from unisono.tools.doctor.checks.launcher import launched
 from unisono.tools.doctor.examination import Finding, Target, info, ok, problem
 from unisono.tools.doctor.network import ANYWHERE, free_port, port_owner

@@ -1,0 +1,37 @@
+"""Place of this process in its job, as its launcher's environment variables give it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Launched", "number"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Place of this process in its job.
+
+    Attributes:
+        by: Name of the launcher, for messages.
+        rank, size: This process's rank and the number of ranks; None if unset or invalid.
+        local_rank, local_size: The same on this host.
+    """
+
+    by: str
+    rank: int | None
+    size: int | None
+    local_rank: int | None = field(default=None, repr=False)
+    local_size: int | None = field(default=None, repr=False)
+
+    @property
+    def on_several_hosts(self) -> bool:
+        """Return whether some of the processes are known to be on other hosts."""
+        return self.size is not None and self.local_size is not None and self.local_size < self.size
+
+
+def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return a variable's value if it is a whole number."""
+    text = environment.get(name, "").strip()
+    return int(text) if text.isdecimal() else None

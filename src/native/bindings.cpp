@@ -1,4 +1,4 @@
-// The module `unisono._native`: what both languages know, and the cores of each kind of group.
+// The module `unisono._native`: numbers and layouts shared with Python, and the core for each kind of group.
 #include <nanobind/nanobind.h>
 
 #include <initializer_list>
@@ -18,7 +18,7 @@ namespace nb = nanobind;
 namespace unisono {
 namespace {
 
-// Addresses and lengths of the memory to write, and addresses of the memory to copy from.
+// Addresses and lengths of the targets, and addresses of the sources.
 void copy_gradients(const std::vector<uintptr_t>& destinations, const std::vector<uintptr_t>& sources,
                     const std::vector<int64_t>& lengths) {
     int64_t total = 0;
@@ -30,7 +30,7 @@ void copy_gradients(const std::vector<uintptr_t>& destinations, const std::vecto
                       total >= kNonTemporalBytes);
 }
 
-// The numbers of an enumeration, by their names in Python.
+// An enumeration's values by their Python names.
 template <class Enum>
 nb::dict numbers(std::initializer_list<std::pair<const char*, Enum>> names) {
     nb::dict found;
@@ -43,7 +43,8 @@ nb::dict numbers(std::initializer_list<std::pair<const char*, Enum>> names) {
 
 NB_MODULE(_native, module) {
     using namespace unisono;
-    // An uncaught exception keeps frames, and with them communicators, until the interpreter has gone.
+    // An uncaught exception keeps frames, and so communicators, alive until after the interpreter: nanobind would
+    // report leaks.
     nb::set_leak_warnings(false);
     module.doc() = "Collectives in shared memory and over connections; see src/native.";
     module.attr("BUILD") = UNISONO_BUILD;

@@ -14,8 +14,8 @@ namespace unisono {
 
 enum class Status { ok, mismatch, timeout, peer_left, aborted, interrupted, unsupported, peer_lost };
 
-// How a call has ended. If it failed, also the rank that it waited for, -1 for none, and for how long. It is returned and
-// kept nowhere, because threads that move messages fail independently of the one that makes collectives.
+// How a call ended and, if it failed, the rank that it waited for (-1 for none) and for how long. It is returned
+// instead of stored, because threads that move messages fail independently of the one that makes collectives.
 struct Outcome {
     Status status = Status::ok;
     int missing = -1;
@@ -28,8 +28,8 @@ struct Outcome {
     bool operator==(Status other) const { return status == other; }
 };
 
-// Held during a call. Its tensors and its progress are fields, which a second thread in the same core would change:
-// also with Python's lock, because a call that waits releases it.
+// Held during a call. The call's tensors and progress are fields of the core, so a second thread would corrupt them.
+// Python's lock does not prevent that: a waiting call releases it.
 class Exclusive {
   public:
     explicit Exclusive(std::atomic<bool>& busy) : busy_(busy) {
@@ -43,7 +43,7 @@ class Exclusive {
     std::atomic<bool>& busy_;
 };
 
-// Words that ranks compare in the first round of a call; the last word is published, but not compared.
+// Words that ranks compare in the first round of a call, except the last, which is only published.
 struct Signature {
     uint64_t words[4];
 };
@@ -53,12 +53,12 @@ class WaitCallbacks {
   public:
     // Called before a wait that may sleep.
     virtual void before_sleep() {}
-    // Whether the caller ends the wait, for example because of a signal.
+    // Whether the wait should end, for example because of a signal.
     virtual bool interrupted() { return false; }
     virtual ~WaitCallbacks() = default;
 
-    // The same while bytes move, but asked for at most every 50 ms: the answer needs Python's lock, for which a thread
-    // that computes in Python lets others wait.
+    // The same while bytes move, but queried at most every 50 ms: the answer needs Python's lock, which a thread that
+    // computes in Python releases only now and then.
     bool interrupted_lately() {
         const double now = monotonic_s();
         if (now < next_look_s_) return false;
@@ -84,7 +84,7 @@ enum class OpType {
     scatter
 };
 
-// Memory of a tensor of a call: its address and number of elements.
+// Address and number of elements of a call's tensor.
 struct Buffer {
     char* data;
     int64_t count;
@@ -103,7 +103,8 @@ struct CollectiveCall {
     double deadline = 0;
     WaitCallbacks* callbacks = nullptr;
 
-    // The sum of the counts, and of several, their FNV-1a hash (Fowler, Noll, Vo) over numbers instead of bytes.
+    // The sum of the counts, and, if there are several, their FNV-1a hash (Fowler, Noll, Vo), over numbers instead of
+    // bytes.
     void sign_counts() {
         uint64_t total = 0, uneven = 0;
         const bool by_inputs = type == OpType::reduce || type == OpType::reduce_scatter || type == OpType::gather;
@@ -154,7 +155,8 @@ struct CollectiveCall {
         return std::all_of(parts.begin(), parts.end(), [&](const Buffer& part) { return part.count == count; });
     }
 
-    // Whether no output overlaps another tensor, except that a rank's own entry may be the other tensor itself.
+    // Whether no output overlaps another tensor, except that this rank's entry of a list may be the single tensor
+    // itself.
     bool are_disjoint(size_t own) const {
         const bool may_alias = type != OpType::reduce_scatter && type != OpType::all_to_all;
         const auto end = [&](const Buffer& part) { return part.data + part.count * width; };

@@ -1,4 +1,4 @@
-// Calls as Python passes them to a core: it checks the tensors, and passes addresses.
+// Calls as Python passes them to a core. Python checks the tensors, and passes addresses.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,10 +21,10 @@ namespace unisono {
 
 namespace nb = nanobind;
 
-// From this length on, other threads run during the whole call.
+// Longer calls release Python's lock throughout; shorter ones only when they wait.
 inline constexpr int64_t kLongBytes = 64 << 10;
 
-// Lets other threads run during long waits and copies, and ends waits for signals.
+// Releases Python's lock during long waits and copies, and ends waits when a signal arrives.
 class PythonWaitCallbacks : public WaitCallbacks {
   public:
     ~PythonWaitCallbacks() override {
@@ -34,7 +34,7 @@ class PythonWaitCallbacks : public WaitCallbacks {
         if (!saved_) saved_ = PyEval_SaveThread();
     }
     bool interrupted() override {
-        // Before the first sleep this thread still has Python's lock.
+        // Before the first sleep this thread still holds Python's lock.
         if (!saved_) return PyErr_CheckSignals() != 0;
         PyEval_RestoreThread(saved_);
         const bool raised = PyErr_CheckSignals() != 0;
@@ -46,12 +46,12 @@ class PythonWaitCallbacks : public WaitCallbacks {
     PyThreadState* saved_ = nullptr;
 };
 
-// The first word of a signature of a call that ranks compare by a hash: without kernels, or with an algorithm's steps.
+// First word of the signature of a call that ranks compare by hash: one without kernels, or with an algorithm's steps.
 inline constexpr uint64_t kGeneralCall = uint64_t{0xFF} << 56, kStepsCall = uint64_t{0xFE} << 56;
 
 inline char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
 
-// Operations as Python names them. Their numbers are the places here, 0 for none; an average is a divided sum.
+// Operations by their Python names. Their numbers are the indices here, 0 for none; an average is a divided sum.
 struct NamedOp {
     const char* name;
     std::optional<ReduceOp> op;
@@ -77,7 +77,7 @@ struct DType {
 // How a call failed; none if it did not.
 using Failure = std::optional<Outcome>;
 
-// Runs a native call, during which other threads run if it is long or waits.
+// Runs a native call, without Python's lock if it is long or waits.
 template <class Function>
 Failure run_interruptible(int64_t nbytes, const Function& function) {
     Outcome outcome;
@@ -91,7 +91,7 @@ Failure run_interruptible(int64_t nbytes, const Function& function) {
     return outcome;
 }
 
-// Calls as Python passes them to a core: with the numbers of their collective, operation and dtype.
+// Calls with numbers for their collective, operation and dtype.
 class Calls {
   public:
     Calls(int rank, int size, const std::vector<std::pair<std::string, int64_t>>& dtypes) : rank_(rank), size_(size) {
@@ -100,8 +100,8 @@ class Calls {
     }
     virtual ~Calls() = default;
 
-    // The tensors to write and to read; if the call exchanges a part per rank, the longer one holds them all. With the
-    // steps of a program, or, if it has no chunks, as the core prefers.
+    // The tensors to write and to read; if the call exchanges a part per rank, the longer one holds all parts. Runs the
+    // steps of the program, or, if that has no chunks, the core's preferred ones.
     Failure call(int type, int op, int dtype, int root, uintptr_t target, int64_t written, uintptr_t source,
                  int64_t read, double deadline, const Program& program) {
         const Exclusive held(busy_);
@@ -134,7 +134,7 @@ class Calls {
         return start(op, dtype, true);
     }
 
-    // Addresses and counts of the tensors to write, and of those to read. Averages are divided on request.
+    // Addresses and counts of the tensors to write and to read. Averages are divided on request.
     Failure call_lists(int type, int op, int dtype, int root, const std::vector<uintptr_t>& targets,
                        const std::vector<int64_t>& written, const std::vector<uintptr_t>& sources,
                        const std::vector<int64_t>& read, bool divides, double deadline, const Program& program) {
@@ -143,8 +143,8 @@ class Calls {
         return start(op, dtype, divides);
     }
 
-    // A call of the general path, with the steps of the caller's algorithm. `lengths` are those of all ranks' parts,
-    // where they differ.
+    // A call from the general path, with the steps of the caller's algorithm. `lengths` has the length of each rank's
+    // part where these differ.
     Failure call_program(const Program& program, int type, int op, int dtype, int root,
                          const std::vector<uintptr_t>& targets, const std::vector<int64_t>& written,
                          const std::vector<uintptr_t>& sources, const std::vector<int64_t>& read,
@@ -191,7 +191,7 @@ class Calls {
         for (size_t n = 0; n < sources.size(); n++) call.inputs.push_back({pointer(sources[n]), read.at(n)});
     }
 
-    // Runs a call whose tensors are valid, without Python's lock where it is long or waits.
+    // Runs a call with valid tensors, without Python's lock if it is long or waits.
     Failure run() {
         int64_t nbytes = 0;
         for (const Buffers* side : {&call_.inputs, &call_.outputs})
@@ -202,7 +202,7 @@ class Calls {
         });
     }
 
-    // Describes the present call to an executor.
+    // Describes the current call to an executor.
     StepsCall& steps_of(const CollectiveCall& call) {
         const bool moves = call.type != OpType::barrier;
         steps_.program = moves ? program_ : nullptr;
@@ -213,7 +213,7 @@ class Calls {
         steps_.reduction = call.reduction;
         steps_.divisor = call.divisor;
         steps_.width = static_cast<size_t>(call.width);
-        // Where there is no root, each rank's result depends on all contributions.
+        // Without a root, every rank's result depends on all contributions.
         steps_.hears_all = call.root < 0;
         steps_.signature = signature(call);
         steps_.deadline = call.deadline;
@@ -226,7 +226,7 @@ class Calls {
 
     const int rank_, size_;
     std::atomic<bool> busy_{false};
-    // The steps of the present call; null for those that the core prefers.
+    // The steps of the current call; null for the core's preferred ones.
     const Program* program_ = nullptr;
     StepsCall steps_;
 
@@ -241,7 +241,8 @@ class Calls {
         for (int r = 0; r < size_; r++) parts.push_back({pointer(whole) + r * count * call_.width, count});
     }
 
-    // Unsupported if the core does not support the call, or its tensors are invalid; the general path raises the error.
+    // Unsupported if the core does not support the call, or a tensor is invalid: then the general path raises the
+    // error.
     Failure start(int op, int dtype, bool divides) {
         const OpType type = call_.type;
         call_.divisor = divides && op == kAverage ? size_ : 1;
@@ -255,7 +256,7 @@ class Calls {
         return run();
     }
 
-    // What stands for a call on every rank that makes it.
+    // Identifies a call on every rank that makes it.
     uint64_t signature(const CollectiveCall& call) const {
         uint64_t mixed = program_ ? program_->label : 0;
         const auto mix = [&](uint64_t word) {
@@ -311,7 +312,7 @@ class Calls {
         }
     }
 
-    // One part of each rank, beginning with the root's: gathered, or scattered by the root.
+    // One part per rank, beginning with the root's: gathered, or scattered by the root.
     void cut_by_rank(const CollectiveCall& call) {
         const bool gathers = call.type != OpType::scatter;
         const Buffers &many = gathers ? call.outputs : call.inputs, &one = gathers ? call.inputs : call.outputs;
@@ -319,7 +320,7 @@ class Calls {
             const int r = (place + std::max(0, call.root)) % size_;
             char* here = many.empty() ? nullptr : many[r].data;
             char* mine = r == rank_ ? one[0].data : nullptr;
-            // A rank that only passes on a part of another length knows that length.
+            // A rank that only forwards a part of another length knows that length.
             const int64_t count = !many.empty() ? many[r].count : !lengths_.empty() ? lengths_[r] : one[0].count;
             add_chunk(gathers ? mine : here, gathers ? here : mine, count);
         }
@@ -327,11 +328,11 @@ class Calls {
 
     std::vector<DType> dtypes_;
     CollectiveCall call_;
-    // The lengths of all ranks' parts, where a call of the general path has them.
+    // Lengths of all ranks' parts, if the general path has passed them.
     std::vector<int64_t> lengths_;
 };
 
-// As methods of each core: those of a bound base class take longer to call.
+// Bound as methods of each core, because those of a bound base class take longer to call.
 template <class Bound>
 Bound& add_calls(Bound&& bound) {
     using Type = typename std::decay_t<Bound>::Type;

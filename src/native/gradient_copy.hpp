@@ -8,12 +8,12 @@
 
 namespace unisono {
 
-// From this size on, stores bypass the caches: other ranks last accessed these lines, their cores may share no cache
-// with this one, and the data does not stay in this core's cache until it is reduced.
+// From this size on, stores bypass the caches: other ranks accessed these lines last, perhaps from cores that share no
+// cache with this one, and the data would not stay in this core's cache until it is reduced.
 inline constexpr int64_t kNonTemporalBytes = 256 << 10;
 
 inline void copy_gradient(char* destination, const char* gradient, size_t nbytes, bool non_temporal) {
-    // The gradient may be there already, since an earlier step.
+    // The gradient may already be in place, since an earlier step.
     if (destination == gradient || !nbytes) return;
     if (non_temporal)
         copy_non_temporal(destination, gradient, nbytes);

@@ -1,4 +1,4 @@
-// What comes before the bytes of a message between two ranks, in shared memory as on connections.
+// Header that precedes the bytes of a message between two ranks, in shared memory and on connections.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace unisono {
 struct Header {
     int64_t tag, count, dtype;
 };
-// Its format as Python's struct has it.
+// Its format for Python's struct module.
 inline constexpr const char* kHeaderFormat = "<qqq";
 static_assert(sizeof(Header) == 3 * 8);
 

@@ -1,2 +1,2 @@
-// Nanobind's own source, which it has in one file for builds without CMake.
+// Nanobind's sources, which it combines in one file for builds without CMake.
 #include "nb_combined.cpp"

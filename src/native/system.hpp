@@ -1,4 +1,4 @@
-// What the core asks of the operating system: clocks, sleeping and waking threads, and sockets that raise no signal.
+// Operating system services that the core needs: clocks, sleeping and waking threads, and sockets that raise no signal.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,8 @@
 
 namespace unisono {
 
-// Seconds of the clock that Python's time.monotonic() reads. On macOS that one stands still while the machine sleeps,
-// as CLOCK_MONOTONIC does not.
+// Seconds on the clock that Python's time.monotonic() reads. On macOS it stops while the machine sleeps, unlike
+// CLOCK_MONOTONIC.
 inline double monotonic_s() {
 #if defined(__APPLE__)
     constexpr clockid_t kClock = CLOCK_UPTIME_RAW;
@@ -38,8 +38,8 @@ inline double monotonic_s() {
     return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// What a debugger that holds the ranks of this process sets: the seconds for which the clock of deadlines has stood
-// still, and since when it does now; negative if it does not.
+// Set by a debugger that holds the ranks of this process: the seconds for which the deadline clock was stopped, and
+// when the current stop began; negative while it runs.
 inline std::atomic<double> stood_s{0};
 inline std::atomic<double> stopped_at_s{-1};
 
@@ -58,7 +58,7 @@ inline void futex_wait(const void* word, uint32_t expected, long nanoseconds) {
 inline void futex_wake(const void* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
 #endif
 
-// A descriptor that becomes readable for good when any thread says so: it ends a sleep in poll, and all later ones.
+// A descriptor that any thread can make readable for good, which ends a sleep in poll and all later ones.
 class Wakeup {
   public:
     Wakeup() {
@@ -81,7 +81,7 @@ class Wakeup {
     Wakeup& operator=(const Wakeup&) = delete;
 
     int descriptor() const { return ends_[0]; }
-    // From any thread. A write that fails finds the descriptor readable already.
+    // From any thread. If the write fails, the descriptor is readable already.
     void wake() const {
         const uint64_t one = 1;
         [[maybe_unused]] const ssize_t written = write(ends_[1], &one, sizeof one);
@@ -91,8 +91,8 @@ class Wakeup {
     int ends_[2];
 };
 
-// Writing to a connection that has ended must fail, instead of raising SIGPIPE, which ends the process. Linux has a flag
-// for each call; macOS has an option of the socket, and that flag only in its latest versions.
+// Writing to a closed connection must fail instead of raising SIGPIPE, which would end the process. Linux has a flag
+// for each call; macOS has a socket option, and the flag only in its latest versions.
 #if defined(__APPLE__)
 inline constexpr int kNoSignal = 0;
 inline void raise_no_signal(int socket) {

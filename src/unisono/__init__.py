@@ -4,7 +4,7 @@
     comm = un.init()
     un.average_gradients(model, comm)
 
-Every name loads when it is first used, so that importing the package costs nothing.
+Every name loads on first use, so importing the package is cheap.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["BY_HANDLE", "Check", "Communicator", "boundaries_of", "engine_of", "join_part", "replace_transport"]
 
 BY_HANDLE: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
-"""The communicators of this process by the names that compiled graphs hold instead of objects."""
+"""This process's communicators by `handle`, the name that compiled graphs hold instead of the object."""
 
 _numbers = itertools.count()
 
@@ -73,28 +73,27 @@ _ALL_TO_ALL_SINGLE = COLLECTIVES["all_to_all_single"]
 class Communicator(Place):
     """A group of ranks that communicate: point-to-point, collectives, sub-groups, objects.
 
-    Created by `unisono.init` or `unisono.launch`, by `from_group` from a torch process group of
-    another owner, by `from_mpi` from an MPI communicator, and by `split`, `subgroup` and `dup` from
-    another communicator. Ranks in every call are ranks of this communicator. Where a call takes a tensor on the
-    CPU, it also takes NumPy arrays, DLPack objects, memory such as bytearrays, numbers and lists of numbers, of which
-    all but numbers and read-only memory may be written. It belongs to the thread
-    that first uses it. After a failure that may leave ranks out of step (any but wrong arguments) it is
-    broken: later calls raise the first cause immediately.
+    Created by `unisono.init` or `unisono.launch`, by `from_group` around an existing torch process group, by `from_mpi`
+    around an MPI communicator, and by `split`, `subgroup` and `dup` of another communicator. Ranks in every call are
+    ranks of this communicator. Where a call takes a CPU tensor, it also takes NumPy arrays, DLPack objects, buffers
+    such as bytearrays, numbers and lists of numbers. Results can be written to all of these except numbers and
+    read-only memory. A communicator belongs to the thread that first uses it. After a failure that may leave ranks out
+    of step (any but wrong arguments) it is broken: later calls raise the first cause immediately.
 
     Args:
         transport: A connected transport, one per rank.
         control: This rank's handle to the control plane.
-        options: The options that were passed to the transport.
+        options: Options of the transport.
         check: "auto" compares every rank's operation before each collective; "off" never does; "full" also compares
             shapes, sent with received contents, and whether a tensor was changed before `wait`.
-        admission: Of a rank that was started for a lost one: returns the communicator of the job that has admitted this
-            rank, by a deadline on the library's clock. `rebuild` calls it.
+        admission: For a rank that replaces a lost one: function of a deadline on the library's clock that returns the
+            communicator of the job that has admitted this rank. `rebuild` calls it.
 
     Attributes:
         rank, size: This process's rank, and the number of ranks.
         backend: Name of the transport, such as "gloo".
         device: Default device of tensors.
-        handle: A name of it in this process, by which compiled graphs find it in `BY_HANDLE`.
+        handle: Its key in `BY_HANDLE`, where compiled graphs look it up.
 
     Example:
         >>> with un.init() as comm:
@@ -121,7 +120,7 @@ class Communicator(Place):
         self._admission = admission
         self._splits = self._rebuilds = self._barriers = self._mailboxes = 0
         self._before_close: list[Callable[[], None]] = []
-        # Communicators made by `split`, while they have other references.
+        # Weak: communicators made by `split` live only as long as the program refers to them.
         self._parts: list[weakref.ref[Communicator]] = []
         # The communicator that `rebuild` made of this one.
         self._successor: Communicator | None = None
@@ -136,7 +135,7 @@ class Communicator(Place):
             raise
         unchecked = not transport.checks and group.size > 1
         if (check == "full" and not transport.full) or (check == "auto" and unchecked):
-            # Ranks of one process, and a transport that compares calls itself, need no connections for that.
+            # Ranks in one process, and transports that compare calls themselves, need no extra connections.
             from unisono.transports.tcp.collectives import TcpCollectives
 
             connect = TcpCollectives.connect if control.connectable and not transport.checks else None
@@ -150,7 +149,7 @@ class Communicator(Place):
         BY_HANDLE[self.handle] = self
 
     def _handshake(self, transport: Transport, group: Group) -> Sequence[str]:
-        """Agree with the other ranks on common capabilities. Return the name of each rank's host."""
+        """Agree with the other ranks on common capabilities, and return the name of each rank's host."""
         settings = self._options.chunk_bytes, self._check, self._options.deterministic
         host = self._options.host_of(group.members[group.rank]) or host_identity()
         mine = (host, sorted(transport.native), transport.checks, *settings)
@@ -186,11 +185,11 @@ class Communicator(Place):
         check: Check = "auto",
         chunk_bytes: int = 2 << 20,
     ) -> Communicator:
-        """Return a communicator on a torch process group of another owner; unisono never destroys the group.
+        """Return a communicator on an existing torch process group, which unisono never destroys.
 
-        Collective over the group: every member calls it. The owner may continue to use the group
-        while the communicator does not. Sub-groups are created without `dist.new_group`. On a group of
-        the backend `unisono` the communicator has a transport of its own, of the same kind.
+        Collective over the group: every member calls it. The owner may continue to use the group while the communicator
+        does not. Sub-groups are created without `dist.new_group`. On a group of the backend `unisono` the communicator
+        gets its own transport, of the same kind.
 
         Args:
             group: As created by `dist.init_process_group` or `dist.new_group`; None is the default group.
@@ -239,13 +238,13 @@ class Communicator(Place):
     def from_mpi(
         cls, comm: Any, *, timeout: Timeout = 300.0, check: Check = "auto", chunk_bytes: int = 2 << 20
     ) -> Communicator:
-        """Return a communicator of the ranks of an MPI communicator of another owner; unisono never frees that.
+        """Return a communicator on an existing MPI communicator, which unisono never frees.
 
         Collective over it: every member calls it. The owner may continue to use it at any time: messages
         travel on unisono's own communicators.
 
         Args:
-            comm: A communicator of mpi4py, such as `MPI.COMM_WORLD`, or a part of it; no intercommunicator.
+            comm: An mpi4py intracommunicator, such as `MPI.COMM_WORLD`.
             timeout: Default of every operation: seconds or a `timedelta`.
             check: As for `init`.
             chunk_bytes: As for `init`.
@@ -262,7 +261,7 @@ class Communicator(Place):
     def _owning(
         cls, transport: Transport, control: ControlPlane, options: Options, release: Callable[[], None], check: Check
     ) -> Communicator:
-        """Return a communicator that calls `release` at its end; immediately if it cannot be created."""
+        """Return a communicator that calls `release` when it is closed, or now if it cannot be created."""
         try:
             made = cls(transport, control, options, check=check)
         except BaseException:
@@ -274,9 +273,9 @@ class Communicator(Place):
     # -- the communicator itself -----------------------------------------------------------------
     @property
     def is_replacement(self) -> bool:
-        """Whether this rank was started for a lost one and is alone yet; `rebuild` joins the others.
+        """Whether this rank replaces a lost one and is still alone; `rebuild` joins the others.
 
-        With `launch(..., on_failure="replace")`. It is False again for the communicator that `rebuild` returns.
+        True only under `launch(..., on_failure="replace")`; False for the communicator that `rebuild` returns.
         """
         return self._admission is not None
 
@@ -286,14 +285,14 @@ class Communicator(Place):
 
     @property
     def overlaps(self) -> bool:
-        """Return whether an asynchronous collective progresses while the caller computes, at little cost to it."""
+        """Return whether an asynchronous collective progresses while the caller computes, without slowing it much."""
         transport = self._engine.transport
         return (transport.overlaps or transport.background) and not self._options.deterministic
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return an uninitialised tensor in memory that this backend reduces best. Collective: the same on every rank.
 
-        The memory stays valid as long as a tensor on it exists, also after `close`.
+        The memory stays valid as long as a tensor refers to it, even after `close`.
 
         Args:
             shape: Sizes of the dimensions, or the number of elements.
@@ -334,14 +333,14 @@ class Communicator(Place):
         Collective. In place. Any strided tensor of n elements, n the same on all ranks.
 
         Args:
-            tensor: Of a dtype that torch can reduce by `op`; bool sums are "or".
+            tensor: Any dtype that torch can reduce with `op`; a sum of bools is "or".
             op: sum, avg, product, min, max (NaN wins), band, bor or bxor.
             scale: Multiply each contribution by this number first, in the tensor's dtype: torch's PREMUL_SUM, for "sum"
-                and "avg" of floating and complex dtypes. The same on all ranks. It takes a copy of the tensor.
-            algorithm: "auto" for the least predicted time (see `plan`), a file of
+                and "avg" of floating and complex dtypes. The same on all ranks. Makes a copy of the tensor.
+            algorithm: "auto" for the lowest predicted time (see `plan`), a file of
                 `unisono.collectives.algorithms.all_reduce` ("ring", "double_binary_tree:segments=8", ...), "native"
-                where the backend has it, or None: native, else the fastest by its cost. "fewest_bytes":
-                native, else the algorithm that sends least.
+                where the backend has it, or None: native, else the fastest by its cost. "fewest_bytes": native, else
+                the algorithm that sends least.
             async_op: Return a `Work` immediately; the tensor belongs to it until `wait` returns.
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
@@ -349,8 +348,9 @@ class Communicator(Place):
 
         Raises:
             MismatchError: Ranks disagree on operation, op, dtype, n, algorithm or scale; no data moved.
-            ValueError: Unsupported by `op` or `scale`, memory that overlaps itself, an unknown algorithm.
-            CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is broken then.
+            ValueError: A dtype that `op` or `scale` does not support, memory that overlaps itself, or an unknown
+                algorithm.
+            CommTimeoutError, PeerLostError: See `unisono.errors`; the communicator is then broken.
 
         Cost: at least ceil(log2 p) rounds and 2(p-1)/p of the bytes sent by each rank.
 
@@ -388,8 +388,7 @@ class Communicator(Place):
 
         Args:
             tensor, op: As for `all_reduce`.
-            dst: The rank that gets the result; 0 by default. It may come before `op`, as torch has it:
-                `reduce(tensor, 1, "max")`.
+            dst: The rank that gets the result; 0 by default. May precede `op`, as in torch: `reduce(tensor, 1, "max")`.
             algorithm, async_op, timeout: As in `all_reduce`.
 
         Returns: As `all_reduce`.
@@ -434,7 +433,7 @@ class Communicator(Place):
     ) -> Work | None:
         """Write the sum (or `op`) of every rank's `input_list[r]` to `output` on rank r.
 
-        Collective. Inputs may differ in length, as all ranks' lists do alike; they stay unchanged.
+        Collective. Inputs may differ in length, if all ranks' lists have the same lengths; they stay unchanged.
 
         Args:
             output: Any shape and strides, with as many elements as every rank's input for this rank.
@@ -479,7 +478,9 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Write this rank's part of the sum (or `op`) of every rank's `input` to `output`. Else as `reduce_scatter`.
+        """Write this rank's part of the sum (or `op`) of every rank's `input` to `output`.
+
+        Otherwise as `reduce_scatter`.
 
         Args:
             output: Any shape and strides, with as many elements on every rank.
@@ -528,22 +529,22 @@ class Communicator(Place):
     def agree(self, value: Any, name: str) -> None:
         """Find out, with the next collective, whether all ranks have the same value here.
 
-        All ranks call it, in the same order. It sends nothing: the next collective of this communicator, or of another
-        one of the same ranks, made by this thread, compares a digest of the value as it is now. `flush_agreements`,
-        `barrier` and `close` compare what waits. Values are equal if they have the same types, shapes, dtypes and
-        bits; dicts and sets may be in any order, and tensors on any device. With `check="off"`, only
-        `flush_agreements` and `close` compare.
+        All ranks call it, in the same order. It sends nothing: this thread's next collective on this communicator, or
+        on another one of the same ranks, compares a digest of the value as it is now. `flush_agreements`, `barrier` and
+        `close` compare whatever is pending. Values are equal if they have the same types, shapes, dtypes and bits;
+        dicts and sets may be in any order, and tensors on any device. With `check="off"`, only `flush_agreements` and
+        `close` compare.
 
         Args:
-            value: Numbers, strings, tensors, arrays, modules, optimizers, dataclasses, and containers of them.
-            name: What errors call it.
+            value: Number, string, tensor, array, module, optimizer or dataclass, or a container of these.
+            name: Name of the value in errors.
 
         Raises:
             TypeError: The value, or a part of it, is of a type that cannot be compared.
-            MismatchError: On every rank, from the collective that compares: the first part that differs, and the ranks
-                on each side; or a rank that has not called `agree`. `close` raises it on one rank.
+            MismatchError: Raised on every rank by the collective that compares: the first part that differs, and the
+                ranks on each side; or a rank that has not called `agree`. `close` raises it on one rank only.
 
-        Cost: a hash of the value, and some 10 us; and about 0.1 ms with the next collective.
+        Cost: a hash of the value and about 10 us now, and about 0.1 ms in the next collective.
 
         Example:
             >>> def program(comm):
@@ -561,13 +562,13 @@ class Communicator(Place):
             self._engine.agreements.add(value, name)
 
     def flush_agreements(self, timeout: Timeout | None = None) -> None:
-        """Compare now what `agree` has taken. Collective. The communicator works on if values differ.
+        """Compare the values passed to `agree` now. Collective. The communicator stays usable if they differ.
 
         Args:
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
         Raises:
-            MismatchError: As `agree` says, on every rank.
+            MismatchError: On every rank, as for `agree`.
 
         Cost: a barrier, and a round trip to the control plane.
 
@@ -581,16 +582,17 @@ class Communicator(Place):
         self._engine.flush_agreements(_BARRIER, timeout)
 
     def monitored_barrier(self, timeout: Timeout | None = None) -> None:
-        """Run a barrier over the control plane; on timeout, name every missing rank and its current location.
+        """Run a barrier over the control plane; on timeout, name every missing rank and where it is now.
 
         Collective. Sends nothing over the backend, so it works where the backend is suspect. `barrier` also names
-        missing ranks; this one costs more (a round trip to the control plane), and finds all of them in one call.
+        missing ranks, but perhaps not all of them; this call finds all, for a round trip to the control plane.
 
         Args:
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
         Raises:
-            CommTimeoutError: Ranks are missing: raised on every rank that has joined, with each one's activity.
+            CommTimeoutError: Ranks are missing. Raised on every rank that has joined, with the activity of each missing
+                one.
             PeerLostError: One of the ranks is gone.
 
         Example:
@@ -757,7 +759,7 @@ class Communicator(Place):
     ) -> Work | None:
         """Receive the tensor of rank r into `tensor_list[r]` on every rank.
 
-        Collective. Ranks' tensors may differ in length, as all ranks' lists do alike.
+        Collective. Tensors may differ in length between ranks, if all ranks' lists have the same lengths.
 
         Args:
             tensor_list: One tensor a rank, of any shape and strides; entry r has as many elements as rank r's tensor.
@@ -839,7 +841,7 @@ class Communicator(Place):
     ) -> Work | None:
         """Receive `input_list[r]` of rank s into `output_list[s]` on rank r.
 
-        Collective. Lengths are free, as long as both ends of each pair agree.
+        Collective. Lengths are arbitrary, as long as both ends of each pair agree.
 
         Args:
             output_list: One tensor a rank, of any shape and strides; entry s has as many elements as rank s sends here.
@@ -935,18 +937,18 @@ class Communicator(Place):
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
         """Return the tensors of all ranks, in the order of ranks. No rank needs to know the others' lengths.
 
-        Collective. Cost: as `all_gather`, and before it one of 18 numbers a rank.
+        Collective. Cost: as `all_gather`, preceded by one of 18 numbers a rank.
 
         Args:
             tensor: Of at most 16 dimensions, of which the first may differ between ranks.
             algorithm: As for `all_reduce`, of all_gather.
             async_op: Return a work immediately; its `result()` returns the tensors. It owns `tensor` until then.
-            timeout: Seconds or a `timedelta`, for each of the two; the communicator's if None.
+            timeout: Seconds or a `timedelta`, for each of the two collectives; the communicator's if None.
 
         Returns: New contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
 
         Raises:
-            MismatchError: Ranks' tensors differ in dtype, or in another dimension than the first; no data moved.
+            MismatchError: Tensors differ between ranks in dtype, or in a dimension other than the first; no data moved.
             ValueError: More than 16 dimensions, or a tensor that cannot be sent.
 
         Example:
@@ -977,7 +979,7 @@ class Communicator(Place):
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor] | None] | None:
         """Return the tensors of all ranks, in the order of ranks, on rank `dst`; None on the other ranks.
 
-        Collective. Cost: as `gather`, and before it an all_gather of 18 numbers a rank.
+        Collective. Cost: as `gather`, preceded by an all_gather of 18 numbers a rank.
 
         Args:
             tensor: Of at most 16 dimensions, of which the first may differ between ranks.
@@ -988,7 +990,7 @@ class Communicator(Place):
         Returns: On rank `dst` new contiguous tensors, one for each rank; with `async_op`, the `ResultWork` in flight.
 
         Raises:
-            MismatchError, ValueError: As `all_gather_v`; also where ranks differ in `dst`.
+            MismatchError, ValueError: As `all_gather_v`; also if ranks differ in `dst`.
 
         Example:
             >>> def program(comm):
@@ -1021,10 +1023,10 @@ class Communicator(Place):
     ) -> torch.Tensor | ResultWork[torch.Tensor]:
         """Return tensor r of rank `src`'s list on rank r, which need not know its shape or dtype.
 
-        Collective. Cost: as `scatter`, and before it a broadcast of 18 numbers a rank.
+        Collective. Cost: as `scatter`, preceded by a broadcast of 18 numbers a rank.
 
         Args:
-            tensors: On rank `src`, one tensor a rank, of at most 16 dimensions, alike but for the first one; else None.
+            tensors: On rank `src`, one tensor a rank, of at most 16 dimensions, equal in all but the first; else None.
             src: The rank that sends.
             algorithm: As for `all_reduce`, of scatter.
             async_op, timeout: As in `all_gather_v`.
@@ -1033,7 +1035,8 @@ class Communicator(Place):
 
         Raises:
             MismatchError: Ranks differ in `src` or algorithm; no data moved.
-            TypeError, ValueError: Rank `src` has no list, or one that cannot be sent: on every rank; no data moved.
+            TypeError, ValueError: Rank `src` has no list, or one that cannot be sent. Raised on every rank; no data
+                moved.
 
         Example:
             >>> def program(comm):
@@ -1058,12 +1061,12 @@ class Communicator(Place):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> list[torch.Tensor] | ResultWork[list[torch.Tensor]]:
-        """Return what each rank has for this one, in the order of ranks: `tensors[r]` of rank s is entry s on rank r.
+        """Return what each rank sends to this one, in rank order: `tensors[r]` of rank s is entry s on rank r.
 
-        Collective. Cost: as `all_to_all`, and before it one of 18 numbers for each rank.
+        Collective. Cost: as `all_to_all`, preceded by one of 18 numbers for each rank.
 
         Args:
-            tensors: One tensor a rank, of at most 16 dimensions, of which the first may differ between all of them.
+            tensors: One tensor a rank, of at most 16 dimensions, of which the first may differ from tensor to tensor.
             algorithm: As for `all_reduce`, of all_to_all.
             async_op, timeout: As in `all_gather_v`.
 
@@ -1093,8 +1096,8 @@ class Communicator(Place):
             obj: The value on rank `src`: None, bool, number, string, bytes, container, dataclass, enum or tensor.
             src: The rank that sends.
             trusted: Send anything that cloudpickle supports, which lets peers run code here. The same on all ranks.
-            timeout: Limit of the exchange of lengths, and of that of values: seconds or a `timedelta`; the
-                communicator's if None.
+            timeout: Seconds or a `timedelta`, for the exchange of lengths and again for the values; the communicator's
+                if None.
 
         Raises:
             TypeError: The value cannot be sent; raised on all ranks.
@@ -1131,7 +1134,7 @@ class Communicator(Place):
         """
         self._engine.enter("all_gather_object")
         data = self._bytes(encode(obj, self.rank, trusted))
-        # By two calls of the fast path, which all_gather_v has not: saves and loads make many of these.
+        # Two fast-path calls, because all_gather_v has no fast path, and saves and loads make many of these.
         lengths = data.new_empty(self.size, dtype=torch.int64)
         self.all_gather_single(lengths, lengths.new_tensor([data.numel()]), timeout=timeout)
         counts = lengths.tolist()
@@ -1196,17 +1199,16 @@ class Communicator(Place):
     def send(self, tensor: Buffer, dst: int, tag: int = 0, *, timeout: Timeout | None = None) -> None:
         """Send a tensor to rank `dst`; return when it may be changed again.
 
-        Do not rely on buffering: two ranks that both send before they receive may deadlock.
-        `sendrecv` does both in one call.
+        Do not rely on buffering: two ranks that both send before they receive may deadlock. Use `sendrecv` instead.
 
         Args:
             tensor: Any shape, strides and dtype. The receiver's has as many elements, of the same dtype.
-            dst: The receiver's rank. A message to oneself needs a receive that is posted before, or an `isend`.
+            dst: The receiver's rank. A message to itself needs a receive posted before, or an `isend`.
             tag: 0 to 2**24 - 1; messages match by tag, and in order within a tag.
             timeout: Seconds or a `timedelta`; the communicator's if None.
 
         Raises:
-            CommTimeoutError: The message was not received in time. The communicator is broken then.
+            CommTimeoutError: The message was not received in time; the communicator is then broken.
             MismatchError: The receiver expects something else.
 
         Example:
@@ -1227,14 +1229,14 @@ class Communicator(Place):
 
         Args:
             tensor: As for `send`.
-            src: The sender's rank; any rank if None. Several ranks that have sent are served in turn.
+            src: The sender's rank; any rank if None, served in turn where several have sent.
             tag: As for `send`.
             timeout: As for `send`.
 
         Returns: The sender's rank.
 
         Raises:
-            ValueError: `src` is None on a backend that cannot report which ranks have sent, such as nccl.
+            ValueError: `src` is None, and the backend (nccl, for example) cannot report which ranks have sent.
 
         Example:
             >>> def program(comm):
@@ -1274,8 +1276,8 @@ class Communicator(Place):
     def irecv(self, tensor: Buffer, src: int | None = None, tag: int = 0) -> Work:
         """Start a receive. The tensor holds the message when the work's `wait` has returned.
 
-        From any rank if `src` is None; the work's `source_rank` is the sender then. Such receives match, in the
-        order of calls, the messages from ranks that no other receive names.
+        If `src` is None, the message may be from any rank, which the work's `source_rank` then returns. Such receives
+        match, in call order, messages from ranks that no other posted receive names.
 
         Args:
             tensor, src, tag: As for `recv`.
@@ -1299,7 +1301,8 @@ class Communicator(Place):
 
         Args:
             send_tensor, dst, sendtag: As for `send`.
-            recv_tensor, src, recvtag: As for `recv`; memory that `send_tensor` does not use, and a rank, not None.
+            recv_tensor, src, recvtag: As for `recv`, but `recv_tensor` must not share memory with `send_tensor`, and
+                `src` must not be None.
             timeout: As for `send`, for both messages.
 
         Example:
@@ -1327,8 +1330,8 @@ class Communicator(Place):
         Args:
             messages: `un.Send` and `un.Recv`, each with a tensor, a peer and a tag.
 
-        Returns: A list of one work for all messages, as torch's function of the same name with nccl; an empty list
-            if there are none.
+        Returns: A list of one work for all messages, as torch's function of the same name returns with nccl; empty
+            without messages.
 
         Raises:
             TypeError: An element is neither a `Send` nor a `Recv`.
@@ -1360,13 +1363,14 @@ class Communicator(Place):
         Args:
             src: The sender's rank; any rank if None.
             tag: Of the message.
-            timeout: Seconds or a `timedelta`; the communicator's if None. It stays usable after a timeout.
+            timeout: Seconds or a `timedelta`; the communicator's if None. The communicator stays usable after a
+                timeout.
 
         Returns: The sender's rank.
 
         Raises:
             CommTimeoutError: No message arrived in time.
-            ValueError: This backend cannot report which ranks have sent, such as nccl.
+            ValueError: The backend (nccl, for example) cannot report which ranks have sent.
 
         Example:
             >>> def program(comm):
@@ -1388,7 +1392,7 @@ class Communicator(Place):
         return work.source_rank()
 
     def iprobe(self, src: int | None = None, tag: int = 0) -> int | None:
-        """Return the rank that sent a message that has arrived; None if there is none. Otherwise as `probe`.
+        """Return the sender of a message that has arrived, or None. Otherwise as `probe`.
 
         Args:
             src, tag: As for `probe`.
@@ -1403,7 +1407,7 @@ class Communicator(Place):
     def mailbox(self, metadata: Any = None) -> tuple[Mailbox, list[Any]]:
         """Return a mailbox, and the metadata that each rank passed. Collective.
 
-        For libraries that serve requests of other ranks. A rank that dies breaks this communicator, but not
+        For libraries that serve requests from other ranks. A rank that dies breaks this communicator, but not
         the mailboxes: they `mark_lost` that rank alone.
 
         Args:
@@ -1434,8 +1438,8 @@ class Communicator(Place):
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Create a communicator for each color, of the ranks that passed it, in the order of their keys.
 
-        Collective over this communicator. Equal keys keep the order of ranks. A rank with `color=None` joins
-        none, and gets None. Subgroups can be used concurrently with each other and with their parent.
+        Collective over this communicator. Equal keys keep the order of ranks. A rank that passes `color=None` gets
+        None. Subgroups can be used concurrently with each other and with their parent.
 
         Args:
             color: Number of the group to join; None joins none.
@@ -1465,7 +1469,7 @@ class Communicator(Place):
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and (value is not None or name == "key"):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-        # It becomes a part of the name: True and 1 are one color.
+        # The color becomes part of the group's name, where True and 1 must be equal.
         color = color if color is None else int(color)
         self._splits += 1
         group = self._engine.group
@@ -1499,9 +1503,9 @@ class Communicator(Place):
 
         Raises:
             MismatchError: Ranks passed different lists.
-            ValueError: The list is empty, names a rank twice, or names one that does not exist.
+            ValueError: The list is empty, repeats a rank, or contains one that does not exist.
 
-        Cost: as `split`, and one `flush_agreements` more.
+        Cost: as `split`, plus one `flush_agreements`.
 
         Example:
             >>> def program(comm):
@@ -1525,8 +1529,8 @@ class Communicator(Place):
         """Return a second communicator of the same ranks, for another thread or library. Collective.
 
         Args:
-            check, deterministic: As for `init`; None is as this one was made. check="off" is for a library that has
-                agreed with all ranks on what it is going to call.
+            check, deterministic: As for `init`; None copies this communicator's setting. check="off" suits a library
+                whose ranks have agreed on the calls to come.
 
         Example:
             >>> def program(comm):
@@ -1549,17 +1553,16 @@ class Communicator(Place):
     def rebuild(self, *, grow: int = 0, size: int | None = None, timeout: Timeout | None = None) -> Communicator:
         """Return a new communicator of the remaining ranks, renumbered in their old order, and of newcomers.
 
-        Collective over the live ranks: each calls it when a call has failed, or all at the same point of the
-        program to admit newcomers. Ranks that have left, or die meanwhile, are not waited for. This
-        communicator is unusable afterwards; its subgroups stay as they are. The new communicator closes
-        the resources that the old one would have closed.
+        Collective over the live ranks: each calls it after a failed call, or all at the same point of the program to
+        admit newcomers. It does not wait for ranks that have left or die meanwhile. This communicator is unusable
+        afterwards; its subgroups are unaffected. The new communicator takes over what the old one would have closed.
 
         Args:
             grow: Number of newcomers, by `unisono.join`, to wait for and admit; they get the last ranks.
-            size: Instead of `grow`: number of ranks of the new communicator. As many newcomers are waited for as ranks
-                are missing, also such as are lost meanwhile. Ranks that pass neither go along with others that pass it.
-            timeout: Time (the communicator's timeout if None) within which the others join. A live rank that has not
-                joined by then (a stopped process, say) is excluded permanently, and gets `AbortedError` there.
+            size: Instead of `grow`: number of ranks of the new communicator. Waits for enough newcomers to reach it,
+                replacing any that are lost meanwhile. Ranks that pass neither accept the `size` of the others.
+            timeout: Time within which the others must join; the communicator's timeout if None. A live rank that has
+                not joined by then (a stopped process, say) is excluded permanently, and its call raises `AbortedError`.
 
         Raises:
             AbortedError: The other ranks continued without this rank.
@@ -1567,7 +1570,7 @@ class Communicator(Place):
             MismatchError: Ranks passed different arguments.
             CommError: More ranks remain than `size`.
 
-        On a communicator that `is_replacement` it joins the others, whatever the arguments but for the timeout.
+        On a communicator that `is_replacement` it joins the others, and ignores every argument but the timeout.
 
         Cost: one exchange over the control plane, and the time to connect: some milliseconds on one host.
 
@@ -1651,14 +1654,14 @@ class Communicator(Place):
 
     # -- choice of algorithms --------------------------------------------------------------------
     def tune(self, seconds: float = 2.0) -> CostTable:
-        """Measure what messages cost, and let `algorithm="auto"` choose by that from now on. Collective.
+        """Measure what messages cost, for `algorithm="auto"` to choose by from now on. Collective.
 
-        Times calls of a few algorithms and sizes, and fits latency, bandwidth, reduction and the overhead of a
-        message to them. All ranks use rank 0's result, which it stores in the user's cache folder for later programs
-        on the same backend, number of ranks on each host, and processor.
+        Times a few algorithms and sizes, and fits latency, bandwidth, reduction speed and overhead per message to them.
+        All ranks use rank 0's result, which rank 0 stores in the user's cache folder for later programs with the same
+        backend, processor and ranks per host.
 
         Args:
-            seconds: Time for all of it, at most about this.
+            seconds: Approximate upper limit of the time taken.
 
         Returns:
             The table.
@@ -1684,18 +1687,18 @@ class Communicator(Place):
         op: str | ReduceOp = "sum",
         algorithm: str | None = None,
     ) -> Choice:
-        """Return what `algorithm="auto"` stands for in a call, why, and the predicted times of other algorithms.
+        """Return which algorithm `"auto"` chooses for a call, why, and the predicted times of the others.
 
-        Collective if neither this nor a call with "auto" nor `tune` has been made before: ranks agree on a table.
+        Collective on the first call, unless `tune` or a call with "auto" came before: ranks agree on a cost table.
 
         Args:
             collective: "all_reduce", "broadcast", ...; roots are rank 0.
-            nbytes: Bytes of the message: of one rank's input, or of its output where that is longer.
-            dtype, op: As in the call; reductions of floating-point numbers permit fewer algorithms.
+            nbytes: Bytes of one rank's input or output, whichever is longer.
+            dtype, op: As in the call; floating-point reductions allow fewer algorithms.
             algorithm: Another algorithm to predict.
 
         Raises:
-            ValueError: There is no such collective or algorithm, or it cannot serve the call.
+            ValueError: No such collective or algorithm, or the algorithm cannot serve the call.
 
         Example:
             >>> plan = un.launch(lambda comm: comm.plan("all_reduce", 1024), nprocs=4, backend="thread")[0]
@@ -1712,25 +1715,25 @@ class Communicator(Place):
         return self._engine.selection.plan(collective, nbytes, dtype, reduced, algorithm)
 
     def metrics(self) -> dict[str, Any]:
-        """Return figures of the latest calls, and the rank that holds up the others, if there is one. Collective.
+        """Return figures of the latest calls, and the rank that holds up the others, if any. Collective.
 
-        For a training loop, every 100 steps or so. Looks at the calls since the last time, at least 100 and at most
-        2,048; a step should come in them 20 times. A rank is named that is later than the others by 2 %
-        of the time (of two ranks, by 8 %), more steadily than chance allows. Rank 0 logs that once, as a warning of the
-        logger `unisono`. From then on ranks look at their stacks 200 times a second, and the next calls of this method
-        tell what the rank does meanwhile. Times are those of the host: a kernel that waits on a GPU takes none.
+        For a training loop, every 100 steps or so. Covers the calls since the last time, from 100 to 2,048; they should
+        span at least 20 steps. Names a rank that lags the others by 2 % of the time (8 % with two ranks), more steadily
+        than chance would explain. Rank 0 logs this once, as a warning on the logger `unisono`. From then on ranks
+        sample their stacks 200 times a second, and later calls of this method report what the slow rank is doing. Times
+        are host times: a kernel that waits on a GPU takes none.
 
         Returns:
-            On every rank the same: "calls" (collectives of which all ranks have a record), "seconds" (their time),
-            "outside_s" (for each rank, the part of it that it was in no call of this communicator), and "straggler":
-            None, or "rank"; "where", the call before which it is late; "late_s" and "share", in all and as a part of
-            the time; "doing", which is "computing", "in a collective" (of another group) or "in the loader", and
-            "line", both None until enough samples tell them apart from what other ranks do.
+            The same on every rank: "calls" (number of collectives that all ranks have recorded), "seconds" (the time
+            they span), "outside_s" (for each rank, the part of it spent outside this communicator's calls), and
+            "straggler": None, or a dict of "rank"; "where", the call before which it is late; "late_s" and "share", its
+            delay in total and as a fraction of the time; "doing" ("computing", "in a collective" of another group, or
+            "in the loader") and "line", both None until there are enough samples to distinguish it from other ranks.
 
         Raises:
             CommError: As any collective.
 
-        Cost: 2 short collectives with 24 bytes a call; a call costs 50 ns more for what it records.
+        Cost: 2 short collectives with 24 bytes for each recorded call; recording adds 50 ns to every call.
 
         Example:
             >>> import time
@@ -1748,7 +1751,7 @@ class Communicator(Place):
 
     # -- life ------------------------------------------------------------------------------------
     def release_thread(self) -> None:
-        """Release the communicator from its thread: the next thread that uses it owns it.
+        """Release the communicator from its thread; the next thread that uses it becomes the owner.
 
         Raises:
             CommError: Another thread owns it.
@@ -1786,15 +1789,17 @@ class Communicator(Place):
 
     # -- stopping at the same step -----------------------------------------------------------------
     def stop_requested(self) -> bool:
-        """Return whether all ranks stop here. Every rank calls it once a step, at the same place of its loop.
+        """Return whether all ranks stop here. Every rank calls it once a step, at the same place in its loop.
 
-        Each call is a step boundary. After a request to stop, from any rank, it becomes true on all ranks at the same
-        boundary, the next one that no rank has passed yet, and remains true. Until then nothing is sent or waited for.
-        `un.stop.batches` wraps a loader in it; `un.stop.enable` lets signals, deadlines and files request a stop.
+        Each call is a step boundary. After any rank has requested a stop, it becomes true on all ranks at the same
+        boundary, the next one that no rank has passed, and remains true. Until a request, it sends nothing and never
+        waits. `un.stop.batches` wraps a loader in it; `un.stop.enable` lets signals, deadlines and files request a
+        stop.
 
         Raises:
             ClosedError: The communicator is closed.
-            CommTimeoutError: After a request, a rank did not report its step in time; it is named, on every rank.
+            CommTimeoutError: After a request, a rank did not report its step in time. Raised on every rank; names that
+                rank.
             CommError: After a request, the communicator has failed.
 
         Cost: 0.2 us. After a request, once, one exchange over the control plane.
@@ -1824,12 +1829,12 @@ class Communicator(Place):
         return boundaries.stops_at is not None and boundaries.stopped
 
     def request_stop(self, reason: str = "the program asked for it") -> None:
-        """Ask all ranks to stop at the same step: `stop_requested` becomes true there. From any thread of any rank.
+        """Request that all ranks stop at the same step, where `stop_requested` becomes true. Callable from any thread.
 
-        Only the first request counts. After `rebuild`, it is made to the new communicator.
+        Only the first request counts. After `rebuild`, the request goes to the new communicator.
 
         Args:
-            reason: What `stop_reason` is on every rank.
+            reason: Text that `stop_reason` returns on every rank.
 
         Raises:
             ClosedError: The communicator is closed.
@@ -1843,12 +1848,12 @@ class Communicator(Place):
 
     @property
     def stop_reason(self) -> str | None:
-        """Reason of the request at which this rank has stopped; None before it has."""
+        """Reason of the request for which this rank has stopped; None before."""
         return boundaries_of(self).reason
 
     @property
     def latest(self) -> Communicator:
-        """The communicator that `rebuild` made of this one last; this one if there is none."""
+        """The latest communicator that `rebuild` has made from this one; this one if there is none."""
         return self if self._successor is None else self._successor.latest
 
     def abort(self, reason: str = "the program asked for it") -> None:
@@ -1871,12 +1876,12 @@ class Communicator(Place):
             self._engine.on_failure(self._control.report_failure(self._engine.group, cause))
 
     def close(self) -> None:
-        """Release all resources, also those of sub-communicators. Every rank calls it when it is done. Idempotent.
+        """Release all resources, including those of sub-communicators. Every rank calls it when it is done. Idempotent.
 
-        Waits up to a second for the other ranks, so that nothing in flight is cut off; and before that, for background
-        saves. Both waits end immediately if the communicator is broken. The error of a save that has failed is raised
-        at the end. A communicator without references to it, its sub-communicators or its unfinished works is closed in
-        the background.
+        First waits for background saves, then up to a second for the other ranks, so that nothing in flight is cut off.
+        Both waits end immediately if the communicator is broken. If a save has failed, its error is raised at the end.
+        A communicator is closed in the background once nothing refers to it, its sub-communicators or its unfinished
+        works.
 
         Example:
             >>> comm = un.init()
@@ -1894,7 +1899,7 @@ class Communicator(Place):
                 self._close(CLOSE_S)
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Register an action for the start of `close`, while calls still work. The last one runs first.
+        """Register an action for the start of `close`, while calls still work. Actions run in reverse order.
 
         It does not run if the communicator is dropped without `close`. After a `rebuild`, the new communicator runs
         it.
@@ -1915,7 +1920,7 @@ class Communicator(Place):
     def after_close(self, action: Callable[[], None]) -> None:
         """Register an action for the end of `close`, to release resources. Actions run in the order registered.
 
-        It also runs, in another thread, when the communicator is dropped without `close`; so it must not refer to the
+        When the communicator is dropped without `close`, the action runs in another thread, so it must not refer to the
         communicator. After a `rebuild`, the new communicator runs it.
 
         Args:
@@ -1940,7 +1945,7 @@ class Communicator(Place):
         self._engine.ending.finish()
 
     def _fail(self, error: BaseException) -> None:
-        """Report this rank's error to the ranks that wait for it, also in the sub-communicators."""
+        """Report this rank's error to the ranks that wait for it, including those in sub-communicators."""
         if self._successor is not None:
             self._successor._fail(error)
             return
@@ -1963,7 +1968,7 @@ class Communicator(Place):
         try:
             self.close()
         except Exception:
-            # Of a background save; it does not replace the error that ends the program.
+            # The error of a background save must not replace the one that ends the program.
             if error is None:
                 raise
 
@@ -1988,7 +1993,7 @@ class Communicator(Place):
 
 
 def join_part(comm: Communicator, part: Group, check: Check, options: Options) -> Communicator:
-    """Return a communicator of some ranks of another one. Its members alone call it, with a name that is new.
+    """Return a communicator of some ranks of another one. Only its members call this, with a new name.
 
     Args:
         comm: The communicator of all ranks.
@@ -1997,7 +2002,7 @@ def join_part(comm: Communicator, part: Group, check: Check, options: Options) -
         options: Options of its transport.
 
     Raises:
-        CommError: A member is missing, or has failed; the others are told.
+        CommError: A member is missing or has failed; the others get an error too.
 
     Example:
         >>> def program(comm):
@@ -2009,7 +2014,7 @@ def join_part(comm: Communicator, part: Group, check: Check, options: Options) -
         >>> un.launch(program, nprocs=3, backend="thread")
         [0, None, 1]
     """
-    # From now on the group of the part detects a lost rank, even before that rank has joined.
+    # From here on the part's group detects a lost rank, even one that has not joined yet.
     comm._control.join(part)
     try:
         return Communicator(comm._plain().split(part), comm._control, options, check=check)
@@ -2020,7 +2025,7 @@ def join_part(comm: Communicator, part: Group, check: Check, options: Options) -
 
 
 def engine_of(comm: Communicator) -> Engine:
-    """Return what makes a communicator's calls, for modules that make calls of their own or need its group.
+    """Return a communicator's engine, for modules that make calls themselves or need its group.
 
     Example:
         >>> comm = un.init()
@@ -2031,7 +2036,7 @@ def engine_of(comm: Communicator) -> Engine:
 
 
 def boundaries_of(comm: Communicator) -> StepBoundaries:
-    """Return the count of this rank's steps on a communicator, or on what `rebuild` made of it.
+    """Return this rank's step count on a communicator, or on the one that `rebuild` made from it.
 
     Example:
         >>> comm = un.init()
@@ -2042,6 +2047,9 @@ def boundaries_of(comm: Communicator) -> StepBoundaries:
 
 
 def replace_transport(comm: Communicator, transport: Transport, control: ControlPlane) -> None:
-    """Let a communicator, and those that are made of it later, use these: a wrapper of its own ones, or those again."""
+    """Replace the transport and control plane, for this communicator and those made from it later.
+
+    For example with a recording wrapper, and with the originals again when the recording ends.
+    """
     comm._control = control
     comm._engine.wrap(transport, control)

@@ -1,4 +1,4 @@
-"""Exceptions of communication between ranks; messages name the rank, the call, the time waited, and the fix."""
+"""Exceptions for communication between ranks; messages name the rank, the call, the time waited, and the fix."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FIELDS = ("rank", "size", "group", "operation", "call", "peer", "nbytes", "wait
 class CommError(RuntimeError):
     """Base class of the library's errors: a failure of communication between ranks.
 
-    The code that raises it passes the fields it knows; the layers above add where it happened with
-    :meth:`locate`, and the text is formatted only when it is read.
+    The code that raises it passes the fields it knows; the layers above add where it happened with :meth:`locate`. The
+    text is formatted only when it is read.
 
     Args:
         message: The text without the place.
@@ -106,7 +106,7 @@ def _rebuild(kind: type[CommError], message: str, fields: dict[str, Any]) -> Com
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """A wait ended at its timeout; the message names the missing ranks.
+    """A wait timed out; the message names the missing ranks.
 
     Example:
         >>> import time
@@ -116,12 +116,12 @@ class CommTimeoutError(CommError, TimeoutError):
         unisono.errors.CommTimeoutError: rank 0 of 2, barrier #1 of world: timed out: ...rank 1...
     """
 
-    # As programs look for it that were written for torch.
+    # Programs written for torch test for this attribute.
     _beginning = "timed out: "
 
 
 class PeerLostError(CommError, ConnectionError):
-    """Another rank died, left, or failed by an exception of its own.
+    """Another rank died, left, or failed with an exception.
 
     Example:
         >>> def program(comm):
@@ -135,7 +135,7 @@ class PeerLostError(CommError, ConnectionError):
 
 
 class MismatchError(CommError, ValueError):
-    """Ranks called different operations, or the same one with arguments that do not fit together.
+    """Ranks called different operations, or the same one with incompatible arguments.
 
     Example:
         >>> un.launch(lambda comm: comm.all_reduce(torch.ones(1 + comm.rank)), 2, "thread")
@@ -161,7 +161,7 @@ class NotFiniteError(CommError, ArithmeticError):
 
 
 class DeadlockError(CommTimeoutError):
-    """A wait ended at its timeout, and ranks wait for each other in a cycle; the message names them.
+    """A wait timed out, and ranks wait for each other in a cycle; the message names them.
 
     Example:
         >>> un.simulate(lambda comm: comm.recv(torch.zeros(1), src=1 - comm.rank), 2)

@@ -1,5 +1,5 @@
-// 16-bit floats, as bits. Each operation is computed in float and rounded once to the nearest even, as in torch. This
-// is exact, because a float has more than twice the bits of either.
+// 16-bit floats, as bits. Each operation is computed in float and rounded once, to nearest even, as in torch. The
+// double rounding is harmless, because a float has more than twice the significant bits of either type.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,7 @@ struct Float16 {
         // Infinity from 65520 on, which is halfway between the largest half and the next one.
         if (magnitude >= 0x477FF000) return sign | 0x7C00;
         if (magnitude < 0x38800000) {
-            // The addition of 0.5 leaves multiples of 2**-24 in the last bits, rounded by the processor.
+            // Adding 0.5 leaves multiples of 2**-24 in the last bits, rounded by the processor.
             return sign | static_cast<uint16_t>(bits_of_float(float_of_bits(magnitude) + 0.5f) - bits_of_float(0.5f));
         }
         return sign | static_cast<uint16_t>((magnitude - (112 << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13);

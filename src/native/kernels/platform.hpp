@@ -19,8 +19,8 @@ inline void cpu_relax() {
 #endif
 }
 
-// A copy that does not load the target's lines into this processor's caches. The fence precedes any store that
-// notifies other ranks of the copy, because non-temporal stores are not ordered otherwise.
+// A copy that does not load the target's lines into this processor's caches. Non-temporal stores are unordered without
+// the fence, which must precede any store that notifies other ranks of the copy.
 inline void copy_non_temporal(char* to, const char* from, size_t nbytes) {
 #if defined(__x86_64__)
     size_t head = -reinterpret_cast<uintptr_t>(to) & 15;

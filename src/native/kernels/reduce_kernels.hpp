@@ -11,7 +11,8 @@
 
 namespace unisono {
 
-// A block summed in one step stays in the nearest cache. Longer copies take a separate path, which is slow to start.
+// A block summed in one step, small enough for the nearest cache. Longer copies would take memcpy's other path, which
+// is slow to start.
 inline constexpr size_t kBlockBytes = 2048;
 
 enum class ReduceOp { sum, product, min, max, band, bor, bxor };
@@ -42,7 +43,7 @@ inline T apply(T a, T b) {
     }
 }
 
-// `to` may be `a` or `b`, but shares no memory with them otherwise.
+// `to` may be `a` or `b`, but must not overlap them otherwise.
 using Kernel = void (*)(const char* a, const char* b, char* to, size_t count);
 
 template <ReduceOp op, class T>
@@ -119,8 +120,8 @@ void divide_halves(char* at, size_t count, int64_t divisor) {
 
 using Division = void (*)(char* at, size_t count, int64_t divisor);
 
-// Reduction of rows of one dtype by one operation. For an average, halves are divided before the sum, so that the sum
-// does not overflow, and other floats after it.
+// Reduction of rows of one dtype with one operation. For an average, halves are divided before the sum, so that it does
+// not overflow, and other floats after it.
 struct Reduction {
     Kernel kernel = nullptr;
     size_t width = 0;
@@ -182,7 +183,7 @@ Reduction complexes(ReduceOp op) {
     return {};
 }
 
-// Keyed by torch's names of dtypes, without "torch."; returns no kernel if there is none.
+// Keyed by torch's dtype names, without "torch."; an empty kernel if there is none.
 inline Reduction reduction_of(std::string_view dtype, ReduceOp op) {
     if (dtype == "float32") return elements<float>(op);
     if (dtype == "float64") return elements<double>(op);

@@ -13,8 +13,8 @@
 namespace unisono {
 
 // Lines that another rank has read are slow to write if its core shares no cache with this one: ten times as slow as
-// non-temporal stores to memory. If the cores do share a cache, such stores cost the readers more than they save. The
-// faster one changes as the system moves ranks from core to core, so each rank times its copies.
+// non-temporal stores to memory. If the cores share a cache, such stores cost the readers more than they save. Which is
+// faster changes as the system moves ranks from core to core, so each rank times its copies.
 class StageWriter {
   public:
     void copy(char* to, const char* from, size_t nbytes) {
@@ -58,11 +58,12 @@ class StageWriter {
     static constexpr size_t kMinTimedBytes = 1 << 12;
     static constexpr double kSlowdown = 3;
     static constexpr unsigned kProbeInterval = 256;
-    // Blocks that a tree of rows needs at most, for any number of ranks.
+    // Largest number of blocks that a tree of rows needs, for any number of ranks.
     static constexpr size_t kMaxDepth = 16;
 
-    // Returns the sum of a block of rows, which is in `to`; or the block itself, if there is one row. The first half of
-    // the rows is the longer one, as in collectives/algorithms/algorithm.py. `spare` has a block for each further level.
+    // Sums a block of rows into `to`, and returns that; with a single row, returns the row's block itself. The first
+    // half of the rows is the longer one, as in collectives/algorithms/algorithm.py. `spare` has a block for each
+    // further level.
     static const char* reduce_tree(const Reduction& reduction, const char* const* rows, size_t count, size_t at,
                                    size_t length, char* to, char* spare) {
         if (count == 1) return rows[0] + at;
@@ -73,7 +74,7 @@ class StageWriter {
         return to;
     }
 
-    // Whether the sum may accumulate in the first target: that is not a row read after the first two.
+    // Whether the sum may accumulate in the first target: not if it is a row that is read after the first two.
     static bool can_accumulate_in_place(const std::vector<const char*>& rows, const std::vector<char*>& targets) {
         if (targets.empty()) return false;
         return rows.size() < 3 || std::find(rows.begin() + 2, rows.end(), targets[0]) == rows.end();

@@ -24,17 +24,17 @@ class SharedBarrier {
     SharedBarrier(Word* words, int rank, int size, bool oversubscribed)
         : rank(rank), size(size), words_(words), spin_s_(oversubscribed ? 0 : kSpinS) {}
 
-    // The number of the last round in which this rank arrived. Only this rank's thread writes it.
+    // Last round in which this rank arrived. Only this rank's thread writes it.
     uint64_t round() const { return own(kArrived).load(std::memory_order_relaxed); }
 
-    // From any thread: ends every present and future wait of this rank.
+    // From any thread: ends every current and future wait of this rank.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         wake(rank);
     }
 
     // Publishes that this rank's part of the next round is staged, and waits for the others' parts. Release and acquire
-    // of the counter order the part, and the signature, before it.
+    // on the counter make the part and the signature visible before it.
     Outcome arrive_and_wait(const Signature* signature, double deadline, WaitCallbacks& callbacks) {
         const uint64_t number = round() + 1;
         const int field = kSignatures + 8 * static_cast<int>(number & 1);
@@ -49,8 +49,8 @@ class SharedBarrier {
         return Status::ok;
     }
 
-    // The last word of a rank's signature in this round. It remains until that rank arrives in the round after the next
-    // one, which requires that this rank arrives in the next one.
+    // The last word of a rank's signature in this round. It is valid until this rank arrives in the next round: only
+    // then can the other rank reach the round after that, which overwrites it.
     uint64_t payload(int rank) const {
         return at(rank, kSignatures + 8 * static_cast<int>(round() & 1) + 3).load(std::memory_order_relaxed);
     }
@@ -77,8 +77,8 @@ class SharedBarrier {
         return Status::ok;
     }
 
-    // Waits until a condition holds that depends on one rank: polls for a moment, yields the processor some times,
-    // and then sleeps until woken, 2 ms at most, so that nothing depends on the wake-up.
+    // Waits for a condition that depends on one rank: polls for a moment, yields the processor a few times, and then
+    // sleeps until woken, for 2 ms at most, so that nothing depends on the wake-up.
     template <class Ready>
     Outcome wait_until(const Ready& ready, int peer, double deadline, WaitCallbacks& callbacks) {
         if (ready()) return Status::ok;
@@ -87,7 +87,7 @@ class SharedBarrier {
             do {
                 for (int n = 0; n < kSpins; n++, cpu_relax())
                     if (ready()) return Status::ok;
-                // The other rank may be waiting for this processor.
+                // Let the other rank run: it may be waiting for this processor.
                 sched_yield();
             } while (monotonic_s() < end);
         }
@@ -99,7 +99,7 @@ class SharedBarrier {
         }
         while (!ready()) {
             if (aborted_.load(std::memory_order_acquire)) return Status::aborted;
-            // The peer may have arrived before it left.
+            // Check once more: the peer may have arrived before it left.
             if (at(peer, kLeft).load(std::memory_order_acquire) && !ready())
                 return Outcome(Status::peer_left, peer, monotonic_s() - start);
             if (deadline_clock_s() > deadline) return Outcome(Status::timeout, peer, monotonic_s() - start);
@@ -127,8 +127,8 @@ class SharedBarrier {
 
     void publish(Field counter, uint64_t number) {
         own(counter).store(number, std::memory_order_release);
-        // A rank that falls asleep sets its flag, and then reads the counter; this one writes the counter, and then
-        // reads the flag. Without a full fence on both sides each could miss the other, for the length of a sleep.
+        // A rank about to sleep sets its flag and then reads the counter; this one writes the counter and then reads
+        // the flag. Without a full fence on both sides, each could miss the other's write, for the length of a sleep.
         std::atomic_thread_fence(std::memory_order_seq_cst);
         for (int r = 0; r < size; r++)
             if (r != rank) wake(r);

@@ -29,7 +29,7 @@ struct ByteRing {
     int64_t room(uint64_t count) const {
         return static_cast<int64_t>(nbytes - (count - read().load(std::memory_order_acquire)));
     }
-    // Number of bytes that can be read; only the reader asks.
+    // Number of bytes that can be read. Only the reader calls this.
     uint64_t available() const {
         return written().load(std::memory_order_acquire) - read().load(std::memory_order_relaxed);
     }
@@ -37,10 +37,10 @@ struct ByteRing {
     uint64_t contiguous(uint64_t count, uint64_t limit) const {
         return std::min(limit, nbytes - (count & (nbytes - 1)));
     }
-    // The count at which the next part of a message begins, after one that ends here.
+    // The count at which the next part of a message begins if the previous one ends here.
     static uint64_t padded(uint64_t count) { return (count + kCacheLine - 1) & ~(kCacheLine - 1); }
 
-    // Copy bytes to and from the place of a count, and on from the beginning of the ring.
+    // Copy bytes to or from the position of a count, wrapping at the end of the ring.
     void put(uint64_t count, const char* from, uint64_t length) const {
         if (!length) return;
         const uint64_t first = contiguous(count, length);
@@ -55,7 +55,7 @@ struct ByteRing {
     }
 };
 
-// The rings between all ranks in one memory: their counts, and then their bytes.
+// The rings between all ranks in one block of memory: their counts, then their bytes.
 struct RingMemory {
     char* begin;
     int size;
@@ -95,23 +95,23 @@ class ByteRings {
     const RingMemory memory_;
 };
 
-// Rings as what carries the frames of an executor.
+// Network of an executor whose frames travel through rings.
 class RingNetwork {
   public:
     // Both directions of one pair of ranks.
     class Stream {
       public:
-        // Only headers are copied on their way.
+        // Only headers are copied an extra time.
         static constexpr size_t kReadAheadBytes = sizeof(FrameHeader), kDirectBytes = 0;
 
         Stream(const ByteRings& rings, int peer)
             : rings_(&rings), peer_(peer), out_(rings.between(rings.barrier.rank, peer)),
               in_(rings.between(peer, rings.barrier.rank)) {}
 
-        // The control plane finds ranks that have ended, and aborts calls.
+        // A ring cannot tell: the control plane detects ranks that have ended, and aborts calls.
         bool lost() const { return false; }
 
-        // Copies what there is room for; returns the number of bytes.
+        // Copies as many bytes as fit; returns their number.
         size_t send(const iovec* parts, size_t count) {
             const uint64_t begin = out_.written().load(std::memory_order_relaxed);
             uint64_t written = begin, room = static_cast<uint64_t>(out_.room(begin));
@@ -124,7 +124,7 @@ class RingNetwork {
             if (written != begin) rings_->publish(out_.written(), written, peer_);
             return written - begin;
         }
-        // Copies what has arrived; returns the number of bytes.
+        // Copies the bytes that have arrived; returns their number.
         size_t receive(char* to, size_t nbytes) {
             const uint64_t begin = in_.read().load(std::memory_order_relaxed);
             const uint64_t length = std::min<uint64_t>(in_.available(), nbytes);
@@ -157,7 +157,7 @@ class RingNetwork {
         return rings_.barrier.wait_until(ready, rank, deadline, callbacks) == Status::interrupted;
     }
 
-    // From any thread: nothing, since the barrier's abort ends waits.
+    // Nothing to do: the barrier's abort ends the waits.
     void wake() {}
 
   private:

@@ -13,7 +13,7 @@ class Collectives {
     Collectives(Word* words, char* stages, size_t stage_bytes, int rank, int size, bool oversubscribed)
         : rounds(words, stages, stage_bytes, rank, size, oversubscribed), rank_(rank), size_(size) {}
 
-    // Runs a call on tensors that fit.
+    // Runs a call whose tensors have the required lengths.
     Outcome run(CollectiveCall& call) {
         const Outcome outcome = dispatch(call);
         if (outcome.ok() && call.divisor > 1 && !call.outputs.empty()) {
@@ -110,7 +110,7 @@ class Collectives {
         return exchange_pieces(call, 0, longest * call.width);
     }
 
-    // Exchanges the pieces of all pairs of ranks, beginning with byte `at`.
+    // Exchanges a piece between each pair of ranks, beginning at byte `at`.
     Outcome exchange_pieces(CollectiveCall& call, int64_t at, int64_t nbytes) {
         const int64_t step = rounds.piece_bytes(call.width);
         for (; at < nbytes; at += step) {

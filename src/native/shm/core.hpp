@@ -19,7 +19,7 @@ namespace unisono {
 // Collectives and messages in shared memory.
 class Core : public Calls {
   public:
-    // In memory of `nbytes(size)`, zeroed by the first rank.
+    // Uses `nbytes(size)` bytes of memory, zeroed by the first rank.
     Core(nb::handle memory, int rank, int size, bool oversubscribed,
          const std::vector<std::pair<std::string, int64_t>>& dtypes)
         : Calls(rank, size, dtypes),
@@ -48,7 +48,7 @@ class Core : public Calls {
         });
     }
 
-    // Messages moved by Python, whose waits use the core.
+    // For messages that Python moves, waiting in the core.
     auto rings() const { return ring_ends(memory_, {memory_->begin() + places_.rings, size_}, rank_); }
     uint64_t progress() const { return rings_.progress(); }
     void wake(int peer) { rings_.wake(peer); }
@@ -87,8 +87,8 @@ class Core : public Calls {
   private:
     static constexpr uint64_t kStageBytes = 1 << 20, kPageBytes = 4096;
 
-    // Where things begin in the memory: after the counters, two staging buffers for each rank, the rings of messages, and
-    // those of algorithms' steps.
+    // Offsets in the memory: the counters, two staging buffers for each rank, the rings of messages, and those of
+    // algorithms' steps.
     struct Places {
         uint64_t stages, rings, steps, end;
 
@@ -102,7 +102,7 @@ class Core : public Calls {
         }
     };
 
-    // Read-only tensors must not be divided before.
+    // Only all_reduce, which works in place: the input of the others is read-only.
     bool divides_before(const CollectiveCall& call) const override {
         return !program_ && call.reduction.divide_before && call.type == OpType::all_reduce;
     }
@@ -111,7 +111,8 @@ class Core : public Calls {
         return program_ ? carry_out_steps(call) : collectives_.run(call);
     }
 
-    // Ranks agree in a round of the barrier, so that the first bytes may already be written to where they belong.
+    // Ranks agree in a round of the barrier first, so that even the first bytes may be written straight to the caller's
+    // memory.
     Outcome carry_out_steps(CollectiveCall& call) {
         StepsCall& steps = steps_of(call);
         call.signature = {kStepsCall, steps.signature, 0, 0};

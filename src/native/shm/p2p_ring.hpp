@@ -31,7 +31,8 @@ class MessageRings {
         std::memcpy(ring.at(written), &header, sizeof header);
         written += kCacheLine;
         for (int64_t sent = 0; sent < nbytes;) {
-            // The first bytes are published with the header, if there is room: a short message wakes the reader once.
+            // The first bytes are published together with the header, if they fit, so that a short message wakes the
+            // reader once.
             if (room() <= 0) rings_.publish(ring.written(), written, peer);
             if (sent && callbacks.interrupted_lately()) return Status::interrupted;
             outcome = barrier_.wait_until([&] { return room() > 0; }, peer, deadline, callbacks);
@@ -71,7 +72,7 @@ class MessageRings {
         return Status::ok;
     }
 
-    // Number of times that threads of this rank have moved bytes without the core; each time ends with `wake`.
+    // Number of times that threads of this rank have moved bytes without the core, each ending with `wake`.
     uint64_t progress() const { return progress_.load(std::memory_order_acquire); }
 
     // Wakes the peer of a transfer, and other threads of this rank, because their messages may now be done.
@@ -82,8 +83,8 @@ class MessageRings {
         barrier_.wake(barrier_.rank);
     }
 
-    // Waits until there is room to some ranks, or there are bytes from others, or another thread of this rank has moved
-    // bytes since `progress` was read, or the deadline has passed.
+    // Waits until there is room towards some ranks, bytes have arrived from others, another thread of this rank has
+    // moved bytes since `progress` was read, or the deadline has passed.
     Outcome wait(const std::vector<int>& to, const std::vector<int>& from, uint64_t progress, double deadline,
                 WaitCallbacks& callbacks) {
         const auto ready = [&] {
@@ -106,7 +107,7 @@ class MessageRings {
 
   private:
     static constexpr uint64_t kCacheLine = ByteRing::kCacheLine;
-    // A peer that moves messages in Python takes longer than a call of the core.
+    // A peer that moves messages in Python takes longer than one in the core.
     static constexpr double kYieldS = 200e-6;
 
     std::atomic<uint64_t> progress_{0};

@@ -25,7 +25,7 @@ class Reductions {
           one_shot_bytes_(std::min(rounds.stage_bytes, size_ <= 2 ? size_t{1} << 20 : size_t{128} << 10)),
           rows_(static_cast<size_t>(size_)) {}
 
-    // From now on ranks compare the offsets of their tensors in symmetric memory. Called on every rank before the first
+    // Makes ranks compare the offsets of their tensors in symmetric memory. Called on every rank before the first
     // segment is allocated.
     void expect_symmetric_memory() { has_symmetric_memory_ = true; }
     // From any thread.
@@ -39,7 +39,7 @@ class Reductions {
         segments_.erase(std::remove_if(segments_.begin(), segments_.end(), matches), segments_.end());
     }
 
-    // Traffic, in operands: 3p - 1 for short messages, at most 7 - 5/p for long ones.
+    // Memory traffic, in operands: 3p - 1 for short messages, at most 7 - 5/p for long ones.
     Outcome all_reduce(CollectiveCall& call) {
         const Buffer& part = call.outputs[0];
         const size_t nbytes = static_cast<size_t>(part.count * call.width);
@@ -65,7 +65,8 @@ class Reductions {
             all_divide = all_divide && (payload & kAverages);
         }
         if (!in_segment && is_short) return one_shot(call, part, {.first = false, .stages = true, .reads = true});
-        // The rank that reduces a share divides it for all, unless a rank divides by itself: then each rank does.
+        // The rank that reduces a share divides it for all, unless any rank has to divide by itself: then each rank
+        // does.
         const int64_t divisor = std::exchange(call.divisor, all_divide ? 1 : call.divisor);
         const int64_t shared_divisor = all_divide ? divisor : 1;
         if (in_segment) return in_place(call, part, stride, shared_divisor);
@@ -93,7 +94,7 @@ class Reductions {
         return Status::ok;
     }
 
-    // Each round holds an equal piece for every rank; a rank reduces the pieces that all staged for it.
+    // Each round holds an equal piece for every rank, which reduces the pieces that all have staged for it.
     Outcome reduce_scatter(CollectiveCall& call) {
         const Buffer& target = call.outputs[0];
         const int64_t step = rounds_.piece_bytes(call.width);
@@ -124,7 +125,7 @@ class Reductions {
     static constexpr uint64_t kAverages = 1ull << 63;
     static constexpr int kOffsetBits = 44;
 
-    // A number that is equal on all ranks for equal offsets in a segment; 0 for other memory.
+    // A number that is equal on all ranks for the same offset in the same segment; 0 for other memory.
     uint64_t symmetric_offset(const char* data, size_t nbytes, int64_t& stride) {
         const std::lock_guard held(lock_);
         for (const Segment& segment : segments_) {
@@ -136,7 +137,7 @@ class Reductions {
         return 0;
     }
 
-    // Some ranks stage their tensor; some read all staging buffers, and their own tensor in place.
+    // Some ranks stage their tensor; some read all staging buffers, but their own tensor in place.
     Outcome one_shot(CollectiveCall& call, const Buffer& part, OneShotRole role) {
         const int index = rounds_.next_stage();
         const auto nbytes = static_cast<size_t>(part.count * call.width);

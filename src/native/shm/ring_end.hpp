@@ -1,4 +1,4 @@
-// Ends of rings for Python, which moves there what the core does not.
+// Ends of rings for Python, which moves the messages that the core does not support.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,22 +15,23 @@
 
 namespace unisono {
 
-// One end of a ring, by which parts of messages travel, in pieces. The last bytes of a part are counted together with
-// padding to the end of their line, so each part begins at a line. Long parts move by quarters of the ring, so that both
-// ends copy at the same time.
+// One end of a ring that carries the parts of messages, in pieces. The last bytes of a part are counted together with
+// padding to the end of their line, so each part begins on a line. Long parts move in quarters of the ring, so that
+// both ends copy at the same time.
 class RingEnd {
   public:
     RingEnd(std::shared_ptr<PythonMemory> memory, const ByteRing& ring) : memory_(std::move(memory)), ring_(ring) {}
 
-    // Bytes that can be read, with padding. A sleeper announces itself before it looks here for the last time.
+    // Bytes that can be read, including padding. A thread about to sleep announces that before it checks here a last
+    // time.
     uint64_t available() const {
         return ring_.written().load(std::memory_order_seq_cst) - ring_.read().load(std::memory_order_relaxed);
     }
     // Bytes that can be written.
     uint64_t room() const { return static_cast<uint64_t>(std::max<int64_t>(0, ring_.room(written()))); }
 
-    // Copies as much of a part as there is room for; returns how many bytes that was. Those of a call with `more` are
-    // published with those of the next call.
+    // Copies as much of a part as fits, and returns the number of bytes. With `more`, they are published together with
+    // the next call's.
     uint64_t write(nanobind::handle content, bool more) {
         const PythonMemory part(content, PyBUF_SIMPLE);
         const uint64_t count = written(), step = std::min({part.nbytes(), room(), ring_.nbytes / 4});
@@ -41,7 +42,7 @@ class RingEnd {
         return step;
     }
 
-    // What can be read in one piece, whole lines. It stays in the ring.
+    // The whole lines that can be read in one piece. They stay in the ring.
     nanobind::object peek() const {
         const uint64_t count = read_count();
         const auto from = static_cast<uint64_t>(ring_.at(count) - memory_->begin());
@@ -51,7 +52,7 @@ class RingEnd {
     // Removes a part of this many bytes from the ring.
     void skip(uint64_t nbytes) { advance(ByteRing::padded(read_count() + nbytes)); }
 
-    // Copies as much of a part as there is into the memory for the rest of it; returns how many bytes that was.
+    // Copies the bytes that have arrived into the memory for the rest of a part, and returns their number.
     uint64_t read(nanobind::handle into) {
         const PythonMemory part(into, PyBUF_WRITABLE);
         const uint64_t count = read_count(), step = std::min({part.nbytes(), available(), ring_.nbytes / 4});
@@ -67,7 +68,7 @@ class RingEnd {
 
     std::shared_ptr<PythonMemory> memory_;
     ByteRing ring_;
-    // Bytes that are written, but not published.
+    // Bytes written but not yet published.
     uint64_t held_ = 0;
 };
 

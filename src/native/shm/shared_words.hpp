@@ -12,9 +12,9 @@
 
 namespace unisono {
 
-// Words of shared memory by which ranks synchronize in Python, whose own accesses processors may reorder. A rank that
-// reads a new value sees all that its writer stored before that value, and a rank that sets a value has completed all
-// its earlier reads.
+// Words of shared memory for synchronization in Python, whose plain accesses processors may reorder. A rank that reads
+// a new value sees everything that its writer stored before it, and a rank that sets a value has completed all its
+// earlier reads.
 class SharedWords {
   public:
     explicit SharedWords(nanobind::handle memory) : memory_(memory, PyBUF_WRITABLE) {}

@@ -14,7 +14,7 @@
 
 namespace unisono {
 
-// Length of the next step; 0 if nothing remains.
+// Length of the next step; 0 at the end.
 inline size_t length_of(int64_t remaining, int64_t step) {
     return static_cast<size_t>(std::max<int64_t>(0, std::min(remaining, step)));
 }
@@ -39,7 +39,7 @@ class StagedRounds {
 
     Outcome barrier(CollectiveCall& call) { return arrive_and_wait(call, true); }
 
-    // Compares what ranks are about to do, and what each rank sends with what its peer expects.
+    // Compares the ranks' calls, and what each rank sends with what its peer expects.
     Outcome check_pairs(CollectiveCall& call, const std::vector<int64_t>& counts) {
         if (const Outcome outcome = arrive_and_wait(call, true); !outcome.ok()) return outcome;
         int64_t longest = 0;
@@ -47,7 +47,7 @@ class StagedRounds {
     }
 
     Outcome arrive_and_wait(CollectiveCall& call, bool first) {
-        // Where ranks keep pace, none of the rounds of a long call ever sleeps.
+        // If ranks keep pace, no round of a long call sleeps.
         if (!first && call.callbacks->interrupted_lately()) return Status::interrupted;
         return shared_barrier.arrive_and_wait(first ? &call.signature : nullptr, call.deadline, *call.callbacks);
     }
@@ -55,7 +55,7 @@ class StagedRounds {
     int next_stage() const { return static_cast<int>((shared_barrier.round() + 1) & 1); }
     char* staging_buffer(int rank, int index) const { return stages_ + (2 * rank + index) * stage_bytes; }
 
-    // Number of bytes per rank that fit into a staging buffer.
+    // Bytes per rank that fit into a staging buffer.
     int64_t piece_bytes(int64_t width) const {
         return static_cast<int64_t>(stage_bytes) / size / width * width;
     }

@@ -1,12 +1,11 @@
-// Collectives over links to other ranks: this rank's part of an algorithm in one call.
-//
-// Nothing moves before all agree: no rank writes memory of the caller, or returns, before it has heard that every rank
-// makes the same call. Each frame names the call. A rank whose result depends on the contributions of all ranks has heard
-// of all when the algorithm ends; short messages are therefore carried out in memory of our own, and copied at the end.
-// Before long messages, and beside the short ones of a rooted collective, ranks spread the news of their calls by
-// dissemination: in round k to the rank 2^k further, after hearing from the ranks of the rounds before.
-// Where ranks have other means to agree, such as a barrier in shared memory, they do so before the call.
-// Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 17(1), 1988.
+// Collectives over links to other ranks: runs this rank's part of an algorithm in one call. Nothing moves before all
+// agree: no rank writes memory of the caller, or returns, before it has heard that every rank makes the same call. Each
+// frame names the call. A rank whose result depends on the contributions of all ranks has heard of all when the
+// algorithm ends; short messages are therefore carried out in memory of our own, and copied at the end. Before long
+// messages, and beside the short ones of a rooted collective, ranks spread the news of their calls by dissemination: in
+// round k to the rank 2^k further, after hearing from the ranks of the rounds before. Where ranks have other means to
+// agree, such as a barrier in shared memory, they do so before the call. Source: Hensgen, Finkel and Manber, "Two
+// algorithms for barrier synchronization", IJPP 17(1), 1988.
 #pragma once
 
 #include <algorithm>
@@ -26,11 +25,11 @@
 
 namespace unisono {
 
-// A chunk of a call, or a slice of one: where its contents are, and where what is received is stored.
+// A chunk of a call, or a slice of one: where its contents are, and where received data is stored.
 struct Chunk {
-    // What this rank contributes; null if it has nothing.
+    // This rank's contribution; null if it has none.
     const char* own = nullptr;
-    // Null for memory of our own.
+    // Null for the executor's own memory.
     char* target = nullptr;
     size_t count = 0;
 
@@ -51,21 +50,21 @@ struct StepsCall {
     const Program* program = nullptr;
     std::vector<Chunk> chunks;
     Reduction reduction;
-    // What sums are divided by, for an average.
+    // Divisor of sums, for an average.
     int64_t divisor = 1;
     size_t width = 1;
     // Whether every rank's result depends on the contributions of all.
     bool hears_all = false;
     // Whether all ranks are known to make the same call.
     bool agreed = false;
-    // Where each pair of ranks has a length of its own: what this rank sends to each, and what it expects of each.
+    // If lengths differ by pair of ranks: what this rank sends to each, and what it expects from each.
     std::vector<int64_t> sends, receives;
     uint64_t signature = 0;
     double deadline = 0;
     WaitCallbacks* callbacks = nullptr;
 };
 
-// A network makes streams of bytes to the other ranks, and sleeps until some of them can move bytes.
+// A network has a byte stream to each other rank, and can sleep until some of them can move bytes.
 template <class Network>
 class Executor {
   public:
@@ -91,7 +90,7 @@ class Executor {
         heard_.assign(static_cast<size_t>(size_), false);
         frames_left_.assign(static_cast<size_t>(size_), 0);
         round_ = sent_ = 0;
-        // Also where memory for a call cannot be had: frames that are not sent refer to memory of the call.
+        // Also runs if memory for the call cannot be allocated: unsent frames refer to memory of the call.
         const Drop drop{links_};
         const double started = monotonic_s();
         Outcome outcome = carry_out(call);
@@ -100,10 +99,10 @@ class Executor {
         return outcome;
     }
 
-    // The length of a slice of a long call, the same on all ranks. Each costs a latency in each step.
+    // Length of a slice of a long call, the same on all ranks. Each slice costs a latency in each step.
     void set_slice_bytes(size_t nbytes) { slice_bytes_ = nbytes; }
 
-    // From any thread: ends the present call, and all later ones.
+    // From any thread: ends the current call and all later ones.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         network_.wake();
@@ -121,19 +120,19 @@ class Executor {
     // Between two looks at the clock while bytes move.
     static constexpr int kBusyPasses = 64;
 
-    // How the ranks of the present call find out that all make the same one. Until they have, nothing may reach memory of
-    // the caller: a short call keeps what it receives in memory of our own until its end.
+    // How the ranks find out that all make the same call. Until they have, nothing may reach the caller's memory: a
+    // short call keeps received data in the executor's own memory until its end.
     enum class Agreement {
-        // They have met before the call, in shared memory.
+        // They agreed before the call, in shared memory.
         known,
-        // They are sending each other the lengths of their parts. Data can only follow when these match, so a frame that
-        // is not a length stays on its link.
+        // They are exchanging the lengths of their parts. Data only follows once these match, so a frame that is not a
+        // length stays on its link.
         lengths,
-        // A long call: the news spread before the first byte is sent.
+        // A long call: the news spreads before the first byte is sent.
         before_data,
-        // A short call in which every rank's result needs the contributions of all: the data are the news.
+        // A short call in which every rank's result needs all contributions: the data is the news.
         by_data,
-        // A short call in which some rank needs no data of another: the news spread beside the data.
+        // A short call in which some rank needs no data from another: the news spreads beside the data.
         beside_data,
     };
     Agreement agreement_of(const StepsCall& call, size_t nbytes) const {
@@ -144,7 +143,7 @@ class Executor {
     bool is_short() const { return agreement_ == Agreement::by_data || agreement_ == Agreement::beside_data; }
     bool spreads() const { return agreement_ == Agreement::before_data || agreement_ == Agreement::beside_data; }
 
-    // Drops what is still queued when a call ends; that is nothing if it succeeds.
+    // Drops frames that are still queued when a call ends; there are none if it succeeds.
     struct Drop {
         std::vector<Link>& links;
         ~Drop() {
@@ -162,18 +161,18 @@ class Executor {
         std::vector<Part> parts;
         size_t total = 0, got = 0;
         bool begun = false;
-        // The part that arrives now, and how much of it has.
+        // The part that is arriving, and how much of it has arrived.
         size_t part = 0, done = 0;
         // Memory for a message that is reduced at the end of its step.
         std::unique_ptr<char[]> aside;
-        // Bytes of an element that is cut.
+        // Bytes of an element that has arrived incompletely.
         char cut[16];
         size_t held = 0;
 
         bool complete() const { return begun && got == total; }
     };
 
-    // Whether a call has all chunks of its program, and a length for each rank.
+    // Whether a call has all chunks of its program and a length for each rank.
     bool fits(const StepsCall& call) const {
         const size_t chunks = call.chunks.size(), lengths = call.sends.size();
         if (lengths != call.receives.size() || (lengths && lengths != links_.size())) return false;
@@ -230,7 +229,7 @@ class Executor {
         return outcome;
     }
 
-    // Returns mismatch unless the others send this rank what it expects. The news of that is spread afterwards.
+    // Returns mismatch unless the others send this rank what it expects. That news is spread afterwards.
     Outcome compare_lengths(const StepsCall& call) {
         std::vector<int64_t> theirs(call.sends.size());
         slice_.clear();
@@ -244,7 +243,8 @@ class Executor {
         return Status::ok;
     }
 
-    // Sets each chunk's memory. What is received in a short call stays in memory of our own until all are heard.
+    // Sets each chunk's memory. In a short call, received data stays in the executor's own memory until all ranks are
+    // known to agree.
     void prepare_memory() {
         size_t needed = 0;
         for (const Chunk& chunk : slice_)
@@ -296,7 +296,7 @@ class Executor {
                 if (!length) return;
                 char* from = const_cast<char*>(chunk.contents());
                 nbytes += length;
-                // Neighbours in memory are sent as one part.
+                // Neighbouring chunks in memory are sent as one part.
                 if (!parts.empty() && static_cast<char*>(parts.back().iov_base) + parts.back().iov_len == from)
                     parts.back().iov_len += length;
                 else
@@ -308,7 +308,7 @@ class Executor {
         if (outcome.ok() && step.reduces) reduce_aside();
         return outcome;
     }
-    // Both ends know the lengths of a call that is in progress.
+    // Both ends know the lengths of a call in progress.
     bool is_left_out(size_t nbytes) const { return !nbytes && !first_slice_; }
 
     void send(int peer, FrameKind kind, size_t nbytes, std::vector<iovec> parts) {
@@ -345,7 +345,7 @@ class Executor {
                 if (const Link& link = links_[static_cast<size_t>(peer)]; (link.left() || link.lost()) && awaits(peer))
                     return Outcome(link.left() ? Status::peer_left : Status::peer_lost, peer);
             if (aborted_.load(std::memory_order_acquire)) return Outcome(Status::aborted, first_awaited());
-            // A peer that sends a little all the time does not hold up the end of a call.
+            // A peer that keeps sending a little must not delay the end of a call.
             if (moved ? ++busy % kBusyPasses : ++idle < tries_) {
                 if (moved) idle = 0;
                 continue;
@@ -356,7 +356,7 @@ class Executor {
         }
     }
 
-    // Whether a rank's frames, or its readiness for ours, are waited for.
+    // Whether this rank waits for a rank's frames, or for room to send it ours.
     bool awaits(int peer) const {
         if (peer == rank_) return false;
         if (!links_[static_cast<size_t>(peer)].drained()) return true;
@@ -376,7 +376,7 @@ class Executor {
         for (int peer = 0; peer < size_; peer++) {
             const Link& link = links_[static_cast<size_t>(peer)];
             if (peer == rank_ || link.lost()) continue;
-            // A frame that is for later stays; what follows it need not be read yet.
+            // A frame for later stays on its link; nothing behind it needs to be read yet.
             const Wanted wanted{peer, !link.has_header(), !link.drained()};
             if (wanted.bytes || wanted.room) wanted_.push_back(wanted);
         }
@@ -397,7 +397,7 @@ class Executor {
                 if (!link.aside_is_whole()) return Status::ok;
                 const bool aside = in && link.first_aside();
                 const FrameHeader* header = aside ? link.first_aside() : link.peek();
-                // A rank that is done with this call may have begun the next one, or make none.
+                // A rank that has finished this call may have begun the next one, or have left.
                 if (!header || header->call == number_ + 1) return Status::ok;
                 if (header->kind == FrameKind::farewell) {
                     link.mark_left();
@@ -407,12 +407,12 @@ class Executor {
                 if (header->call != number_ || header->signature != call_->signature ||
                     !(heard || header->kind == FrameKind::data))
                     return Status::mismatch;
-                // The news of a mismatch may be behind a short message. Long ones are sent after all have agreed.
+                // News of a mismatch may be behind a short message. Long ones are only sent after all have agreed.
                 const bool waits = header->nbytes > kEagerBytes || agreement_ == Agreement::lengths;
                 if (!heard && !in && waits) return Status::ok;
                 moved = true;
                 if (heard) {
-                    // A rank sends it once in a call, and without a payload.
+                    // A rank sends this once per call, without a payload.
                     if (header->nbytes || heard_[static_cast<size_t>(peer)]) return Status::mismatch;
                     heard_[static_cast<size_t>(peer)] = true;
                     link.skip_header();
@@ -441,7 +441,7 @@ class Executor {
         }
     }
 
-    // Reads some bytes of a message; returns whether there were any.
+    // Reads bytes of a message; returns whether any had arrived.
     bool take(Link& link, Incoming& in) {
         if (in.aside) {
             const size_t step = link.read(in.aside.get() + in.got, in.total - in.got);
@@ -475,7 +475,7 @@ class Executor {
         in.done = 0;
     }
 
-    // Reduces the piece that has arrived into a chunk. The lower rank's operand is the first.
+    // Reduces the piece that has arrived into a chunk. The lower rank's operand comes first.
     void combine(const Chunk& chunk, size_t offset, int peer, size_t nbytes) {
         const char* mine = chunk.contents() + offset;
         char* to = chunk.at + offset;
@@ -516,7 +516,7 @@ class Executor {
             chunk.received = true;
         }
     }
-    // The sum of some contributions, in a balanced tree; it is stored in memory of one of them that is ours.
+    // The sum of some contributions, in a balanced tree, stored in the executor's own memory of one of them.
     Contribution tree(size_t begin, size_t end, const Chunk& chunk) {
         if (end - begin == 1) return contributions_[begin];
         const size_t middle = begin + (end - begin + 1) / 2;
@@ -541,7 +541,7 @@ class Executor {
         }
     }
 
-    // Every rank finds out, whether it has entered the call or not. Connections that are full are left alone.
+    // Notifies every rank, whether or not it has entered the call. Skips connections that are full.
     void spread_mismatch() {
         for (int peer = 0; peer < size_; peer++)
             if (peer != rank_) {
@@ -558,13 +558,13 @@ class Executor {
     size_t slice_bytes_ = 1 << 20;
     Network network_;
     std::vector<Link> links_;
-    // The step in which ranks tell each other lengths.
+    // The step in which ranks exchange lengths.
     Step exchange_{};
     std::atomic<bool> aborted_{false};
     std::atomic<bool> busy_{false};
     uint32_t number_ = 0;
 
-    // Of the present call.
+    // Belonging to the current call.
     StepsCall* call_ = nullptr;
     std::vector<Chunk> slice_;
     Agreement agreement_ = Agreement::known;
@@ -574,7 +574,8 @@ class Executor {
     std::vector<Incoming> incoming_;
     std::vector<bool> heard_;
     int round_ = 0, sent_ = 0;
-    // Limits of what a peer may have set aside in a short call: a frame's length, and the number of frames to come.
+    // Limits for what a peer may make this rank set aside in a short call: a frame's length, and the number of further
+    // frames.
     size_t call_bytes_ = 0;
     std::vector<int64_t> frames_left_;
     std::vector<Contribution> contributions_;

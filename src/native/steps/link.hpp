@@ -13,8 +13,8 @@
 
 namespace unisono {
 
-// What a frame carries: bytes of an algorithm's message, the news that its sender has heard of certain ranks, the news
-// that ranks make different calls, or that of the end of its sender, which makes no more calls.
+// What a frame carries: bytes of an algorithm's message; the news that its sender has received news from certain ranks;
+// the news that ranks make different calls; or a farewell from a sender that makes no more calls.
 enum class FrameKind : uint32_t { data = 1, heard = 2, mismatch = 3, farewell = 4 };
 
 // The beginning of each frame. Ranks of one job run the same build on the same architecture, or refuse each other.
@@ -26,13 +26,13 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 24);
 
-// A stream moves bytes without waiting, and knows whether it has ended.
+// A stream moves bytes without blocking, and knows whether it has ended.
 template <class Stream>
 class Link {
   public:
     explicit Link(const Stream& stream) : stream_(stream) {}
 
-    // The stream has ended, or its other rank says that it makes no more calls.
+    // The stream has ended, or the other rank has sent its farewell.
     bool lost() const { return cut_ || stream_.lost(); }
     bool left() const { return left_; }
     void mark_left() { left_ = true; }
@@ -43,7 +43,7 @@ class Link {
     }
     bool drained() const { return out_.empty(); }
 
-    // Sends what the stream takes; returns whether that was anything.
+    // Sends as much as the stream accepts; returns whether it accepted any.
     bool flush() {
         bool moved = false;
         while (!out_.empty() && !cut_) {
@@ -57,13 +57,13 @@ class Link {
         return moved;
     }
 
-    // Drops frames that are not sent. A frame that is cut leaves the stream useless.
+    // Drops unsent frames. A frame sent in part leaves the stream unusable.
     void drop() {
         if (!out_.empty() && out_.front().sent) cut_ = true;
         out_.clear();
     }
 
-    // The header of the next frame, if it has arrived whole. It stays.
+    // The header of the next frame, if it has arrived completely. Does not consume it.
     const FrameHeader* peek() {
         if (end_ - at_ < sizeof(FrameHeader)) {
             std::memmove(buffer_.get(), buffer_.get() + at_, end_ - at_);
@@ -76,15 +76,15 @@ class Link {
         return &header_;
     }
     void skip_header() { at_ += sizeof(FrameHeader); }
-    // Whether a whole header is here already.
+    // Whether a complete header has arrived.
     bool has_header() const { return end_ - at_ >= sizeof(FrameHeader); }
 
-    // Sets the next frame aside, whose header `peek` has returned, so that the ones behind it can be seen.
+    // Sets aside the frame whose header `peek` has returned, so that the ones behind it can be seen.
     void set_aside() {
         aside_.push_back({header_, std::vector<char>(header_.nbytes), 0, 0});
         skip_header();
     }
-    // Whether the frames set aside are here as a whole; reads on if not.
+    // Whether the frames set aside have arrived completely; reads more if not.
     bool aside_is_whole() {
         if (aside_.empty()) return true;
         Aside& last = aside_.back();
@@ -97,7 +97,7 @@ class Link {
     }
     // The header of the first frame set aside, if there is one.
     const FrameHeader* first_aside() const { return aside_.empty() ? nullptr : &aside_.front().header; }
-    // What is read next is that frame.
+    // Makes that frame the next to be read.
     void take_aside() {
         takes_aside_ = aside_.front().header.nbytes > 0;
         if (!takes_aside_) aside_.pop_front();

@@ -1,4 +1,4 @@
-// An algorithm's steps on one rank, from the integers of its file (collectives/algorithms).
+// An algorithm's steps on one rank, as integers from its file in collectives/algorithms.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ namespace unisono {
 struct Move {
     int peer;
     std::vector<std::pair<int, int>> runs;
-    // Of a received message: whether it may be reduced as it arrives, because each of its chunks is neither sent in this
-    // step nor in another received message.
+    // For a received message: whether it may be reduced as it arrives, because none of its chunks is sent in this step
+    // or part of another received message.
     bool streams = false;
 
     template <class Function>
@@ -32,7 +32,7 @@ class Program {
   public:
     // For each step: whether it reduces, the number of sends, the number of receives; for each of these messages its
     // peer and the number of its runs; for each run its first chunk, and the chunk after its last. Chunks are numbered
-    // below `chunks`, peers below `size`. `label` stands for the algorithm where ranks compare their calls.
+    // below `chunks`, peers below `size`. `label` identifies the algorithm when ranks compare their calls.
     Program(const std::vector<int64_t>& numbers, int chunks, int size, uint64_t label)
         : chunks(chunks), label(label), frames(static_cast<size_t>(size)) {
         size_t at = 0;

@@ -1,11 +1,11 @@
-// What an executor waits for from one other rank.
+// What an executor awaits from one other rank.
 #pragma once
 
 namespace unisono {
 
 struct Wanted {
     int peer;
-    // That bytes arrive from it; that there is room for bytes to it.
+    // Bytes from it; room for bytes to it.
     bool bytes, room;
 };
 

@@ -26,7 +26,7 @@ class TcpCore : public Calls {
         executor_.set_slice_bytes(slice_bytes);
     }
 
-    // A round without data: ranks compare a hash, and, if counts are passed, what they send each other.
+    // A round without data: ranks compare a hash and, if counts are passed, what they send each other.
     Failure compare(uint64_t digest, const std::vector<int64_t>& counts, double deadline) {
         const Exclusive held(busy_);
         steps_.program = nullptr;
@@ -63,7 +63,7 @@ class TcpCore : public Calls {
     uint32_t number() const { return executor_.number(); }
 
   private:
-    // Programs are kept by the first word of a call's signature, and its size class.
+    // Programs are cached by the first word of a call's signature and its size class.
     using Key = std::pair<uint64_t, int>;
 
     void prepare(int op, int dtype) override {

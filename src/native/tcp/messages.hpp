@@ -1,5 +1,5 @@
-// Messages between two ranks over a connection of their own, with the bytes of transports/tcp/messages.py: a header, as
-// in shared memory, and the contents. Nothing is read ahead, so that Python can move the next message.
+// Messages between two ranks over a dedicated connection, in the format of transports/tcp/messages.py: a header, as in
+// shared memory, and the contents. Never reads ahead, so that Python can move the next message.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +18,13 @@ namespace unisono {
 
 class SocketMessages {
   public:
-    // The sockets to the other ranks, by rank; they do not block, and belong to the caller. Its own is ignored.
+    // Non-blocking sockets to the other ranks, by rank, owned by the caller. This rank's entry is ignored.
     SocketMessages(const std::vector<int>& sockets, bool oversubscribed)
         : network_(sockets), tries_(oversubscribed ? 1 : kTries) {
         for (int peer = 0; peer < static_cast<int>(sockets.size()); peer++) streams_.push_back(network_.stream(peer));
     }
 
-    // Returns when the connection has taken the whole message.
+    // Returns when the connection has accepted the whole message.
     Outcome send(int peer, const Header& header, const char* from, int64_t nbytes, double deadline,
                 WaitCallbacks& callbacks) {
         constexpr size_t head = sizeof header;
@@ -42,7 +42,8 @@ class SocketMessages {
         return move_until([&] { return sent == total; }, move, {peer, false, true}, deadline, callbacks);
     }
 
-    // Unsupported, with no effect, if the next message is not the expected one, or has not arrived to its header's end.
+    // Unsupported, with no effect, if the next message is not the expected one, or its header has not arrived
+    // completely.
     Outcome receive(int peer, const Header& expected, char* to, int64_t nbytes, double deadline,
                    WaitCallbacks& callbacks) {
         Header header;
@@ -65,7 +66,7 @@ class SocketMessages {
         return move_until([&] { return received == static_cast<size_t>(nbytes); }, move, wanted, deadline, callbacks);
     }
 
-    // From any thread: ends every present and future wait.
+    // From any thread: ends every current and future wait.
     void abort() {
         aborted_.store(true, std::memory_order_release);
         network_.wake();

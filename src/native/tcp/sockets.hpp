@@ -1,4 +1,4 @@
-// The connections of one rank to the others, as what carries the frames of an executor.
+// Network of an executor whose frames travel over one rank's connections to the others.
 #pragma once
 
 #include <algorithm>
@@ -18,10 +18,11 @@ namespace unisono {
 
 class Sockets {
   public:
-    // One connection. The socket does not block, and belongs to the caller.
+    // One connection. The socket is non-blocking and owned by the caller.
     class Stream {
       public:
-        // A read takes what is there, since it costs a system call; long messages are read to where they belong.
+        // Each read is a system call, so it takes all that has arrived; long messages are read straight to their
+        // destination.
         static constexpr size_t kReadAheadBytes = 64 << 10, kDirectBytes = 16 << 10;
 
         explicit Stream(int fd) : fd_(fd) { raise_no_signal(fd); }
@@ -29,18 +30,18 @@ class Sockets {
         // The connection has ended.
         bool lost() const { return lost_; }
 
-        // Sends what the socket takes; returns the number of bytes.
+        // Sends as many bytes as the socket accepts; returns their number.
         size_t send(const iovec* parts, size_t count) {
             msghdr message{};
             message.msg_iov = const_cast<iovec*>(parts);
             message.msg_iovlen = count;
             return moved([&] { return sendmsg(fd_, &message, MSG_DONTWAIT | kNoSignal); }, false);
         }
-        // Reads what has arrived; returns the number of bytes.
+        // Reads the bytes that have arrived; returns their number.
         size_t receive(char* to, size_t nbytes) {
             return moved([&] { return recv(fd_, to, nbytes, MSG_DONTWAIT); }, true);
         }
-        // The same, but the bytes stay.
+        // The same, without consuming the bytes.
         size_t peek(char* to, size_t nbytes) {
             return moved([&] { return recv(fd_, to, nbytes, MSG_DONTWAIT | MSG_PEEK); }, true);
         }
@@ -62,14 +63,14 @@ class Sockets {
         bool lost_ = false;
     };
 
-    // By rank; what is at this rank's own place is ignored.
+    // By rank; this rank's entry is ignored.
     explicit Sockets(const std::vector<int>& fds) : fds_(fds) {}
 
     Stream stream(int peer) { return Stream(fds_[static_cast<size_t>(peer)]); }
 
-    // Sleeps until a connection can move bytes, or for 50 ms; returns whether the caller has been interrupted. A signal
-    // ends the poll; but one that comes between two polls is seen only because the clock is looked at as well, where
-    // connections always have a few bytes.
+    // Sleeps until a connection can move bytes, for at most 50 ms; returns whether the caller has been interrupted. A
+    // signal ends the poll. One that arrives between two polls would go unnoticed while connections always have a few
+    // bytes, hence `interrupted_lately`.
     bool sleep(const std::vector<Wanted>& wanted, double deadline, WaitCallbacks& callbacks) {
         polled_.clear();
         polled_.push_back({wakeup_.descriptor(), POLLIN, 0});
@@ -78,14 +79,14 @@ class Sockets {
             polled_.push_back({fds_[static_cast<size_t>(one.peer)], static_cast<short>(events), 0});
         }
         callbacks.before_sleep();
-        // As a double: a deadline may be farther away than an int has milliseconds.
+        // As a double: a far deadline may overflow an int of milliseconds.
         const double left = (deadline - deadline_clock_s()) * 1000 + 1;
         const int slice = static_cast<int>(std::max(0.0, std::min<double>(kSliceMs, left)));
         const int ready = poll(polled_.data(), polled_.size(), slice);
         return ready <= 0 ? callbacks.interrupted() : callbacks.interrupted_lately();
     }
 
-    // From any thread: ends the present sleep, and all later ones.
+    // From any thread: ends the current sleep and all later ones.
     void wake() const { wakeup_.wake(); }
 
   private:

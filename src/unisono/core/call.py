@@ -1,4 +1,4 @@
-"""One collective call of one rank, and what ranks compare of it before any data moves."""
+"""One collective call of one rank, and the parts of it that ranks compare before any data moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["NATIVE", "Agreed", "Call", "Fingerprint", "Steps", "call_text", "disagreement", "explain", "hash_of"]
 
 NATIVE = "native"
-"""Name of the algorithm of a call that the transport carries out by a collective of its own."""
+"""Algorithm name of a call that the transport carries out with its native collective."""
 
 
 class Agreed(NamedTuple):
@@ -27,7 +27,7 @@ class Agreed(NamedTuple):
 
     Attributes:
         name: As passed to `agree`.
-        digest: Of all parts.
+        digest: Hash of all parts.
         parts: Path, digest and description of each part.
         site: Where `agree` was called.
     """
@@ -41,15 +41,15 @@ class Agreed(NamedTuple):
 class Fingerprint(NamedTuple):
     """Description of a call that every rank must agree on before a collective moves any data.
 
-    Compared between ranks: all fields up to `agreed`. The other fields are for messages only: ranks may call from
-    different lines, with different shapes.
+    Ranks compare all fields up to `agreed`. The others are for error messages: ranks may call from different lines,
+    with different shapes.
 
     Attributes:
         call: Number of the call among the group's collectives.
         operation: Name of the method of `Communicator`.
         counts: Numbers of elements, where ranks must agree on them.
         adjoint_of: In a backward pass, the number of the call whose gradients this one moves.
-        agreed: Names and digests of values that ranks should have in common, in an "agree".
+        agreed: In an "agree": names and digests of the values that all ranks should have in common.
         sends, receives: Elements for and from each rank, where they differ by rank (all_to_all):
             what rank a sends to b must be what b receives from a.
         parts: The values of `agreed`.
@@ -72,12 +72,12 @@ class Fingerprint(NamedTuple):
     site: Place = None
 
     def compared(self, *, shapes: bool = False) -> tuple[Any, ...]:
-        """The values that must be equal on all ranks; the shape too if so wanted, where ranks' tensors are alike."""
+        """The values that must be equal on all ranks; on request the shape too, if ranks' tensors are alike."""
         values = self[: len(_COMPARED)]
         return (*values, self.shape if len(self.counts) == 1 else None) if shapes else values
 
     def values(self) -> tuple[Any, ...]:
-        """All values, from which `Fingerprint(*values)` makes an equal one on another rank."""
+        """All values; `Fingerprint(*values)` makes an equal one on another rank."""
         return (*self[:-1], site_text(self.site))
 
     def __str__(self) -> str:
@@ -91,14 +91,14 @@ _COMPARED = Fingerprint._fields[: Fingerprint._fields.index("sends")]
 
 
 class Steps(Protocol):
-    """Carries out a call by messages."""
+    """Carries out a call with messages."""
 
     def __call__(self, transport: PointToPoint, call: Call, deadline: float) -> None:
         """Return when this rank's part of the call is done; raise if it is not by the deadline."""
 
 
 class Call(NamedTuple):
-    """One collective call of one rank, as all who carry it out, wrap it or record it see it.
+    """One collective call of one rank, as transports, wrappers and recorders see it.
 
     Made once, when the method of `Communicator` is called. All tensors are one-dimensional and contiguous. What
     `inputs` and `outputs` hold:
@@ -119,17 +119,17 @@ class Call(NamedTuple):
         name: As in the table.
         inputs, outputs: As in the table.
         op: The reduce operation, never `avg`.
-        average: Whether the sum is divided when all data has arrived; for comparison between ranks only.
-        root: The rank that a rooted operation is about.
-        packed: Where the one-a-rank side consists of consecutive slices of one tensor, that tensor.
+        average: Whether the sum will be divided once all data has arrived; only compared between ranks.
+        root: Root of a rooted operation.
+        packed: The tensor of which the one-a-rank side is consecutive slices, if it is.
         lengths: Elements of each rank's part, where the parts of a gather or scatter differ; else empty.
-        fingerprint: What ranks compare, and what reports show.
-        steps: The chosen algorithm, which carries the call out by messages; None where the transport itself does.
+        fingerprint: Description for comparison between ranks and for reports.
+        steps: The chosen algorithm, which carries the call out with messages; None where the transport itself does.
         staging: Copies between the caller's tensors and these; None for a part of another call.
         timeout: Seconds for all of it.
         checked: Whether ranks compare it before it writes to memory: not with `check="off"`.
         inference: Whether it was made in inference mode.
-        agreed: What ranks compare first, of values that they should have in common; None if nothing.
+        agreed: Pending `agree` values that ranks compare first; None if there are none.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Call(NamedTuple):
 
 
 def hash_of(values: tuple[Any, ...]) -> int:
-    """Return 64 bits that stand for values which ranks compare.
+    """Return a 64-bit hash of values that ranks compare.
 
     Example:
         >>> hash_of(("barrier", "bor")) == hash_of(("barrier", "bor")), hash_of(("barrier",)) == hash_of(())
@@ -163,8 +163,8 @@ def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes
     """Return a description of the mismatch that quotes every side; empty if all fingerprints match.
 
     Args:
-        prints: Of the ranks of a group, in order; or of some of its ranks, with their numbers.
-        shapes: Whether shapes must be equal, too.
+        prints: Fingerprints of all ranks of a group, in order; or of some of its ranks, by rank.
+        shapes: Whether shapes must be equal as well.
     """
     sides = prints if isinstance(prints, Mapping) else dict(enumerate(prints))
     compared = [p.compared(shapes=shapes) for p in sides.values()]
@@ -174,10 +174,10 @@ def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes
         if differing == ["agreed"]:
             return disagreement(sides)
         if "operation" in differing:
-            # The rest follows from it.
+            # Every other difference follows from a different operation.
             differing = ["operation"]
         elif differing != ["algorithm"]:
-            # It is chosen by the others.
+            # The algorithm is chosen from the other values, so report those instead.
             differing = [name for name in differing if name != "algorithm"]
         quoted = _sides({rank: call_text(p, algorithm="algorithm" in differing) for rank, p in sides.items()})
         text = f"ranks differ in {', '.join(differing)}: {quoted}"
@@ -195,10 +195,10 @@ def explain(prints: Sequence[Fingerprint] | Mapping[int, Fingerprint], *, shapes
 
 
 def disagreement(prints: Mapping[int, Fingerprint]) -> str:
-    """Return the first value in which ranks differ that should have it in common, and its first part that differs.
+    """Return the first agreed value that differs between ranks, and its first differing part.
 
     Args:
-        prints: Of "agree", by rank.
+        prints: Fingerprints of an "agree", by rank.
     """
     values = {rank: [Agreed(*each) for each in p.parts] for rank, p in prints.items()}
     for index in range(max(map(len, values.values()))):
@@ -236,7 +236,7 @@ def _at(counts: tuple[int, ...], index: int) -> int | None:
 
 
 def call_text(p: Fingerprint, *, algorithm: bool = False) -> str:
-    """Return a call with its arguments and its line.
+    """Return a call as text, with its arguments and line.
 
     Example:
         >>> call_text(Fingerprint(1, "broadcast", root=0, dtype="torch.int8", counts=(4,), site="train.py:7"))

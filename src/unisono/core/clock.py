@@ -1,7 +1,7 @@
-"""The library's clock: that of `time.monotonic`, unless a debugger stops it or a simulation has its own.
+"""The library's clock: `time.monotonic`, unless a debugger stops it or a simulation replaces it.
 
-Every deadline and duration of the library is read here, as `clock.now()`. Python's clock is left alone, because a
-program's timers, its logs and other libraries should not notice that the ranks were held.
+Every deadline and duration of the library is read here, as `clock.now()`. Python's own clock stays untouched, because
+timers, logs and other libraries should not notice that the ranks were held.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from typing import Protocol
 __all__ = ["Waitable", "go", "now", "poll_until", "real", "stop", "virtual", "wait"]
 
 _python = time.monotonic
-"""Bound here: a simulation replaces the function of the module, for programs."""
+"""Bound here because a simulation replaces `time.monotonic` for programs."""
 
 now: Callable[[], float] = _python
 """The time in seconds. Call it through the module, `clock.now()`: `stop` and `virtual` put other functions here.
 
-A call of one microsecond reads the clock twice, and a function of Python's C takes half as long as one that looks
-first whether the clock stands still.
+A call of one microsecond reads the clock twice, and the C function takes half as long as a Python one that first checks
+whether the clock is stopped.
 """
 
 _virtual: Callable[[], float] | None = None
 _stands: tuple[float, float | None] = (0.0, None)
-"""The seconds for which the clock has stood still, and since when it does now. One object, so that a thread that reads
-it while `go` changes it sees both or neither: the time must not run backwards."""
+"""The seconds for which the clock was stopped, and when the current stop began.
+
+One object, so that a thread that reads it while `go` changes it sees both or neither: time must not run backwards.
+"""
 
 _ROUND = 1000
 _YIELDS = 500
@@ -42,26 +44,26 @@ def real() -> float:
     while True:
         stands = _stands
         at_s = _python() if stands[1] is None else stands[1]
-        # Else the time was read before a stop and is corrected for another, or the other way round.
+        # Otherwise a time read before a stop could be corrected for a later one, or vice versa.
         if stands is _stands:
             return at_s - stands[0]
 
 
 def stop() -> tuple[float, float | None]:
-    """Let the clock stand still, if it does not yet; return for how long it has, and since when it does now."""
+    """Stop the clock unless it is stopped; return the seconds of earlier stops, and when this one began."""
     stood_s, stopped_at = _stands
     return _stand(stood_s, _python() if stopped_at is None else stopped_at)
 
 
 def go() -> tuple[float, float | None]:
-    """Let the clock go on from where it stopped, if it stands; return what `stop` returns."""
+    """Resume a stopped clock from where it stopped; return what `stop` returns."""
     stood_s, stopped_at = _stands
     return _stand(stood_s if stopped_at is None else stood_s + _python() - stopped_at, None)
 
 
 @contextmanager
 def virtual(read: Callable[[], float]) -> Iterator[None]:
-    """Context in which the time is what `read` returns, which calls `real` in threads outside of simulations."""
+    """Context in which `read` gives the time; it calls `real` in threads outside simulations."""
     _choose(read)
     try:
         yield
@@ -79,7 +81,7 @@ def _stand(stood_s: float, stopped_at: float | None) -> tuple[float, float | Non
 def _choose(read: Callable[[], float] | None) -> None:
     global now, _virtual  # noqa: PLW0603  # as above
     _virtual = read
-    # Not only `read`: a simulation may end while other ranks of this process are held, and the other way round.
+    # Restore more than `read`: a simulation may end while other ranks of this process are held, and vice versa.
     now = read or (_python if _stands == (0.0, None) else real)
 
 
@@ -87,14 +89,14 @@ class Waitable(Protocol):
     """An event, such as `threading.Event`."""
 
     def wait(self, timeout: float, /) -> bool:
-        """Return whether it is set, within a timeout in seconds."""
+        """Wait up to `timeout` seconds; return whether it is set."""
 
 
 def wait(event: Waitable, deadline: float) -> bool:
     """Wait until an event is set; return False at a deadline on this clock.
 
-    The event itself waits by the kernel's clock, which goes on while a debugger holds the rank: so its timeout only
-    says when to look again.
+    The event waits on the kernel's clock, which keeps running while a debugger holds the rank, so its timeout only says
+    when to check this clock again.
     """
     while not event.wait(max(0.0, deadline - now())):
         if now() >= deadline:
@@ -122,7 +124,7 @@ def poll_until(
         _give_way()
         if done():
             return True
-        # If processors are oversubscribed, each yield may take milliseconds.
+        # With oversubscribed processors each yield may take milliseconds.
         if now() >= deadline:
             return False
     pause_s = _FIRST_PAUSE_S

@@ -1,4 +1,4 @@
-"""Base of what is closed at the end of a `with` block."""
+"""Base class of objects that a `with` block closes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["Closing"]
 
 
 class Closing(ABC):
-    """A context manager that is its own value, and whose end calls `close`, whether or not there was an error."""
+    """Context manager that returns itself and calls `close` at the end, with or without an error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what it holds."""
+        """Release its resources."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,8 @@
 """The description of every collective: which ranks contribute, which receive, and how contributions are divided.
 
-All that other modules know of a collective follows from its entry in `COLLECTIVES`: the checks of arguments, the making
-of a call, the values that ranks compare, the calls of the native core, what algorithms start from and end with, what
-the test kit expects, and what benchmarks count. A new collective is an entry here and a method of `Communicator`.
+All that other modules know about a collective follows from its entry in `COLLECTIVES`: argument checks, the call, the
+values that ranks compare, native calls, the initial and final state of algorithms, the results that the test kit
+expects, and the bytes that benchmarks count. A new collective is an entry here and a method of `Communicator`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Collective:
         packed: Whether the parts are consecutive slices of one tensor; else they are a list of tensors.
         output: Name of the argument that is written; it is also read where the collective works in place.
         input: Name of the argument that is read.
-        returns: Whether the method allocates the output and returns it, since its lengths are not known before.
+        returns: Whether the method allocates and returns the output, because its lengths are unknown before.
         moves: Whether there are tensors at all: a barrier has none.
         in_place: Whether one tensor is both contribution and result.
-        pairwise: Whether each pair of ranks has a length of its own.
+        pairwise: Whether each pair of ranks has its own length.
         uneven: Whether parts may differ in length.
         same_everywhere: Whether all ranks end with the same elements.
     """
@@ -81,7 +81,7 @@ class Collective:
         return self.root != "dst" or rank == root
 
     def writes(self, rank: int, root: int) -> bool:
-        """Return whether a rank's output changes; a root's does not where it broadcasts its tensor unchanged."""
+        """Return whether a rank's output changes; the root's does not in a broadcast."""
         if self.root is None or (self.root == "src" and not self.in_place):
             return True
         return (rank == root) == (self.root == "dst")
@@ -101,10 +101,10 @@ class Collective:
         return [(source, part) for source in range(size) if self.contributes(source, root)]
 
     def compared_counts(self, read: Sequence[int], written: Sequence[int]) -> tuple[int, ...]:
-        """Counts of elements that must be equal on all ranks; none where they are compared by pairs of ranks.
+        """Element counts that must be equal on all ranks; empty where pairs of ranks compare them.
 
         Args:
-            read, written: Elements of each tensor that is read and written on one rank.
+            read, written: Number of elements of each tensor that one rank reads and writes.
         """
         if self.pairwise:
             return ()
@@ -168,11 +168,11 @@ COLLECTIVES = {collective.name: collective for collective in _ALL}
 """By name of the method of `Communicator`."""
 
 FAMILIES = {name: collective for name, collective in COLLECTIVES.items() if name == collective.family}
-"""Collectives that algorithms and native implementations are written for."""
+"""Collectives that have their own algorithms and native implementations."""
 
 
 def header_of(collective: Collective) -> Collective:
-    """Return the collective, of the same name, that tells ranks the shapes before one that allocates its output.
+    """Return the collective that exchanges shapes before one that allocates its output, under the same name.
 
     Example:
         >>> header_of(COLLECTIVES["scatter_v"]).family

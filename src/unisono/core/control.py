@@ -33,10 +33,10 @@ class NewMembership(NamedTuple):
 
 
 class ControlPlane(ABC):
-    """A key-value store, agreement, presence and first causes of failure. Safe to use from any thread.
+    """Key-value store, agreement, presence and first causes of failure. Safe to use from any thread.
 
-    Groups are known by `Group.name`. A rank is in a group from `join` to `leave`; if its connection
-    ends without `leave`, it is lost, which is the first cause of failure of every group it was in.
+    Groups are identified by `Group.name`. A rank is in a group from `join` to `leave`; if its connection ends without
+    `leave`, it is lost, which is the first cause of failure of every group it was in.
 
     Attributes:
         simulated: Whether ranks are threads of a simulation, which end with it.
@@ -52,9 +52,9 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
-        """Wait until the key is there. Raises `CommTimeoutError` that names the key.
+        """Wait until the key exists. Raises `CommTimeoutError`, which names the key.
 
-        With a group, its failure ends the wait too.
+        If a group is given, its failure also ends the wait.
         """
 
     @abstractmethod
@@ -100,7 +100,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def exchange_unless_equal(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
-        """As `exchange`, but return None if all values are equal: a small reply, whatever the values' size."""
+        """As `exchange`, but return None if all values are equal, which keeps the reply small."""
 
     @abstractmethod
     def report_failure(self, group: Group, cause: Cause) -> Cause:
@@ -114,11 +114,11 @@ class ControlPlane(ABC):
     def rebuild(
         self, group: Group, attempt: int, timeout: float, *, grow: int = 0, size: int = 0, terms: bytes = b""
     ) -> NewMembership:
-        """Return the successor of this group: its remaining members and `grow` newcomers, or as many as make up `size`.
+        """Return the successor of this group: its remaining members and `grow` newcomers, or enough to reach `size`.
 
-        Every live member calls it, with the same arguments; members that pass neither `grow` nor `size` go along with
-        a `size` of others. A member that has not joined when the first caller's timeout ends is left out, and gets
-        `AbortedError`. `terms` go to the newcomers.
+        Every live member calls it, with the same arguments; members that pass neither `grow` nor `size` accept the
+        others' `size`. A member that has not joined when the first caller's timeout ends is excluded, and gets
+        `AbortedError`. `terms` are sent to the newcomers.
         """
 
     @abstractmethod
@@ -132,9 +132,9 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def request_stop(self, group: Group | None, reason: str) -> int:
-        """Ask all ranks of the group, or of all groups, to stop at the same boundary. The first request counts.
+        """Request all ranks of the group, or of all groups, to stop at the same boundary. The first request counts.
 
-        Returns the number of clients that are in the group, or in any.
+        Returns the number of clients that are in the group, or in any group.
         """
 
     @abstractmethod
@@ -158,13 +158,13 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def hold(self, reason: str | None) -> None:
-        """Hold every rank of the job at its next call, and show a debugger the reason; let all go if it is None."""
+        """Hold every rank of the job at its next call, and show a debugger the reason; release all if it is None."""
 
     # -- hosts ---------------------------------------------------------------------------------
     def set_heartbeat(self, seconds: float) -> None:
-        """Lose ranks whose host does not answer for so long, and this one if its host cannot reach the others.
+        """Treat ranks as lost after this much silence of their host, and this rank if its host is cut off.
 
-        The first call counts. Without it, or where ranks share a process, no silence is too long.
+        The first call counts. Without it, or where ranks share a process, silence has no limit.
         """
 
     def outage(self) -> str:
@@ -173,23 +173,23 @@ class ControlPlane(ABC):
 
     # -- here ----------------------------------------------------------------------------------
     def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
-        """Return what `make` returns: what no other run gives again, before ranks exchange it, or act on it.
+        """Return the result of `make`, a value that differs from run to run, before ranks exchange it or act on it.
 
-        A recording keeps it, and a replay returns that without calling `make`, so that ranks send the same bytes.
+        A recording keeps the value, and a replay returns it without calling `make`, so that ranks send the same bytes.
 
         Args:
-            group: Of the communicator over which it is exchanged.
-            what: Description. Of one group and description, one thread at a time may call this.
-            make: Measures a time, reads a fact of the host, draws a secret, or writes to a disk; its result is
-                anything that `unisono.serialization` supports.
+            group: Group of the communicator over which it is exchanged.
+            what: Description. Only one thread at a time may call this for the same group and description.
+            make: Function that measures a time, reads a fact about the host, draws a secret, or writes to a disk, and
+                returns anything that `unisono.serialization` supports.
         """
         return make()
 
     @abstractmethod
     def share(self, key: str, make: Callable[[], T]) -> T:
-        """Return one object for all ranks that are threads of this process (made by the first caller).
+        """Return one object, made by the first caller, for all ranks that are threads of this process.
 
-        If the key begins with a group's name and a slash, the object is forgotten when all have left the group.
+        If the key begins with a group's name and a slash, the object is dropped when all have left the group.
         """
 
     @abstractmethod
@@ -200,7 +200,7 @@ class ControlPlane(ABC):
 def compare_in_full(
     control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float, *, shapes: bool = False
 ) -> None:
-    """Compare the fingerprints of all ranks, which all call this; if any differ, raise an error that quotes each."""
+    """Compare the fingerprints of all ranks; if any differ, raise an error that quotes each. Collective."""
     values = control.exchange(group, topic, mine.values(), timeout_s)
     problem = explain([Fingerprint(*value) for value in values], shapes=shapes)
     if problem:
@@ -208,7 +208,7 @@ def compare_in_full(
 
 
 def raise_mismatch(control: ControlPlane, group: Group, topic: str, mine: Fingerprint, timeout_s: float) -> NoReturn:
-    """Raise the error of ranks with different calls, quoting the call of each. All ranks know that they differ."""
-    # Calls of a fast path are not numbered here, and all ranks are known to be at the same call.
+    """Raise an error that quotes each rank's call, once all ranks know that their calls differ."""
+    # The fast path does not number its calls here, and all ranks are known to be at the same call.
     compare_in_full(control, group, topic, mine._replace(call=0), min(timeout_s, _QUOTE_S))
     raise MismatchError("ranks differ in what they are about to do. Nothing was sent")

@@ -1,4 +1,4 @@
-"""Failures of groups: an error becomes the first cause, which every rank raises with its own context."""
+"""Group failures: an error becomes the first cause, which every rank raises with its own context."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cause:
 
     Attributes:
         kind: Name of the error class in `unisono.errors` that the other ranks raise.
-        rank: The rank (of that group) that it is about.
+        rank: The rank in that group that failed or is to blame.
         message: A sentence, without the reader's own rank in it.
     """
 
@@ -44,14 +44,14 @@ class Cause:
 
 
 def raise_caused(told: BaseException, error: BaseException) -> NoReturn:
-    """Raise an error in the handler of another one, which is its cause, or of the same one."""
+    """Raise `error` as the cause of another error, or by itself if both are the same."""
     if told is not error:
         told.__cause__ = error
     raise told
 
 
 def to_cause(error: BaseException, rank: int, operation: str) -> Cause:
-    """The cause that a rank reports to the others for an error of its own."""
+    """The cause that a rank reports to the others for its own error."""
     if isinstance(error, MismatchError):
         return Cause("MismatchError", error.peer, error.message)
     if isinstance(error, CommError):
@@ -75,7 +75,7 @@ def error_of(cause: Cause, group: Group | None = None) -> CommError:
 
 
 def left_error(rank: int) -> PeerLostError:
-    """Return the error of a wait for a rank that has ended without a failure.
+    """Return the error for a wait for a rank that has ended without a failure.
 
     Example:
         >>> print(left_error(2))
@@ -86,7 +86,7 @@ def left_error(rank: int) -> PeerLostError:
 
 
 def connection_error(rank: int | None) -> PeerLostError:
-    """Return the error of a connection that has ended, for a reason that the control plane may know.
+    """Return the error for a lost connection; the control plane may know the reason.
 
     Example:
         >>> print(connection_error(2))
@@ -96,7 +96,7 @@ def connection_error(rank: int | None) -> PeerLostError:
 
 
 def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
-    """Return the text of a wait for ranks that have not arrived.
+    """Return the error text of a wait for ranks that have not arrived.
 
     Example:
         >>> waited_for([1], 2.0)
@@ -115,7 +115,7 @@ def waited_for(missing: Sequence[int], waited_s: float, topic: str = "") -> str:
 
 
 def with_notes_of(error: BaseException, other: CommError) -> CommError:
-    """Return the other error, which replaces this one, with its notes.
+    """Return the replacement of an error, with the original's notes.
 
     Example:
         >>> error = ValueError()
@@ -143,7 +143,7 @@ def text_of(error: BaseException) -> str:
 
 
 def ended_by(number: int) -> str:
-    """Return how a process ended that a signal has ended.
+    """Return how a signal ended a process, as text.
 
     Example:
         >>> ended_by(9)

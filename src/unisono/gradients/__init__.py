@@ -1,4 +1,4 @@
-"""Average gradients and share parameters, in flat buckets: by hooks, by a call, or not at every step."""
+"""Average gradients and share parameters, in flat buckets: in hooks, in one call, or every few steps."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from unisono.utils.parameters import (
 __all__ = ["average_gradients", "broadcast_parameters"]
 
 _compared: WeakKeyDictionary[Communicator, dict[object, int]] = WeakKeyDictionary()
-"""For each communicator the kinds of models that its ranks had in common, with their numbers, the same on all."""
+"""For each communicator, the models that its ranks have compared, numbered the same on all ranks."""
 
 
 def average_gradients(
@@ -32,9 +32,9 @@ def average_gradients(
 ) -> None:
     """Replace each gradient by its mean over all ranks. Call it between `backward()` and `step()`.
 
-    Collective. In place on `p.grad`. A parameter that needs a gradient and has none takes part with
-    zeros, so that ranks that skipped a branch agree with those that did not. Where no rank has one, `p.grad` stays
-    None, so that an optimizer leaves the parameter as it is.
+    Collective. In place on `p.grad`. A parameter without a gradient contributes zeros, so ranks that skipped a branch
+    agree with those that did not. If no rank has a gradient, `p.grad` stays None, and the optimizer leaves the
+    parameter unchanged.
 
     Args:
         model: A module, or its parameters.
@@ -42,13 +42,13 @@ def average_gradients(
         bucket_cap_mb: Largest size of a message in MiB; gradients are packed into messages.
 
     Raises:
-        MismatchError: Ranks have different parameters; names the first that differs.
+        MismatchError: Ranks have different parameters; names the first difference.
         TypeError: `model` is a single tensor, or contains something other than tensors.
-        ValueError: `model` is an iterator that is used up, or `bucket_cap_mb` is less than a byte.
+        ValueError: `model` is an exhausted iterator, or `bucket_cap_mb` is less than a byte.
 
     Cost: one all_reduce of the gradients' bytes in few messages, two copies, and one all_gather of 16 bytes. The first
-    call for these parameters compares them between ranks, by one all_gather of their names and shapes. Where ranks have
-    gradients of different parameters, one all_reduce of a byte a parameter.
+    call for these parameters compares their names and shapes in one all_gather. If ranks have gradients for different
+    parameters, one all_reduce of a byte a parameter.
 
     Example:
         >>> def program(comm):
@@ -108,7 +108,7 @@ def broadcast_parameters(
 
 
 def _compare(model: object, named: Named, comm: Communicator, *, frozen: bool, digest: int = 0) -> bool:
-    """Compare these tensors with those of the other ranks: by name once a communicator, then by a number.
+    """Compare these tensors with the other ranks' ones: by name once per communicator, then by a number.
 
     Return whether the digest is the same on all ranks.
     """

@@ -25,53 +25,54 @@ __all__ = ["GradientAverager"]
 class GradientAverager:
     """Hooks that average the gradients of a plain model over all ranks while `backward()` computes them.
 
-    Needs one line before the training loop; the loop, the model and the optimizer stay unchanged. When
-    `backward()` returns, each `p.grad` is the mean over all ranks, bitwise identical on each. The hooks keep
-    the averager alive, so the caller need not keep a reference. Torch hides such hooks from the garbage collector:
-    an unused model is freed only after `remove()`.
+    Takes one line before the training loop; the loop, the model and the optimizer stay unchanged. When `backward()`
+    returns, each `p.grad` is the mean over all ranks, bitwise identical on each. The hooks keep the averager alive, so
+    you need not keep a reference. Torch hides such hooks from the garbage collector: an unused model is freed only
+    after `remove()`.
 
     Collective: every rank creates one for the same model, and calls `backward()` equally often. Gradients
     are views of the averager's memory: clone a gradient to keep it past the next `backward()`.
 
     Args:
         model: A module, or its parameters.
-        comm: The ranks that average. The averager communicates over three communicators of its own, derived from it.
-        bucket_cap_mb: Size of a message in MiB, a compromise of latency and overlap: by default 25 where a message
-            is sent while others fill (`comm.overlaps`) or is compressed, and no limit elsewhere.
+        comm: The ranks that average. The averager derives three dedicated communicators from it.
+        bucket_cap_mb: Size of a message in MiB, a trade-off between latency and overlap. By default 25 if messages are
+            sent while others fill (`comm.overlaps`) or are compressed, and unlimited otherwise.
         first_bucket_mb: Size of the first message: by default 1 if each rank has a core that reduces it while
             others fill.
         compression: A codec of `unisono.compression`, its name, or None.
-        average: "mean", or "sum" for losses that are divided by the global batch already. A sum adds up all that
-            `p.grad` holds, so zero the gradients of earlier steps first.
+        average: "mean", or "sum" for losses that are divided by the global batch already. A sum includes everything in
+            `p.grad`, so zero the gradients of earlier steps first.
         find_unused_parameters: Whether ranks may lack a gradient that others have: they contribute zeros. Pass the
             module, not its parameters, if a rank may lack all gradients.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         broadcast_buffers: Whether to broadcast rank 0's buffers after each backward pass.
-        deterministic: Whether gradients are summed in one fixed order, whatever the backend, its algorithms and the
-            bucket sizes; see `unisono.init`. On any number of ranks: see `un.gradients.LogicalShards`.
+        deterministic: Whether gradients are summed in one fixed order, independent of backend, algorithms and bucket
+            sizes; see `unisono.init`. For independence of the number of ranks, see `un.gradients.LogicalShards`.
 
     Raises:
-        ValueError: Another averager has the model, or a part of it; or an argument is out of range.
+        ValueError: Another averager is attached to the model or a part of it, or an argument is out of range.
         TypeError: `model` is a single tensor, or contains something other than tensors.
-        MismatchError: Ranks have different models or settings; or, from `backward()` and on every rank, some
-            rank has no gradient that others have, without `find_unused_parameters`.
-        AbortedError: From `backward()`: another rank's pass has failed half-way, or its model has changed; or, within a
-            second, ranks run the passes of several averagers in different orders.
+        MismatchError: Ranks have different models or settings. From `backward()`, on every rank: a rank lacks a
+            gradient that others have, without `find_unused_parameters`.
+        AbortedError: From `backward()`: another rank's pass failed half-way, or its model changed; or ranks run the
+            passes of several averagers in different orders (noticed within a second).
         RuntimeError: From a forward, from `backward()` or from `check()`: a parameter was replaced, swapped or added.
         CommTimeoutError, PeerLostError: From `backward()`: a rank did not join; names the parameters.
 
     A backward pass that raises is undone on its rank: p.grad and the settings of `no_sync` and `weight` are restored.
     If a part of the pass had been sent, all ranks drop the pass, and the next one is correct. Passes are paired by
-    their number: where a rank skips a batch, as after an exception in forward, its next one counts in the others' step.
-    It must skip the optimizer's step too, and no error tells if not. `un.checkpoint.assert_in_sync` compares models.
+    number: if a rank skips a batch, for example after an exception in forward, its next pass counts in the others'
+    current step. It must skip that optimizer step too; nothing detects it if it does not, but
+    `un.checkpoint.assert_in_sync` compares models.
 
-    Where several models have an averager each, ranks run their passes in the same order, or in one `backward()` of a
-    common loss, which ends them in the order in which the averagers were created, after those of sharded models.
+    If several models have an averager each, ranks run their passes in the same order, or in one `backward()` of a
+    common loss. That ends them in the order in which the averagers were created, after sharded models.
 
-    Cost: for each step one all_reduce a bucket, with two elements a parameter and two more beside the gradients, and
-    one copy of each gradient; 1.5 us a parameter for a hook before its gradient is added; a check of all parameters
-    before the forward and after the backward (0.1 us each). Memory: one bucket's worth for each gradient, which is the
-    gradient itself once backward has ended. The idea of buckets: Li et al., "PyTorch Distributed", VLDB 2020.
+    Cost per step: one all_reduce a bucket, with two extra elements a parameter and two a bucket, and one copy of each
+    gradient; 1.5 us a parameter for a hook before its gradient is added; a check of all parameters before the forward
+    and after the backward (0.1 us each). Memory: the buckets, which hold the gradients themselves once backward has
+    ended. Source of the buckets: Li et al., "PyTorch Distributed", VLDB 2020.
 
     Example:
         >>> def program(comm):
@@ -142,14 +143,14 @@ class GradientAverager:
         try:
             yield
         finally:
-            # Restore it on the current object, which `move_to` may have replaced.
+            # Restore on the current object, because `move_to` may have replaced it.
             self._averaging.syncing = before
 
     def weight(self, n_samples: float) -> None:
         """Set the weight of this rank's next gradient. Every rank sets one, before `backward()`.
 
-        The mean becomes sum(weight * gradient) / sum(weight). A gradient that several passes in `no_sync` have
-        accumulated has one weight: call it once a step.
+        The mean becomes sum(weight * gradient) / sum(weight). A gradient accumulated over several passes in `no_sync`
+        has a single weight: call this once a step.
 
         Args:
             n_samples: The weight, such as the number of samples; finite, 0 or more.
@@ -159,7 +160,7 @@ class GradientAverager:
                 the weights of all ranks are 0.
             RuntimeError: A pass in `no_sync` has run since the last call in this step.
 
-        Cost: one more all_gather of 16 bytes in that step.
+        Cost: an additional all_gather of 16 bytes in that step.
 
         Example:
             >>> def program(comm):
@@ -187,9 +188,9 @@ class GradientAverager:
         are over the ranks that still have data. At the end all ranks have the parameters of a rank
         that finished last. Collective.
 
-        Cost: one more all_gather of 16 bytes a step.
+        Cost: an additional all_gather of 16 bytes a step.
 
-        Method: that of torch's `Join` (Yu, "Distributed training with uneven inputs", 2021).
+        Method: as torch's `Join` (Yu, "Distributed training with uneven inputs", 2021).
 
         Example:
             >>> def program(comm):
@@ -220,7 +221,7 @@ class GradientAverager:
             by_rank = [steps for steps, *_ in counts]
             boundaries.catch_up([count for _, *count in counts])
             tensors = [p for _, p in self._named]
-            # Now: a forward may have assigned buffers.
+            # Collected only now, because a forward may have assigned buffers.
             tensors += [] if self._model is None else self._model.buffers()
             broadcast_all(tensors, weights.comm, by_rank.index(max(by_rank)))
         finally:
@@ -239,10 +240,10 @@ class GradientAverager:
         self._averaging.check()
 
     def abort(self, reason: str) -> None:
-        """End all running and later calls on all ranks, as when an error was caught that others do not know of.
+        """End all running and later calls on all ranks, for example after an error that other ranks do not know of.
 
         Args:
-            reason: Text for the `AbortedError` of the other ranks.
+            reason: Text for the other ranks' `AbortedError`.
 
         Example:
             >>> def program(comm):
@@ -296,7 +297,7 @@ class GradientAverager:
             state: A result of `state_dict` of an averager with the same model and arguments.
 
         Raises:
-            ValueError: It is of another model, or of other bucket sizes, and a codec has state for them.
+            ValueError: The state belongs to another model, or has codec state for other bucket sizes.
         """
         codecs = self._codecs()
         names = [names for names, _ in codecs]
@@ -325,7 +326,7 @@ class GradientAverager:
         Collective over it; new ranks create their own averager in the meantime. An aborted step is
         discarded. Parameters stay unchanged: make them equal on all ranks (`un.elastic` does).
 
-        A codec's state is dropped, because it may be of a step that other ranks never made.
+        Codec state is dropped, because it may come from a step that other ranks never made.
 
         Args:
             comm: The new communicator.

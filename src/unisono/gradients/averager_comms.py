@@ -1,4 +1,4 @@
-"""The communicators of an averager, and their replacement after a pass that failed."""
+"""The communicators of an averager, and their replacement after a failed pass."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["AveragerComms"]
 
 
 class AveragerComms(ReplaceableComms):
-    """Communicators of an averager: those in use are replaced after a pass that failed when a part of it had left.
+    """Communicators of an averager, replaced after a pass that failed when a part of it had been sent.
 
-    What travels over `data` is not compared between ranks, so after such a pass a message could meet one of another
-    bucket. The origin is aborted too when the averager is of no more use.
+    Calls on `data` are not compared between ranks, so after such a pass a message could match one of another bucket.
+    When the averager becomes unusable, the communicator that these were derived from is aborted too.
 
     Args:
         comm: The ranks that average. Collective.
-        deterministic: Whether sums are reduced in one fixed order; as for `comm` if not.
+        deterministic: Whether sums are reduced in one fixed order; if not, as on `comm`.
 
     Attributes:
         control: Communicator for everything but the buckets.
@@ -33,7 +33,7 @@ class AveragerComms(ReplaceableComms):
         self._aborting: Thread | None = None
 
     def ready(self) -> None:
-        """Create `control`. Collective. Earlier operations of any rank are not cut off by an abort on another rank."""
+        """Create `control`. Collective, so no rank's earlier operations are cut off when another rank aborts."""
         self.control = self.dup()
 
     def in_use(self) -> tuple[Communicator, ...]:
@@ -50,12 +50,12 @@ class AveragerComms(ReplaceableComms):
 
         Args:
             reason: For the other ranks' errors.
-            first: The reduction of the pass's first bucket, if it is in progress. Until it ends, other ranks may be
-                in the previous pass, which has succeeded here and must not be cut off there.
+            first: Reduction of the pass's first bucket, if in progress. Until it ends, other ranks may still be in the
+                previous pass, which has succeeded here and must not be cut off there.
         """
         error = self.data.exception()
         if error is not None and not isinstance(error, AbortedError):
-            # A rank was lost or did not join: more than the failure of one pass.
+            # A rank was lost or did not join, so more than one pass has failed.
             self.abort_all(f"averaging has failed there: {error}")
         elif first is None:
             self.abort(reason)
@@ -69,7 +69,7 @@ class AveragerComms(ReplaceableComms):
         self.abort(reason)
 
     def settle(self) -> None:
-        """Wait until an abort of the last pass has begun on all ranks: they reach their first bucket before."""
+        """Wait until all ranks have reached their first bucket, and the abort of the last pass has begun there."""
         if self._aborting is not None:
             self._aborting.join()
             self._aborting = None

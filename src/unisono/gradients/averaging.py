@@ -1,4 +1,4 @@
-"""Averaging of a model's gradients over the ranks of one communicator: its hooks, and the phases of a pass."""
+"""Averages a model's gradients over the ranks of one communicator: the hooks, and the phases of a pass."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ TRANSITIONS: dict[str, dict[Phase, Phase]] = {
     "fail": {phase: Phase.FAILED for phase in Phase if phase is not Phase.UNSENT},
     "fail unsent": dict.fromkeys(Phase, Phase.UNSENT) | {Phase.AVERAGED: Phase.FAILED, Phase.FAILED: Phase.FAILED},
 }
-"""By event and phase, the phase that follows; see `Averaging`."""
+"""Next phase by event and phase; see `Averaging`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AveragerSettings:
-    """Arguments of a `GradientAverager`, which are the same on all ranks.
+    """Arguments of a `GradientAverager`, the same on all ranks.
 
     Attributes:
         sizes: Maximum bytes of a bucket, and of the first one; None for defaults.
@@ -80,7 +80,7 @@ class AveragerSettings:
     deterministic: bool
 
     def described(self, codec: Codec | None) -> dict[str, Any]:
-        """Return what ranks compare."""
+        """Return the values that ranks compare."""
         return {
             "bucket sizes": self.sizes,
             "average": self.total,
@@ -92,7 +92,7 @@ class AveragerSettings:
 
 
 class Averaging(PassOwner):
-    """The averaging of one model over one communicator. Another communicator gets another object.
+    """Averaging of one model over one communicator; a new communicator needs a new object.
 
     Phases of a backward pass, and what leads from one to the next:
 
@@ -108,20 +108,19 @@ class Averaging(PassOwner):
     UNSENT    OPEN   HELD                                                  UNSENT
     ========  =====  ==========  ====  ========  ========  ======  ======  ===========
 
-    begin: The first gradient of the outermost call of autograd is about to be added.
-    begin held: Likewise, where the calling thread would have to reduce, or other models are in the way.
-    hold: A full bucket could not be sent, because another rank's pass has failed. What to do about it is decided at
-        the end: if this rank's pass fails by itself before, there is nothing to repeat.
-    reduce: The outermost call has succeeded outside of `no_sync`. Another rank's failure repeats the reduction in
-        this phase, with that rank's next pass, if this rank still has all that it has sent.
-    average: All buckets are reduced. Late gradients are added, and errors that all ranks see are raised now.
-    finish: The pass has ended: p.grad is what the caller gets. In `no_sync`, nothing was reduced.
-    fail: The pass has raised when a bucket had been sent. Before AVERAGED, all ranks drop the pass.
-    fail unsent: It has raised before. Other ranks may be in theirs, and break it off later: so the next try of this
-        rank keeps copies of what it sends. A call of autograd that never reaches a parameter does this in IDLE.
+    begin: The first gradient of the outermost call of autograd is about to be added. begin held: Likewise, if the
+    calling thread would have to reduce, or passes of other models are open. hold: A full bucket could not be sent,
+    because another rank's pass has failed. The pass decides at its end what to do: if it fails by itself before, there
+    is nothing to repeat. reduce: The outermost call has succeeded outside of `no_sync`. Another rank's failure repeats
+    the reduction in this phase, with that rank's next pass, if this rank still has all that it has sent. average: All
+    buckets are reduced. Late gradients are added, and errors that all ranks see are raised now. finish: The pass has
+    ended, and p.grad is ready for the caller. In `no_sync`, nothing was reduced. fail: The pass has raised after
+    sending a bucket. Before AVERAGED, all ranks drop the pass. fail unsent: The pass has raised before sending
+    anything. Other ranks may be in theirs, and break it off later, so this rank's next try keeps copies of what it
+    sends. An autograd call that never reaches a parameter does this in IDLE.
 
-    Two objects hold what does not outlive its time: `SavedGradients` from the begin of a pass to its end, and
-    `Reduction` from step to step, in which passes of `no_sync` are parts of the step of the next pass outside.
+    Two objects hold shorter-lived state: `SavedGradients` that of one pass, and `Reduction` that of one step. Passes in
+    `no_sync` belong to the step of the next pass outside.
 
     Args:
         model: The module; None for parameters without one.
@@ -135,8 +134,8 @@ class Averaging(PassOwner):
     Attributes:
         phase: Where the pass is.
         steps: Number of steps made.
-        syncing: Whether passes average; not so in `no_sync`.
-        registry, comms, buckets: Its parts.
+        syncing: Whether passes average; False in `no_sync`.
+        registry, comms, buckets: Its components.
         boundaries: Step boundaries of `comm`.
     """
 
@@ -153,7 +152,7 @@ class Averaging(PassOwner):
         init_sync: bool,
         owner: object = None,
     ) -> None:
-        # Hooks keep this object alive, and so the averager, of which the caller needs no reference.
+        # Hooks keep this object alive, and so the averager: the caller needs no reference to it.
         self._owner = owner
         self.phase: Phase = Phase.IDLE
         self.steps: int = 0
@@ -164,9 +163,10 @@ class Averaging(PassOwner):
         self._parameters = [p for _, p in named]
         self._settings = settings
         self._weights = weights
-        # Weak: a communicator that a program drops leaves its group.
+        # Weak, so that a communicator that the program drops can leave its group.
         self._origin = ref(comm)
-        # First, since it refuses a model that has an averager on this rank alone, before anything is sent.
+        # First, because it refuses a model that already has an averager, perhaps on this rank alone, before anything is
+        # sent.
         self.registry: ParameterRegistry = ParameterRegistry(model, named)
         codec = codec_for(settings.compression)
         buffers = list(model.named_buffers()) if model is not None and init_sync else []
@@ -182,23 +182,23 @@ class Averaging(PassOwner):
         )
         spread = sparse_parameters(model) if model is not None else set()
         self._spread = {i for i, p in enumerate(self._parameters) if id(p) in spread}
-        # Indices of the parameters whose gradients are averaged as rows, which no bucket has.
+        # Indices of the parameters whose gradients are averaged as sparse rows, outside the buckets.
         self._sparse: list[int] = []
         self._hooks = CallerHooks(self._parameters, self._spread)
         self.buckets: Buckets = Buckets(named, self.comms, codec, sizes)
         self._watch = PassWatch("GradientAverager", self.comms)
         on_cpu = all(p.is_cpu for p in self._parameters)
         self._tracker = BackwardTracker(self, one_thread=on_cpu, watch=self._watch)
-        # What passes in no_sync have added to, and no pass has averaged yet.
+        # Gradients that passes in no_sync have added to, and no pass has averaged yet.
         self._accumulated: set[int] = set()
-        # If buckets are sent while others fill, the first step of all ranks records the order of gradients.
+        # If buckets are sent while others fill, the first step records the order in which gradients arrive.
         self._seen: list[torch.Tensor] | None = [] if self.buckets.background else None
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
         self._saved: SavedGradients | None = None
         try:
             if comm.size > 1:
                 self._install()
-            # Last, once the hooks exist: from here on a failed pass aborts the communicator.
+            # Last, once the hooks exist: from here on, a failed pass aborts the communicator.
             self.comms.ready()
         except BaseException:
             # Otherwise its hooks would keep the averager alive and its parameters claimed.
@@ -210,9 +210,9 @@ class Averaging(PassOwner):
 
     def _install(self) -> None:
         self.registry.watch_gradients(self._tracker.arrive)
-        # Watching the output detects a pass that fails before it reaches a parameter, or that reaches none.
+        # Watching the output detects a pass that fails before reaching a parameter, or reaches none.
         self.registry.watch_forward(self.check, self._watch_outputs, traced=self._settings.find_unused)
-        # Gradients arrive roughly in the reverse order of parameters.
+        # Gradients arrive roughly in reverse parameter order.
         self._add_parameters([i for i, p in reversed(list(enumerate(self._parameters))) if p.requires_grad])
 
     def remove(self) -> None:
@@ -234,7 +234,7 @@ class Averaging(PassOwner):
             raise RuntimeError(problem)
 
     def _change(self, event: str) -> None:
-        """Go on to the phase that follows an event: the only place that changes it."""
+        """Move to the phase that follows an event; only this method changes the phase."""
         self.phase = TRANSITIONS[event][self.phase]
 
     def _new_reduction(self) -> Reduction:
@@ -249,7 +249,7 @@ class Averaging(PassOwner):
         self._hook_chunks()
 
     def _hook_chunks(self) -> None:
-        """Copy gradients in when the last of a chunk has arrived, except for the last chunk: the pass ends then."""
+        """Copy gradients in when a chunk is complete; for the last chunk, the end of the pass does it."""
         self._hooks.clear()
         chunks = [(number, slots) for number, bucket in enumerate(self.buckets.ordered) for slots in bucket.chunks]
         for number, slots in chunks[:-1]:
@@ -269,7 +269,7 @@ class Averaging(PassOwner):
         """A hook of the last parameter of a chunk: its gradient has been added to `p.grad`."""
         contents = self._reduction.contents[number]
         saved = self._saved
-        # Outside a pass (after one that two threads ran, say) p.grad belongs to the caller.
+        # Outside a pass (say, after one that two threads ran) p.grad belongs to the caller.
         if saved is None or not self.syncing or contents.started:
             return
         if saved.staying:
@@ -284,7 +284,7 @@ class Averaging(PassOwner):
                 self._change("hold")
 
     def _watch_outputs(self, returned: Any) -> None:
-        # Where ranks may lack gradients, a rank also joins the average if its pass reaches no parameter.
+        # If ranks may lack gradients, a rank joins the average even when its pass reaches no parameter.
         find_unused = self._settings.find_unused
         watch_outputs(returned, self._on_output_gradient if find_unused else self._tracker.follow)
 
@@ -295,35 +295,35 @@ class Averaging(PassOwner):
 
     # -- a pass ---------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Set p.grad aside, and be ready for gradients. Collective after a pass that failed."""
+        """Set p.grad aside, and prepare for gradients. Collective after a failed pass."""
         failed = self.phase is not Phase.IDLE
         if failed:
-            # Before the memory is used again: reductions of the failed pass may still write it until their abort.
+            # Before the memory is reused: reductions of the failed pass may write to it until their abort.
             self.comms.settle()
             self._reduction.give_up()
-        # After a failed pass, memory of the communicator that is gone would be reduced more slowly. Only now: until
-        # the last step's gradients were used, p.grad was in it.
+        # After a failed pass, memory of the aborted communicator would be reduced more slowly. Replaced only now,
+        # because the last step's p.grad was in it until it was used.
         stale = self.buckets.comm is not self.comms.data
         if stale:
             self.buckets.recreate(list(self.buckets.where))
         if failed or stale:
             self._reduction = self._new_reduction()
-        # A hook of the caller's that is new runs after the averager's, until these are registered again.
+        # A new hook of the caller's runs after the averager's, until these are registered again.
         if self._hooks.begin() or stale:
             self._hook_chunks()
         held = [(i, p.grad) for i, p in enumerate(self._parameters) if p.grad is not None]
         within = self.buckets.within(held) if held else set()
         self._saved = SavedGradients(self._parameters, held, within, self._hooks.stays)
-        # Beside other models, no bucket and no weights leave before the end of the pass, which has one order on all
-        # ranks. If a rank failed with a bucket of a later model in flight, other ranks would repeat the pass, or wait
-        # for the repeat, when an earlier model has ended for good.
+        # With several models, nothing is sent before the end of the pass, where all ranks have the same order. If a
+        # rank failed with a bucket of a later model in flight, other ranks would repeat the pass, or wait for the
+        # repeat, although an earlier model has ended for good.
         early = len(self._watch.peers) == 1
-        # Last: if something here has raised, the pass has not begun.
+        # Last: if anything above raises, the pass has not begun.
         self._change("begin" if early and self.buckets.background else "begin held")
 
     @torch.no_grad()
     def end(self) -> None:
-        """Complete the gradients of a pass, and check which ones arrived. Collective, unless in `no_sync`."""
+        """Complete the gradients of a pass, and check which ones arrived. Collective except in `no_sync`."""
         saved = self._saved
         assert saved is not None
         self.check()
@@ -337,7 +337,7 @@ class Averaging(PassOwner):
             used = self._hooks.used(lost)
             problem = used_gradients([self._names[i] for i in used]) if used else None
         arrived.update(others)
-        # An inner pass may have been in no_sync(); what counts is the outermost one.
+        # An inner pass may have been in no_sync(), but the outermost one counts.
         if self.syncing:
             self._average(saved, arrived, problem)
         elif problem:
@@ -350,7 +350,7 @@ class Averaging(PassOwner):
         self._change("finish")
 
     def _average(self, saved: SavedGradients, arrived: set[int], problem: str | None) -> None:
-        """Average what a pass has computed, and what was accumulated before it. Collective."""
+        """Average the gradients of a pass, and those accumulated before it. Collective."""
         reduction = self._reduction
         if self._accumulated:
             arrived |= {i for i in self._accumulated if self._parameters[i].requires_grad}
@@ -358,11 +358,11 @@ class Averaging(PassOwner):
         self._change("reduce")
         while True:
             try:
-                # Only this rank knows that a hook took a gradient; as a request, all ranks raise the error together.
+                # Only this rank knows that a hook took a gradient; a request makes all ranks raise the error together.
                 reduction.reduce_all(saved, arrived, requests=(bool(thawed), bool(problem)))
                 break
             except AbortedError as aborted:
-                # No mean was used yet, so the pass of another rank that has failed may come again.
+                # No mean has been used yet, so another rank's failed pass may be repeated.
                 if not reduction.can_rewind():
                     raise
                 reduction.rewind()
@@ -370,7 +370,7 @@ class Averaging(PassOwner):
         self._change("average")
         reduction.conclude()
         asks_thawed, asks_used = reduction.asked
-        # Without a bucket there was no message to carry the requests.
+        # Without a bucket there is no message to carry the requests.
         if asks_used or (problem and not self.buckets.where):
             self._refuse_used(problem)
         if reduction.uneven and not self._settings.find_unused:
@@ -391,20 +391,20 @@ class Averaging(PassOwner):
         try:
             self.comms.replace()
         except AbortedError as error:
-            # The data communicator is gone for good; the caller learns why from its own error.
+            # The data communicator is gone for good, and the caller gets the reason from its own error.
             raise aborted from error
         self._weights.attach(self.comms.control)
 
     def _end_step(self, averaged: Set[int]) -> None:
-        """Be ready for the next step.
+        """Prepare for the next step.
 
         Args:
-            averaged: The parameters with sparse gradients of which a rank had one.
+            averaged: The parameters with sparse gradients that were averaged.
         """
-        # First: p.grad holds the means, and an error in the rest must not take them away.
+        # First, because p.grad holds the means, which an error below must not take away.
         self._saved = None
         if self._accumulated:
-            # What was accumulated before a parameter was frozen is averaged once it no longer is.
+            # Gradients accumulated before a parameter was frozen are averaged once it is unfrozen.
             waiting = {i for i in self._accumulated if not self._parameters[i].requires_grad}
             self._accumulated = {i for i in waiting - averaged if not self._reduction.has_mean(i)}
         self.steps += self._weights.here
@@ -417,7 +417,7 @@ class Averaging(PassOwner):
                 warn_of_uneven_batches(origin, total=False)
         if self._seen is not None and all_took_part:
             self._learn_order(self._seen)
-        # Only now, because learning the order replaces the buckets.
+        # Last, because learning the order replaces the buckets.
         self._reduction = self._new_reduction()
 
     def _learn_order(self, seen: Sequence[torch.Tensor]) -> None:
@@ -429,11 +429,11 @@ class Averaging(PassOwner):
         self._hook_chunks()
 
     def fail(self) -> None:
-        """Undo a pass that raised: p.grad and weights are as before. Other ranks that have a part of it fail too."""
+        """Undo a pass that raised: restore p.grad and weights. Fails ranks that have received a part of it."""
         if self._saved is not None:
             self._saved.restore()
             self._saved = None
-        # A pass that had failed before was reported then; after an averaged one, the other ranks have all they need.
+        # An earlier failure has been reported already; after AVERAGED, the other ranks have everything they need.
         spreads = self._reduction.sent and self.phase not in (Phase.AVERAGED, Phase.FAILED)
         self._change("fail" if self._reduction.sent else "fail unsent")
         if spreads:
@@ -458,8 +458,8 @@ class Averaging(PassOwner):
 
     # -- the end of a step ----------------------------------------------------------------------
     def _average_sparse(self, arrived: set[int]) -> set[int]:
-        """Return the parameters that have a mean now. Collective."""
-        # What was accumulated may have been set to None since.
+        """Average the sparse gradients, and return the parameters that have one. Collective."""
+        # Accumulated gradients may have been set to None since.
         has = {i for i in self._sparse if i in arrived and self._parameters[i].grad is not None}
         absent = [self._names[i] for i in self._sparse if i not in has and self._weights.here]
         sparse = [self._named[i] for i in self._sparse]
@@ -482,9 +482,9 @@ class Averaging(PassOwner):
         )
 
     def _look_at(self, first: int) -> None:
-        """`MismatchError` on all ranks if some lack a gradient that others have, in the buckets from this one on."""
+        """Raise `MismatchError` on all ranks if some lack a gradient that others have, from this bucket on."""
         looked = self._reduction.contents[first:]
-        # Decide from flags that all ranks have read, so that either all of them gather or none does.
+        # Decide from flags that all ranks have read, so that all or none of them gather.
         if not any(had and lacked for contents in looked for had, lacked in contents.found):
             return
         lacking = [
@@ -497,7 +497,7 @@ class Averaging(PassOwner):
         check_skipped(self._names, by_rank, self._weights.active, self.comms.control)
 
     def _on_unfrozen(self, saved: SavedGradients, thawed: list[int], arrived: set[int]) -> None:
-        """Parameters that were frozen are no more: average what they have now, and from now on."""
+        """Average parameters that were unfrozen: the gradients that they have now, and from now on."""
         names = [self._names[i] for i in thawed]
         with ErrorContext(f"comparing frozen parameters; no longer frozen on rank {self.comms.rank}: {names}"):
             agree_on_parameters(self._named, self.comms.control)
@@ -505,7 +505,7 @@ class Averaging(PassOwner):
         known = len(self.buckets.ordered)
         self._add_parameters(thawed)
         self._reduction.extend()
-        # Not repeated if another rank fails: means of the other buckets may have been used there.
+        # Not repeated if another rank fails, because it may have used means of the other buckets.
         self._reduction.reduce_all(saved, arrived, known)
         self._reduction.conclude(known)
         if self._reduction.uneven and not self._settings.find_unused:

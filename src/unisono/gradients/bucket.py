@@ -1,4 +1,4 @@
-"""Gradients of some parameters in one run of memory, and a header: for each, whether this rank has it, or lacks it."""
+"""One message: gradients of some parameters in contiguous memory, and a header of which ones this rank has or lacks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _on_cpu = attrgetter("is_cpu")
 _length = attrgetter("nbytes")
 
 _REQUESTS = 3
-"""Header elements with a rank's requests: to handle late gradients, thawed parameters, used gradients."""
+"""Header elements for a rank's requests: late gradients, unfrozen parameters, used gradients."""
 _CHUNK_BYTES = 512 << 10
-"""Gradients of this length are still in the cache, and copying each one separately would take longer."""
+"""Chunks of this size are still in the cache when copied; copying each gradient separately would take longer."""
 
 
 class GradientBucket:
     """Memory of one message: the gradients of some parameters. After the reduction, each `p.grad` is a view of it.
 
-    It stays from step to step. What one step puts into it is a `BucketContents`.
+    Persists from step to step; the state of one step is a `BucketContents`.
 
     Args:
         indices: Indices of its parameters in the model.
@@ -39,11 +39,11 @@ class GradientBucket:
     Attributes:
         memory: The whole message: the gradients, two header elements for each, and some for requests.
         flat: The gradients.
-        header: These elements, sent separately if the gradients are sent in another form.
+        header: The header elements, sent separately if the gradients are sent compressed.
         full_header: The header of a rank that has all gradients.
-        views: The place of each gradient.
-        chunks: Runs of slots; the gradients of each are worth one copy. The last one is all slots.
-        complete: The result of reading the header if every rank had all gradients.
+        views: View of the memory for each gradient.
+        chunks: Runs of slots whose gradients are copied together. The last chunk is all slots.
+        complete: The result of `read_header` if every rank has all gradients.
         low, high: Addresses of the first gradient's first byte, and of the byte after the last one.
     """
 
@@ -71,7 +71,7 @@ class GradientBucket:
         ]
         self.complete: list[tuple[bool, bool]] = [(True, False)] * len(numels)
         self.shapes: list[torch.Size] = [p.shape for p in parameters]
-        # On an accelerator each gradient is copied on the stream of its own hook.
+        # On an accelerator, each hook copies its gradient on its own stream.
         self.chunks: list[Sequence[int]] = _chunks([p.nbytes for p in parameters], _CHUNK_BYTES if like.is_cpu else 0)
         self.low: int = self.flat.data_ptr()
         self.high: int = self.low + self.flat.nbytes
@@ -91,23 +91,23 @@ class GradientBucket:
 
 
 class BucketContents:
-    """What one step puts into a bucket, and gets out of it. Made for each step, and dropped with it.
+    """State of a bucket in one step, dropped at the end of the step.
 
-    A bucket is filled by `take`, completed by `finalize`, and reduced from then on, until its header is read. After
-    that it holds the means. An aborted reduction is undone by `rewind`, if there is a copy.
+    `take` fills the bucket, `finalize` completes it, and it is reduced until its header is read; then it holds the
+    means. `rewind` undoes an aborted reduction, if there is a copy.
 
     Args:
         bucket: Its memory.
 
     Attributes:
         bucket: As passed.
-        inside: A byte for each slot: whether its gradient has been copied in.
+        inside: For each slot, a byte that is 1 once its gradient has been copied in.
         arrived: For each slot, once the bucket is filled, whether this rank has its gradient.
         started: Whether the bucket is being reduced, or has been.
         work: The reduction, while it is in flight.
         found: The result of `read_header`; empty before that call.
-        asked: Set by that call: whether any rank makes each of the requests.
-        observed_s: Start of a reduction that is recorded, by `time.perf_counter`.
+        asked: Whether any rank makes each of the requests; set by `read_header`.
+        observed_s: Start of a recorded reduction, from `time.perf_counter`.
     """
 
     def __init__(self, bucket: GradientBucket) -> None:
@@ -126,7 +126,7 @@ class BucketContents:
 
     # -- before the reduction -------------------------------------------------------------------
     def take(self, slots: Iterable[int]) -> None:
-        """Copy gradients in, or add them to those that are inside, and clear p.grad."""
+        """Copy gradients in, or add them to those already inside, and clear p.grad."""
         bucket = self.bucket
         views = []
         grads = []
@@ -139,7 +139,7 @@ class BucketContents:
             if grad.requires_grad or grad.layout != torch.strided:
                 grad = self._plain(slot, grad)
             view = bucket.views[slot]
-            # Copying one part of a bucket over another would give a mix of both, in an order that nobody sees.
+            # Copying one part of a bucket over another would silently mix the two.
             if bucket.low <= grad.data_ptr() < bucket.high and not _same(grad, view):
                 raise RuntimeError(
                     f"the gradient of parameter number {bucket.indices[slot]} is memory of the averager for other "
@@ -162,7 +162,7 @@ class BucketContents:
             copy_into(views, grads)
 
     def follow_streams(self) -> None:
-        """Let what comes now on this stream follow the copies that hooks made on others."""
+        """Order later work on this stream after the copies that hooks made on other streams."""
         wait_for(self._streams)
         self._streams.clear()
 
@@ -186,7 +186,7 @@ class BucketContents:
             backup: Whether to keep a copy, for `rewind`.
         """
         bucket = self.bucket
-        # The second time, after a rewind, the copy has all of this in it, and p.grad is None.
+        # After a rewind the copy includes all of this, and p.grad is None.
         first = not self.arrived
         more = []
         for slot, (index, parameter, inside) in enumerate(
@@ -201,7 +201,7 @@ class BucketContents:
             if not (inside or has):
                 bucket.views[slot].zero_()
         self.take(range(len(bucket.parameters)))
-        # After `take`, which overwrites a place that was not inside.
+        # After `take`, which overwrites slots that were not inside.
         for slot, held in more:
             bucket.views[slot].add_(held, alpha=bucket.scale)
             self.inside[slot] = True
@@ -210,7 +210,7 @@ class BucketContents:
         self.started = True
         self._factor = factor
         if not factor:
-            # What counts for nothing may be NaN, as a mean over no samples is.
+            # A gradient of weight 0 may be NaN, such as the mean over no samples.
             bucket.flat.zero_()
         elif factor != 1.0:
             bucket.flat.mul_(factor)
@@ -226,14 +226,14 @@ class BucketContents:
         return torch.tensor(header, dtype=self.bucket.header.dtype).mul_(self.bucket.scale)
 
     def _plain(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient as numbers only."""
+        """A gradient as plain numbers."""
         if grad.requires_grad:
             self._graphs[slot] = grad
             grad = grad.detach()
         return grad if grad.layout == torch.strided else grad.to_dense()
 
     def is_late(self) -> bool:
-        """Return whether a gradient arrived after the reduction began and before it ended."""
+        """Return whether a gradient arrived during the reduction."""
         return not self.found and any(p.grad is not None for p in self.bucket.parameters)
 
     def can_rewind(self) -> bool:
@@ -250,7 +250,7 @@ class BucketContents:
 
     # -- after it -------------------------------------------------------------------------------
     def read_header(self) -> list[tuple[bool, bool]]:
-        """For each gradient whether any rank had it, and whether any lacked it.
+        """Return for each gradient whether any rank had it, and whether any lacked it.
 
         Both are read as zero or non-zero, because a count of many ranks is not exact in 16 bits.
         """
@@ -262,7 +262,7 @@ class BucketContents:
         return [(had != 0, lacked != 0) for had, lacked in zip(header[:count], header[count : 2 * count], strict=True)]
 
     def assign_grads(self, saved: SavedGradients) -> None:
-        """Put the means where optimizers look; a gradient that no rank had stays what it was."""
+        """Assign the means to p.grad; a gradient that no rank had stays unchanged."""
         bucket = self.bucket
         owned = saved.owned
         places = list(zip(bucket.indices, bucket.parameters, bucket.views, self.found, strict=True))
@@ -281,7 +281,7 @@ class BucketContents:
             copy_into(*map(list, zip(*filled, strict=True)))
         for slot, graph in self._graphs.items():
             if self.found[slot][0]:
-                # The values are the bucket's; the gradient's own graph stays this rank's.
+                # The gradient takes the bucket's values, but keeps this rank's graph.
                 graph.detach().copy_(bucket.views[slot])
                 bucket.parameters[slot].grad = graph
 
@@ -299,7 +299,7 @@ class BucketContents:
 
 
 def copy_into(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-    """Copy gradients to their places, by the native core where all are plain memory of the same lengths."""
+    """Copy gradients to their places, in the native core if all are plain memory of the same lengths."""
     core = native()
     both = [*places, *grads]
     plain = (
@@ -319,7 +319,7 @@ def copy_into(places: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
 
 
 def _chunks(lengths: Sequence[int], least: int) -> list[Sequence[int]]:
-    """Runs of slots, each of at least so many bytes, and finally all slots: some may arrive in another order."""
+    """Runs of slots, each of at least so many bytes, and finally all slots, since gradients may arrive in any order."""
     chunks: list[Sequence[int]] = []
     begin = nbytes = 0
     for slot, length in enumerate(lengths):
@@ -337,6 +337,6 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _shaped(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A view with the parameter's shape, and its order of memory where that has no gaps."""
+    """A view with the parameter's shape, and its memory order if that has no gaps."""
     strides = dense_strides(like)
     return part.view(like.shape) if strides is None else part.as_strided(like.shape, strides)

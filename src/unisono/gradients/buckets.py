@@ -32,11 +32,11 @@ def codec_for(compression: str | Codec | Callable[[], Codec] | None) -> Codec | 
 
 
 class Buckets:
-    """Buckets of an averager, in the order in which all ranks reduce them. They stay from step to step.
+    """Buckets of an averager, in the order in which all ranks reduce them. They persist from step to step.
 
     Args:
         named: All parameters, with their names.
-        comms: Communicators, of which `data` reduces the buckets, and nothing else.
+        comms: Communicators; `data` reduces the buckets and nothing else.
         codec: Cloned for each bucket of real numbers; None reduces the gradients uncompressed.
         sizes: Maximum bytes of a bucket, and of the first one if that differs.
 
@@ -45,7 +45,7 @@ class Buckets:
         where: For each parameter that has a bucket, the bucket's number and its slot there.
         background: Whether a bucket is sent while others fill.
         codec: As passed.
-        comm: The communicator for which the memory was allocated; another one is in use after a failed pass.
+        comm: The communicator for which the memory was allocated; after a failed pass another one is in use.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Buckets:
         self._codecs: dict[tuple[int, ...], Codec] = {}
 
     def add(self, order: Sequence[int]) -> None:
-        """Make buckets for these parameters, after those that there are. Collective."""
+        """Append buckets for these parameters. Collective."""
         for indices in plan_buckets(self._parameters, order, self._cap, None if self.ordered else self._first):
             members = [self._parameters[i] for i in indices]
             first = self._names[indices[0]]
@@ -75,19 +75,22 @@ class Buckets:
             self.ordered.append(GradientBucket(indices, members, memory, self._scale(like.dtype), name))
 
     def rearrange(self, seen: Iterable[int]) -> None:
-        """Put the parameters into the order in which gradients arrived; those that did not come last. Collective."""
+        """Rearrange the parameters in the order in which gradients arrived, followed by those without one.
+
+        Collective.
+        """
         order = list(dict.fromkeys([*(i for i in seen if i in self.where), *self.where]))
         if order != list(self.where):
             self.recreate(order)
 
     def recreate(self, order: Sequence[int]) -> None:
-        """Replace all buckets by new ones for these parameters, with memory of the communicator in use. Collective."""
+        """Replace all buckets with new ones for these parameters, in memory of the current communicator. Collective."""
         self.clear()
         self.comm = self._comms.data
         self.add(order)
 
     def clear(self) -> None:
-        """Forget all buckets."""
+        """Drop all buckets."""
         self.ordered.clear()
         self.where.clear()
 
@@ -113,20 +116,20 @@ class Buckets:
         """The bucket's own codec, if it has one."""
         if self.codec is None or not bucket.flat.is_floating_point():
             return None
-        # Keyed by parameters, not stored in the bucket: a codec's residual outlives a bucket that is rebuilt.
+        # Keyed by parameters instead of stored in the bucket, because a codec's residual outlives a rebuilt bucket.
         found = self._codecs.get(bucket.indices)
         if found is None:
             found = self._codecs[bucket.indices] = self.codec.clone()
         return found
 
     def within(self, held: Iterable[tuple[int, torch.Tensor]]) -> set[int]:
-        """Return which gradients are memory of the buckets, each in its own place.
+        """Return which gradients lie in the buckets' memory, each in its own place.
 
         Args:
             held: Index and p.grad of parameters.
 
         Raises:
-            RuntimeError: One is in the place of another parameter, whose mean would overwrite it.
+            RuntimeError: One lies in the place of another parameter, whose mean would overwrite it.
         """
         return {index for index, grad in held if self._is_within(index, grad)}
 

@@ -1,4 +1,4 @@
-"""What is the caller's during a pass: what p.grad held before it, and what the caller's hooks do to it."""
+"""The caller's side of a pass: what p.grad held before, and what the caller's hooks do to it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _version = attrgetter("_version")
 
 @dataclass(slots=True)
 class _Effects:
-    """What the caller's hooks have done in one pass.
+    """Effects of the caller's hooks in one pass.
 
     Attributes:
-        versions: Of each parameter as the pass began; None if the caller has no hooks.
+        versions: Version counters of the parameters when the pass began; None if the caller has no hooks.
         taken: Indices of the parameters whose gradient was gone after the caller's hooks.
     """
 
@@ -31,11 +31,11 @@ class _Effects:
 
 
 class CallerHooks:
-    """The hooks that run when p.grad of a parameter has been added to: the caller's, and those of one averager.
+    """The hooks that run after a gradient is added to p.grad: the caller's, and those of one averager.
 
-    The caller's see what they would see without an averager, so p.grad stays in place where there are any. Torch calls
-    hooks in the order of their registration. Hooks of the averager are registered again whenever the caller has added
-    one, so that they are the last ones, and see what the caller's have left.
+    The caller's hooks see what they would see without an averager, so p.grad stays in place where there are any. Torch
+    calls hooks in registration order, so the averager registers its own again whenever the caller has added one: they
+    run last, and see what the caller's have left.
 
     Args:
         parameters: All parameters of the averager.
@@ -43,13 +43,13 @@ class CallerHooks:
 
     Attributes:
         count: Number of the caller's hooks.
-        stays: Indices of the parameters whose p.grad stays in place while a pass runs.
+        stays: Indices of the parameters whose p.grad stays in place during a pass.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], spread: Set[int]) -> None:
         self._parameters = parameters
         self._handles: list[Any] = []
-        # How many of the hooks of each parameter are the averager's; the rest of torch's table is the caller's.
+        # Number of the averager's hooks on each parameter; the rest of torch's table is the caller's.
         self._own = Counter[int]()
         self.count: int = 0
         self._watched: set[int] = set()
@@ -58,7 +58,7 @@ class CallerHooks:
         self.begin()
 
     def begin(self) -> bool:
-        """Begin a pass. Return whether the caller has added or removed hooks since the last one."""
+        """Begin a pass; return whether the caller has added or removed hooks since the last one."""
         tables = map(_post_accumulate_hooks, self._parameters)
         count = sum(map(len, filter(None, tables))) - len(self._handles)
         changed = count != self.count
@@ -79,7 +79,7 @@ class CallerHooks:
         self._own.clear()
 
     def add(self, index: int, after: Callable[[torch.Tensor], object]) -> None:
-        """Call `after` when p.grad of a parameter, which is not frozen, has been added to."""
+        """Call `after` when a gradient has been added to p.grad of a parameter that is not frozen."""
         self._own[index] += 1
         self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(after))
 
@@ -108,11 +108,11 @@ class CallerHooks:
 
 
 class SavedGradients:
-    """Gradients from before the running pass. Made as it begins, and dropped as it ends.
+    """Gradients from before the running pass, made at its start and dropped at its end.
 
-    They are set aside, and p.grad is None meanwhile, so that the pass's gradients arrive alone and nothing is copied.
-    A copy is made only where p.grad stays, for user hooks that read it, and of memory that the pass writes. They
-    include gradients of frozen parameters, and others that the pass does not reach: it leaves these as they are.
+    They are set aside, and p.grad is None meanwhile, so that the pass's gradients arrive alone and nothing is copied. A
+    copy is made only of memory that the pass writes, and where p.grad stays for user hooks that read it. Gradients that
+    the pass does not reach, such as those of frozen parameters, are included and stay unchanged.
 
     Args:
         parameters: All parameters of the averager.
@@ -122,7 +122,7 @@ class SavedGradients:
 
     Attributes:
         aside: By index, the gradient to add to the one that the pass computes.
-        owned: By index, the tensor of the caller's that was p.grad. What p.grad is after the pass goes into it.
+        owned: By index, the caller's tensor that was p.grad. The result of the pass is written into it.
         staying: By index, the tensor that is still in p.grad, unless the pass has put another one there.
     """
 
@@ -139,7 +139,7 @@ class SavedGradients:
         self.staying: dict[int, torch.Tensor] = {}
         self._before: dict[int, torch.Tensor] = {}
         for index, grad in held:
-            # What has a graph, or is sparse, is for torch to add to.
+            # Torch must add to gradients that have a graph or are sparse.
             plain = not grad.requires_grad and grad.layout == torch.strided
             copied = index in stays or not plain
             with torch.enable_grad():
@@ -150,7 +150,7 @@ class SavedGradients:
                 self.staying[index] = grad
             else:
                 self.aside[index] = self._before[index]
-        # Last, when nothing can raise any more: a copy that found no memory has then changed no p.grad.
+        # Last, so that a copy that runs out of memory leaves every p.grad unchanged.
         for index in self.aside:
             parameters[index].grad = None
 

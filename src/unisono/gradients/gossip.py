@@ -1,4 +1,4 @@
-"""Gossip: each rank averages with its neighbours only, and all converge to the same values."""
+"""Gossip averaging: each rank averages with its neighbours only, and all converge to the same values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Gossip", "NeighbourMean"]
 
 
 class NeighbourMean:
-    """Reduction to the mean over a rank and its neighbours, by weights that keep the mean over all ranks.
+    """Reduction to the mean over a rank and its neighbours, with weights that keep the mean over all ranks.
 
     Args:
         topology: Function of the number of ranks and of the round, which returns the neighbours of each rank.
@@ -31,7 +31,7 @@ class NeighbourMean:
         self.topology = topology
 
     def __repr__(self) -> str:
-        # What ranks compare is the topology's name, or its first round.
+        # Ranks compare the topology's name, or its first round.
         return "NeighbourMean"
 
     def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int, /) -> None:
@@ -47,7 +47,7 @@ class NeighbourMean:
         messages: list[Message] = [Recv(buffer, peer) for peer, buffer in received.items()]
         messages += [Send(flat, peer) for peer in receivers]
         comm.batch_isend_irecv(messages)[0].wait()
-        # The sum of weighted differences, not of weighted values: where all are equal it is zero, and nothing rounds.
+        # Sum weighted differences instead of weighted values: if all are equal, the sum is zero and nothing is rounded.
         wide = torch.float32 if flat.is_floating_point() and flat.itemsize < 4 else flat.dtype
         mine = flat.to(wide)
         change = torch.zeros_like(mine)
@@ -57,16 +57,15 @@ class NeighbourMean:
 
 
 class Gossip(PeriodicAverager):
-    """Gossip averaging: mix parameters with a few neighbours, by weights that keep the mean over all ranks.
+    """Gossip averaging: mix parameters with a few neighbours, with weights that keep the mean over all ranks.
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    No rank waits for all others. Each round moves ranks towards the mean, which itself stays (up to rounding). Finite
-    parameters that are equal on all neighbours do not change, except where all ranks are neighbours, as two or three on
-    a ring are: an all_reduce may round. Method: Lian et al., Can
-    decentralized algorithms outperform centralized algorithms? (D-PSGD, 2017), here mixing after the
-    optimizer's step; "exponential": Assran et al., Stochastic gradient push (2019). Construction is
-    collective over all ranks.
+    No rank waits for all others. Each round moves ranks towards the mean, which itself is kept (up to rounding). Finite
+    parameters that are equal on all neighbours do not change, unless all ranks are neighbours (two or three on a ring,
+    for example): then an all_reduce may round. Method: Lian et al., Can decentralized algorithms outperform centralized
+    algorithms? (D-PSGD, 2017), with mixing after the optimizer's step; "exponential" is from Assran et al., Stochastic
+    gradient push (2019). Construction is collective over all ranks.
 
     Args:
         model: A module, or its parameters. Integer parameters stay unchanged.
@@ -75,19 +74,19 @@ class Gossip(PeriodicAverager):
             for each rank a list of the ranks that it receives from; or a function of the number of ranks and
             of the round (from 0) that returns such lists, the same on every rank.
         every: 1, or an `every(...)`, or a function of the step's number (from 1).
-        overlap_steps, alpha, bucket_cap_mb: As for `PeriodicAverager`. Every step with `overlap_steps=1`, a rank adds
-            what step n + 1 has changed to the mix of what was there after step n: D-PSGD as it was published.
+        overlap_steps, alpha, bucket_cap_mb: As for `PeriodicAverager`. With `every=1` and `overlap_steps=1`, a rank
+            adds the change of step n + 1 to the mix of the parameters after step n: D-PSGD as published.
 
     Raises:
-        MismatchError: Ranks have different parameters or arguments; from a round, neighbours have taken different
+        MismatchError: Ranks have different parameters or arguments. From a round: neighbours have taken different
             numbers of steps, or resumed from different ones.
         ValueError: An unknown topology, or one that does not keep the mean or connect all ranks.
 
     Attributes:
         rounds: Number of rounds so far.
 
-    Cost: a round sends and receives the parameters' bytes once for each neighbour, and 16 bytes before. Where all ranks
-    are neighbours, as with "complete", it is an all_reduce.
+    Cost: a round first exchanges 16 bytes, and then the parameters' bytes, with each neighbour. If all ranks are
+    neighbours, as with "complete", it is an all_reduce.
 
     Example:
         >>> from unisono.gradients.gossip import Gossip
@@ -129,7 +128,8 @@ class Gossip(PeriodicAverager):
         )
 
     def _compare(self, state: Mapping[str, Any]) -> None:
-        # What only neighbours send, no collective compares; mixing leaves alone what neighbours have in common.
+        # No collective compares what only neighbours exchange, and mixing changes nothing that neighbours have in
+        # common.
         mine = torch.tensor([state["steps"], state["rounds"]], dtype=torch.float64, device=self._comm.device)
         mixed = mine.clone()
         self._reduce(mixed, self._comm, state["rounds"])
@@ -155,7 +155,7 @@ class Gossip(PeriodicAverager):
         self._now()
 
     def average(self) -> None:
-        """Set the parameters of every rank to the mean of all, for the end of training. Collective."""
+        """Set every rank's parameters to the mean over all ranks, at the end of training. Collective."""
         self.finish()
         super()._compare({"steps": self.steps, "rounds": self.rounds})
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Guards: NaN detection, before averaging spreads one to all ranks, and a periodic check that ranks are equal."""
+"""Guards: NaN detection before averaging spreads it to all ranks, and a periodic check that ranks are equal."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["DivergenceGuard", "NanGuard", "agree_step", "assert_finite"]
 
 _FIELDS = 2
 _FLUSH_EVERY = 100
-"""Steps after which values are compared that no collective has compared yet."""
+"""Number of steps after which pending values are compared if no collective has done so."""
 
 
 class NanGuard:
     """Detector of NaN or infinite gradients during backward, before any averaging.
 
-    Averaging spreads one rank's NaN to all ranks, which hides its origin. The guard inspects each gradient before it
-    is added to `p.grad`, so it also works with `GradientAverager`'s hooks. Construction is collective, and so is
-    `check`; call it after `backward()`.
+    Averaging spreads one rank's NaN to all ranks, which hides its origin. The guard inspects each gradient before it is
+    added to `p.grad`, so it also works with `GradientAverager`'s hooks. Construction is collective, and so is `check`,
+    to be called after `backward()`.
 
-    It follows a module: parameters that are unfrozen, replaced or added later are hooked before the next forward. What
-    it was not called with before a backward, `check` finds in `p.grad`.
+    Parameters of a module that are unfrozen, replaced or added later are hooked before the next forward. For a gradient
+    that no hook has seen, `check` inspects `p.grad`.
 
     Args:
-        model: A module, or its parameters, or its named parameters. Of a list it follows nothing but unfreezing.
+        model: A module, or its parameters, or its named parameters. In a list, only unfreezing is noticed.
         comm: The ranks to compare.
 
     Raises:
@@ -63,8 +63,8 @@ class NanGuard:
         named = named_tensors(model)
         agree_on_parameters(named, comm, of="NanGuard", frozen=False)
         self._model: Model = model if isinstance(model, torch.nn.Module) else named
-        # In order of arrival, by name: size of the gradient, and the number of elements that are not finite, in the
-        # worst of several passes.
+        # By name, in order of arrival: size of the gradient, and its number of non-finite elements in the worst of
+        # several passes.
         self._seen: dict[str, tuple[int, torch.Tensor]] = {}
         self._hooks: list[RemovableHandle] = []
         self._follow()
@@ -75,7 +75,7 @@ class NanGuard:
             self._follow()
 
     def _follow(self) -> None:
-        """Hook the parameters that the model has now."""
+        """Hook the model's current parameters."""
         for hook in self._hooks:
             hook.remove()
         named = named_tensors(self._model)
@@ -91,13 +91,13 @@ class NanGuard:
             self._seen[name] = gradient.numel(), torch.maximum(before, count)
 
     def check(self) -> None:
-        """Compare what all ranks have seen since the last call. Collective.
+        """Raise on all ranks if any has seen a NaN or an infinity since the last call. Collective.
 
         Raises:
-            NotFiniteError: On every rank: which had the first, and in the gradient of which parameter. Its
-                `peer` is that rank.
+            NotFiniteError: On every rank: which rank had the first (also its `peer`), and in which parameter's
+                gradient.
         """
-        # No hook has seen the gradient of a parameter that the model got after its last forward, or in a part of it
+        # No hook has seen the gradient of a parameter that was added after the model's last forward, or to a submodule
         # that was called by itself.
         new = [(name, p) for name, p in named_tensors(self._model) if p._cdata not in self._hooked]
         for name, parameter in new:
@@ -158,7 +158,7 @@ def _raise_if_any(comm: Communicator, found: Sequence[tuple[str, int, torch.Tens
     if not bad:
         return
     count, size = rows[bad[0]]
-    # As text, since a rank may have parameters that others do not have.
+    # As text, because a rank may have parameters that others lack.
     name = comm.broadcast_object(name, bad[0])
     others = f"; so {'has rank' if len(bad) == 2 else 'have ranks'} {', '.join(map(str, bad[1:]))}" if bad[1:] else ""
     raise NotFiniteError(
@@ -173,9 +173,9 @@ def _raise_if_any(comm: Communicator, found: Sequence[tuple[str, int, torch.Tens
 class DivergenceGuard(PeriodicAction):
     """Check, every n-th step, that all ranks hold the same parameters, bit for bit.
 
-    Averaged gradients and equal optimizers keep ranks equal; a forgotten broadcast, a seed, a parameter
-    that is not averaged or a faulty memory does not. NaNs of the same bits are equal; 0.0 and -0.0 are
-    not. Construction is collective, and so is each check.
+    Averaged gradients and equal optimizers keep ranks equal; a forgotten broadcast, a different seed, a parameter that
+    is not averaged or faulty memory makes them diverge. NaNs of the same bits are equal; 0.0 and -0.0 are not.
+    Construction is collective, and so is each check.
 
     Args:
         model: A module, or its parameters.
@@ -184,8 +184,8 @@ class DivergenceGuard(PeriodicAction):
         buffers: Also check a module's buffers. BatchNorm's differ, unless it is a `SyncBatchNorm`.
 
     Raises:
-        MismatchError: From `step` and `check`, on every rank: which parameters differ, and on which ranks.
-            Training may continue, for instance after `un.broadcast_parameters`.
+        MismatchError: From `step` and `check`, on every rank: which parameters differ, and on which ranks. Training may
+            continue, for example after `un.broadcast_parameters`.
 
     Cost: reads the parameters once (about 1 ns for 4 bytes on one core), and gathers 8 bytes a rank. A single
     changed parameter element is always detected; changes of several cancel out with probability 2**-32.
@@ -225,9 +225,9 @@ def agree_step(
 ) -> RemovableHandle:
     """Compare model, optimizer state and options of all ranks after each n-th step of the optimizer.
 
-    As `Communicator.agree` does: with the next collective of the thread that makes the steps, and without a message of
-    its own. After every 100 steps it compares what no collective has compared, such as those of an averager that
-    averages in a thread of its own. Call it on every rank, before the same step.
+    Uses `Communicator.agree`: the values are compared in the next collective of the thread that makes the steps,
+    without an extra message. Every 100 steps it compares what is still pending, for example because an averager
+    communicates in its own thread. Call it on every rank, before the same step.
 
     Args:
         model: Parameters and buffers, which should be the same on all ranks; not a sharded one.
@@ -238,9 +238,9 @@ def agree_step(
     Returns: A handle; its `remove()` ends the comparison.
 
     Raises:
-        TypeError, ValueError: `every` is no number of steps.
+        TypeError, ValueError: `every` is not a number of steps.
         MismatchError: From the collective that compares, on every rank: the first part that differs, and the ranks on
-            each side; or a rank that made another number of steps.
+            each side; or a rank that has made a different number of steps.
 
     Cost: a hash of all values (about 1 ns for 4 bytes on one core) for each comparison; every 100 steps a barrier, and
     a round trip to the control plane.
@@ -266,7 +266,7 @@ def agree_step(
     def hook(*_: object) -> None:
         step = next(steps)
         if schedule(step):
-            # First: parameters differ because an option does, and not the other way round.
+            # First, because different options make parameters differ, not vice versa.
             comm.agree(optimizer, f"the optimizer after step {step}")
             comm.agree(model, f"the model after step {step}")
         if step % _FLUSH_EVERY == 0:

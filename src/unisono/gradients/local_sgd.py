@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: ranks train independently, and periodically average what they have learnt."""
+"""Local SGD and DiLoCo: ranks train independently, and average periodically."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ class LocalSGD(PeriodicAverager):
         return super().step(samples)
 
     def average(self) -> None:
-        """Average now, regardless of the schedule; for the end of training, for instance. Collective."""
+        """Average now, regardless of the schedule, for example at the end of training. Collective."""
         self._now()
 
     def _tensors(self, fragment: Fragment) -> list[torch.Tensor]:
         tensors = super()._tensors(fragment)
         if self._average_state:
             state = self._state()
-            # Optimizers create their state at a parameter's first gradient, which may arrive on some ranks only.
+            # Optimizers create state at a parameter's first gradient, which may arrive on some ranks only.
             agree_on_parameters(state, self._comm, of="the optimizer's state", frozen=False)
             tensors += [tensor for _, tensor in state]
         return tensors
@@ -115,18 +115,18 @@ class DiLoCo(PeriodicAverager):
         every: 50, or an `every(...)`, or a function of the step's number (from 1); or a `timedelta`, for ranks of
             different speed (see `PeriodicAverager`).
         outer_lr, outer_momentum, nesterov: Settings of the outer SGD.
-        outer: Factory of another outer optimizer, from the anchor's tensors; the three before it then have no effect.
+        outer: Factory of another outer optimizer, from the anchor's tensors; overrides the three settings above.
         options: Of `PeriodicAverager`: `fragments`, `reduce`, `compression`, `overlap_steps`, `max_lag`, `alpha`,
             `anchor_dtype`, `bucket_cap_mb`. Streaming DiLoCo (Douillard et al., 2025) is, for instance, `every=100,
             fragments=4, overlap_steps=5, alpha=0.5, compression="int4"`.
 
     Raises:
         MismatchError: Ranks have different parameters (values too: see `un.broadcast_parameters`) or arguments.
-        ValueError: `every` is less than 1, an option that `PeriodicAverager` refuses, or what the outer optimizer does.
+        ValueError: `every` is less than 1, or `PeriodicAverager` or the outer optimizer refuses an option.
 
     Attributes:
         anchor: For each parameter, its value when all ranks were last equal: float32, or wider.
-        outer: The outer optimizer; its learning rate may be scheduled as any other's.
+        outer: The outer optimizer; its learning rate may be scheduled like any other.
 
     Cost: each n-th step one all_reduce of the anchor's bytes. Memory: the parameters twice more (the anchor, the
     momentum), and once again while the outer optimizer steps.
@@ -166,7 +166,7 @@ class DiLoCo(PeriodicAverager):
     def outer_step(self) -> None:
         """Step the outer optimizer now, regardless of the schedule. Collective.
 
-        Its momentum counts as after a whole interval. So soon after another outer step it takes the anchor too far.
+        Momentum counts as after a whole interval, so soon after another outer step it moves the anchor too far.
 
         Example:
             >>> def program(comm):
@@ -182,7 +182,7 @@ class DiLoCo(PeriodicAverager):
 
 
 class SlowMo(torch.optim.Optimizer):
-    """Outer optimizer of SlowMo: momentum in units of gradients, for an inner learning rate that changes.
+    """Outer optimizer of SlowMo: momentum in units of gradients, for an inner learning rate that varies.
 
     Provisional: it may change in any minor version, without a deprecation.
 
@@ -191,7 +191,7 @@ class SlowMo(torch.optim.Optimizer):
 
     Args:
         anchor: Tensors to step.
-        inner: The inner optimizer; the learning rate of its first group counts at each outer step.
+        inner: The inner optimizer; each outer step uses the learning rate of its first group.
         lr: The slow learning rate, alpha in the paper.
         momentum: The slow momentum, beta in the paper.
 

@@ -28,12 +28,12 @@ _Gradients = list[torch.Tensor | None]
 
 @dataclass(slots=True)
 class _Step:
-    """What this rank has of a step: made with its first shard, and dropped when the step is averaged.
+    """This rank's part of a step: made with its first shard, and dropped when the step is averaged.
 
     Attributes:
-        before: p.grad of each parameter as the step began.
+        before: p.grad of each parameter when the step began.
         done: The shards that have a gradient.
-        sums: Of each subtree that is complete and is not a part of another such one, the sum of its gradients.
+        sums: The gradient sum of each maximal complete subtree.
     """
 
     before: _Gradients
@@ -47,7 +47,7 @@ class _Shard:
 
     Attributes:
         number: Its number.
-        arrived: Indices of the parameters that have got a gradient in it.
+        arrived: Indices of the parameters that have received a gradient in it.
     """
 
     number: int
@@ -59,26 +59,26 @@ class LogicalShards:
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    Each step's data is cut into `count` shards, which the ranks have in consecutive runs of equal length. Each rank
-    runs the backward passes of each of its shards, in `shard`, once a step and in any order. When its last one ends,
-    each `p.grad` is the mean over all shards: their sum in one balanced binary tree over the shards, in which the first
-    half is the longer one, each addition rounded in the parameter's dtype. So the bits depend neither on the number of
-    ranks nor on the backend, if what each shard computes does not either: torch's version, kernels and number of
-    threads, and the shape of its batch.
+    Each step's data is cut into `count` shards, dealt to the ranks in consecutive runs of equal length. Each rank runs
+    the backward passes of its shards in `shard`, each once a step and in any order. When its last one ends, each
+    `p.grad` is the mean over all shards: their sum in one balanced binary tree over the shards, in which the first half
+    is the longer one, each addition rounded in the parameter's dtype. So the bits depend neither on the number of ranks
+    nor on the backend, provided that each shard's computation does not: that depends on torch's version, kernels and
+    number of threads, and on the batch shape.
 
     Collective: every rank creates one for the same model. Torch hides hooks from the garbage collector: an unused
     model is freed only after `remove()`.
 
     Args:
         model: A module, or its parameters.
-        comm: The ranks that average. The sums travel over a communicator of its own, derived from it.
+        comm: The ranks that average. The sums travel over a dedicated communicator derived from it.
         count: Number of shards in all, a multiple of the number of ranks.
         average: "mean", or "sum" for losses that are divided by the global batch already.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         broadcast_buffers: Whether to broadcast rank 0's buffers after each step.
 
     Attributes:
-        local: The numbers of this rank's shards, a range.
+        local: Range of this rank's shard numbers.
         rank, size: This rank, and the number of ranks.
 
     Raises:
@@ -87,8 +87,8 @@ class LogicalShards:
         MismatchError: Ranks have different models or settings.
         RuntimeError: From `backward()`: it runs outside of a shard.
 
-    Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards a rank: sums are
-    formed as soon as both parts of a subtree are there. One all_reduce of the gradients if the number of ranks is a
+    Cost: no overlap with the backward pass; up to log2(s) + 1 copies of the gradients for s shards a rank, since sums
+    are formed as soon as both halves of a subtree exist. One all_reduce of the gradients if the number of ranks is a
     power of two or the number of shards, else an all_gather of up to 2 log2(s) gradients from each rank.
 
     Example:
@@ -137,8 +137,8 @@ class LogicalShards:
         each = count // comm.size
         self.local: range = range(comm.rank * each, (comm.rank + 1) * each)
         runs = [(rank * each, (rank + 1) * each) for rank in range(comm.size)]
-        # If the tree adds each rank's shards to one sum, ranks all-reduce these; else (three ranks with two shards
-        # each, say) every rank gathers the partial sums of all.
+        # If each rank's shards form one subtree, ranks all-reduce its sum; otherwise (three ranks with two shards each,
+        # say) every rank gathers all partial sums.
         self._covers = [_cover(0, count, *run) for run in runs]
         # The step in progress, and its open shard.
         self._step: _Step | None = None
@@ -161,14 +161,14 @@ class LogicalShards:
     def shard(self, number: int) -> Iterator[None]:
         """Return a context for the backward passes of one shard: `with shards.shard(number):`.
 
-        Collective where it is the last one of this rank's step: it averages. A shard that raises may be repeated.
+        This rank's last shard of a step is collective, because it averages. A shard that raises may be repeated.
 
         Args:
-            number: The shard, one of `local`; the same data has the same number on any number of ranks.
+            number: One of `local`. The same data must have the same number on any number of ranks.
 
         Raises:
-            ValueError: The shard is not one of this rank, or was run in this step already.
-            RuntimeError: It is inside another one, a hook has used a gradient too early, or `check` raises.
+            ValueError: The shard belongs to another rank, or was already run in this step.
+            RuntimeError: Another shard is open, a hook has used a gradient too early, or `check` raises.
         """
         if self._open is not None:
             raise RuntimeError(f"shard({number}) was called inside shard({self._open.number}); leave that first")
@@ -189,7 +189,8 @@ class LogicalShards:
                 raise RuntimeError(used_gradients(lost))
         except BaseException:
             self._clear()
-            # The first shard of a step is undone with its step; after another one, p.grad is of no use until the end.
+            # The first shard of a step is undone together with the step; after a later one, p.grad is meaningless until
+            # the end.
             if not step.done:
                 for parameter, before in zip(self._parameters, step.before, strict=True):
                     parameter.grad = before
@@ -200,14 +201,14 @@ class LogicalShards:
         self._add(step, number, [parameter.grad for parameter in self._parameters])
         self._clear()
         if len(step.done) == len(self.local):
-            # First: a step whose average raises is not averaged again, and its shards may be run again.
+            # First, so that a step whose average raises is dropped, and its shards may be run again.
             self._step = None
             self._finish(step)
 
     def check(self) -> None:
-        """Raise if a parameter was replaced, swapped or added after the creation: it is not averaged.
+        """Raise if a parameter was replaced, swapped or added after construction: it is not averaged.
 
-        This is checked at the end of each shard, too.
+        Each shard also checks this at its end.
 
         Raises:
             RuntimeError: Names the parameter. The other ranks get an `AbortedError` when they average.
@@ -218,7 +219,7 @@ class LogicalShards:
             raise RuntimeError(problem)
 
     def abort(self, reason: str) -> None:
-        """End all running and later averaging on all ranks, as when an error was caught that others do not know of.
+        """End all running and later averaging on all ranks, for example after an error that others do not know of.
 
         Args:
             reason: Text for the `AbortedError` of the other ranks.
@@ -233,14 +234,14 @@ class LogicalShards:
     def move_to(self, comm: Communicator) -> None:
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`. Collective over it.
 
-        A step that is not complete is discarded. Parameters stay unchanged: make them equal on all ranks.
+        An incomplete step is discarded. Parameters stay unchanged: make them equal on all ranks.
 
         Args:
             comm: The new communicator; `count` is a multiple of its number of ranks.
 
         Raises:
             MismatchError: Ranks have different models or settings.
-            ValueError: The number of shards is no multiple of the number of ranks.
+            ValueError: The number of shards is not a multiple of the number of ranks.
         """
         self.remove()
         self._attach(comm, init_sync=False)
@@ -291,7 +292,7 @@ class LogicalShards:
             sums[low, high] = [_plus(*pair) for pair in zip(left, right, strict=True)]
 
     def _path(self, number: int) -> list[_Node]:
-        """Return the subtrees that a shard is a part of, the smallest first."""
+        """Return the subtrees that contain a shard, the smallest first."""
         low = 0
         high = self._count
         found = list[_Node]()
@@ -328,7 +329,7 @@ class LogicalShards:
             share_buffers(self._model, self._comm)
 
     def _reduced(self, partial: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sum over all shards, of each rank's partial sums of its own."""
+        """Return the sum over all shards, from each rank's partial sums."""
         if all(len(cover) == 1 for cover in self._covers):
             self._comm.all_reduce(partial[0])
             return partial[0]
@@ -352,12 +353,12 @@ class LogicalShards:
 
 
 def _middle(low: int, high: int) -> int:
-    """Return where the second half begins; the first one is the longer."""
+    """Return where the second half begins; the first half is the longer one."""
     return low + (high - low + 1) // 2
 
 
 def _cover(low: int, high: int, start: int, stop: int) -> list[_Node]:
-    """Return the largest subtrees of one that make up a run of shards."""
+    """Return the largest subtrees that together make up a run of shards."""
     if stop <= low or high <= start:
         return []
     if start <= low and high <= stop:

@@ -1,4 +1,4 @@
-"""The parameters that an averager has hooked, compared with those that the model has now."""
+"""The parameters that an averager has hooked, compared with the model's current ones."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ _version = attrgetter("_version")
 class ParameterRegistry:
     """The parameters of one averager.
 
-    A hook belongs to a tensor's implementation, not to its name in the model. So a parameter that was replaced,
-    swapped or added is not averaged, and no tensor hook can detect that. The current parameters of the modules are
-    compared with the registered ones: before each forward of the model, before a forward of one of its modules that is
-    called separately, and by whoever calls `problem`.
+    A hook belongs to a tensor's implementation, not to its name in the model. So a parameter that was replaced, swapped
+    or added is not averaged, and no tensor hook can detect that. Instead, the modules' current parameters are compared
+    with the registered ones: before each forward of the model or of a submodule called separately, and in `problem`.
 
     Args:
         model: The module; None for parameters without one.
@@ -43,7 +42,7 @@ class ParameterRegistry:
         owner: Class of the object that averages.
 
     Raises:
-        ValueError: A parameter accepts no hooks, or is averaged or sharded already.
+        ValueError: A parameter accepts no hooks, or is already averaged or sharded.
 
     Attributes:
         names, parameters, ids: Names, tensors and Python `id`s of the parameters, in order.
@@ -80,10 +79,10 @@ class ParameterRegistry:
 
     # -- checks ---------------------------------------------------------------------------------
     def problem(self) -> str | None:
-        """Return text that names a parameter which is not averaged: it was replaced, swapped, added or converted."""
+        """Return text that names a parameter that was replaced, swapped, added or converted, and so is not averaged."""
         problem = self._members.problem()
         if problem is None:
-            # Tensors by where they are, since a swap keeps the Python object that the model has.
+            # Compare tensors by address, because a swap keeps the model's Python object.
             same = list(map(_implementation, self.parameters)) == self._implementations
             if same and list(map(_dtype, self.parameters)) == self._dtypes:
                 return None
@@ -101,7 +100,7 @@ class ParameterRegistry:
 
     # -- hooks ----------------------------------------------------------------------------------
     def watch_gradients(self, before: Callable[[int, torch.Tensor], None]) -> None:
-        """Call `before`, with the parameter's index and the gradient, before p.grad of a parameter is added to.
+        """Call `before` with the parameter's index and the gradient, before the gradient is added to p.grad.
 
         Includes frozen parameters, which may be unfrozen later: torch accepts no hook until then.
         """
@@ -110,7 +109,7 @@ class ParameterRegistry:
         self._handles += [hook_gradient(parameter, partial(before, i)) for i, parameter in enumerate(self.parameters)]
 
     def watch_forward(self, check: Callable[[], None], after: Callable[[Any], None], *, traced: bool) -> None:
-        """Call `check` before each forward of the model or its modules; where that is compiled, when it is traced.
+        """Call `check` before each forward of the model or its modules; in a compiled forward, when it is traced.
 
         Args:
             check: Raises if there is a problem.
@@ -122,7 +121,7 @@ class ParameterRegistry:
             return
 
         def start(*_: Any) -> None:
-            # Module hooks would take longer than this check of all modules.
+            # Hooks on all modules would take longer than this check.
             for table, number, _hook in self._paused:
                 table.pop(number, None)
             check()
@@ -150,7 +149,7 @@ class ParameterRegistry:
                 self._paused.append((table, handle.id, hook))
 
     def _watch_writes(self, model: torch.nn.Module) -> None:
-        """Warn of parameters that a forward writes, until one has ended in training."""
+        """Warn about parameters that a forward writes to, until a forward in training mode has ended."""
         versions: list[int] = []
 
         def start(*_: Any) -> None:
@@ -187,14 +186,14 @@ class ParameterRegistry:
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Call a hook with each gradient of a parameter, also of one that is frozen now and unfrozen later."""
+    """Call a hook with each gradient of a parameter, even if it is frozen now and unfrozen later."""
     frozen = not parameter.requires_grad
     if frozen and (parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex())):
         # It can never have a gradient.
         return RemovableHandle(OrderedDict())
-    # Torch accepts no hook of a frozen one.
+    # Torch accepts no hook on a frozen parameter.
     parameter.requires_grad_(True)
-    # A tensor that was swapped keeps tables of hooks that torch no longer reads, unless they are set again.
+    # A swapped tensor keeps hook tables that torch no longer reads, unless they are set again.
     parameter._backward_hooks = parameter._backward_hooks
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     handle: RemovableHandle = parameter.register_hook(hook)
@@ -205,7 +204,7 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
 def hook_forward(model: object, hook: Callable[..., None]) -> RemovableHandle:
     """Call a hook before each forward of a model; not of its copies, and not where the forward is compiled.
 
-    Of anything but a module, and of one that is scripted, there is no such hook.
+    Does nothing unless the model is a module that is not scripted.
     """
     if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
         return RemovableHandle(OrderedDict())
@@ -213,12 +212,12 @@ def hook_forward(model: object, hook: Callable[..., None]) -> RemovableHandle:
 
 
 class _ModuleHook:
-    """A hook that does nothing on copies of the model, pickled ones too: they are not averaged.
+    """A hook that does nothing on copies of the model, including pickled ones: they are not averaged.
 
     Args:
         call: The hook; None for nothing.
         traced: Whether to call it where Dynamo traces the forward.
-        constant: Called there instead.
+        constant: Function to call there instead.
     """
 
     def __init__(
@@ -245,15 +244,15 @@ class _ModuleHook:
 
 
 def _constant(check: Callable[[], None]) -> Callable[[], int]:
-    """Return a check for a forward that Dynamo traces, which it does again after a change of the model.
+    """Return a check for a forward that Dynamo traces, and traces again after the model changes.
 
-    Dynamo calls it while it traces, and takes the result for a constant.
+    Dynamo calls it while tracing, and treats the result as a constant.
     """
 
     def constant() -> int:
         check()
         return 0
 
-    # As torch.compiler.assume_constant_result does, which imports Dynamo: that takes seconds.
+    # What torch.compiler.assume_constant_result sets, without importing Dynamo, which takes seconds.
     constant.__dict__["_dynamo_marked_constant"] = True
     return constant

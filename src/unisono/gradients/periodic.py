@@ -1,4 +1,4 @@
-"""Periodic actions on a model's parameters: their schedule, their tensors, and a communicator of their own."""
+"""Periodic actions on a model's parameters: schedule, tensors, and a dedicated communicator."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 Schedule = Callable[[int], bool]
-"""Predicate: true if ranks act after this step, the same on all ranks. Steps count from 1."""
+"""Predicate: whether ranks act after this step, the same on all ranks. Steps count from 1."""
 
 
 def whole_number(name: str, value: object, least: int, of: str = "step") -> None:
-    """`TypeError` or `ValueError` unless an argument is an int of at least so much."""
+    """Raise `TypeError` or `ValueError` unless an argument is an int of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number of {of}s, not {type(value).__name__}")
     if value < least:
@@ -59,7 +59,7 @@ def every(n: int, *, warmup: int = 0) -> PeriodicSchedule:
 
     Args:
         n: Number of steps from one action to the next, 1 or more.
-        warmup: Number of steps before, 0 or more; n is counted from there.
+        warmup: Number of steps before that, 0 or more; n is counted from there.
 
     Raises:
         TypeError: `n` or `warmup` is not an int.
@@ -76,13 +76,13 @@ def every(n: int, *, warmup: int = 0) -> PeriodicSchedule:
 
 
 class PeriodicAction(ABC):
-    """Step counter that acts on the parameters according to a schedule. Construction is collective.
+    """Step counter that acts on the parameters on a schedule. Construction is collective.
 
-    It sends messages over a communicator of its own (`dup`), so that they never match the caller's.
+    Sends messages over its own communicator (`dup`), so that they never match the caller's.
 
     Args:
         model: A module, or its parameters, with or without names.
-        comm: The ranks that take part; all have the same parameters, except for their values.
+        comm: The ranks that take part; all have the same parameters, but perhaps different values.
         every: A number of steps, an `every(...)`, or a function of the step's number.
         buffers: Whether to include a module's buffers.
         settings: Other values that must be the same on all ranks, by name.
@@ -116,13 +116,13 @@ class PeriodicAction(ABC):
         self._connect(comm)
 
     def _connect(self, comm: Communicator) -> None:
-        """Agree with the ranks of a communicator, and make one of our own of it. Collective."""
+        """Agree with the ranks of a communicator, and duplicate it. Collective."""
         agree_on_parameters(self.named, comm, self._settings, of=type(self).__name__, frozen=False)
         self._comm = comm.dup()
 
     @property
     def named(self) -> Named:
-        """The current tensors with their names: a module may have replaced some."""
+        """The current tensors with their names; a module may have replaced some."""
         return named_tensors(self._model, buffers=self._buffers)
 
     @property
@@ -153,7 +153,7 @@ class PeriodicAction(ABC):
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Have `step` called after each step of an optimizer.
 
-        Not where a rank may leave out a step of its own accord, as `GradScaler` does: there, call `step` yourself.
+        Not for steps that a single rank may skip, as `GradScaler` does: call `step` yourself there.
 
         Args:
             optimizer: The optimizer of this rank's parameters.
@@ -200,7 +200,7 @@ class PeriodicAction(ABC):
         self._connect(comm)
 
     def _disconnect(self) -> None:
-        """End all calls of the ranks so far, some of which may be lost."""
+        """End all calls over the old communicator, some of whose ranks may be lost."""
         self._comm.abort(f"{type(self).__name__} moves to other ranks")
         self._comm.close()
 
@@ -219,7 +219,7 @@ class PeriodicAction(ABC):
         self._comm.__exit__(kind, error, trace)
 
     def _compare(self, state: Mapping[str, object]) -> None:
-        """Have the next collective of this thread compare what ranks have in common when they act."""
+        """Make this thread's next collective compare the values that ranks must have in common when they act."""
         if engine_of(self._comm).checked:
             self._comm.agree(state, f"an action of {type(self).__name__}")
 

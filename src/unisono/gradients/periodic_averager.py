@@ -1,4 +1,4 @@
-"""The engine of periodic averaging: fragments that travel when they are due, a reduction, and an update."""
+"""The engine of periodic averaging: fragments that are sent when due, a reduction, and an update."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ __all__ = ["ExchangeOptions", "Fragment", "Outer", "PeriodicAverager", "Reductio
 _log = logging.getLogger("unisono")
 
 _CALLS = 4
-"""Collectives that the average of one message makes at most, each of which has the communicator's timeout."""
+"""Largest number of collectives in the average of one message; each has the communicator's timeout."""
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-"""Maker of an outer optimizer, from the tensors of the anchor."""
+"""Factory of an outer optimizer, from the anchor's tensors."""
 
 
 class Reduction(Protocol):
-    """Reduction of one flat message over the ranks, in place, and the same function on all of them."""
+    """Reduction of one flat message over the ranks, in place; the same function on all ranks."""
 
     def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int, /) -> object: ...
 
 
 class ExchangeOptions(TypedDict, total=False):
-    """Arguments of `PeriodicAverager` that its settings pass on."""
+    """Arguments of `PeriodicAverager` that `DiLoCo` and others pass on."""
 
     fragments: int | Sequence[Sequence[str]]
     reduce: str | Reduction
@@ -77,22 +77,24 @@ _REDUCTIONS: dict[str, Reduction] = {
 
 @dataclass(eq=False)
 class _PendingExchange:
-    """An exchange under way: this rank's contributions, which are the result when it is done.
+    """An exchange in flight: this rank's contributions, which become the result.
 
     Attributes:
         due: The step in which the result is applied.
         tensors: One for each parameter of the fragment.
         done: Completed by the thread that reduces.
         alpha: As for `PeriodicAverager`.
-        in_place: Whether the contributions are the parameters themselves, so that nothing is left to apply.
-        expected: The parameters that training went on from, if what they learn meanwhile is added to the result.
-        own: With an outer optimizer and `expected`: this rank's contributions, which may have to be made again.
+        in_place: Whether the contributions are the parameters themselves, so that there is nothing to apply.
+        expected: The predicted parameters that training continued from, if their change since then is added to the
+            result.
+        own: With an outer optimizer and `expected`: a copy of this rank's contributions, in case the exchange is
+            repeated.
         streams: Streams of accelerators on which the result is computed.
-        samples: Weight of this rank's contribution, where ranks take turns at agreed times; 0 if it is late.
-        of_all: The same of all ranks together; without a sample there is no result.
-        behind_s: Time from the beginning of the turn until this rank took it.
-        leaving: Whether this rank has no more to contribute.
-        rates: Learning rates of the outer optimizer, one for each group of its parameters.
+        samples: With turns: weight of this rank's contribution; 0 if it is late.
+        of_all: Total weight of all ranks; if it is 0 there is no result.
+        behind_s: Time from the start of the turn until this rank took it.
+        leaving: Whether this rank has nothing more to contribute.
+        rates: Learning rates of the outer optimizer, one for each parameter group.
         is_last: Whether the anchor moves by the mean change, without the outer optimizer.
         is_dropped: Whether the result has no effect, because the model was loaded meanwhile.
     """
@@ -116,18 +118,18 @@ class _PendingExchange:
 
 @dataclass(eq=False)
 class _Turns:
-    """Times at which ranks of different speed exchange one fragment after another.
+    """Schedule by which ranks of different speed exchange one fragment after another.
 
-    A turn begins one interval after the one before, which an exchange makes known to all ranks. A rank that has
-    nothing to send `max_lag_s` later takes part without a contribution, so that no other one waits for it.
+    A turn begins one interval after the previous one, as agreed in each exchange. A rank that has nothing to send
+    `max_lag_s` later takes part without a contribution, so that nobody waits for it.
 
     Attributes:
         interval_s, max_lag_s: In seconds.
-        number: Of the turn.
-        due_s: When it begins; infinite while an exchange is under way, None while no turns are taken.
-        late: Runs when its time is over.
+        number: Number of the turn.
+        due_s: Start of the turn; infinite during an exchange, None while turns are off.
+        late: Timer that runs when the turn is missed.
         leaving: Whether this rank waits for the others in `finish`.
-        left: Number of turns in a row in which all ranks did.
+        left: Number of consecutive turns in which all ranks were leaving.
     """
 
     interval_s: float
@@ -143,21 +145,21 @@ class _Turns:
         return self.due_s is not None and time.monotonic() >= self.due_s
 
     def begin(self, last_s: float, expire: Callable[[int], None]) -> None:
-        """Wait for a turn, which begins an interval after the last one, or now if the exchange took longer."""
+        """Schedule the next turn one interval after the previous one, or immediately if that is past."""
         self.due_s = max(last_s + self.interval_s, time.monotonic())
         self.late = Timer(self.due_s + self.max_lag_s - time.monotonic(), expire, [self.number])
         self.late.daemon = True
         self.late.start()
 
     def take(self) -> float:
-        """Wait for no turn while the exchange of this one is under way; return how late it is taken, in seconds."""
+        """Take the turn: schedule none during its exchange. Return how late it is taken, in seconds."""
         behind_s = 0.0 if self.due_s is None else max(0.0, time.monotonic() - self.due_s)
         self.end()
         self.due_s = math.inf
         return behind_s
 
     def end(self) -> None:
-        """Take no more turns."""
+        """Turn the schedule off."""
         self.due_s = None
         if self.late is not None:
             self.late.cancel()
@@ -165,17 +167,17 @@ class _Turns:
 
 @dataclass(eq=False)
 class Fragment:
-    """Parameters that travel together.
+    """Parameters that are exchanged together.
 
     Attributes:
-        members: Their numbers among the floating-point ones.
-        due: Whether they are sent after a step.
+        members: Their indices among the floating-point parameters.
+        due: Predicate of the step: whether they are sent after it.
         anchor: Their part of the anchor, if there is one.
-        codecs: One for each message, None where it is sent as it is.
+        codecs: One for each message; None for an uncompressed one.
         rounds: Number of exchanges applied.
-        samples: Number that this rank has trained on since it sent its last contribution.
-        exchange: The one under way.
-        is_loaded: Whether the anchor is what this rank has loaded since the last exchange: ranks compare it then.
+        samples: Number of samples that this rank has trained on since its last contribution.
+        exchange: The exchange in flight.
+        is_loaded: Whether this rank has loaded the anchor since the last exchange; ranks then compare it.
     """
 
     members: list[int]
@@ -189,67 +191,69 @@ class Fragment:
 
 
 class PeriodicAverager(PeriodicAction):
-    """Engine of periodic averaging, of which `LocalSGD`, `DiLoCo` and `Gossip` are settings.
+    """Engine of periodic averaging; `LocalSGD`, `DiLoCo` and `Gossip` are configurations of it.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Ranks train independently. When a fragment of the parameters is due, this rank's contribution is sent and reduced,
-    and the result is applied `overlap_steps` steps later. Without `outer`, parameters are averaged themselves. With
+    and the result is applied `overlap_steps` steps later. Without `outer`, the parameters themselves are averaged. With
     `outer`, the contribution is the change from a common anchor; the outer optimizer steps the anchor with the mean
     change as its gradient, and ranks continue from there. Construction is collective, and so is each `step` in which a
     fragment is due or applied.
 
-    A module may load other weights at any time, on all ranks: by `load_state_dict`, also of a part, with `assign=True`
-    too, from a checkpoint, or by `un.broadcast_parameters`. The anchor is then what was loaded, without momentum, and
-    results under way are dropped. All other changes of values count as what a rank has learnt. The
-    names and shapes of parameters stay as they are, and with `outer` the parameters themselves.
+    A module may load other weights at any time, on all ranks: with `load_state_dict` (also of a submodule, or with
+    `assign=True`), from a checkpoint, or with `un.broadcast_parameters`. The loaded weights become the anchor, momentum
+    is reset, and results in flight are dropped. All other changes of values count as training. Names and shapes of
+    parameters must not change, nor, with `outer`, the parameter objects.
 
     Args:
-        model: A module, or its parameters. Integer ones stay unchanged. It does not follow what a list, or a
-            ScriptModule, loads.
+        model: A module, or its parameters. Integer ones stay unchanged. Loads into a list or a ScriptModule are not
+            noticed.
         comm: The ranks that take part.
         every: A number of steps, an `every(...)`, or a function of the step's number (from 1). Or a `timedelta`, for
             ranks of different speed: each takes as many steps as it can in that time, and its contribution counts by
             its number of samples. Needs `outer`, and `reduce="mean"`.
         buffers: Also average a module's floating-point buffers.
-        outer: Maker of the outer optimizer, from the anchor's tensors. Ranks must start from equal parameters then.
+        outer: Factory of the outer optimizer, from the anchor's tensors. Ranks must then start from equal parameters.
         fragments: Number of parts of about equal bytes, in the order of the parameters; or for each part a list of
             names, of parameters or of modules that hold them ("layers.3"). Part k of p is sent k / p of an interval
-            after part 0 (Douillard et al., Streaming DiLoCo, 2025). More than one needs a number of steps in `every`.
+            after part 0 (Douillard et al., Streaming DiLoCo, 2025). More than one needs `every` to be a number of
+            steps.
         reduce: "mean", "trimmed_mean", "median", "clipped_mean" (see `TrimmedMean`, `ClippedMean`); or a function of a
             flat tensor that it changes in place, a communicator, and the number of the fragment's exchange (from 0).
-            With `outer` it gives all ranks the same.
+            With `outer`, its result must be the same on all ranks.
         compression: A codec of `un.compression`, which computes the mean; needs `outer`. Complex parameters are sent as
             they are.
-        overlap_steps: Steps that a result may take to arrive while training continues, at most until the fragment is
-            due again. 0: each exchange is waited for.
-        max_lag: With a `timedelta`: seconds, or a timedelta, that an exchange waits for a rank that is late. After that
-            it takes place without this rank's contribution; the rank continues from the anchor after its next step.
-            None: as long as from one exchange to the next.
-        alpha: Share of this rank's own parameters when a result is applied, from 0 to less than 1; Streaming DiLoCo
-            has 0.5. None: training goes on from the result that follows if all ranks send what this one does, and the
-            difference is added when the true one arrives (after Kale et al., Eager updates, 2025): a lag costs less
-            loss so. `outer` steps twice then, once to look ahead.
-        anchor_dtype: Of the anchor's real tensors. None: float32, or the parameter's dtype if that is wider.
+        overlap_steps: Number of steps that training continues before it applies a result, at most until the fragment is
+            due again. 0: wait for each exchange.
+        max_lag: With a `timedelta`: seconds, or a timedelta, that an exchange waits for a late rank. After that it
+            proceeds without this rank's contribution, and the rank continues from the anchor after its next step. None:
+            the time between exchanges.
+        alpha: Share of this rank's own parameters when a result is applied, from 0 to less than 1; Streaming DiLoCo has
+            0.5. None: training continues from a predicted result, as if all ranks sent what this one does, and the
+            difference is added when the true result arrives (after Kale et al., Eager updates, 2025), so that lag costs
+            less loss. `outer` then steps twice, once to predict.
+        anchor_dtype: Dtype of the anchor's real tensors. None: float32, or the parameter's dtype if that is wider.
         bucket_cap_mb: Size of a message in MiB.
         settings: Other values that must be the same on all ranks, by name.
 
     Raises:
         MismatchError: Ranks have different parameters or arguments. From an exchange, on every rank: they have taken
-            different numbers of steps (without a `timedelta`), resumed from different ones, or loaded other weights.
-        RuntimeError: From an exchange: a parameter was added, removed, replaced, or has another shape.
-        ValueError: An argument is out of range, or does not go with the others; nothing was sent.
+            different numbers of steps (without a `timedelta`), resumed from different ones, or loaded different
+            weights.
+        RuntimeError: From an exchange: a parameter was added, removed or replaced, or its shape has changed.
+        ValueError: An argument is out of range or incompatible with others; nothing was sent.
         TypeError: A number of steps or of fragments is not an int.
 
     Attributes:
         anchor: With `outer`, for each floating-point parameter its value when all ranks were last equal; else empty.
-        outer: The outer optimizer; its learning rate may be scheduled as any other's.
-        missed: With a `timedelta`: number of exchanges that took place without this rank's contribution, because it was
-            late. Logger "unisono" has a warning of each.
+        outer: The outer optimizer; its learning rate may be scheduled like any other.
+        missed: With a `timedelta`: number of exchanges without this rank's contribution because it was late. Each is
+            logged as a warning on the logger "unisono".
 
-    Cost: each interval one average of the parameters' elements, in the anchor's dtype if there is one. Memory: with
-    `outer` the anchor, the outer optimizer's state, and once more the fragments under way; with `overlap_steps` and
-    without `alpha` two more copies of these. With a `timedelta` an exchange also gathers some 24 bytes a rank.
+    Cost: each interval one average of the parameters' elements, in the anchor's dtype if there is one; with a
+    `timedelta` also a gather of about 24 bytes a rank. Memory: with `outer` the anchor, the outer optimizer's state,
+    and a copy of the fragments in flight; with `overlap_steps` and without `alpha` two more copies of these.
 
     Example:
         >>> def program(comm):
@@ -287,7 +291,7 @@ class PeriodicAverager(PeriodicAction):
         interval = every if isinstance(every, timedelta) else None
         schedule = schedule_of(1 if isinstance(every, timedelta) else every)
         if outer is None or reduce != "mean":
-            # Both send changes from an anchor, and compute their mean.
+            # Both need an anchor, because they average changes from it.
             _refuse("compression=", compression)
             _refuse("every=timedelta(...)", interval)
         model = model if isinstance(model, torch.nn.Module) else named_tensors(model)
@@ -314,7 +318,7 @@ class PeriodicAverager(PeriodicAction):
                 messages = self._messages(fragment.anchor)
                 fragment.codecs = [codec.clone() if m[0].is_floating_point() else None for m in messages]
             self._fragments.append(fragment)
-        # Whether the anchor is that of a state of this averager, which a model that is loaded with it leaves alone.
+        # Whether the anchor was loaded from a state of this averager; loading the model next must not replace it.
         self._resumed = False
         self._turns: _Turns | None = None
         if interval is not None:
@@ -333,7 +337,7 @@ class PeriodicAverager(PeriodicAction):
             "anchor_dtype": str(anchor_dtype),
             "bucket_cap_mb": bucket_cap_mb,
         }
-        # Held while training, the thread that exchanges, or the timer of a turn changes fragments.
+        # Held by training, the exchange thread, or a turn's timer while it changes fragments.
         self._lock = Condition()
         self.missed: int = 0
         super().__init__(model, comm, schedule, buffers=buffers, settings={**shared, **(settings or {})})
@@ -342,7 +346,7 @@ class PeriodicAverager(PeriodicAction):
                 advice = "un.broadcast_parameters(model, comm) makes them equal"
                 assert_equal_tensors(named, self._comm, "parameters differ between ranks", advice)
         except Exception:
-            # Whatever it was is raised again; the communicator that was made must not stay open.
+            # Close the new communicator on any error, and raise the error again.
             self._comm.close()
             raise
         follow_loads(model, self, self._on_load)
@@ -362,22 +366,23 @@ class PeriodicAverager(PeriodicAction):
     # -- steps ---------------------------------------------------------------------------------
     @property
     def rounds(self) -> int:
-        """Number of intervals whose results have all been applied."""
+        """Number of intervals with all results applied."""
         return self._fragments[-1].rounds
 
     def step(self, samples: int | None = None) -> bool:
         """Count a step, send the fragments that are due, and apply the results that are. Call it after each step.
 
-        Collective where a fragment is due or applied. With a `timedelta` no rank waits for another one's step; ranks
-        stop at the same number of `rounds`, or when they have no more samples, and call `finish`.
+        Collective where a fragment is due or applied. With a `timedelta` no rank waits for another's step; ranks stop
+        at the same number of `rounds`, or when they run out of samples, and then call `finish`.
 
         Args:
-            samples: With a `timedelta` only: number of samples of this step, such as `len(batch)`. None is 1.
+            samples: With a `timedelta` only: number of samples in this step, such as `len(batch)`. None is 1.
 
         Returns: Whether a result was applied.
 
         Raises:
-            CommError: An exchange failed, also one in the background; its notes say which. Every later step raises it.
+            CommError: An exchange failed, perhaps one in the background; the notes say which. Every later step raises
+                it again.
             TypeError: Samples were passed without a `timedelta`.
         """
         if samples is not None and self._turns is None:
@@ -409,12 +414,12 @@ class PeriodicAverager(PeriodicAction):
         return [self._in_turn] if turns.is_due() else []
 
     def finish(self) -> None:
-        """Wait for the exchanges under way, and apply their results now, for the end of training. Collective.
+        """Complete the exchanges in flight and apply their results, at the end of training. Collective.
 
-        With `outer`, ranks are equal then. What they have learnt since they sent a fragment last is averaged, in one
-        more exchange of all fragments, and the anchor moves by the mean: not by the outer optimizer, whose momentum is
-        that of a whole interval. With a `timedelta`, ranks take part in exchanges until all have called this. The next
-        step begins another interval.
+        With `outer`, this makes ranks equal: changes since the last exchange are averaged in one more exchange of all
+        fragments. The anchor moves by this mean, without the outer optimizer, whose momentum is meant for a whole
+        interval. With a `timedelta`, ranks take part in exchanges until all have called this. The next step begins a
+        new interval.
 
         Raises:
             CommError: An exchange failed.
@@ -432,7 +437,7 @@ class PeriodicAverager(PeriodicAction):
             self._apply(fragment)
 
     def _act(self) -> None:
-        """Exchange all fragments now, and continue from the results: without a share of this rank's own."""
+        """Exchange all fragments now, and continue from the results, without this rank's share of parameters."""
         self._end_exchanges()
         for fragment in self._fragments if self._turns is None else ():
             self._start(fragment, 0, None)
@@ -456,12 +461,12 @@ class PeriodicAverager(PeriodicAction):
 
     @torch.no_grad()
     def _on_load(self, name: str, module: torch.nn.Module) -> None:
-        """Hook after a module has loaded: training goes on from what it has now, and so does the anchor.
+        """Hook after a module has loaded: training and the anchor continue from the loaded values.
 
-        The result of an exchange under way is that of the values before, so it is dropped, on all ranks alike if all
-        have loaded; the next exchange compares the anchor.
+        An exchange in flight has the old values, so its result is dropped, consistently if all ranks have loaded; the
+        next exchange compares the anchor.
         """
-        # Of tied parameters only the first names are known.
+        # For tied parameters only the first name is known.
         numbers = {key: i for i, (known, tensor) in enumerate(self._known) for key in (known, id(tensor))}
         own = chain(module.named_parameters(name, recurse=False), module.named_buffers(name, recurse=False))
         with self._lock:
@@ -481,14 +486,14 @@ class PeriodicAverager(PeriodicAction):
                     if not torch.equal(self.anchor[index], value):
                         fragment.is_loaded = True
                         self.anchor[index].copy_(value)
-                        # Momentum of the weights before would move those that were loaded.
+                        # The old weights' momentum would move the loaded ones.
                         cast(torch.optim.Optimizer, self.outer).state.pop(self.anchor[index], None)
 
     # -- an exchange ---------------------------------------------------------------------------
     def _start(
         self, fragment: Fragment, lag: int, alpha: float | None, *, late: bool = False, is_last: bool = False
     ) -> None:
-        """Begin an exchange: in another thread if its result may lag. What is late contributes nothing."""
+        """Begin an exchange, in another thread if its result may lag. A late rank contributes nothing."""
         if not late and (failure := self._comm.exception()) is not None:
             raise failure.locate(rank=self._comm.rank, size=self._comm.size, operation="all_reduce")
         here = self._tensors(fragment)
@@ -498,9 +503,9 @@ class PeriodicAverager(PeriodicAction):
         elif self.outer is None:
             given = here if in_place else [p.clone() for p in here]
         else:
-            # Ranks have started from the anchor in the parameter's dtype: what rounding took off is no change.
+            # Ranks started from the anchor rounded to the parameter's dtype; the rounding must not count as a change.
             given = [a.to(p.dtype).to(a.dtype) - p.to(a.dtype) for a, p in zip(fragment.anchor, here, strict=True)]
-        # The exchanges of all fragments may be under way before it.
+        # All fragments may have exchanges queued before this one.
         done = Completion(self._limit_s * len(self._fragments) * len(self._messages(given)))
         aside = lag > 0 or self._turns is not None
         streams = current_streams(p.device for p in given) if aside else []
@@ -530,7 +535,7 @@ class PeriodicAverager(PeriodicAction):
             self._worker.run(task)
         else:
             task()
-        # Only what was started is waited for.
+        # `_apply` only waits for an exchange that was started.
         fragment.exchange = exchange
 
     def _exchange(
@@ -540,7 +545,7 @@ class PeriodicAverager(PeriodicAction):
         after: list[torch.Stream],
         state: Mapping[str, object],
     ) -> None:
-        """Reduce the contributions, in one message after another, behind what is queued on streams."""
+        """Reduce the contributions, one message after another, ordered after the work queued on streams."""
         error: BaseException | None = None
         began_s = 0.0
         what = f"averaging fragment {self._fragments.index(fragment)}, whose result is for step {exchange.due}"
@@ -573,7 +578,7 @@ class PeriodicAverager(PeriodicAction):
             codec.average(flat, self._comm, shapes)
 
     def _apply(self, fragment: Fragment) -> bool:
-        """Wait for a fragment's exchange, and apply the result; return False if none is under way."""
+        """Wait for a fragment's exchange, and apply the result; return False if none is in flight."""
         exchange = fragment.exchange
         if exchange is None:
             return False
@@ -581,7 +586,7 @@ class PeriodicAverager(PeriodicAction):
         wait_for(exchange.streams)
         with self._lock:
             if fragment.exchange is not exchange:
-                # Its result is in the anchor, and this rank was late for the next one.
+                # This rank was late for its next turn, so the result is already in the anchor.
                 return self._apply(fragment)
             self._step_anchor(fragment, exchange)
             if exchange.in_place or exchange.is_dropped:
@@ -613,9 +618,9 @@ class PeriodicAverager(PeriodicAction):
     def _go_ahead(
         self, fragment: Fragment, here: list[torch.Tensor], changes: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Move this rank to the result that follows if all ranks contribute what it does, and return that.
+        """Move this rank to the result predicted from its own contribution, and return that.
 
-        The anchor and its optimizer stay as they are: the step is made on copies, which take their places meanwhile.
+        The anchor and its optimizer stay unchanged: the step is made on copies that temporarily replace them.
         """
         assert self.outer is not None
         settings = [dict(group) for group in self.outer.param_groups]
@@ -651,19 +656,19 @@ class PeriodicAverager(PeriodicAction):
         return [float(group["lr"]) for group in self.outer.param_groups if "lr" in group] if self.outer else []
 
     def _begin_turn(self, last_s: float) -> None:
-        """Wait for the next turn. A timer that is left behind keeps no averager alive."""
+        """Schedule the next turn. Its timer holds the averager weakly, so a dropped averager is not kept alive."""
         if self._turns is not None:
             self._turns.begin(last_s, partial(_take_late, ref(self)))
 
     def _take_turn_late(self, number: int) -> None:
-        """Take part without a contribution: training has not come to an end of a step in time."""
+        """Take part without a contribution, because training did not finish a step in time."""
         with self._lock, torch.no_grad():
             turns = self._turns
             if turns is None or turns.number != number or turns.due_s in (None, math.inf):
                 return
             fragment = self._in_turn
             if fragment.exchange is not None:
-                # Training has not applied even the result of the turn before.
+                # Training has not even applied the previous turn's result.
                 wait_for(fragment.exchange.streams)
                 self._step_anchor(fragment, fragment.exchange)
             self.missed += 1
@@ -677,14 +682,14 @@ class PeriodicAverager(PeriodicAction):
             self._start(fragment, 0, None, late=True)
 
     def _weigh(self, exchange: _PendingExchange, turns: _Turns) -> float:
-        """Scale the contribution by its share of all samples; agree on who leaves, and on learning rates.
+        """Scale the contribution by its share of all samples; agree on which ranks leave, and on learning rates.
 
-        Returns: How long ago the turn began on all ranks, in seconds: the last one to come was the longest behind.
+        Returns: The largest delay of any rank in taking the turn, in seconds.
         """
         told = [exchange.samples, exchange.leaving, exchange.behind_s, *(exchange.rates or self._rates())]
         mine = torch.tensor(told, dtype=torch.float64, device=self._comm.device)
         everyone = mine.new_empty(self._comm.size * mine.numel())
-        # Who leaves is there before the others' turn.
+        # A leaving rank takes the turn before it is due.
         limit_s = engine_of(self._comm).options.timeout_s + turns.interval_s + turns.max_lag_s
         self._comm.all_gather_single(everyone, mine, timeout=limit_s)
         rows: list[list[float]] = everyone.view(self._comm.size, -1).tolist()
@@ -692,7 +697,7 @@ class PeriodicAverager(PeriodicAction):
         exchange.of_all = sum(row[0] for row in rows)
         for row in rows:
             if row[0]:
-                # A rank that was late has another place in a schedule: ranks take the rates of the first that was not.
+                # A late rank may be elsewhere in a schedule, so all use the rates of the first rank that was on time.
                 exchange.rates = row[3:]
                 break
         for tensor in exchange.tensors if exchange.of_all else ():
@@ -700,7 +705,7 @@ class PeriodicAverager(PeriodicAction):
         return max(row[2] for row in rows)
 
     def _end_turn(self, turns: _Turns, began_s: float) -> None:
-        """Go on to the next turn, unless all ranks have left, each with all of its fragments."""
+        """Schedule the next turn, unless all ranks were leaving for one turn of each fragment."""
         turns.number += 1
         if turns.left >= len(self._fragments):
             turns.end()
@@ -710,7 +715,7 @@ class PeriodicAverager(PeriodicAction):
             self._begin_turn(began_s)
 
     def _leave(self, turns: _Turns) -> None:
-        """Take turns as soon as they come, until all ranks have left."""
+        """Take each turn immediately until all ranks have left."""
         turns.leaving = True
         with self._lock:
             if turns.due_s is None:
@@ -729,12 +734,12 @@ class PeriodicAverager(PeriodicAction):
 
     # -- state and end -------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the state from which to resume. Waits for the exchanges under way; tensors are not copied.
+        """Return the state from which to resume. Waits for the exchanges in flight; tensors are not copied.
 
-        With a `timedelta` after `finish` only: ranks are between intervals then, and equal.
+        With a `timedelta`, only after `finish`, when ranks are between intervals and equal.
 
-        It is the same on all ranks, except for codecs, for `Gossip`, and for exchanges under way without `alpha`: put
-        it into a checkpoint as `un.checkpoint.PerRank` then.
+        The same on all ranks, except with codecs, with `Gossip`, and with exchanges in flight and no `alpha`: wrap it
+        in `un.checkpoint.PerRank` in these cases.
         """
         self._refuse_while_taking_turns()
         state = {**super().state_dict(), "rank": 0, "fragments": [], "rounds": [], "under_way": [], "codecs": []}
@@ -764,16 +769,16 @@ class PeriodicAverager(PeriodicAction):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where a job stopped; load the model's own parameters as usual. Every rank loads its own state.
 
-        In either order: until the next step, a model that is loaded leaves the anchor of this state as it is.
+        Load the two in either order: until the next step, loading the model does not change this state's anchor.
 
-        Where there are other ranks now, they load that of any rank: what a codec still owed to a rank is loaded by that
-        rank only, and lost otherwise.
+        If the ranks have changed, they load any rank's state: the error that a codec has yet to feed back is loaded by
+        its own rank only, and otherwise lost.
 
         Args:
             state: A result of `state_dict` with the same fragments.
 
         Raises:
-            ValueError: The state is of another model, of other fragments, or of another outer optimizer.
+            ValueError: The state belongs to another model, other fragments, or another outer optimizer.
             RuntimeError: With a `timedelta`: training has begun, and `finish` was not called.
         """
         self._refuse_while_taking_turns()
@@ -790,7 +795,7 @@ class PeriodicAverager(PeriodicAction):
         if state["fragments"] != names:
             raise ValueError(f"the state is of fragments {state['fragments']}, not {names}")
         if self.outer is not None:
-            # The optimizer refuses what does not fit before it changes anything.
+            # First, because the optimizer refuses a state that does not fit before anything changes.
             self.outer.load_state_dict(state["outer"])
         super().load_state_dict(state)
         with torch.no_grad():
@@ -814,8 +819,8 @@ class PeriodicAverager(PeriodicAction):
         """Switch to the ranks of another communicator, such as the result of `comm.rebuild()`.
 
         Collective over it; new ranks create their own averager in the meantime. Results that have arrived are applied,
-        and other exchanges are made again: what this rank has learnt stays in its parameters. A rank that has fewer
-        results than another one, such as a new one, continues from the anchor. What codecs owe is lost.
+        and other exchanges repeated, so that this rank's training is kept. A rank with fewer results than another, such
+        as a new one, continues from the anchor. The codecs' error feedback is lost.
 
         Args:
             comm: The new communicator.
@@ -854,7 +859,7 @@ class PeriodicAverager(PeriodicAction):
                     for here, there in zip(self._tensors(fragment), fragment.anchor, strict=False):
                         here.copy_(there)
         self.steps: int = progress[leader][1]
-        # The model may be loaded next, as `un.elastic.Recovery` does: the anchor is that of the leader.
+        # The model may be loaded next, as `un.elastic.Recovery` does, and must not replace the leader's anchor.
         self._resumed = True
 
 
@@ -908,7 +913,7 @@ def _reduction(given: str | Reduction) -> Reduction:
 
 
 def _described(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return an optimizer's class and settings as text that is the same on all ranks."""
+    """Return an optimizer's class and settings as text, for comparison between ranks."""
     if optimizer is None:
         return "None"
     settings = {k: v for k, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str | tuple)}
@@ -918,7 +923,7 @@ def _described(optimizer: torch.optim.Optimizer | None) -> str:
 def _divide(
     named: Named, fragments: int | Sequence[Sequence[str]], schedule: Schedule
 ) -> list[tuple[list[int], Schedule]]:
-    """Return the numbers of each fragment's parameters, and its schedule: at equal distances within the interval."""
+    """Return each fragment's parameter indices and schedule; fragments are evenly spaced within the interval."""
     parts = _by_bytes(named, fragments) if isinstance(fragments, int) else _by_name(named, fragments)
     if len(parts) == 1:
         return [(parts[0], schedule)]

@@ -1,4 +1,4 @@
-"""Reduction of the buckets in one step: its time, its order, and its method, plain or by a codec that sends less."""
+"""Reduction of the buckets in one step: when, in which order, and whether plain or through a codec."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ __all__ = ["Reduction"]
 
 
 class Reduction:
-    """One step of all buckets: each is started as soon as it and all before it are full, the same order on all ranks.
+    """One step of all buckets: each starts as soon as it and all before it are full, in the same order on all ranks.
 
-    The last bucket waits for the end of the pass: its rank then knows the flags to send. Where the calling thread would
-    have to do the reduction, all buckets wait, and the sum is divided, which is more exact and touches less memory.
-    Where the backend progresses by itself, contributions are divided while they are copied into the bucket.
+    The last bucket waits for the end of the pass, when the flags to send are known. If the calling thread would have to
+    do the reduction, all buckets wait, and the sum is divided, which is more exact and touches less memory. If the
+    backend progresses by itself, contributions are divided while they are copied into the bucket.
 
-    Made for each step, and dropped with it: when the step has ended, or when the pass after a failed one begins. Passes
-    in `no_sync` belong to the step of the next pass outside.
+    Dropped when the step has ended, or when the pass after a failed one begins. Passes in `no_sync` belong to the step
+    of the next pass outside.
 
     Args:
         buckets: The buckets.
         comms: Communicators, of which `data` is used.
-        weights: Queried before the first bucket for the factor of this rank's gradients.
-        keeps_copies: Whether to keep a copy of what is sent, so that it can be sent again.
+        weights: Source of the factor of this rank's gradients, queried before the first bucket.
+        keeps_copies: Whether to keep a copy of sent buckets, so that they can be sent again.
 
     Attributes:
-        contents: What is in each bucket.
-        sent: Number of buckets whose reduction was started; they are started in order.
-        asked: Whether any rank made each request in this step: about thawed parameters, and used gradients.
+        contents: Contents of each bucket.
+        sent: Number of buckets whose reduction has started, in order.
+        asked: Whether any rank made each request in this step: about unfrozen parameters, and used gradients.
         uneven: Whether some rank lacked a gradient in this step.
     """
 
@@ -56,7 +56,7 @@ class Reduction:
         self.uneven: bool = False
 
     def extend(self) -> None:
-        """Follow the addition of buckets."""
+        """Add contents for new buckets."""
         self.contents += map(BucketContents, self._buckets.ordered[len(self.contents) :])
 
     def has_taken(self, index: int) -> bool:
@@ -87,16 +87,16 @@ class Reduction:
         """Start the remaining buckets, and wait for all. `AbortedError` if another rank's pass has failed.
 
         Args:
-            saved: p.grad from before the pass: it is added to the new gradients.
+            saved: p.grad from before the pass, to be added to the new gradients.
             arrived: Indices of the parameters with a gradient that may be in no bucket yet.
             first: The first bucket to wait for.
-            requests: Whether this rank makes each request to all ranks, after that of late gradients.
+            requests: Whether this rank makes each request to all ranks, apart from the one for late gradients.
         """
-        # Before any other bucket starts: after that, `finalize` has emptied p.grad.
+        # Before any other bucket starts, because `finalize` empties p.grad.
         late = any(map(BucketContents.is_late, self.contents[: self.sent]))
         while self.sent < len(self.contents):
             self._start(saved, arrived, (late, *requests))
-        # Without a bucket, ranks still count in a step: in join(), others wait for this rank's answer.
+        # Without a bucket, ranks still take part in the step: in join(), others wait for this rank's answer.
         if self._factor is None:
             self._factor = self._weights.shared_factor()
         for contents in self.contents[first:]:
@@ -107,12 +107,12 @@ class Reduction:
                     self._wait(contents)
 
     def conclude(self, first: int = 0) -> None:
-        """Read what all ranks have said in the headers, and reduce what was late on any of them. Collective then."""
+        """Read all ranks' headers, and reduce again if a gradient was late on any of them; collective in that case."""
         if self.contents:
             late, *self.asked = self.contents[-1].asked
             if late:
-                # Parts of shared parameters that arrived, under re-entrant checkpointing, when the rest had been sent.
-                # All ranks reduce all buckets again, because none knows which of them another rank's are in.
+                # With re-entrant checkpointing, parts of shared parameters may arrive after the rest was sent. All
+                # ranks reduce all buckets again, because none knows which buckets are affected on another rank.
                 for contents in self.contents:
                     contents.add_late()
                     self._reduce(contents)
@@ -124,16 +124,16 @@ class Reduction:
         """Assign the means to p.grad."""
         for contents in self.contents:
             contents.assign_grads(saved)
-        # Gradients that were set aside but belong to no bucket (of frozen parameters, say) were not averaged.
+        # Gradients that were set aside but belong to no bucket (those of frozen parameters, say) were not averaged.
         if saved.aside:
             saved.restore([index for index in saved.aside if index not in self._buckets.where])
 
     def _start(self, saved: SavedGradients, arrived: Set[int] = frozenset(), requests: Sequence[bool] = ()) -> None:
-        """Begin the reduction of the next bucket; its memory belongs to that until `_wait`."""
+        """Begin the reduction of the next bucket, which owns its memory until `_wait`."""
         contents = self.contents[self.sent]
         last = self.sent == len(self.contents) - 1
         comm = self._comms.data
-        # Check before p.grad is emptied, so that undoing the pass needs no rewind.
+        # Checked before p.grad is emptied, so that undoing the pass needs no rewind.
         if (failure := comm.exception()) is not None:
             # Another rank's pass has failed.
             raise failure.locate(rank=comm.rank, size=comm.size, operation="all_reduce")
@@ -143,7 +143,7 @@ class Reduction:
             contents.follow_streams()
         flags = requests if last else ()
         contents.finalize(arrived, saved.aside, self._factor, self._weights.here, flags, self._keeps_copies)
-        # Counted first: a reduction that fails on this rank alone has still reached the others.
+        # Counted first, because a reduction that fails on this rank alone may have reached the others.
         self.sent += 1
         with self._observed(contents) if observed_now() else nullcontext():
             self._reduce(contents)
@@ -160,7 +160,7 @@ class Reduction:
                 comm.all_reduce(bucket.memory, "avg" if bucket.scale == 1.0 else "sum")
                 contents.found = contents.read_header()
             else:
-                # First and exactly: a codec would blur the flags, and needs to know which gradients there are.
+                # First and uncompressed: a codec would distort the flags, and needs to know which gradients there are.
                 comm.all_reduce(bucket.header, "avg")
                 contents.found = contents.read_header()
                 used = [had for had, _ in contents.found]
@@ -186,22 +186,22 @@ class Reduction:
 
     # -- a pass that fails ----------------------------------------------------------------------
     def can_rewind(self) -> bool:
-        """Return whether this rank can begin the reduction again: it has a copy of each bucket that it has sent."""
+        """Return whether this rank has a copy of each sent bucket, and so can begin the reduction again."""
         return all(map(BucketContents.can_rewind, self.contents))
 
     def rewind(self) -> None:
-        """Go back to where no bucket had started: another rank's pass has failed, and makes a new one."""
+        """Undo the start of all buckets, because another rank's pass has failed and will be repeated."""
         self.give_up()
         for contents in self.contents:
             contents.rewind()
         self.sent = 0
-        # The rank that failed may set another weight for its next pass.
+        # The failed rank may set a different weight for its next pass.
         self._factor = None
 
     def give_up(self) -> None:
-        """Wait for all pending reductions, ignoring their results, so that the memory can be reused."""
+        """Wait for pending reductions and ignore their results, so that the memory can be reused."""
         for contents in self.contents:
-            # The caller that started it gets an error already.
+            # The caller already gets an error.
             with suppress(CommError):
                 self._wait(contents)
 

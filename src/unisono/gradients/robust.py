@@ -1,6 +1,6 @@
-"""Means that one broken contribution does not spoil: trimmed mean, coordinate median, and clipping to the median norm.
+"""Means that tolerate a broken contribution: trimmed mean, coordinate median, and clipping to the median norm.
 
-They protect from what a rank contributes, such as noise or NaN, not from a rank that runs another program: each rank
+They protect against a rank's contribution, such as noise or NaN, but not against a malicious rank, because each rank
 computes a piece of the result for all.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["ClippedMean", "TrimmedMean"]
 _log = logging.getLogger("unisono")
 
 _OUTLIER = 5.0
-"""Times the median rank's distance or norm beyond which a contribution is logged."""
+"""Multiple of the median rank's distance or norm beyond which a contribution is logged."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class TrimmedMean:
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    On rank 0 a warning of logger "unisono" names each rank that is 5 times as far from the result as the median rank
-    is. Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning (2018).
+    Rank 0 logs a warning on the logger "unisono" for each rank that is 5 times as far from the result as the median
+    rank. Method: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning (2018).
 
     Args:
-        trim: Values dropped at either end, at least 1; None for all but the middle one or two: the median.
+        trim: Number of values dropped at either end, at least 1; None keeps only the middle one or two: the median.
 
     Cost: as an all_reduce, one all_reduce of 8 bytes a rank, and sorting each coordinate. One more copy in memory.
 
@@ -54,16 +54,16 @@ class TrimmedMean:
             raise ValueError(f"trim must be at least 1 value, or None for the median, not {self.trim}")
 
     def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int = 0, /) -> None:
-        """Replace a flat tensor by the result. Collective.
+        """Replace a flat tensor with the result. Collective.
 
         Args:
-            flat: One-dimensional and contiguous, of a real or complex dtype; the parts of complex numbers are trimmed
-                by themselves.
+            flat: One-dimensional and contiguous, of a real or complex dtype; real and imaginary parts are trimmed
+                separately.
             comm: The ranks.
             turn: Ignored.
 
         Raises:
-            ValueError: There are not more ranks than twice `trim`; nothing was sent.
+            ValueError: The number of ranks does not exceed twice `trim`; nothing was sent.
         """
         trim = (comm.size - 1) // 2 if self.trim is None else self.trim
         if comm.size <= 2 * trim:
@@ -82,8 +82,8 @@ class ClippedMean:
 
     Provisional: it may change in any minor version, without a deprecation.
 
-    What is not finite counts as zeros. On rank 0 a warning of logger "unisono" names each rank whose norm
-    is not finite, or more than 5 times the median. Method: Karimireddy, He, Jaggi: Learning from history for Byzantine
+    Non-finite contributions count as zeros. Rank 0 logs a warning on the logger "unisono" for each rank whose norm is
+    not finite, or more than 5 times the median. Method: Karimireddy, He, Jaggi: Learning from history for Byzantine
     robust optimization (2021), with the median norm as the radius.
 
     Cost: as an all_reduce, and one all_reduce of 8 bytes a rank. One more copy in memory.
@@ -98,7 +98,7 @@ class ClippedMean:
     """
 
     def __call__(self, flat: torch.Tensor, comm: Communicator, turn: int = 0, /) -> None:
-        """Replace a flat tensor by the result. Collective.
+        """Replace a flat tensor with the result. Collective.
 
         Args:
             flat: One-dimensional and contiguous, of a real or complex dtype.
@@ -118,7 +118,7 @@ class ClippedMean:
 
 
 def _pieces(flat: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's real numbers, and its piece of all ranks' ones: of shape (ranks, elements)."""
+    """Return this rank's real numbers, and its piece of all ranks' numbers, of shape (ranks, elements)."""
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     length = math.ceil(values.numel() / comm.size)
     given = functional.pad(values, (0, length * comm.size - values.numel()))

@@ -1,4 +1,4 @@
-"""Sparse gradients, of embeddings: what is gathered is the rows that were used."""
+"""Averages sparse gradients, such as those of embeddings: only the rows that were used are gathered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["average_sparse", "sparse_parameters"]
 
 _NONE = -1
 _DENSE = -2
-"""Instead of a number of rows: there is no gradient, or it is not sparse."""
+"""In place of a number of rows: there is no gradient, or it is not sparse."""
 
 
 def sparse_parameters(model: torch.nn.Module) -> set[int]:
@@ -30,26 +30,26 @@ def average_sparse(
     arrived: Sequence[bool] | None = None,
     lacking: Sequence[str] | None = None,
 ) -> list[int]:
-    """Replace each `p.grad` by the mean over all ranks; a rank without a gradient contributes no rows.
+    """Replace each `p.grad` with the mean over all ranks; a rank without a gradient contributes no rows.
 
-    A gradient that is dense on some rank, as where a dense layer shares the parameter, becomes dense on all; one that
-    has arrived on no rank stays as it is. A rank without data contributes nothing, whatever it has in p.grad.
+    A gradient that is dense on some rank, because a dense layer shares the parameter, becomes dense on all; one that
+    has arrived on no rank stays unchanged. A rank without data contributes nothing, even if it has a p.grad.
 
     Args:
         named: The parameters, with their names.
         comm: The ranks that average.
         weights: Weights of this step.
-        arrived: Whether a gradient of each has arrived here; None if what p.grad holds has.
-        lacking: Names of parameters that got no gradient here; None if ranks may differ in that.
+        arrived: For each parameter, whether a gradient has arrived here; None to go by p.grad.
+        lacking: Names of parameters that received no gradient here; None if ranks may differ in that.
 
     Returns:
-        The places in `named` of those that have a mean now.
+        The indices in `named` of the parameters that were averaged.
 
     Raises:
         MismatchError: A rank lacks a gradient that others have.
 
-    Cost: one all_gather of the numbers of rows, and for each gradient one of its rows and one of their indices; a
-    rank receives all ranks' rows. One all_reduce for each dense gradient.
+    Cost: one all_gather of the numbers of rows; for each gradient one of its rows and one of their indices, in which a
+    rank receives all ranks' rows; and one all_reduce for each dense gradient.
     """
     factor = weights.factor / comm.size
     parameters = [parameter for _, parameter in named]
@@ -83,7 +83,7 @@ def _rows(grad: torch.Tensor | None) -> int:
 def _dense_mean(parameter: torch.Tensor, grad: torch.Tensor | None, comm: Communicator, factor: float) -> torch.Tensor:
     mean = torch.zeros_like(parameter) if grad is None or not factor else grad.to_dense().mul(factor)
     comm.all_reduce(mean)
-    # Its memory may be the caller's.
+    # Out of place, because the memory may be the caller's.
     return mean if grad is None or grad.layout != torch.strided else grad.copy_(mean)
 
 

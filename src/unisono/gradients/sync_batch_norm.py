@@ -16,20 +16,20 @@ __all__ = ["Normalise", "SyncBatchNorm", "batch_statistics", "convert_sync_batch
 class SyncBatchNorm(_BatchNorm):
     """`torch.nn.BatchNorm1d`, `2d` and `3d`, as if one rank had all batches. Construction is collective.
 
-    Batches may differ in length, and some may be empty. In training mode, forward and backward are
-    collective: each rank that runs forward also runs backward. Gradients of weight and bias are local to
-    each rank; gradient averaging averages them as all others. In evaluation mode it behaves as torch's.
+    Batches may differ in length, and some may be empty. In training mode, forward and backward are collective: each
+    rank that runs forward also runs backward. Gradients of weight and bias are local to each rank; gradient averaging
+    treats them like all others. In evaluation mode it behaves like torch's layers.
 
     Args:
         num_features: Channels: input is (N, C) or (N, C, ...), of any floating-point dtype.
         comm: The ranks that share statistics. The layer duplicates it for its own use.
         eps, momentum, affine, track_running_stats, device, dtype: As in `torch.nn.BatchNorm1d`.
-        dup: False uses `comm` itself, for several layers on one communicator that is used for nothing else.
+        dup: False uses `comm` itself, which may then be shared by several layers but used for nothing else.
         more: Other arguments of this version of torch's BatchNorm.
 
     Raises:
-        ValueError: An input without channels, or with another number of them; a single value a channel on all
-            ranks together, which has no variance.
+        ValueError: The input has no channels, or the wrong number; or all ranks together have a single value a channel,
+            which has no variance.
         MismatchError: Ranks created layers of different kinds.
 
     Cost: forward one all_gather of 2C + 1 numbers of 8 bytes, backward one all_reduce of 2C.
@@ -59,7 +59,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **more)
         shared = _agreed_dup(comm, str(self), "layer") if dup else comm
-        # Autograd may go backward in a thread of its own.
+        # Autograd may run backward in another thread.
         shared.allow_any_thread()
         self._shared = _StatisticsComm(shared)
 
@@ -72,8 +72,8 @@ class SyncBatchNorm(_BatchNorm):
         Returns: A new tensor of the same shape and dtype.
 
         Raises:
-            ValueError: `input` has fewer than 2 dimensions or another number of channels; or all ranks together have
-                one value a channel, which has no variance.
+            ValueError: `input` has fewer than 2 dimensions or the wrong number of channels; or all ranks together have
+                a single value a channel, which has no variance.
         """
         comm = self._shared.comm
         if not self.training:
@@ -122,20 +122,20 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch.nn.Module:
     """Replace every BatchNorm layer of a module by a `SyncBatchNorm`, in place. Collective.
 
-    The layers keep their parameters and buffers (the same tensors, so optimizers hold on to them), hooks, mode
-    and names; the state dict stays the same. They share one communicator, made from `comm`. A `SyncBatchNorm` of a
-    model that was pickled gets that communicator, too.
+    The layers keep their parameters and buffers (the same tensors, so optimizers hold on to them), hooks, mode and
+    names; the state dict stays the same. They share one communicator, made from `comm`. A `SyncBatchNorm` in an
+    unpickled model gets that communicator as well.
 
     Args:
         module: Any module; BatchNorm layers at any depth are replaced.
         comm: The ranks that share statistics. It is duplicated once, for all layers.
 
     Returns:
-        The module; a new one only if it is a BatchNorm layer itself.
+        The module; a new one only if `module` is a BatchNorm layer itself.
 
     Raises:
-        ValueError: A lazy layer, which does not know its channels yet; or a layer of a class of your own whose
-            `forward`, `train` or parametrizations would be lost.
+        ValueError: A lazy layer, which does not know its channels yet; or a layer of a custom class whose `forward`,
+            `train` or parametrizations would be lost.
         MismatchError: Ranks have different layers.
 
     Example:
@@ -176,7 +176,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
 
 
 _BEHAVIOUR = ("__call__", "forward", "train")
-"""Methods that a class of the caller's may have, and a converted layer would not: some never leave evaluation mode."""
+"""Methods that a custom class may override and a converted layer would lose: some never leave evaluation mode."""
 
 
 def _converted(layer: _BatchNorm, shared: Communicator) -> SyncBatchNorm:
@@ -185,13 +185,13 @@ def _converted(layer: _BatchNorm, shared: Communicator) -> SyncBatchNorm:
         layer._shared.comm = shared
         return layer
     made = SyncBatchNorm(layer.num_features, shared, dup=False)
-    # The same tables of tensors and of hooks: handles that the caller has remove those of the new layer.
+    # Share the tables of tensors and hooks, so that the caller's handles remove hooks from the new layer.
     vars(made).update(vars(layer))
     return made
 
 
 class _StatisticsComm:
-    """A communicator that copies of a layer share, as an average of weights is one, and that pickled layers lack."""
+    """A communicator that copies of a layer share, such as averages of weights, and that pickled layers lack."""
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self.comm = comm
@@ -220,9 +220,9 @@ def _dims(input: torch.Tensor) -> list[int]:
 def batch_statistics(input: torch.Tensor, comm: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Number of values a channel on all ranks, and for each channel their mean and (biased) variance in float64.
 
-    Combines means and sums of squared deviations, not sums and sums of squares, because the
-    difference of the latter loses digits (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute
-    the same from the same numbers, so they agree bit for bit.
+    Combines means and sums of squared deviations, not sums and sums of squares, because the difference of the latter
+    loses digits (Chan, Golub, LeVeque: Updating formulae, 1979). All ranks compute from the same numbers, so they agree
+    bit for bit.
     """
     channels = input.shape[1]
     count = input.numel() // channels if channels else 0
@@ -281,7 +281,7 @@ class Normalise(torch.autograd.Function):
         if needs_input:
             both = torch.cat([sums, along]).double()
             ctx.comm.all_reduce(both)
-            # What the mean, and the variance, of all ranks' inputs pass on to each of them.
+            # Gradients that the mean and variance of all ranks' inputs pass on to each input.
             of_mean, of_variance = (both / max(ctx.total, 1)).chunk(2)
             for_input = gradient - _shaped(of_mean, standard) - standard * _shaped(of_variance, standard)
             for_input *= _shaped(scale if weight is None else scale * weight, standard)
@@ -297,5 +297,5 @@ def _standard(input: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor) -> t
 
 
 def _shaped(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """View of one number a channel that broadcasts with (N, C, ...)."""
+    """View of one number a channel, to broadcast with (N, C, ...)."""
     return channels.to(like.dtype).view(-1, *[1] * (like.dim() - 2))

@@ -29,7 +29,7 @@ def ring(size: int, round: int = 0) -> list[list[int]]:
 def exponential(size: int, round: int = 0) -> list[list[int]]:
     """One peer a round: from 1, then 2, then 4 ranks before, and so on, then from 1 again.
 
-    With a power of two of ranks, one run through the distances gives every rank the exact mean (Assran,
+    If the number of ranks is a power of two, one pass through the distances gives every rank the exact mean (Assran,
     Loizou, Ballas, Rabbat: Stochastic gradient push, 2019).
 
     Example:
@@ -53,7 +53,7 @@ def complete(size: int, round: int = 0) -> list[list[int]]:
 
 
 def grid(size: int, round: int = 0) -> list[list[int]]:
-    """Rows and columns, as square as the number of ranks allows; a line where it is a prime.
+    """Rows and columns, as square as the number of ranks allows; a line for a prime number.
 
     Example:
         >>> grid(6)
@@ -68,14 +68,14 @@ def grid(size: int, round: int = 0) -> list[list[int]]:
 
 
 TOPOLOGIES: dict[str, Topology] = {"complete": complete, "exponential": exponential, "grid": grid, "ring": ring}
-"""The topologies that have a name."""
+"""The topologies by name."""
 
 
 def topology(given: str | Neighbours | Topology, size: int) -> Topology:
-    """A topology from its name, from a function, or from one list of neighbours for each rank.
+    """Return a topology from its name, a function, or one list of neighbours for each rank.
 
     Raises:
-        ValueError: An unknown name; lists that do not connect all ranks, or fit no weights (see `mixing`).
+        ValueError: The name is unknown; or the lists do not connect all ranks, or allow no weights (see `mixing`).
     """
     if isinstance(given, str):
         if given not in TOPOLOGIES:
@@ -95,14 +95,15 @@ def topology(given: str | Neighbours | Topology, size: int) -> Topology:
 
 
 def mixing(neighbours: Neighbours, size: int) -> list[dict[int, float]]:
-    """For each rank, the weight of each rank that it mixes, itself included: a doubly stochastic matrix.
+    """For each rank, the weight of each rank that it mixes, including itself: a doubly stochastic matrix.
 
-    Where neighbours receive from each other, the weights are Metropolis-Hastings: 1 / (1 + the larger
-    number of neighbours of the two). Where they do not, each rank must send to as many as it receives from,
-    and all links weigh 1 / (1 + the largest number of neighbours). The remainder is a rank's own weight.
+    If neighbours receive from each other, the weights are Metropolis-Hastings: 1 / (1 + the larger number of neighbours
+    of the two). If not, each rank must send to as many ranks as it receives from, and all links have weight 1 / (1 +
+    the largest number of neighbours). A rank's own weight is the remainder.
 
     Raises:
-        ValueError: Not one list a rank, a neighbour that is no other rank, or weights that would not keep the mean.
+        ValueError: There is not one list a rank, a neighbour is not another rank, or the weights would not keep the
+            mean.
 
     Example:
         >>> mixing([[1], [0, 2], [1]], 3)[0]
@@ -143,7 +144,7 @@ def _check(neighbours: Neighbours, size: int) -> None:
 
 
 def _reached(neighbours: Neighbours) -> set[int]:
-    """Ranks that rank 0's parameters reach eventually. In- and out-degrees are equal, so a path back exists too."""
+    """Ranks that rank 0's parameters reach eventually. In- and out-degrees are equal, so a path back exists as well."""
     reached: set[int] = {0}
     while True:
         more = {rank for rank, taken in enumerate(neighbours) if reached & set(taken)} - reached

@@ -26,12 +26,12 @@ class AllRanksDone(Exception):
 
 
 class Weights:
-    """Converter of the ranks' weights for a step into the factors of a mean, or of a sum.
+    """Converts the ranks' weights for a step into factors of a mean or a sum.
 
     Attributes:
         comm: Communicator for the exchange.
         joining: Whether ranks may have run out of data, so that they have to query each other.
-        uneven: Whether ranks have to agree on the factors of this step; if not, `factor` holds.
+        uneven: Whether ranks have to agree on the factors of this step; if not, `factor` is valid.
         here: Whether this rank still has data.
         active: Number of ranks that take part in this step.
         source: The first of these ranks.
@@ -64,11 +64,11 @@ class Weights:
         self.in_use: bool = False
 
     def keep(self) -> None:
-        """Record that a pass in `no_sync` has run: this step's weight, if it is set, is that of its gradient too."""
+        """Record that a pass in `no_sync` has run: this step's weight, if set, also applies to its gradient."""
         self.in_use = self._mine is not None
 
     def shared_factor(self) -> float:
-        """This step's factor. Collective where ranks may differ; `AllRanksDone` where none has data."""
+        """Return this step's factor. Collective where ranks may differ; `AllRanksDone` if none has data."""
         size = self._size
         mine = self._mine
         if not self.uneven:
@@ -114,7 +114,7 @@ def warn_of_uneven_batches(comm: Communicator | None, total: bool) -> None:
 
 
 class ErrorContext:
-    """Context manager that adds the current operation, as a note, to a `CommError` raised inside."""
+    """Context manager that adds the current operation as a note to a `CommError` raised inside."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -135,7 +135,7 @@ def check_average(average: str) -> bool:
 
 
 def used_gradients(names: Sequence[str]) -> str:
-    """Return the text of an error: hooks have used gradients of these parameters before they were averaged."""
+    """Return the error text for hooks that have used gradients of these parameters before they were averaged."""
     more = f" (and of {len(names) - 1} more)" if len(names) > 1 else ""
     return (
         f"the gradient of {names[0]!r}{more} was used in this backward pass before it was averaged: a hook has removed "

@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: tensors are read on access."""
+"""A checkpoint opened for reading, whose tensors are read on access."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Archive(Mapping[str, torch.Tensor], Closing):
     On a local file system a tensor stored in one piece is a private mapping of the file's pages: nothing is copied,
     and writes to it stay in this process. A tensor stays valid for its lifetime, also after `close`.
 
-    Access raises `KeyError` for an unknown name, and `CorruptError` for a damaged tensor.
+    Access raises `KeyError` for an unknown name and `CorruptError` for a damaged tensor.
 
     Args:
         storage: The checkpoint's directory; `open_archive` accepts a path as well.
@@ -96,7 +96,7 @@ class Archive(Mapping[str, torch.Tensor], Closing):
         """Return the whole state as plain values, as a rank saved it: dicts instead of objects.
 
         Args:
-            rank: The rank whose per-rank values are returned, below `manifest.ranks`.
+            rank: Rank whose per-rank values are returned, below `manifest.ranks`.
 
         Raises:
             CorruptError: A tensor is damaged.
@@ -142,7 +142,7 @@ def open_archive(
     Args:
         path: The checkpoint's path.
         map_location: Device of the tensors, as for `load`; the CPU if None.
-        check: Compare each tensor with its digest when it is read.
+        check: Whether to compare each tensor with its digest when it is read.
 
     Returns:
         A mapping of names to tensors; a context manager that closes its files.
@@ -150,7 +150,7 @@ def open_archive(
     Raises:
         NoCheckpointError, CorruptError, FormatError, StorageError: As `load`.
 
-    Cost: reads the manifest. A tensor costs one pass over its own bytes for the check.
+    Cost: reads the manifest; later, one pass over each accessed tensor's bytes for the check.
 
     Example:
         >>> import tempfile

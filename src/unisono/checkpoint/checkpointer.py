@@ -1,4 +1,4 @@
-"""Checkpoints of a run in one directory: each n-th step, the newest few kept."""
+"""Checkpoints of a run in one directory: every n-th step is saved, and the newest few are kept."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _log = logging.getLogger("unisono.checkpoint")
 class Checkpointer:
     """Manager of a run's checkpoints: saves each n-th step into its own directory, and keeps the newest few.
 
-    An old checkpoint is removed only after a newer one is published on all ranks, its manifest first, so that its
-    remains after a crash are never mistaken for a checkpoint. The last one saved is the newest, whatever the clock.
+    An old checkpoint is removed only after a newer one is published on all ranks. Its manifest is removed first, so
+    that its remains after a crash are never mistaken for a checkpoint. The last one saved counts as the newest,
+    whatever the clock says.
 
     Args:
         directory: Directory for the checkpoints of one run, such as "runs/7"; they are named "step-0000000100".
-        comm: The ranks that save together, also after `comm.rebuild`; None is this process alone.
+        comm: The ranks that save together, even after `comm.rebuild`; None for this process alone.
         keep: Number of complete checkpoints to keep; at least 1.
         every: `step` saves when the number of steps is divisible by it.
-        background: Save as `async_save` does. The error of a save is raised by the next, or by `wait`.
-        save_on_stop: Where all ranks stop at the same step (`un.stop`), `close` saves the state of the last `step`.
+        background: Whether to save as `async_save` does. The next save, or `wait`, raises the error of a failed one.
+        save_on_stop: Whether `close` saves the state of the last `step` if all ranks stop at the same step (`un.stop`).
 
     Raises:
         ValueError: `keep` or `every` is less than 1.
@@ -75,14 +76,14 @@ class Checkpointer:
         self._given = comm
         self._save_on_stop = save_on_stop
         self._saving: SaveHandle | None = None
-        # Of the last call of `step`, until it is saved.
+        # Step and state of the last call of `step`, until they are saved.
         self._unsaved: tuple[int, Any] | None = None
         self._stepped = False
         self._is_inside = False
         # Number of step boundaries of the communicator at the last save.
         self._passed = 0
         self._saved = False
-        # Names of checkpoints that this object has saved, or that were there before.
+        # Names of checkpoints that this object has saved or found.
         self._known = set[str]()
 
     @property
@@ -96,7 +97,7 @@ class Checkpointer:
             step, state: As for `save`.
 
         Returns:
-            Whether it was saved: whether `every` divides `step`.
+            Whether it was saved, that is, whether `every` divides `step`.
 
         Raises:
             CheckpointError, MismatchError, TypeError, ValueError: As `save` does.
@@ -114,13 +115,13 @@ class Checkpointer:
         With `background`, waits for the previous save, and returns when this rank's share is copied.
 
         Args:
-            step: Number of the step, the same on all ranks; an earlier checkpoint of this step is replaced.
+            step: Number of the step, the same on all ranks; replaces an earlier checkpoint of this step.
             state: As for `un.checkpoint.save`.
 
         Raises:
             ValueError: `step` is negative, or has more than 10 digits.
             CheckpointError, MismatchError, TypeError: As `un.checkpoint.save`; with `background`, the errors of the
-                previous save. Another `Checkpointer` has saved to the directory since the last save of this one.
+                previous save. Also if another `Checkpointer` has saved to the directory since this one did.
         """
         step = index(step)
         if not 0 <= step < 10**10:
@@ -157,11 +158,11 @@ class Checkpointer:
             raise
 
     def load(self, state: Any, *, step: int | None = None, map_location: MapLocation = None) -> int | None:
-        """Load the newest complete checkpoint, or that of a step, in place. Collective.
+        """Load the newest complete checkpoint, or that of a given step, in place. Collective.
 
         Args:
-            state: As for `un.checkpoint.load`; a dict, list or object, since only these are updated in place.
-            step: Number of the step; None is the newest complete checkpoint.
+            state: As for `un.checkpoint.load`, but a dict, list or object, since only these are updated in place.
+            step: Number of the step; None for the newest complete checkpoint.
             map_location: As for `un.checkpoint.load`.
 
         Returns:
@@ -169,7 +170,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: As `un.checkpoint.load`, and the error of a save in progress. A damaged checkpoint is not
-                passed over in silence; the message names a good one.
+                skipped silently; the message names a good one.
         """
         self.wait()
         if step is not None:
@@ -190,7 +191,7 @@ class Checkpointer:
 
     def _load(self, step: int, state: Any, map_location: MapLocation) -> None:
         load(self._storage.child(f"{_PREFIX}{step:010d}"), state, self._comm, map_location=map_location)
-        # All that a stop before the next step needs is saved.
+        # Nothing is left to save if training stops before the next step.
         self._count_boundaries()
         self._note_saved()
 
@@ -217,9 +218,9 @@ class Checkpointer:
             self._note_saved()
 
     def close(self) -> None:
-        """Wait for the save in progress. With `save_on_stop`, save first if all ranks have stopped; collective then.
+        """Wait for the save in progress. With `save_on_stop`, first save if all ranks have stopped (collective).
 
-        A state of the last `step` that is not saved is logged as a warning, on rank 0.
+        Rank 0 logs a warning if the state of the last `step` remains unsaved.
 
         Raises:
             CheckpointError, MismatchError, TypeError: A save has failed.
@@ -229,7 +230,7 @@ class Checkpointer:
             self.save(*self._unsaved)
         self.wait()
         if self._unsaved is None and self._stepped and boundaries.saved_at == self._passed:
-            # The last `step` is the last there was: boundaries between epochs, or before an evaluation, have none.
+            # The last `step` call was the last step: boundaries between epochs, or before an evaluation, have no step.
             boundaries.saved_at = boundaries.passed
         if self._unsaved is not None and (self._comm is None or self._comm.rank == 0):
             _log.warning(
@@ -280,7 +281,7 @@ class Checkpointer:
     def _rotate(self, saved: str) -> None:
         """Remove old checkpoints and remains of crashes, on rank 0.
 
-        The checkpoint just saved stays, even if an earlier one seems newer because its host's clock was ahead.
+        Keeps the checkpoint just saved, even if an earlier one seems newer because its host's clock was ahead.
         """
         team = CollectiveScope(self._comm, "rotation", self._storage.where)
         if team.rank == 0:

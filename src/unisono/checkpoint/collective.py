@@ -1,4 +1,4 @@
-"""Ranks that save or load together: all or none succeed in a step, and saves in the background take turns."""
+"""Ranks that save or load together: all or none succeed in a step, and background saves take turns."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _PLAIN: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Valu
 
 
 class CollectiveScope:
-    """The ranks that save or load together; one alone if there is no communicator.
+    """The ranks that save or load together; just this one without a communicator.
 
     Args:
-        comm: Theirs, or None.
-        operation: What messages call it: "save".
-        path: The checkpoint.
+        comm: Their communicator, or None.
+        operation: Name of the operation in messages, such as "save".
+        path: The checkpoint's path.
         timeout: Limit of the wait for the slowest rank in each phase; the communicator's if None.
     """
 
@@ -63,15 +63,15 @@ class CollectiveScope:
         return make() if self.comm is None else self.comm._engine.measured(f"a step of a {self._operation}", make)
 
     def all_or_none(self, step: Callable[[], Any], *, stores: bool = False) -> list[Any]:
-        """Run `step` on each rank, and return the results of all: values that JSON has. Collective.
+        """Run `step` on each rank, and return all ranks' results, which are JSON values. Collective.
 
         Args:
-            step: What to do.
-            stores: Whether it writes to the storage, or lists it: not for a replay to repeat.
+            step: Function to run.
+            stores: Whether it writes to or lists the storage, which a replay must not repeat.
 
         Raises:
-            CheckpointError, MismatchError, TypeError, ValueError: On every rank, if `step` raised on any: the error
-                of the first of those ranks, which is named.
+            CheckpointError, MismatchError, TypeError, ValueError: `step` raised on some rank. Raised on every rank, for
+                the first such rank, which it names.
         """
         failed: Exception | None = None
 
@@ -108,11 +108,11 @@ class CollectiveScope:
         return self.all_or_none(step if self.rank == 0 else lambda: None, stores=stores)[0]
 
     def compare(self, digests: Sequence[str], describe: Callable[[], dict[str, Any]], advice: str) -> None:
-        """Raise `MismatchError` on every rank unless all have the same. Collective if they have not.
+        """Raise `MismatchError` on every rank unless all digests are equal. Collective if they differ.
 
         Args:
-            digests: Of what each rank has, as the ranks have exchanged them.
-            describe: Returns names and digests or values; exchanged to find a difference.
+            digests: Each rank's digest, already exchanged.
+            describe: Function that returns names and digests or values, which are exchanged to find the difference.
             advice: How to resolve it.
         """
         if self.comm is None or len(set(digests)) == 1:
@@ -144,7 +144,7 @@ class CollectiveScope:
         return kind(report["said"], **known)
 
     def _own(self, error: Exception) -> Exception:
-        """This rank's error, as one of those that the package has."""
+        """This rank's error, as one of the package's error classes."""
         known: dict[str, Any] = {} if self.comm is None else {"rank": self.rank, "size": self.size}
         known["operation"] = self._operation
         if isinstance(error, CommError):
@@ -174,16 +174,16 @@ def _with_values(values: Sequence[Any]) -> str | None:
     return odd and f"{odd} ({'; '.join(listed)})"
 
 
-# Saves in progress, and those whose error no caller has seen yet.
+# Saves in progress, and failed ones whose error no caller has seen yet.
 _open: set[SaveHandle] = set()
 
 
 class SaveHandle:
-    """A save in progress, as `async_save` returns it.
+    """A save in progress, returned by `async_save`.
 
     Args:
         path: The checkpoint's path, for messages.
-        work: The save, called in a thread that starts immediately.
+        work: Function that saves, called in a thread that starts immediately.
 
     Attributes:
         path: The checkpoint's path.
@@ -220,7 +220,7 @@ class SaveHandle:
         """Wait until the checkpoint is published on all ranks; raise the error if it is not.
 
         Args:
-            timeout: Seconds or a `timedelta`; None waits without limit.
+            timeout: Seconds or a `timedelta`; None for no limit.
 
         Raises:
             CheckpointError, MismatchError, TypeError: As `save`.
@@ -235,12 +235,12 @@ class SaveHandle:
             raise self._error
 
     def _join(self) -> BaseException | None:
-        """Wait, and return the error, which the caller does not see."""
+        """Wait, and return the error, without counting it as seen by a caller."""
         self._thread.join()
         return self._error
 
     def _unseen(self) -> BaseException | None:
-        """Wait, and return the error if no caller has seen it; None for that of a rank that was lost, or of `abort`."""
+        """Wait, and return the error if no caller has seen it; None for one caused by a lost rank or `abort`."""
         error = self._join()
         is_seen = self not in _open
         _open.discard(self)
@@ -251,7 +251,7 @@ class SaveHandle:
         return not self._thread.is_alive()
 
     def exception(self, timeout: Timeout | None = None) -> BaseException | None:
-        """Wait as `wait` does, but return the error of the save.
+        """Wait as `wait` does, but return the save's error instead of raising it.
 
         Args:
             timeout: As for `wait`.
@@ -272,7 +272,7 @@ class SaveHandle:
 
 
 class SaveQueue:
-    """The saves of one communicator: they run one after another on a duplicate of it."""
+    """The saves of one communicator, which run one after another on a duplicate of it."""
 
     def __init__(self, comm: Communicator) -> None:
         self.twin: Communicator = comm.dup()
@@ -286,14 +286,14 @@ class SaveQueue:
             raise error
 
 
-# Saves in progress, by communicator: its class does not know of checkpoints.
+# Kept here by communicator, because its class knows nothing of checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
-# Those of this process alone, by path: the next save to a path waits for the last.
+# Saves of this process alone, by path: the next save to a path waits for the last.
 _alone: dict[str, SaveHandle] = {}
 
 
 def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True) -> None:
-    """Wait for the save in progress on this communicator, or to this path, and raise its error if none has seen it."""
+    """Wait for the save in progress on this communicator or to this path, and raise its error if still unseen."""
     queue = _queues.get(comm) if comm is not None else None
     earlier = queue.last if queue is not None else _alone.get(path) if comm is None else None
     if earlier is None:
@@ -307,18 +307,18 @@ def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True)
 
 @atexit.register
 def raise_failed() -> None:
-    """Wait for all saves of this process, and raise the error of one that no caller has seen. At exit it is printed."""
+    """Wait for all saves of this process, and raise an error that no caller has seen. At exit it is printed."""
     for saving in [*_open]:
         if (error := saving._unseen()) is not None:
             raise error
 
 
-# The launchers call it in a rank whose program has returned, before its end is taken for a success.
+# Launchers call it when a rank's program has returned, before that counts as success.
 BACKGROUND_SAVES.append(raise_failed)
 
 
 def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:
-    """Start `work` in a thread, with a communicator of its own. The first call for a communicator is collective."""
+    """Start `work` in a thread, with its own communicator. The first call for a communicator is collective."""
     if comm is None:
         for done in [known for known, earlier in _alone.items() if earlier.done()]:
             del _alone[done]

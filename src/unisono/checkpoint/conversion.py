@@ -1,4 +1,4 @@
-"""Conversion from and to other formats, and differences between two checkpoints."""
+"""Conversion from and to other formats, and comparison of two checkpoints."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["convert", "differences", "read_any"]
 
 
 def read_any(path: str | Path, *, trusted: bool = False) -> Any:
-    """The state at a path, in whatever known format it is: plain values, and tensors on the CPU.
+    """Return the state at a path in any known format: plain values, and tensors on the CPU.
 
     Args:
         path: A checkpoint of this library, a file of `torch.save` or safetensors, or a directory of DCP.
-        trusted: Let pickles in it run their code. Set it only for files that you would run as a program.
+        trusted: Whether pickles in it may run code. Set it only for files that you would run as a program.
 
     Raises:
-        NoCheckpointError: There is nothing at that path.
-        FormatError: No known format is recognised.
+        NoCheckpointError: Nothing exists at that path.
+        FormatError: The format is unknown.
 
     Example:
         >>> import tempfile
@@ -47,17 +47,17 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
 
     Args:
         source: As for `read_any`.
-        target: Path to write. `.pt`, `.pth`, `.bin`: as `torch.save`; `.safetensors`: its tensors alone; `.dcp`: a
-            directory as DCP writes; anything else: as `save`.
+        target: Path to write. `.pt`, `.pth`, `.bin`: as `torch.save`; `.safetensors`: the tensors only; `.dcp`: a DCP
+            directory; anything else: as `save`.
         to: The format, if the target's name does not imply it: "unisono", "torch", "safetensors", "dcp".
         trusted: As for `read_any`.
 
     Raises:
-        NoCheckpointError: There is no `source`.
+        NoCheckpointError: `source` does not exist.
         FormatError: `source` is in no known format, or the target's format cannot hold its tensors.
         CorruptError, OSError: `source` is damaged, or cannot be read.
-        ValueError: There is no format `to`.
-        UnavailableError: One of the two is a file of safetensors, and that package is not installed.
+        ValueError: `to` is not a known format.
+        UnavailableError: One of the two is a safetensors file, and that package is not installed.
         pickle.UnpicklingError: `source` holds objects of other classes than torch's, and `trusted` is false.
 
     Example:
@@ -75,7 +75,7 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
 
 
 def differences(first: Archive, second: Archive) -> list[str]:
-    """Differences between two checkpoints, a line each; none if they are equal."""
+    """Differences between two checkpoints, one per line; empty if they are equal."""
     found = []
     for name in dict.fromkeys([*first, *second]):
         if name not in first or name not in second:

@@ -1,4 +1,4 @@
-"""Ranks whose state differs, bit for bit: detected for the price of reading it once, and made equal."""
+"""Detects ranks whose states differ in any bit, by reading each once, and makes them equal."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
     NaNs of the same bits are equal; 0.0 and -0.0 are not.
 
     Args:
-        state: As for `save`: a module with its buffers, a list of tensors, a dict of these and of optimizers.
-            Values that are `PerRank`, or always per rank, may differ, and the elements of `TensorShard`s do.
+        state: As for `save`: a module with its buffers, a list of tensors, a dict of these and of optimizers. `PerRank`
+            values, and values that are always per rank, may differ, as may elements of `TensorShard`s.
         comm: The ranks to compare.
 
     Raises:
         MismatchError: A tensor, number or string differs; names it and the ranks.
-        TypeError: A value in the state cannot be compared, on any rank.
+        TypeError: A value in some rank's state cannot be compared.
 
-    Cost: reads the state once, where it is (about 1 ns for 4 bytes on one core), and gathers 72 bytes a rank. A
+    Cost: reads the state once, on its device (about 1 ns for 4 bytes on one core), and gathers 72 bytes a rank. A
     single changed element is always detected; changes of several cancel out with probability 2**-32.
 
     Example:
@@ -68,11 +68,11 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
 def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     """Make every rank's state that of rank `src`, in place, and return it. Collective.
 
-    Intended for ranks that have joined later, or have diverged. Samplers take over `src`'s state; random
-    generators and `PerRank` values stay unchanged on each rank.
+    Intended for ranks that have joined later or diverged. Samplers take over `src`'s state; random generators and
+    `PerRank` values stay unchanged on each rank.
 
     Args:
-        state: As for `save`, of the same shape on every rank; an optimizer may not have stepped yet.
+        state: As for `save`, with the same structure on every rank, except that an optimizer need not have stepped yet.
         comm: The ranks to make equal.
         src: The rank to copy from.
 
@@ -80,9 +80,9 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
         `state` itself if it is a dict, list, tensor or object; else, on the other ranks, a new value.
 
     Raises:
-        StateError: On every rank, if some rank's state is of another model, or an object refuses it; as `load`.
+        StateError: As `load`, on every rank: some rank's state belongs to another model, or an object refuses it.
         TypeError: As `save`; or the state has a `TensorShard`.
-        ValueError: `src` is no rank of `comm`.
+        ValueError: `src` is not a rank of `comm`.
 
     Cost: one broadcast of the state's bytes in messages of up to 4 MiB.
 
@@ -150,7 +150,7 @@ _Run = list[tuple[str, int, int]]
 
 
 def _runs(entries: dict[str, TensorEntry]) -> Iterator[_Run]:
-    """Bytes of tensors that travel in one message: small ones together, large ones in parts."""
+    """Bytes of tensors to send in one message: small tensors together, large ones in parts."""
     run: _Run = []
     filled = 0
     for name, entry in entries.items():

@@ -1,4 +1,4 @@
-"""Errors of checkpoints: the fault, its place, and the last good checkpoint to load instead."""
+"""Errors of checkpoints, with the fault, its place, and the last good checkpoint to load instead."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NAMED = 6
 
 
 class CheckpointError(CommError):
-    """Anything that went wrong with a checkpoint. It is raised on every rank, and leaves the communicator usable.
+    """Base class of checkpoint errors. Raised on every rank; leaves the communicator usable.
 
     Attributes:
-        path: The checkpoint that it is about.
-        tensors: Names of the tensors that it is about, as many as are known.
+        path: Path of the checkpoint.
+        tensors: Names of the affected tensors, as far as known.
 
     Args:
         message: The fault, as a clause.
@@ -54,7 +54,7 @@ class CheckpointError(CommError):
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """There is nothing at that path, or a save that was never finished.
+    """Nothing exists at that path, or only a save that never finished.
 
     Example:
         >>> try:
@@ -66,7 +66,7 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class CorruptError(CheckpointError):
-    """Some bytes are not those that were saved: a flipped bit, half a file, files of two saves.
+    """Some bytes differ from those saved: a flipped bit, half a file, files from two saves.
 
     Example:
         >>> import pathlib, tempfile
@@ -83,7 +83,7 @@ class CorruptError(CheckpointError):
 
 
 class FormatError(CheckpointError, ValueError):
-    """The checkpoint is of a newer version or an unknown format, or its plain values would take too much memory.
+    """The checkpoint has a newer version or an unknown format, or its plain values would take too much memory.
 
     Example:
         >>> import tempfile
@@ -95,7 +95,7 @@ class FormatError(CheckpointError, ValueError):
 
 
 class StateError(CheckpointError, ValueError):
-    """The checkpoint is intact, but of another model: names are missing or unexpected, or shapes differ.
+    """The checkpoint is intact, but belongs to another model: names are missing or unexpected, or shapes differ.
 
     Example:
         >>> import tempfile
@@ -109,7 +109,7 @@ class StateError(CheckpointError, ValueError):
 
 
 class StorageError(CheckpointError, OSError):
-    """The storage refused: it is full, read-only, gone, or broken.
+    """The storage is full, read-only, gone, or broken.
 
     Example:
         >>> un.checkpoint.save("/dev/null/first", {"step": 7})
@@ -120,7 +120,7 @@ class StorageError(CheckpointError, OSError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a message: all of a few, the first of many.
+    """Names for a message: all if they are few, else the first ones.
 
     Example:
         >>> listed(["a", "b"])

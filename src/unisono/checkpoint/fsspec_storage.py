@@ -1,6 +1,6 @@
-"""Storage that fsspec reaches: object stores, archives of other hosts, memory. Needs `pip install fsspec`.
+"""Storage through fsspec: object stores, archives on other hosts, memory. Needs `pip install fsspec`.
 
-Durable and atomic is what the storage itself makes so: object stores put an object whole, or not at all.
+Durability and atomicity are the storage's own: object stores put an object completely or not at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class FsspecStorage:
     """A `Storage` at a URL.
 
     Args:
-        url: Such as "s3://bucket/runs/7"; its scheme is one that fsspec knows.
+        url: URL with a scheme that fsspec knows, such as "s3://bucket/runs/7".
     """
 
     def __init__(self, url: str) -> None:
@@ -42,7 +42,7 @@ class FsspecStorage:
         self._fs.pipe_file(self._path(name), data)
 
     def lock(self, name: str, data: bytes) -> bool:
-        # Without a put on condition, the later one of two at once is the one that is there.
+        # Without a conditional put, the later of two concurrent writers wins.
         path = self._path(name)
         if self._fs.exists(path):
             return False
@@ -99,12 +99,12 @@ class FsspecSink:
 
     def abandon(self) -> None:
         discard = getattr(self._file, "discard", self._file.close)
-        with suppress(Exception):  # the failure that led here is the one to report
+        with suppress(Exception):  # report the failure that led here instead
             discard()
 
 
 class FsspecSource:
-    """A `Source`: each view is a download of its own."""
+    """A `Source`: each view is a separate download."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs

@@ -1,4 +1,4 @@
-"""Loading together: is it the right model, is it whole, and only then into place."""
+"""Loads a checkpoint on all ranks together: checks that it fits and is complete, and only then writes into place."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ __all__ = [
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
 
 _ATTEMPTS = 20
-"""Of a load whose files another process replaces meanwhile: a writer may save every millisecond."""
+"""Number of tries while another process replaces the files: a writer may save every millisecond."""
 _SMALL = HELD
-"""Bytes a rank up to which everything is checked before anything is changed."""
+"""Most bytes a rank for which everything is checked before anything is changed."""
 
 
 def load(
@@ -68,46 +68,47 @@ def load(
 ) -> Any:
     """Load a checkpoint into a state, in place, and return the state.
 
-    Collective. More or fewer ranks may load than saved. Nothing is changed before the state is known to fit, all files
-    to exist, and objects of up to 64 MiB to accept their states. States of optimizers go to the parameters of the same
-    names; modules that adapt what they load do so as under torch.
+    Collective. More or fewer ranks may load than saved. Nothing is changed before it is known that the state fits, all
+    files exist, and objects of up to 64 MiB accept their states. Optimizer states go to the parameters of the same
+    names. Modules that adapt what they load do so as in torch.
 
-    On each host every byte is read from the disk once: each rank reads a share, and copies the other shares from the
-    page cache; for storage without one, such as `s3://...`, the ranks broadcast their shares.
+    Each host reads every byte from the disk once: each rank reads a share, and copies the other shares from the page
+    cache. For storage without one, such as `s3://...`, the ranks broadcast their shares.
 
     Args:
         path: As passed to `save`.
-        state: Of the same shape as was saved; entries that a dict leaves out are not read. Tensors, modules
-            and objects are updated in place; numbers and strings are replaced in their dict or list. None creates
-            everything: tensors, and dicts instead of objects. Of a `TensorShard` only its elements are read, in blocks
-            of 4 MiB.
-        comm: The ranks that load together; None is this process alone.
-        map_location: Device of tensors that are created: a device, a dict from saved devices to others, or a
-            function, as for `torch.load`; but the CPU if None. Existing tensors stay on their device.
-        strict: Names that only one of module and checkpoint has are an error.
-        check: Compare all bytes with their digests as they are read. "first" does so before anything is changed, in a
-            separate pass; so does True if a rank has at most 4 MiB to read. If a larger checkpoint is damaged, some
-            tensors of the state are already overwritten when the error is raised, and the message says so.
+        state: State with the structure that was saved; entries missing from a dict are not read. Tensors, modules and
+            objects are updated in place; numbers and strings are replaced in their dict or list. None creates
+            everything: tensors, and dicts instead of objects. For a `TensorShard`, only its elements are read, in
+            blocks of 4 MiB.
+        comm: The ranks that load together; None for this process alone.
+        map_location: Device of created tensors: a device, a dict from saved devices to others, or a function, as for
+            `torch.load`, except that None is the CPU. Existing tensors stay on their device.
+        strict: Whether names that only one of module and checkpoint has are an error.
+        check: Whether to compare all bytes with their digests as they are read. "first" does so in a separate pass,
+            before anything is changed, as does True if a rank has at most 4 MiB to read. If a larger checkpoint is
+            damaged, some tensors of the state are already overwritten when the error is raised, and the message says
+            so.
         timeout: As for `save`.
-        progress: Called with the bytes that are in place, and with the total.
+        progress: Called with the number of bytes in place and the total.
 
     Returns:
         `state` itself if it is a dict, list, tensor or object; else a new value.
 
     Raises:
-        NoCheckpointError: There is none, or only an unfinished one.
-        CorruptError: It is damaged; tensors are named, and the last good checkpoint beside it.
+        NoCheckpointError: No checkpoint exists, or only an unfinished one.
+        CorruptError: It is damaged; names the tensors, and the last good checkpoint beside it.
         FormatError: It was written by a newer version.
-        StateError: It is of another model: missing and unexpected names, shapes, and dtypes that would change values;
-            or an object refuses its state. The message says what was changed, if anything.
+        StateError: It belongs to another model: names are missing or unexpected, shapes differ, or a dtype would change
+            values; or an object refuses its state. The message says what was changed, if anything.
         StorageError: It cannot be read.
         TypeError, ValueError: `map_location` is not as described.
 
-    Per-rank values of rank r are loaded by rank r if the number of ranks is unchanged. Otherwise rank r loads those of
-    rank r mod p, but random generators from rank p on stay unchanged (see `PerRank`).
+    Rank r loads the per-rank values of rank r if the number of ranks is unchanged. Otherwise, after a save by p ranks,
+    it loads those of rank r mod p, but random generators from rank p on stay unchanged (see `PerRank`).
 
-    Cost: each byte is read from the disk once a host, as long as its memory holds 32 MiB for each rank; on each rank it
-    is copied once, straight into its tensor, and hashed there.
+    Cost: each host reads each byte from the disk once, if its memory can hold 32 MiB for each rank; each rank copies it
+    once, straight into its tensor, and hashes it there.
 
     Example:
         >>> import tempfile
@@ -169,7 +170,7 @@ def _manifest(storage: Storage, team: CollectiveScope) -> Manifest:
 
 @dataclass
 class _Pass:
-    """Tensors that are read together, with the windows to read for all ranks of this host, and for this one alone."""
+    """Tensors that are read together: windows to read for all ranks of this host, and for this rank only."""
 
     wanted: Wanted
     shares: list[list[ReadWindow]]
@@ -205,13 +206,13 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
         on_bytes = _progress(options, early.nbytes + late.nbytes)
         passes = [early, late] if any(names[0] for names in found) else [late]
         with Files(storage, manifest) as files, torch.no_grad():
-            # Where tensors are created, memory or the device may be missing on one rank.
+            # Creating tensors may fail on one rank for lack of memory or a device.
             loaders: list[TensorLoader] = []
 
             def prepare() -> Any:
                 checked = [_check_files(files, one.shares, rank, one.alone, options) for one in passes]
                 loaders.extend(TensorLoader(files, restoration, one.wanted, host, options, on_bytes) for one in passes)
-                # Where the files are on this host; a replay may be on another.
+                # Depends on this host; a replay may run on another.
                 return team.measured(lambda: checked)
 
             everyone = team.all_or_none(prepare)
@@ -236,7 +237,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, team: CollectiveScop
 
 
 def _pass(manifest: Manifest, restoration: Restorer, wanted: Wanted, names: Set[str], size: int) -> _Pass:
-    """`names`: those that any rank needs, and this rank's own."""
+    """`names`: names of the tensors that any rank needs, and of this rank's."""
     shared = [name for name in manifest.tensors if name in names and not name.startswith("@")]
     own = [name for name in wanted.needed if name.startswith("@")]
     ranges = _ranges(restoration, wanted, {*shared, *own})
@@ -256,7 +257,7 @@ def _progress(options: LoadOptions, total: int) -> Callable[[int], None]:
 
 
 def _ranges(restoration: Restorer, wanted: Wanted, whole: Set[str]) -> ByteRanges:
-    """Bytes to read for shards, of tensors that no rank needs whole."""
+    """Byte ranges to read for shards of tensors that no rank needs completely."""
     found: dict[str, list[tuple[int, int]]] = {}
     for name, shard in wanted.shards:
         if name not in whole and shard.start < shard.stop:
@@ -266,7 +267,7 @@ def _ranges(restoration: Restorer, wanted: Wanted, whole: Set[str]) -> ByteRange
 
 
 def ranks_of_host(comm: Communicator | None) -> Communicator | None:
-    """The ranks of this host, which share what they read; None if this rank is alone there."""
+    """The ranks of this host, which share what they read; None if this is the only one."""
     if comm is None or comm.size == 1:
         return None
     if len(comm.hosts) == 1:
@@ -287,9 +288,9 @@ def _same(found: list[list[list[int]] | None], team: CollectiveScope) -> bool:
 def _check_files(
     files: Files, shares: Sequence[Sequence[ReadWindow]], rank: int, own: list[ReadWindow], options: LoadOptions
 ) -> list[list[int]] | None:
-    """Identities of the files that are read for all ranks, if the page cache keeps their bytes; None if not.
+    """Return the identities of the files read for all ranks if the page cache keeps their bytes, else None.
 
-    Checks that all files that this rank will read exist in full, and also their bytes if these are to be checked first.
+    Checks that all files that this rank will read have their full size, and on request their bytes.
     """
     mine = [*shares[rank], *own]
     read = chain(*shares, own) if files.cached else mine
@@ -306,7 +307,7 @@ def _check_files(
 
 
 _STRETCH = 8
-"""Windows that a rank reads from the disk before the others copy them from memory, which must hold 32 MiB."""
+"""Number of windows that a rank reads from the disk before the others copy them from memory: 32 MiB."""
 
 
 @dataclass(frozen=True)
@@ -320,20 +321,20 @@ class LoadOptions:
 
 
 class TensorLoader:
-    """Loader of all bytes into their tensors.
+    """Loads all bytes into their tensors.
 
     If the host's page cache keeps file contents, each rank reads all bytes that it needs straight into its tensors:
     first its own share from the disk, then, when the other ranks have read theirs, the other shares from memory.
-    Otherwise each window is read by one rank, and broadcast to the others. In both cases the rank that reads a window
+    Otherwise each window is read by one rank, and broadcast to the others. In both cases, the rank that reads a window
     from the disk checks it for all.
 
     Args:
         files: The files to read from.
         restoration: Receives the tensors.
         wanted: The tensors to load.
-        host: The ranks of this host; None if this rank is alone.
+        host: The ranks of this host; None if this is the only one.
         options: Options of the load.
-        on_bytes: Called with the number of bytes that are in place, of each window.
+        on_bytes: Called with the number of bytes of each window that is in place.
     """
 
     def __init__(
@@ -367,13 +368,13 @@ class TensorLoader:
         """Load all tensors. Collective over the host's ranks.
 
         Args:
-            shares: For each rank of the host the windows to read from the disk.
+            shares: For each rank of the host, the windows to read from the disk.
             own: Windows that only this rank needs.
             cached: Whether the host's memory keeps file contents; the same on all its ranks.
             same: Whether the other ranks of the host read the same files, so that their checks also hold here.
 
         Raises:
-            CorruptError: Damaged; all tensors concerned are named.
+            CorruptError: Damaged; names all affected tensors.
             OSError: The storage could not be read.
         """
         self._same = same
@@ -402,7 +403,7 @@ class TensorLoader:
         return destination
 
     def _attempt(self, step: Callable[..., None], *given: Any) -> None:
-        """Run `step`, and keep its error until all ranks have finished: the others wait for this rank."""
+        """Run `step`, and keep its error until all ranks have finished, because the others wait for this rank."""
         if self._failed:
             return
         try:
@@ -485,8 +486,8 @@ def device_for(saved: str, map_location: MapLocation) -> torch.device:
 
     Args:
         saved: A device name such as "cpu" or "cuda:0".
-        map_location: As for `torch.load`: a device, a dict from saved devices to others (all other devices are
-            kept), or a function of a storage and a saved device that returns a storage, or None to leave it. But
+        map_location: As for `torch.load`: a device, a dict from saved devices to others (other devices are kept), or a
+            function of a storage and a saved device that returns a storage, or None to leave it. Unlike in torch,
             `map_location=None` is the CPU.
 
     Example:
@@ -506,7 +507,7 @@ def device_for(saved: str, map_location: MapLocation) -> torch.device:
 
 
 def check_location(map_location: MapLocation) -> None:
-    """Raise TypeError or ValueError for what is no `map_location`."""
+    """Raise TypeError or ValueError unless this is a `map_location`."""
     if isinstance(map_location, Mapping):
         named: list[object] = list(map_location.values())
     elif callable(map_location) or map_location is None:
@@ -529,7 +530,7 @@ class Destination:
         entry: The tensor's metadata.
         target: A tensor of the same shape and dtype to fill, or None.
         map_location: Device of a new tensor if `target` is None.
-        start: Place of its first byte among those that are put; bytes outside are ignored.
+        start: Position of its first byte among those that are put; bytes outside are ignored.
     """
 
     def __init__(
@@ -540,7 +541,7 @@ class Destination:
         made = target.detach() if target is not None else _blank(entry, device)
         flat = as_bytes(made)
         if target is not None and flat.data_ptr() != target.data_ptr():
-            # Strided memory cannot be filled by runs of bytes: collect them first.
+            # Strided memory cannot be filled with runs of bytes, so collect them first.
             made = _blank(entry, device)
             flat = as_bytes(made)
         self._made = made

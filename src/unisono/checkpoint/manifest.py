@@ -1,4 +1,4 @@
-"""The manifest: the list of a checkpoint's contents, with digests. Without it there is no checkpoint.
+"""The manifest: a checkpoint's table of contents, with digests. A directory without one is not a checkpoint.
 
 It is JSON on one line, after the digest of that line. A manifest read from a file is trusted only after validation:
 every byte of every file belongs to one tensor or header, and names cannot leave the directory.
@@ -45,11 +45,11 @@ FILE = re.compile(r"([0-9a-f]{16})-\d{5}\.safetensors")
 """Names of files of tensors: the save's number, and the rank that wrote the file."""
 
 _ALGORITHM = "xxh3-128"
-"""Digests: xxh3 of 128 bits, which notices damage at the speed of memory. It is no proof against forgery."""
+"""Digest: xxh3 with 128 bits, which detects damage at memory speed but does not protect against forgery."""
 BLOCK = 4 << 20
-"""Bytes of a tensor that share a digest: what one rank reads and checks at a time."""
+"""Bytes of a tensor that share a digest, the unit that one rank reads and checks."""
 CHUNK = 1 << 19
-"""Bytes that are hashed and copied at a time, so that the second finds them in the cache."""
+"""Bytes that are hashed and then copied, few enough to stay in the cache in between."""
 
 _FORMAT = "unisono.checkpoint"
 _HEAD = b'{"digest":"'
@@ -63,21 +63,24 @@ _DEVICE = re.compile(r"[a-z]+(:\d{1,3})?")
 _DIMENSIONS = 64
 
 GRANTED = 16 << 20
-"""Bytes that any checkpoint may take beyond twice its files: Python's values are much longer than their JSON."""
-OF_MANIFEST = 24
-"""Bytes for each byte of a manifest: what the entries of the smallest tensors take, by the costs below."""
-HELD = 4 << 20
-"""Bytes a rank up to which tensors are held in memory until all are known to be intact."""
+"""Bytes of memory that any checkpoint may take beyond twice its files:
 
-# Largest cost of a JSON delimiter, in bytes of the parsed values and of those built from them; measured.
+Python values are much larger than their JSON.
+"""
+OF_MANIFEST = 24
+"""Bytes of memory for each byte of a manifest: the ratio for entries of the smallest tensors, from the costs below."""
+HELD = 4 << 20
+"""Most bytes a rank of tensors that are held in memory until all are known to be intact."""
+
+# Largest cost of a JSON delimiter, in bytes of the parsed values and those built from them, as measured.
 _MARKS = {b",": 66, b"[": 118, b"{": 207, b'"': 48}
-# A number in a list: its slot and the object.
+# A number in a list: list slot and object.
 _NUMBER = 40
 _COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
 
 
 class FileEntry(NamedTuple):
-    """A file: its name, its bytes, those of its header, and the digests of both."""
+    """A file: name, number of bytes, bytes of the header, and the digests of both."""
 
     name: str
     size: int
@@ -116,11 +119,12 @@ class Manifest:
     Attributes:
         id: A hexadecimal number, unique to each save.
         ranks: Number of ranks that saved it.
-        created_ns: Time of the save in ns since 1970; after a `Checkpointer`'s earlier saves, whatever the clock.
+        created_ns: Time of the save in ns since 1970; later than a `Checkpointer`'s earlier saves, whatever the clock
+            says.
         files, tensors: The files, and the tensors with their places.
         state: The tree of the state common to all ranks.
-        per_rank: For each rank, the trees of its per-rank values.
-        extra: Values of the program, and the versions that wrote it.
+        per_rank: Trees of each rank's per-rank values.
+        extra: The program's values, and the versions of the software that wrote it.
 
     Example:
         >>> import tempfile
@@ -145,7 +149,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Bytes of all files except the manifest."""
         return sum([file.size for file in self.files])
 
     def names_in_file(self, index: int) -> list[str]:
@@ -161,7 +165,7 @@ class Manifest:
         """Return the contents of the manifest's file.
 
         Raises:
-            FormatError: Its values exceed the memory limit, so that `from_bytes` would refuse them.
+            FormatError: Its values exceed the memory limit, so `from_bytes` would refuse them.
         """
         tensors = {
             name: {
@@ -196,13 +200,13 @@ class Manifest:
 
         Args:
             data: Contents of the file.
-            nbytes: Bytes of all other files together: bounds the memory that the manifest may request.
+            nbytes: Bytes of all other files together, which bound the memory that the manifest may request.
 
         Returns:
             The manifest, whose pieces and headers cover each file exactly.
 
         Raises:
-            FormatError: It is of a newer version, is no manifest, or requests too much memory.
+            FormatError: It has a newer version, is not a manifest, or requests too much memory.
             CorruptError: It is damaged.
         """
         text = cost_of(data)
@@ -227,13 +231,13 @@ class Manifest:
         return manifest
 
     def _check_memory(self, text: int) -> None:
-        """Raise unless its values refer to each other once, and keep the memory limit.
+        """Raise unless its values refer to each other once and respect the memory limit.
 
         Args:
             text: Memory cost of the manifest itself.
 
         Raises:
-            FormatError: They would take too much memory, or nest too deep.
+            FormatError: They would take too much memory, or nest too deeply.
             ValueError, LookupError: A value of one rank appears in two places, or a tensor is unknown.
         """
         referred: set[Any] = set()
@@ -252,7 +256,7 @@ class Manifest:
         _check_cost(cost, self.nbytes)
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Raise unless every file is there in full length.
+        """Raise unless every file exists with its full length.
 
         Args:
             sizes: For each file that exists, its size in bytes: the result of `Storage.sizes`.
@@ -265,7 +269,7 @@ class Manifest:
 
 
 def check_size(manifest: Manifest, index: int, found: int | None) -> None:
-    """Raise `CorruptError`, which names the tensors of a file, unless it is there in full length.
+    """Raise `CorruptError`, which names the tensors of a file, unless it exists with its full length.
 
     Args:
         manifest: The manifest that lists the file.
@@ -280,7 +284,7 @@ def check_size(manifest: Manifest, index: int, found: int | None) -> None:
 
 
 def _opened(data: bytes | bytearray, cost: int, nbytes: int) -> dict[str, Any]:
-    """The manifest as JSON, if the digest fits and this version can read it. Nothing else is parsed."""
+    """The manifest as JSON. Parses nothing unless the digest matches and this version can read it."""
     view = memoryview(data)
     framed = data.startswith(_HEAD) and data[_BEGIN - len(_MIDDLE) : _BEGIN] == _MIDDLE and data.endswith(_TAIL)
     body = view[_BEGIN : -len(_TAIL)]
@@ -346,7 +350,7 @@ def _tensor(entry: Any, block: object) -> TensorEntry:
 
 
 def _check_tiling(manifest: Manifest) -> None:
-    """Pieces and headers cover each file, once; and each tensor has its bytes."""
+    """Check that pieces and headers cover each file once, and each tensor has all its bytes."""
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise ValueError("a file is listed twice")
     if len(manifest.per_rank) != manifest.ranks:
@@ -368,15 +372,15 @@ def _check_tiling(manifest: Manifest) -> None:
 
 
 def cost_of(text: bytes | bytearray) -> int:
-    """Bytes of memory that values may take beyond `OF_MANIFEST` times the text that they are parsed from."""
+    """Bytes of memory that values may take beyond `OF_MANIFEST` times their text."""
     return max(0, sum([text.count(mark) * cost for mark, cost in _MARKS.items()]) - OF_MANIFEST * len(text))
 
 
 def _check_cost(cost: int, nbytes: int) -> None:
     """Raise `FormatError` if `cost` exceeds the limit of a checkpoint with `nbytes` bytes of tensors.
 
-    Tensors that are held exist twice: twice the files already. Larger ones have a single copy, which leaves the memory
-    of a second one.
+    Tensors held in memory exist twice, which accounts for twice the files. Larger ones have a single copy, so the
+    memory for a second one is available.
     """
     if cost > GRANTED + max(0, nbytes - HELD):
         raise FormatError(
@@ -390,14 +394,14 @@ def _describe(error: Exception) -> str:
 
 
 hasher = xxhash.xxh3_128
-"""Maker of something with `update` and `hexdigest`."""
+"""Factory of an object with `update` and `hexdigest`."""
 
 digest: Callable[..., str] = xxhash.xxh3_128_hexdigest
 """Digest of all bytes of a buffer: 32 hexadecimal digits."""
 
 
 def blocks(start: int, stop: int, most: int = BLOCK) -> list[tuple[int, int]]:
-    """Cut a range into pieces of at most so many bytes.
+    """Cut a range into pieces of at most `most` bytes.
 
     Example:
         >>> blocks(10, 15, 2)

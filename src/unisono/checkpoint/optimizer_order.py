@@ -1,4 +1,4 @@
-"""Order of an optimizer's parameters: saved states go to the parameters of the same names, not of the same numbers."""
+"""Order of an optimizer's parameters: saved states go to the parameters with the same names instead of numbers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def in_order_of(
     entries: Mapping[str, TensorEntry],
     path: str,
 ) -> tuple[Node, str | None]:
-    """Return a saved state in the order of the optimizer's parameters, and the reason if it cannot be loaded.
+    """Return a saved state in the order of the optimizer's parameters, or the reason why it cannot be loaded.
 
-    Parameters have the names that the optimizer was created with, or those of the tensors that were saved beside it.
-    Without names they go by their order; warns where two could be swapped.
+    Names are those that the optimizer was created with, or those of the tensors saved beside it. Without names, order
+    counts; warns if two parameters could be swapped.
 
     Args:
         optimizer: The optimizer to load it into.
         node: The saved state.
-        beside: For each parameter the name of the tensor that was saved beside it, the one that the optimizer knew, or
-            its shape; None if unknown.
-        known: Names of the saved tensors for those of this process, by their memory.
+        beside: For each parameter, the name of the tensor saved beside it, the optimizer's own name, or its shape; None
+            if unknown.
+        known: Names of saved tensors by the memory of this process's tensors.
         entries: All saved tensors.
         path: The optimizer's place in the state.
     """
@@ -87,7 +87,7 @@ def _size(node: Node, entries: Mapping[str, TensorEntry]) -> int:
 
 
 def _is_counted(groups: Sequence[Mapping[str, Node]]) -> bool:
-    """Return whether parameters are numbered in their order, as torch numbers them; long lists are not read yet."""
+    """Return whether parameters are numbered in order, as in torch; long lists are not read yet."""
     numbers = [number for group in groups for number in elements_of(group.get("params")) or ()]
     return all(type(number) is int for number in numbers) and all(b > a for a, b in pairwise(numbers))
 
@@ -99,12 +99,12 @@ def _own_names(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> lis
 
 
 def _matched(names: _Names, own_names: _Names, tensors: _Names, own: _Names) -> list[int | None] | None:
-    """Return the saved number of each parameter, None for those without names; None if all have others than here.
+    """Return the saved number of each parameter (None for those without names); None if no names match.
 
     Args:
-        names: Saved names of parameters, as far as their tensors were saved beside the optimizer.
-        own_names: The same, but those that the optimizer knew, where it knew any.
-        tensors, own: Those of this process.
+        names: Saved names of parameters whose tensors were saved beside the optimizer.
+        own_names: The optimizer's own names for them, if it has any.
+        tensors, own: The same for this process.
     """
     at = {name: number for number, name in enumerate(names) if name}
     order = [at.get(name) if name else None for name in tensors]
@@ -121,7 +121,7 @@ def _matched(names: _Names, own_names: _Names, tensors: _Names, own: _Names) -> 
 
 
 def _bare(names: _Names) -> list[str] | None:
-    """Return names without wrappers' parts and without what all begin with; None if one is unknown."""
+    """Return names without wrappers' parts and without their common prefix; None if one is unknown."""
     if not all(names):
         return None
     parts = [[part for part in str(name).split(".") if part not in _WRAPPERS] for name in names]
@@ -154,7 +154,7 @@ def _reordered(
     found: Sequence[int],
     places: Sequence[int],
 ) -> Node | None:
-    """Return the state with the parameters in their order here; None if a group has those of several."""
+    """Return the state with the parameters in this process's order; None if one group has those of several."""
     ends = list(accumulate(found))
     made: list[Node] = []
     number = 0

@@ -1,4 +1,4 @@
-"""Reading: the bytes to read, their order, the rank that reads them, and the check of their digests."""
+"""Reading of a checkpoint: which bytes, in which order, by which rank, and the check of their digests."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = [
 
 _MOST_MANIFEST = 1 << 30
 _AHEAD = 16
-"""Windows to prefetch: the disk continues to read while ranks wait for each other."""
+"""Number of windows to prefetch, so that the disk continues to read while ranks wait for each other."""
 _MOST_HEADER = 4 << 20
 _MOST_OPEN = 256
-"""Open files at a time: the usual limit of a process is 1024, and as many ranks may have saved."""
+"""Number of files to keep open: the usual limit of a process is 1024, and as many ranks may have saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes of a file that share a digest: part of a tensor from its byte `offset`, or a header (no name)."""
+    """Bytes of a file that share a digest: part of a tensor from its byte `offset`, or a header (without a name)."""
 
     file: int
     start: int
@@ -65,13 +65,13 @@ class ReadWindow:
 
 
 ByteRanges = Mapping[str, Sequence[tuple[int, int]]]
-"""Bytes to read of a tensor, from each start to each stop, by its name."""
+"""Byte ranges to read of each tensor, by name."""
 
 
 def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | None = None) -> list[ReadWindow]:
     """Windows to read for these tensors, in file order, including the headers of those files.
 
-    Of a tensor in `ranges` only the blocks with bytes of its ranges are read.
+    For a tensor in `ranges`, only the blocks that overlap its ranges are read.
     """
     needed = []
     for name in dict.fromkeys(names):
@@ -99,7 +99,7 @@ def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | No
 
 
 def assign(windows: Sequence[ReadWindow], ranks: int) -> list[list[ReadWindow]]:
-    """Neighbouring windows for each rank, about equal in bytes."""
+    """Assign each rank a run of windows, about equal in bytes."""
     total = sum([window.stop - window.start for window in windows])
     given: list[list[ReadWindow]] = [[] for _ in range(ranks)]
     position = 0
@@ -115,15 +115,15 @@ class Files(Closing):
     """The files of a checkpoint, opened when first needed, and closed at the end.
 
     Attributes:
-        cached: Whether this host's memory keeps bytes that one of its processes has read, for all of them.
-        identities: Identity of each opened file: equal on two ranks of a host if both read the same file from the
-            same memory. None where the storage does not report it.
+        cached: Whether this host's memory caches bytes read by one process for all its processes.
+        identities: Identity of each opened file, equal on two ranks of a host if both read the same file from the same
+            memory. None if the storage does not report it.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage = storage
         self._manifest = manifest
-        # A user's storage need not define it.
+        # Optional in a user's storage.
         self.cached: bool = bool(getattr(storage, "kept", False))
         self.identities: dict[int, list[int] | None] = {}
         self._open: dict[int, Source] = {}
@@ -162,16 +162,16 @@ class Files(Closing):
         return bool(state.hexdigest() == block.digest)
 
     def prefetch(self, windows: Sequence[ReadWindow], number: int) -> None:
-        """Window `number` is read next, and then the others: have the disk read some ahead of that."""
+        """Start reading ahead on the disk from window `number`, which is read next."""
         for window in windows[:_AHEAD] if not number else windows[number + _AHEAD - 1 : number + _AHEAD]:
             self.open(window.file).prefetch(window.start, window.stop)
 
     def check(self, windows: Sequence[ReadWindow], *, hold: bool = False) -> None:
-        """Read all of these windows, and raise as `corrupt_error` if some are damaged.
+        """Read all of these windows, and raise `corrupt_error` if some are damaged.
 
         Args:
             windows: Windows to check.
-            hold: Keep their bytes in memory, so that they are not read again.
+            hold: Whether to keep their bytes in memory, so that they are not read again.
         """
         longest = max([block.stop - block.start for window in windows for block in window.blocks], default=0)
         bad = []
@@ -188,7 +188,7 @@ class Files(Closing):
         self.corrupt_error(bad)
 
     def corrupt_error(self, bad: Sequence[Block]) -> None:
-        """`CorruptError` that names every tensor with bytes in these blocks, if there are any."""
+        """`CorruptError` that names every tensor with bytes in these blocks; None for no blocks."""
         if not bad:
             return
         names: dict[str, None] = {}
@@ -214,8 +214,8 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
     """The manifest of a checkpoint, and its bytes.
 
     Raises:
-        NoCheckpointError: There is none: nothing, or a save that was not finished.
-        CorruptError, FormatError: It is damaged, or of a newer version.
+        NoCheckpointError: Nothing exists at the path, or only an unfinished save.
+        CorruptError, FormatError: It is damaged, or has a newer version.
         OSError: It cannot be read.
     """
     sizes = storage.sizes()
@@ -242,7 +242,7 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
 
 
 def names_in_headers(storage: Storage) -> list[str]:
-    """Names of tensors in the files' headers, for messages where the manifest is unusable."""
+    """Names of tensors in the files' headers, for messages if the manifest is unusable."""
     names: dict[str, None] = {}
     for name, size in sorted(storage.sizes().items()):
         if not FILE.fullmatch(name):

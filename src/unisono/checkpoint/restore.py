@@ -1,7 +1,7 @@
-"""Restoring a state: match it against the saved tree, place its tensors, then load its objects.
+"""Restores a state: matches it with the saved tree, places its tensors, and loads its objects.
 
-Nothing is changed before everything fits: matching returns what there is to do, as functions. What may refuse its state
-is loaded first, from tensors that were read aside; only then are tensors overwritten in place.
+Nothing is changed before everything fits: matching returns the work to do, as functions. Objects that may refuse their
+state are loaded first, from tensors read into separate memory; only then are tensors overwritten in place.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ __all__ = ["Restorer", "Wanted", "remapped_rank"]
 _log = logging.getLogger("unisono.checkpoint")
 
 _Mode = Literal["top", "strict", "shapes", "loose"]
-"""Required match: all names of the target; exactly these names; shapes of tensors that both have; none."""
+"""What must match: all names of the target; exactly these names; shapes of tensors in both; nothing."""
 
 _Build = Callable[[], Any]
 
-# Errors that a hostile tree may cause when values are built from it.
+# Errors that building values from a hostile tree may raise.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError)
 
 _ASIDE = 64 << 20
-"""Bytes of tensors up to which an object's saved state is read aside, and its present one kept until all is loaded."""
+"""Largest state of an object that is read into separate memory, with the old state kept until all is loaded."""
 
 _JUST_LOADS = (torch.nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
 
@@ -71,7 +71,7 @@ class Wanted:
     Attributes:
         needed: Their names.
         targets: Tensors of the same dtype and shape to read some of them into.
-        shards: Shards, with the names of the tensors to read their ranges of.
+        shards: Shards, with the names of the tensors whose ranges they need.
     """
 
     needed: dict[str, None] = field(default_factory=dict)
@@ -81,14 +81,14 @@ class Wanted:
 
 @dataclass(eq=False)
 class _EarlyObject:
-    """An object of the target that may refuse its state.
+    """An object in the target that may refuse its state.
 
     Attributes:
         path: Its place, for messages.
-        load: Loads it; raises `StateError`.
-        state: Its state before.
-        undo: Loads a state into it.
-        small: Whether a copy of the state before may be made.
+        load: Function that loads it; raises `StateError`.
+        state: Its old state.
+        undo: Function that loads a state into it.
+        small: Whether the old state is small enough to copy.
     """
 
     path: str
@@ -98,16 +98,16 @@ class _EarlyObject:
     small: bool = True
 
     def copied(self) -> Any:
-        """Return a copy of the state before; None if it is large, or cannot be copied."""
-        # An object may hold what cannot be copied; then it is not put back, which the error says.
+        """Return a copy of the old state; None if it is large, or cannot be copied."""
+        # The state may hold objects that cannot be copied. Then it is not restored, and the error says so.
         with suppress(Exception):
             return copy.deepcopy(self.state) if self.small else None
 
     def put_back(self, before: Any) -> bool:
-        """Load the copy of the state before, and return whether that was possible."""
+        """Load the copy of the old state, and return whether that was possible."""
         if before is None:
             return False
-        # One that refuses its own state too: the caller says that it may have changed.
+        # The object refuses even its old state: the caller reports that it may have changed.
         with suppress(Exception):
             self.undo(before)
             return True
@@ -115,16 +115,17 @@ class _EarlyObject:
 
 
 class Restorer:
-    """Matcher of a target with a saved tree.
+    """Matches a target with a saved tree.
 
     Args:
         entries: All saved tensors; also an attribute.
-        source: Returns this rank's tree of a per-rank value (see `remapped_rank`); None if it keeps its value.
+        source: Function that returns this rank's tree of a per-rank value (see `remapped_rank`), or None to keep the
+            value.
         strict: Whether names that only one side has are an error.
 
     Attributes:
-        early: Tensors of the objects that `load_early` loads.
-        late: All others.
+        early: Tensors of objects that `load_early` loads.
+        late: All other tensors.
         values: The tensors, by name; fill in those of `early` before `load_early`, and of `late` before `build`.
     """
 
@@ -144,10 +145,10 @@ class Restorer:
         self._problems: list[str] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
-        # Where tensors that are found go: `late`, or `early` within an object that is loaded early.
+        # Destination of tensors: `late`, or `early` inside an object that is loaded early.
         self._wanted = self.late
         self._parts: list[_EarlyObject] = []
-        # Names of the saved tensors for those here, by their memory: optimizers are matched when all are known.
+        # Names of saved tensors by the memory of those here, needed to match optimizers once all are known.
         self._names_here: dict[tuple[Any, ...], str] = {}
         self._optimizers: list[Callable[[], None]] = []
 
@@ -157,10 +158,10 @@ class Restorer:
         return bool(self._parts)
 
     def load_early(self, team: CollectiveScope) -> None:
-        """Load the objects that may refuse their state: all of them on all ranks, or none. Collective.
+        """Load the objects that may refuse their state, either all of them on all ranks or none. Collective.
 
         Raises:
-            StateError: One refuses, which is named; the others have their state of before again.
+            StateError: One refuses, and is named; the others have their old state again.
         """
         begun: list[tuple[_EarlyObject, Any]] = []
         loaded: list[_EarlyObject] = []
@@ -179,7 +180,7 @@ class Restorer:
             raise
 
     def match(self, target: Any, node: Node) -> _Build:
-        """Return a function that puts the values of `node` into `target` and returns it.
+        """Return a function that writes the values of `node` into `target` and returns it.
 
         Raises:
             StateError: The values do not fit; names are listed.
@@ -305,7 +306,7 @@ class Restorer:
     def _match_module(
         self, target: torch.nn.Module, current: dict[str, Any], inner: Node, versions: _Build | None, path: str
     ) -> _Build:
-        # Parameters on the meta device have no memory to fill: the loaded ones take their place.
+        # Parameters on the meta device have no memory to fill, so the loaded ones replace them.
         tensors = [t for t in current.values() if isinstance(t, torch.Tensor)]
         assign = any(t.is_meta for t in tensors)
         ties = _ties(target) if assign else []
@@ -321,7 +322,8 @@ class Restorer:
             build = self._match(current, inner, path, "strict", fresh=True)
             lacking = len(self._missing) > known[0] and (len(self._problems), len(self._unexpected)) == known[1:]
             if not (lacking and any(isinstance(m, _NormBase) for m in target.modules())):
-                # What was read into place needs no copy onto itself, which takes torch n * n for n modules in a list.
+                # Tensors read into place need no copy onto themselves, which takes torch O(n^2) for n modules in a
+                # list.
                 in_place = self._wanted is self.late and not assign and not any(map(is_lazy, tensors))
                 return self._loading((lambda state: announce_load(target)) if in_place else load, build, path, target)
             del self._missing[known[0] :]
@@ -340,7 +342,7 @@ class Restorer:
         return lambda: target
 
     def _match_part(self, target: Any, current: Any, inner: Node, path: str, mode: _Mode) -> _Build:
-        """An object that is not a module. It is loaded early if its state is small, and not that of torch's classes."""
+        """Match an object that is not a module; load it early if its state is small and not one of torch's."""
         plain = getattr(type(target), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
         early = (
             not plain and self._nbytes(inner) <= _ASIDE and not _any(current, lambda one: isinstance(one, TensorShard))
@@ -361,7 +363,7 @@ class Restorer:
             try:
                 load(made)
             except Exception as error:
-                # An object may refuse by any error.
+                # An object may refuse with any error.
                 where = repr(path) if path else "the object"
                 raise StateError(f"{where} refuses its state ({type(error).__name__}: {error})") from error
             return target
@@ -405,7 +407,7 @@ class Restorer:
     def _match_dict(
         self, target: dict[Any, Any], items: dict[Any, Node], path: str, mode: _Mode, made: dict[Any, Any] | None
     ) -> _Build:
-        """`made`: what to fill in place of the target, if anything."""
+        """`made`: Dict to fill instead of the target, if any."""
         fresh = made is not None
         if mode == "strict" and not fresh and not _has_tensors(target):
             mode = "loose"
@@ -494,7 +496,7 @@ class Restorer:
 
 
 def _adapts(module: torch.nn.Module) -> bool:
-    """Return whether the module, or one in it, may change or refuse what it loads: as torch loads it, so do we."""
+    """Return whether the module, or one in it, may change or refuse what it loads, so that torch must load it."""
     return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
         one._load_state_dict_pre_hooks
         or not all(isinstance(hook, LoadHook) for hook in one._load_state_dict_post_hooks.values())
@@ -505,7 +507,7 @@ def _adapts(module: torch.nn.Module) -> bool:
 
 
 def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
-    """Return each further name of a parameter, as the module that has it and its name there, with the first name."""
+    """Return each further name of a tied parameter, as its module and its name there, with the first name."""
     names: dict[int, str] = {}
     found = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -517,7 +519,7 @@ def _ties(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, str]]:
 
 
 def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> Callable[[int, str], Node | None]:
-    """Return a lookup of the saved per-rank values that rank `rank` of `size` takes over, by their policy."""
+    """Return a lookup of the saved per-rank values that rank `rank` of `size` takes over under each policy."""
     saved = len(per_rank)
 
     def source(index: int, policy: str) -> Node | None:
@@ -540,7 +542,7 @@ def remapped_rank(per_rank: Sequence[Sequence[Node]], rank: int, size: int) -> C
 
 
 def _has_tensors(value: Any) -> bool:
-    """Return whether a value contains tensors or objects, and so has a shape that a checkpoint must fit."""
+    """Return whether a value contains tensors or objects, and so has a structure that a checkpoint must match."""
     return _any(value, lambda one: isinstance(one, torch.Tensor) or _is_object(one))
 
 
@@ -560,7 +562,7 @@ def _any(value: Any, holds: Callable[[Any], bool]) -> bool:
 
 
 def _misfit(target: torch.Tensor | TensorShard, entry: TensorEntry) -> str | None:
-    """Return the reason that a tensor cannot hold the saved values; None if it can."""
+    """Return the reason why a tensor cannot hold the saved values; None if it can."""
     if tuple(target.shape) != entry.shape:
         return f"has shape {entry.shape} in it, {tuple(target.shape)} here"
     tensor = target.local if isinstance(target, TensorShard) else target
@@ -575,7 +577,7 @@ def _misfit(target: torch.Tensor | TensorShard, entry: TensorEntry) -> str | Non
 
 
 def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
-    """Return whether numbers keep their meaning: rounding is allowed; dropping a part or a large value is not."""
+    """Return whether a conversion keeps numbers' meaning: it may round, but not drop a part or a large value."""
     if here == saved or here.is_complex:
         return True
     if here.is_floating_point:
@@ -588,7 +590,7 @@ def _keeps(saved: torch.dtype, here: torch.dtype) -> bool:
 
 
 def _with_versions(state: dict[str, Any], saved: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """A module's state with the saved versions of its modules as metadata; version 1 where none was saved."""
+    """A module's state with the saved versions of its modules as metadata; version 1 if none was saved."""
     made = OrderedDict(state)
     versions = {name: saved.get(name, {"version": 1}) for name, _ in module.named_modules(remove_duplicate=False)}
     vars(made)["_metadata"] = OrderedDict({**versions, **saved})

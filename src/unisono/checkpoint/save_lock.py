@@ -1,4 +1,4 @@
-"""A lock on a checkpoint's path: one save at a time, of whichever process on whichever host."""
+"""A lock on a checkpoint's path: one save at a time, across processes and hosts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ __all__ = ["SaveLock", "is_locked"]
 
 _NAME = f"{MANIFEST}.lock"
 _STALE_S = 3600.0
-"""A lock of another host is that of a dead writer after this time."""
+"""Age at which a lock from another host counts as a dead writer's."""
 
 _FORM = {"id": str, "pid": int, "started": int, "space": str, "time": float, "replaced": list}
 
 _WAITS = 5
 _WAIT_S = 0.05
-"""A lock that says nothing after these waits is one whose writer has died."""
+"""If a lock is still empty after these waits, its writer has died."""
 
 _running: set[str] = set()
-"""Identifiers of the saves of this process that hold a lock."""
+"""Identifiers of this process's saves that hold a lock."""
 
 
 class SaveLock:
     """Lock of one save: a small file beside the manifest that says who writes.
 
-    A lock that a dead writer has left is taken over: of this host, one whose process is gone; of another, one that is
-    an hour old. Storage without `lock` has none: there two writers are not noticed, and remove none of each other's
-    files.
+    A dead writer's lock is taken over: on this host, if its process is gone; from another host, if it is an hour old.
+    Storage without a `lock` method has none: two writers go unnoticed there, but do not remove each other's files.
 
     Args:
-        storage: The path.
-        save_id: Identifier of the save, with which the names of its files begin.
+        storage: Storage of the checkpoint's path.
+        save_id: Identifier of the save, a prefix of its files' names.
 
     Attributes:
         replaced: Identifiers of the saves whose files this save replaces, once it is published.
@@ -86,12 +85,12 @@ class SaveLock:
             if _is_alive(other):
                 break
             if other:
-                # Its files, and those that it was about to remove.
+                # The dead writer's files, and those that it was about to remove.
                 self.replaced |= {other["id"], *other["replaced"]}
             if other or tries >= _WAITS:
                 self._storage.remove(_NAME)
             else:
-                # It has just been released, or is being written by a process that cannot notify this one.
+                # Either just released, or being written by a process that cannot notify this one.
                 time.sleep(_WAIT_S)
         raise CheckpointError(_told(other))
 
@@ -106,7 +105,7 @@ class SaveLock:
                 raise CheckpointError(_told(other))
 
     def abandon(self) -> None:
-        """Leave the lock to the next save, which then removes what this one has replaced: that may not be durable."""
+        """Leave the lock for the next save, which will remove the replaced files: this save may not be durable yet."""
         if self._held:
             self.release()
             with suppress(OSError):
@@ -119,7 +118,7 @@ class SaveLock:
             with suppress(OSError):
                 if _card_at(self._storage) == self._card:
                     self._storage.remove(_NAME)
-            # Not before: a thread of this process that saw the lock would take its writer for dead.
+            # Not earlier: another thread of this process that saw the lock would consider its writer dead.
             _running.discard(self._id)
 
 
@@ -134,7 +133,7 @@ def is_locked(storage: Storage) -> bool:
 
 
 def _card_at(storage: Storage) -> dict[str, Any]:
-    """Return what the lock of a path says; nothing if there is none, or it says nothing."""
+    """Return the contents of a path's lock; empty if there is none, or it is empty."""
     try:
         found = json.loads(_text_of(storage, _NAME))
     except ValueError:
@@ -152,7 +151,7 @@ def _text_of(storage: Storage, name: str) -> str:
 
 
 def _is_alive(card: dict[str, Any]) -> bool:
-    """Return whether the writer of a lock may still write."""
+    """Return whether the writer of a lock may still be writing."""
     if not card:
         return False
     if not card["started"] or card["space"] != process_space().hex():

@@ -1,4 +1,4 @@
-"""Saving together: compare, write a share each, and let the manifest make it a checkpoint."""
+"""Saves on all ranks together: compare, write a share each, and publish the manifest, which makes it a checkpoint."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ __all__ = [
 
 Path = str | os.PathLike[str] | Storage
 Progress = Callable[[int, int], None]
-"""Called with the bytes that this rank has processed, and with its total."""
+"""Called with the number of bytes that this rank has processed, and its total."""
 
 SAVE_TOGETHER = "If ranks save on a signal, let all stop at the same step with un.stop, and save there"
 
 _log = logging.getLogger("unisono.checkpoint")
 
 _UNSPLIT_BYTES = 4096
-"""Tensors up to this long are written by one rank."""
+"""Tensors of up to this many bytes are written by one rank."""
 _ALIGNED = 64
 
 
@@ -93,24 +93,24 @@ def save(
     """Save a state. On return, the checkpoint is complete and would survive a loss of power.
 
     Collective: every rank calls it with the same path and, except for `PerRank` values, the same state. Each writes an
-    equal share. An earlier checkpoint of the same name stays until the end, and is what a crash leaves.
+    equal share. An earlier checkpoint of the same name stays until the end, and survives a crash before that.
 
     Args:
         path: A directory to create, on a file system that all ranks share; or a URL that fsspec supports.
-        state: Modules, optimizers, schedulers, samplers and all else with `state_dict` and `load_state_dict`; tensors,
-            numbers, strings, bytes; and dicts, lists, tuples and sets of them. Samplers, data loaders, `RNG`,
-            `torch.Generator`, `GradientAverager` and codecs are per rank; so are values wrapped in `PerRank`. Of a
-            tensor in `TensorShard`s each rank writes its own elements.
-        comm: The ranks that save together; None is this process alone.
+        state: Modules, optimizers, schedulers, samplers and anything else with `state_dict` and `load_state_dict`;
+            tensors, numbers, strings, bytes; and dicts, lists, tuples and sets of these. Samplers, data loaders, `RNG`,
+            `torch.Generator`, `GradientAverager`, codecs and values wrapped in `PerRank` are per rank. Each rank writes
+            its own elements of a `TensorShard`.
+        comm: The ranks that save together; None for this process alone.
         extra: Plain values to store in the manifest, for readers of the checkpoint.
         timeout: Limit of the wait for the slowest rank in each phase: seconds or a `timedelta`; the communicator's if
             None.
-        progress: Called with the bytes that this rank has written, and with the total that it has to write.
+        progress: Called with the number of bytes that this rank has written, and its total.
 
     Raises:
-        MismatchError: Ranks have different states; tensors and ranks are named. Nothing was written.
-        TypeError: A value in the state cannot be saved, which is named; or `path` is no path.
-        ValueError: The state nests too deep, or contains itself.
+        MismatchError: Ranks have different states; names tensors and ranks. Nothing was written.
+        TypeError: A value in the state, which is named, cannot be saved; or `path` is not a path.
+        ValueError: The state nests too deeply, or contains itself.
         FormatError: Numbers and strings would take too much memory to load; keep long lists as tensors.
         StorageError: The storage is full, read-only, or gone. Earlier contents stay.
         CheckpointError: Another save to the path is running; names its process.
@@ -139,7 +139,7 @@ def write(
     progress: Progress | None = None,
     newest: Callable[[], int] = int,
 ) -> None:
-    """Save as `save` does, with a time after the one that `newest` returns on rank 0 (ns), whatever the clock."""
+    """Save as `save` does, with a time later than `newest` returns on rank 0 (in ns), whatever the clock says."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     team = CollectiveScope(comm, "save", storage.where, timeout)
@@ -158,10 +158,10 @@ def async_save(
 ) -> SaveHandle:
     """Save as `save` does, but return when this rank's share is copied: training continues during the write.
 
-    Collective: waits until every rank has called it. A later save of the same communicator waits for this save, and so
-    does its `close`. Until `wait()` on the returned handle the caller does not know that the checkpoint is published. A
-    failure is logged; it is raised by `wait`, by the next save, or by `close`, and printed at exit. Under `launch` and
-    `unisono run` it is the rank's error.
+    Collective: waits until every rank has called it. A later save of the same communicator, and its `close`, wait for
+    this save. Only `wait()` on the returned handle confirms that the checkpoint is published. A failure is logged,
+    raised by `wait`, the next save or `close`, and otherwise printed at exit. Under `launch` and `unisono run` it fails
+    the rank.
 
     Args:
         path, state, comm, extra, timeout, progress: As for `save`. `progress` is called from another thread.
@@ -169,8 +169,8 @@ def async_save(
     Returns:
         A handle of the save, whose `wait` raises the errors of `save`.
 
-    Cost: stalls the caller for a copy of 1/p of the state, and for a pass over all of it if there are several
-    ranks. The copy is kept in memory until it is written. The first call creates a second communicator.
+    Cost: stalls the caller for a copy of 1/p of the state, and a pass over all of it if there are several ranks. The
+    copy stays in memory until it is written. The first call creates a second communicator.
 
     Example:
         >>> import tempfile
@@ -196,12 +196,12 @@ def start(
     newest: Callable[[], int] = int,
     after: Callable[[], None] | None = None,
 ) -> SaveHandle:
-    """Save as `async_save`, with `newest` of `write`; every rank calls `after` in the background once published."""
+    """Save as `async_save`, with `newest` as in `write`; every rank calls `after` in the background once published."""
     storage = storage_at(path)
     finish_earlier(storage.where, comm)
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
     if comm is not None:
-        # Where another rank makes another call, it says so at once.
+        # Fails immediately if another rank makes a different call.
         comm.barrier(timeout=timeout)
     make = _held(lambda: prepare(state, rank, size, copy=True))
 
@@ -215,7 +215,7 @@ def start(
 
 
 def _held(make: Callable[[], PreparedState]) -> Callable[[], PreparedState]:
-    """Call `make` now, but raise its error later, when it can be reported to the other ranks."""
+    """Call `make` now, but defer its error until it can be reported to the other ranks."""
     try:
         snapshot = make()
     except Exception as error:
@@ -238,14 +238,14 @@ def commit(
 ) -> None:
     """Compare, write, and publish. Collective. An earlier checkpoint stays until the new one is published.
 
-    `newest` returns the time of the checkpoint that the new one must be newer than.
+    `newest` returns the time that the new checkpoint's must exceed.
     """
     made: list[PreparedState] = []
 
     def take() -> tuple[Any, str, str]:
         snapshot = make()
         made.append(snapshot)
-        # One process has nothing to compare.
+        # A single process has nothing to compare.
         found = digest(storage.where.encode() + snapshot.fingerprint()) if team.size > 1 else ""
         return snapshot.ranges, found, team.measured(partial(secrets.token_hex, 8))
 
@@ -277,7 +277,7 @@ def commit(
             if _is_published(storage, save_id):
                 lock.abandon()
             else:
-                # Those of ranks that have died, too.
+                # Including files of ranks that have died.
                 _remove_files(storage, {save_id})
         raise
     finally:
@@ -285,7 +285,7 @@ def commit(
 
 
 def _open(storage: Storage, lock: SaveLock) -> None:
-    # Where there is a manifest, the directory has been made durable before.
+    # If there is a manifest, the directory is already durable.
     if MANIFEST not in storage.sizes():
         storage.make()
     lock.acquire()
@@ -295,8 +295,8 @@ def _write(snapshot: PreparedState, storage: Storage, name: str, save_id: str, p
     """Write this rank's share, and return its entries for the manifest.
 
     Raises:
-        CheckpointError: A tensor was changed meanwhile.
-        OSError: The storage refused.
+        CheckpointError: A tensor has changed meanwhile.
+        OSError: The storage failed.
     """
     file: FileEntry | None = None
     pieces: list[tuple[Any, ...]] = []
@@ -314,10 +314,10 @@ def _write(snapshot: PreparedState, storage: Storage, name: str, save_id: str, p
 def _write_file(
     sink: Sink, name: str, save_id: str, portions: Sequence[Portion], progress: Progress | None
 ) -> tuple[FileEntry, list[tuple[Any, ...]]]:
-    """Write the portions in order, and finish the file. Digests are computed from the very bytes that are written.
+    """Write the portions in order, and finish the file. Digests are computed from the bytes as they are written.
 
     Returns:
-        The file's entry, and of each portion the tensor's name, its first byte in the tensor, its first and last byte
+        The file's entry, and for each portion the tensor's name, its first byte in the tensor, its first and last byte
         in the file, and the digests of its blocks.
     """
     header = _header(save_id, portions)
@@ -356,9 +356,9 @@ def _write_file(
 
 
 def _header(save_id: str, portions: Sequence[Portion]) -> bytes:
-    """Header of a safetensors file: the length of a JSON object, and the object, padded with spaces.
+    """Header of a safetensors file: the length of a JSON object, then the object, padded with spaces.
 
-    A slice of a tensor is flat, and named by its range of elements.
+    A slice of a tensor is flat, and its range of elements is part of its name.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "unisono.checkpoint": save_id}}
     offset = 0
@@ -390,10 +390,10 @@ def _publish(
     newest: Callable[[], int],
     lock: SaveLock,
 ) -> None:
-    """Put the manifest together from what all ranks have written, and in its place."""
+    """Assemble the manifest from what all ranks have written, and publish it."""
     files: list[FileEntry] = []
     tensors = dict(snapshot.entries)
-    # Of each tensor the pieces by their first bytes in it.
+    # The pieces of each tensor, by first byte.
     found: dict[str, dict[int, FilePiece]] = {name: {} for name in tensors}
     for part in parts:
         for name, (dtype, shape, device) in part["own"].items():
@@ -443,7 +443,7 @@ def _version() -> str:
 
 
 def _is_published(storage: Storage, save_id: str) -> bool:
-    """Return whether the published manifest is this save's; True if in doubt."""
+    """Return whether the published manifest belongs to this save; True if in doubt."""
     try:
         return save_id.encode() in contents(storage, MANIFEST)
     except FileNotFoundError:
@@ -465,9 +465,9 @@ class Portion:
     """A tensor, or a slice of a tensor, that a rank writes.
 
     Attributes:
-        name: The tensor's.
+        name: The tensor's name.
         entry: The tensor's dtype and shape.
-        start: Place of the first byte in the tensor.
+        start: Offset of the first byte in the tensor.
         data: The bytes, as uint8 values on the CPU.
         digests: Digests of its blocks, if known; writing must reproduce them.
     """
@@ -480,14 +480,14 @@ class Portion:
 
 
 class PreparedState:
-    """A state as this rank is going to write it.
+    """A state prepared for writing on this rank.
 
     Args:
         captured: The state, taken apart.
 
     Attributes:
         tree, entries: The part common to all ranks: its structure, and dtype, shape and device of its tensors.
-        own_trees, own_entries: The part that is this rank's.
+        own_trees, own_entries: This rank's own part.
         shards: Tensors that are `TensorShard`s.
         ranges: The elements that this rank saves of each sharded tensor, if any.
         digests: Digests of each tensor's blocks, slice by slice; empty for a single rank.
@@ -523,7 +523,7 @@ class PreparedState:
         return json.dumps((tensors, self.tree), sort_keys=True).encode()
 
     def describe(self) -> dict[str, str]:
-        """Text for every tensor and value, by name; values that share a path are listed together under it."""
+        """Text for every tensor and value, by name; values that share a path are listed together."""
         described = {
             name: f"{DTYPE_NAMES[e.dtype]} {list(e.shape)} "
             + ("in shards" if name in self.shards else digest(".".join(self.digests.get(name, ())).encode()))
@@ -540,7 +540,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
     Args:
         state: As passed to `save`.
         rank, size: This rank, and the number of ranks that save.
-        copy: Copy the share, so that the state may change before it is written.
+        copy: Whether to copy the share, so that the state may change before it is written.
 
     Cost: reads all of the state if there are several ranks; with `copy`, copies 1/size of it.
     """
@@ -563,7 +563,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
             if mine:
                 known = found if size > 1 else None
                 snapshot.portions.append(Portion(name, snapshot.entries[name], part.start, data, known))
-    # Elements that only this rank has. A tensor without any is written by the first rank, like one that is not sharded.
+    # Elements that only this rank has. A tensor with no elements is written by the first rank, like an unsharded one.
     alone = [(name, snapshot.own_entries[name], tensor, 0) for name, tensor in captured.own_tensors.items()]
     for name, shard in captured.shards.items():
         if name in snapshot.ranges or (rank == 0 and not shard.shape.numel()):
@@ -577,7 +577,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
 
 
 def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, list[str]]:
-    """Return the bytes or a copy of them, and the digests of their blocks if `hashed`."""
+    """Return the bytes, or a copy, and the digests of their blocks if `hashed`."""
     data = torch.empty_like(flat) if copy else flat
     if not hashed:
         return (data.copy_(flat) if copy else data), []
@@ -604,13 +604,13 @@ class ByteShare:
 
 
 def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[ByteShare]]:
-    """For each rank, the slices that it writes: disjoint, covering, and equal in bytes up to 4 KiB.
+    """For each rank, the slices that it writes: disjoint, complete, and equal in bytes up to 4 KiB.
 
-    Tensors are concatenated, and the sequence is cut into equal parts. Tensors of up to 4 KiB are not split, nor are
-    elements. Wide elements come first, so that each slice is aligned in an aligned file.
+    Tensors are concatenated, and the sequence is cut into equal parts, without splitting elements or tensors of up to 4
+    KiB. Wide elements are first, so that each slice is aligned in an aligned file.
 
     Args:
-        tensors: Name, bytes, and bytes of one element, of each.
+        tensors: Name, bytes, and bytes per element of each tensor.
         ranks: Number of shares.
 
     Example:
@@ -638,11 +638,11 @@ def shares(tensors: Sequence[tuple[str, int, int]], ranks: int) -> list[list[Byt
 
 
 def check_ranges(shards: Mapping[str, TensorShard], held: Sequence[Mapping[str, tuple[int, int]]], rank: int) -> None:
-    """Raise `MismatchError` unless the ranks together have each element of each tensor once.
+    """Raise `MismatchError` unless the ranks together have each element of each tensor exactly once.
 
     Args:
-        shards: The shards of this rank, by name; on all ranks of the same shapes.
-        held: For each rank the elements that it has of a tensor, if any, as start and stop.
+        shards: The shards of this rank, by name, with the same whole shapes on all ranks.
+        held: For each rank, the range of elements that it has of each tensor, if any, as start and stop.
         rank: This rank.
     """
     for name, shard in shards.items():
@@ -657,7 +657,7 @@ def check_ranges(shards: Mapping[str, TensorShard], held: Sequence[Mapping[str, 
 
 
 def _problem(found: list[tuple[int, int, int]], shape: torch.Size) -> str | None:
-    """Return the first overlap or gap of ranges, which are start, stop and rank."""
+    """Return the first overlap or gap of ranges, given as start, stop and rank."""
     position = 0
     owner = -1
     for start, stop, other in sorted(found):

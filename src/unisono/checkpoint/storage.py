@@ -1,7 +1,7 @@
-"""Places for checkpoints: a directory of this host, or what fsspec reaches (`s3://...`, `memory://...`).
+"""Storage for checkpoints: a directory on this host, or a URL for fsspec (`s3://...`, `memory://...`).
 
-Of a directory, what is acknowledged survives a crash and a loss of power. Each further kind of storage is one more file
-beside this one.
+In a directory, acknowledged writes survive a crash and a loss of power. Each further kind of storage is a file beside
+this one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["LocalSink", "LocalSource", "LocalStorage", "Sink", "Source", "Storag
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _POPULATE_READ = 22
-"""Linux 5.14: read pages now, and report what cannot be read, where a plain access would end the process."""
+"""Linux 5.14: populate pages now, and report unreadable ones, which would end the process on a plain access."""
 _WRITEBACK = 16 << 20
 _NEW = ".new"
 
@@ -30,15 +30,15 @@ class Sink(Protocol):
     """A new file being written."""
 
     def write(self, data: memoryview) -> None:
-        """Append all of it."""
+        """Append all of the data."""
         ...
 
     def finish(self) -> None:
-        """Return when the file and its name would survive a loss of power."""
+        """Return once the file and its name would survive a loss of power."""
         ...
 
     def abandon(self) -> None:
-        """Close the file after a failure; it may stay, or not. Raises nothing."""
+        """Close the file after a failure; it may or may not remain. Never raises."""
         ...
 
 
@@ -48,22 +48,22 @@ class Source(Protocol):
     Attributes:
         size: In bytes.
 
-    If the storage sets `kept`, it may have an `identity` too: integers that are equal in two processes of a host if
-    both read the same file from the same memory. One of them then suffices to check what both read.
+    If the storage sets `kept`, the source may also have an `identity`: integers that are equal in two processes of a
+    host if both read the same file from the same memory. It then suffices that one of them checks the bytes.
     """
 
     size: int
 
     def read(self, start: int, into: memoryview) -> None:
-        """Fill this memory with the bytes from `start` on.
+        """Fill this memory with bytes from `start` on.
 
         Raises:
-            OSError: They cannot be read, or the file has become shorter.
+            OSError: The bytes cannot be read, or the file has become shorter.
         """
         ...
 
     def view(self, start: int, stop: int) -> memoryview:
-        """View of these bytes, without a copy where possible; writes to it do not reach the file.
+        """Return a view of these bytes, without a copy where possible; writes to it do not reach the file.
 
         Raises:
             OSError: As `read`.
@@ -83,12 +83,12 @@ class Storage(Protocol):
     """One directory. Names in it are plain: no separators. Errors are `OSError`.
 
     Attributes:
-        where: The directory, as in messages and as `storage_at` accepts it.
+        where: The directory, for messages and `storage_at`.
         name: Its last part.
 
-    A storage may set `kept = True`: this host's memory caches bytes that one process has read for a while, for all
-    its processes, as it does for file systems. Ranks then each read all bytes that they need, one after another,
-    instead of sending them to each other.
+    A storage may set `kept = True` to declare that, as with file systems, this host's memory caches bytes that one
+    process has read for all its processes. Each rank then reads all bytes that it needs, one rank after another,
+    instead of exchanging them.
 
     Example:
         >>> import tempfile
@@ -125,14 +125,14 @@ class Storage(Protocol):
             name: Name in this directory.
 
         Returns:
-            The open file, to be written, and then finished or abandoned.
+            The open file, to be written and then finished or abandoned.
         """
         ...
 
     def publish(self, name: str, data: bytes) -> None:
         """Replace a file atomically: at any instant either the old one or the new one exists.
 
-        Returns when the new file, and every file finished before, would survive a loss of power.
+        Returns once the new file, and every file finished before, would survive a loss of power.
 
         Args:
             name: Name in this directory.
@@ -141,9 +141,9 @@ class Storage(Protocol):
         ...
 
     def lock(self, name: str, data: bytes) -> bool:
-        """Create a small file, unless there is one of this name. Need not survive a loss of power.
+        """Create a small file unless one of this name exists. Need not survive a loss of power.
 
-        A storage without this method notices no two writers of one path.
+        A storage without this method does not notice two writers on one path.
 
         Args:
             name: Name in this directory.
@@ -155,7 +155,7 @@ class Storage(Protocol):
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of every regular file, without links; empty if there is no such directory."""
+        """Return the size in bytes of every regular file, excluding links; empty if the directory does not exist."""
         ...
 
     def open(self, name: str) -> Source:
@@ -168,12 +168,12 @@ class Storage(Protocol):
             The open file, to be closed.
 
         Raises:
-            FileNotFoundError: There is no file of this name.
+            FileNotFoundError: No file of this name exists.
         """
         ...
 
     def remove(self, *names: str) -> None:
-        """Remove those of the files that exist.
+        """Remove these files, as far as they exist.
 
         Args:
             names: Names in this directory.
@@ -185,7 +185,7 @@ class Storage(Protocol):
         ...
 
     def child(self, name: str) -> Storage:
-        """Return the storage of a directory in this one, whether it exists or not.
+        """Return the storage of a directory in this one, whether or not it exists.
 
         Args:
             name: Name of the directory.
@@ -193,11 +193,11 @@ class Storage(Protocol):
         ...
 
     def parent(self) -> Storage:
-        """Return the storage of the directory that this one is in."""
+        """Return the storage of the parent directory."""
         ...
 
     def children(self) -> list[str]:
-        """Return the names of the directories in this one; empty if there is no such directory."""
+        """Return the names of the directories in this one; empty if this one does not exist."""
         ...
 
 
@@ -227,7 +227,7 @@ def contents(storage: Storage, name: str) -> bytearray:
     """Return the bytes of a small file.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         OSError: It cannot be read.
     """
     source = storage.open(name)
@@ -259,7 +259,7 @@ class LocalStorage:
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
             _sync_directory(path.parent)
-        # It may exist without being durable: its creator may have crashed before.
+        # The directory may exist without being durable, if its creator has crashed.
         _sync_directory(self._root.parent)
 
     def create(self, name: str) -> LocalSink:
@@ -297,7 +297,7 @@ class LocalStorage:
         found: dict[str, int] = {}
         with suppress(FileNotFoundError), os.scandir(self._root) as entries:
             for entry in entries:
-                # Another process may remove one meanwhile, as its lock.
+                # Another process may meanwhile remove one, such as its lock.
                 with suppress(FileNotFoundError):
                     if entry.is_file(follow_symlinks=False):
                         found[entry.name] = entry.stat(follow_symlinks=False).st_size
@@ -330,14 +330,14 @@ class LocalStorage:
 
     @staticmethod
     def _at(where: Path, root: Path) -> LocalStorage:
-        """Another directory, which the working directory of today does not move either."""
+        """Return another directory, equally independent of the current working directory."""
         made = LocalStorage(str(where))
         made._root = root
         return made
 
 
 class LocalSink:
-    """A `Sink`: a new file. Its bytes begin to go to the disk while more are written."""
+    """A `Sink`: a new file, whose bytes start to go to the disk while more are written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -358,11 +358,11 @@ class LocalSink:
         _sync_directory(self._path.parent)
 
     def settle(self) -> None:
-        """Make the bytes durable, but not yet the name."""
+        """Make the bytes durable, but not the name yet."""
         os.fsync(self._fd)
         fd = self._fd
         self._fd = -1
-        # Some network file systems report here that they could not write.
+        # Some network file systems report failed writes only here.
         os.close(fd)
 
     def abandon(self) -> None:
@@ -383,7 +383,7 @@ class LocalSource:
     """
 
     def __init__(self, path: Path) -> None:
-        # A pipe must not make this wait, nor a link lead elsewhere.
+        # Do not block on a pipe, or follow a link.
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         self._path = path
@@ -409,7 +409,7 @@ class LocalSource:
                 mapped = mmap.mmap(self._fd, stop - low, access=mmap.ACCESS_COPY, offset=low)
                 mapped.madvise(_POPULATE_READ)
                 return memoryview(mapped)[start - low :]
-        # It is not to be mapped here, or some of it cannot be read, which a plain read reports.
+        # It cannot be mapped here, or a part is unreadable, which a plain read reports.
         data = memoryview(bytearray(stop - start))
         self.read(start, data)
         return data
@@ -424,7 +424,7 @@ class LocalSource:
         if fd >= 0:
             os.close(fd)
 
-    # A caller that opens an archive for one tensor may not close it.
+    # A caller that opens an archive for one tensor may never close it.
     __del__ = close
 
 
@@ -438,7 +438,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _start_writeback(fd: int, start: int, length: int) -> None:
-    """Have the kernel begin to write these bytes; only a hint, so that `fsync` has less left to do."""
+    """Make the kernel start writing these bytes, so that `fsync` has less to do; only a hint."""
     hint = _sync_file_range()
     if hint is not None:
         hint(fd, ctypes.c_int64(start), ctypes.c_int64(length), 2)

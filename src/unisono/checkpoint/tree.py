@@ -1,6 +1,6 @@
-"""A state taken apart, and put together again: its shape as JSON, with tensors by name. Nothing in it can run code.
+"""Takes a state apart into JSON and named tensors, and reassembles it. Nothing in it can run code.
 
-A dict with one key that begins with `$` is a value that JSON has no word for.
+A dict with a single key that begins with `$` represents a value that JSON lacks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 Node = Any
-"""A value as JSON has it: None, bool, int, float, str, list, dict."""
+"""A JSON value: None, bool, int, float, str, list, dict."""
 
 _MAX_DEPTH = 100
 _LONG = 64
@@ -71,7 +71,7 @@ DICTS: dict[str, Callable[[], dict[Any, Any]]] = {
         f"$default_{one.__name__}": partial(defaultdict, one) for one in (list, dict, set, tuple, int, float, str, bool)
     },
 }
-"""Makers of empty dicts of all types that are kept, by their tags."""
+"""Factories of empty dicts of all types that are preserved, by tag."""
 _NUMPY = re.compile(r"<[ifc]\d+|\|b1|[|<]u\d+|\|i1")
 
 
@@ -80,17 +80,17 @@ _POLICIES = ("modulo", "keep", "shared", "all", "refuse")
 
 
 class PerRank:
-    """Marker of a value of a state that differs between ranks: each rank saves its own, and loads it again.
+    """Marks a value in a state that differs between ranks: each rank saves and loads its own.
 
-    Samplers and data loaders, random generators, `GradientAverager` and codecs need no marker.
+    Samplers, data loaders, random generators, `GradientAverager` and codecs need no marker.
 
     Args:
         obj: Any value that a state may hold.
-        on_resize: Policy when a checkpoint of p ranks is loaded by another number of ranks. "modulo": rank r
-            loads the value of rank r mod p. "keep": ranks from p on keep their value. "shared": as "modulo", because
-            the value of one rank is valid on any other (a data loader's state); `sync` sends it, too. "all": as
-            "shared", but `load_state_dict` gets the list of all p values (`PartitionSampler` accepts a list).
-            "refuse": an error.
+        on_resize: Policy for loading a checkpoint of p ranks with another number of ranks. "modulo": rank r loads the
+            value of rank r mod p. "keep": ranks from p on keep their value. "shared": as "modulo", for values of one
+            rank that are valid on any other, such as a data loader's state; `sync` sends them as well. "all": as
+            "shared", but `load_state_dict` gets the list of all p values (`PartitionSampler` accepts one). "refuse": an
+            error.
 
     Raises:
         ValueError: `on_resize` is none of these.
@@ -115,10 +115,10 @@ class PerRank:
 
 
 class RNG:
-    """The global random generators of this rank: torch's (CPU, and CUDA where it is used), Python's, numpy's.
+    """The global random generators of this rank: torch's (CPU, and CUDA if used), Python's and numpy's.
 
-    Put one into a state: each rank saves and gets back its own, also ranks that are threads.
-    Loaded by more ranks than saved it, the further ones keep the random state that they have.
+    In a saved state, each rank saves and restores its own, even if ranks are threads. If more ranks load than saved,
+    the additional ones keep their current random state.
 
     Example:
         >>> saved = un.checkpoint.RNG().state_dict()
@@ -129,7 +129,7 @@ class RNG:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all generators, by library: "python", "torch", "cuda" and "numpy" where in use."""
+        """Return the states of all generators, by library: "python", "torch", and, if in use, "cuda" and "numpy"."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state["cuda"] = torch.cuda.get_rng_state_all()
@@ -139,7 +139,7 @@ class RNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the generators from a state; those of CUDA and numpy stay unchanged if the state lacks them.
+        """Restore the generators from a state; CUDA's and numpy's stay unchanged if the state lacks them.
 
         Args:
             state: Result of `state_dict`. States of more CUDA devices than there are here are ignored.
@@ -161,13 +161,13 @@ def is_stateful(value: Any) -> bool:
 
 
 def per_rank_of(value: Any) -> PerRank | None:
-    """The value as a `PerRank`, if it is one or of a kind that always is."""
+    """The value as a `PerRank`, if it is one, or of a kind that is always per rank."""
     if isinstance(value, PerRank):
         return value
     if isinstance(value, (RNG, torch.Generator)):
         return PerRank(value, "keep")
     if is_stateful(value) and not isinstance(value, torch.nn.Module):
-        # Samplers, averagers and codecs declare it; this room may not import theirs.
+        # Samplers, averagers and codecs declare it with an attribute, because this room may not import theirs.
         policy = getattr(type(value), "checkpoint_policy", None)
         if policy in _POLICIES:
             return PerRank(value, policy)
@@ -178,7 +178,7 @@ def per_rank_of(value: Any) -> PerRank | None:
 
 @dataclass
 class Captured:
-    """A state taken apart: trees and tensors, common ones and those of this rank.
+    """A state taken apart: trees and tensors, the common ones and this rank's.
 
     Attributes:
         tree, tensors: The part that is the same on every rank.
@@ -194,7 +194,7 @@ class Captured:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Size, str | None]]:
-    """Return each parameter with its shape and the name that the optimizer knows, of the whole one if it has a part."""
+    """Return each parameter with the shape and the optimizer's name; of the whole parameter if it is a shard."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if pieces := getattr(optimizer, "pieces", None):
         return [(p, piece.shape, piece.name) for p, piece in zip(parameters, pieces, strict=True)]
@@ -206,7 +206,7 @@ def capture(state: Any, rank: int) -> Captured:
     """Take a state apart, without copying tensors.
 
     Raises:
-        TypeError: A value in it cannot be saved; the message names the value and its place.
+        TypeError: A value cannot be saved; the message names it and its place.
     """
     packer = Packer()
     tree = packer.pack(state)
@@ -227,7 +227,7 @@ def capture(state: Any, rank: int) -> Captured:
 
 
 class Packer:
-    """Packer of values into a tree and tensors.
+    """Packs values into a tree and tensors.
 
     Args:
         rank: The rank whose per-rank values are packed; None for the state itself.
@@ -235,8 +235,8 @@ class Packer:
     Attributes:
         tensors: Tensors that the tree refers to, by name. A tensor that occurs twice is stored once.
         shards: The `TensorShard`s among them.
-        optimizers: Optimizers in the state, and their nodes: names of parameters are added at the end.
-        own: Per-rank values with their places, which the tree refers to by their numbers.
+        optimizers: Optimizers in the state, and their nodes, to which parameter names are added at the end.
+        own: Per-rank values with their places; the tree refers to them by number.
 
     Example:
         >>> packer = Packer()
@@ -253,7 +253,7 @@ class Packer:
         self._rank = rank
 
     def pack(self, value: Any, path: str = "", depth: int = 0) -> Node:
-        """The tree of a value. `TypeError` names the part that cannot be saved, and its place."""
+        """Return the tree of a value. `TypeError` names the part that cannot be saved, and its place."""
         if depth > _MAX_DEPTH:
             raise ValueError(f"{path!r} nests deeper than {_MAX_DEPTH}, or contains itself")
         if value is None or type(value) in (bool, str):
@@ -277,14 +277,14 @@ class Packer:
         return self._other(value, path)
 
     def keep(self, value: torch.Tensor | TensorShard, path: str) -> str:
-        """The name under which a tensor is kept."""
+        """Keep a tensor, and return its name."""
         shard = value if isinstance(value, TensorShard) else None
         tensor = value.local if isinstance(value, TensorShard) else value
         check_savable(tensor, path)
         memory = memory_of_tensor(value)
         if (shard or tensor.numel()) and memory in self._seen:
             return self._seen[memory]
-        # "@" begins the names of what belongs to one rank.
+        # Names of per-rank tensors begin with "@".
         name = "~" + path if path.startswith("@") else path or "state"
         name = base = name if self._rank is None else f"@{self._rank}.{name}"
         number = 1
@@ -298,7 +298,7 @@ class Packer:
         return name
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """Return the name under which a parameter of an optimizer is kept; None if it is not."""
+        """Return the name under which an optimizer's parameter is kept; None if it is not."""
         return self._seen.get(memory_of_tensor(parameter)) if parameter.data_ptr() else None
 
     def _object(self, value: Any, path: str, depth: int) -> Node:
@@ -306,7 +306,7 @@ class Packer:
         body = [f"{type(value).__module__}.{type(value).__qualname__}", self.pack(state, path, depth + 1)]
         known = getattr(state, "_metadata", None)
         if isinstance(known, dict):
-            # A module knows by its version whether a state is of an older form. Most have 1, which is not written.
+            # Modules recognise older forms of a state by its version. Most have version 1, which is not written.
             versions = {name: one for name, one in known.items() if one != {"version": 1}}
             body.append(self.pack(versions, f"{path}._metadata", depth + 1))
         elif isinstance(value, torch.optim.Optimizer):
@@ -330,7 +330,7 @@ class Packer:
         return {"$tuple": node} if isinstance(value, tuple) else node
 
     def _numbers(self, value: Any, path: str) -> Node | None:
-        """A long list of whole numbers, or of floats, as a tensor: shorter in the file and in memory."""
+        """A long list of integers or floats as a tensor, which is smaller in the file and in memory."""
         if len(value) < _LONG:
             return None
         kind = type(value[0])
@@ -395,9 +395,9 @@ class Packer:
 
 
 def memory_of_tensor(value: torch.Tensor | TensorShard) -> tuple[Any, ...]:
-    """Key that is equal for two tensors if they are the same elements of the same memory.
+    """Key that is equal for two tensors with the same elements of the same memory.
 
-    Shards are known by their object, because on some ranks they have no memory.
+    Shards are identified by object, because on some ranks they have no memory.
     """
     if isinstance(value, TensorShard):
         return (id(value),)
@@ -406,12 +406,12 @@ def memory_of_tensor(value: torch.Tensor | TensorShard) -> tuple[Any, ...]:
 
 
 def join(path: str, key: object) -> str:
-    """The path of what a container holds under a key."""
+    """The path of a container's entry."""
     return f"{path}.{key}" if path else str(key)
 
 
 def _rank(item: object) -> tuple[str, Any]:
-    """An order for members of a set that is the same on every rank, where they have one."""
+    """Sort key for members of a set, the same on every rank if they can be ordered."""
     return type(item).__name__, item if isinstance(item, (int, float, str, bytes)) else repr(item)
 
 
@@ -424,7 +424,7 @@ def tag_of(node: Node) -> str | None:
 
 
 def tagged(tree: Node) -> Iterator[tuple[str, Any]]:
-    """Every value with a tag: its tag and its content. Level by level, because a hostile tree may be deep."""
+    """Every tagged value: its tag and content. Breadth first, because a hostile tree may be deep."""
     level = [tree]
     for _ in range(4 * _MAX_DEPTH):
         inner: list[Node] = []
@@ -443,7 +443,7 @@ def tagged(tree: Node) -> Iterator[tuple[str, Any]]:
 
 
 def names_in(node: Node) -> Iterator[str]:
-    """Every tensor that a tree refers to."""
+    """Names of all tensors that a tree refers to."""
     for tag, body in tagged(node):
         if tag in ("$tensor", "$numbers", "$generator"):
             yield str(body)
@@ -452,7 +452,7 @@ def names_in(node: Node) -> Iterator[str]:
 
 
 def leaves(node: Node, path: str = "") -> dict[str, str]:
-    """Text for every value of a tree except tensors; values that share a path (keys may have dots) are joined."""
+    """Text for every value of a tree except tensors; values that share a path (keys may contain dots) are joined."""
     if isinstance(node, dict) and "$tensor" not in node:
         inside = [(f"{path}.{key}" if path else key, item) for key, item in node.items()]
     elif isinstance(node, list):
@@ -470,7 +470,7 @@ def leaves(node: Node, path: str = "") -> dict[str, str]:
 
 
 def entries_of(node: Node) -> dict[Any, Node] | None:
-    """A saved dict's values by key; None if the node is no dict, or has keys that are stored as tensors."""
+    """A saved dict's values by key; None if the node is not a dict, or has keys that are stored as tensors."""
     tag = tag_of(node)
     if tag in DICTS:
         if any(True for key, _ in node[tag] for _ in names_in(key)):
@@ -489,7 +489,7 @@ def empty_of(node: Node) -> dict[Any, Any]:
 
 
 def elements_of(node: Node) -> list[Node] | None:
-    """Values of a saved list or tuple; None if the node is neither."""
+    """Elements of a saved list or tuple; None if the node is neither."""
     tag = tag_of(node)
     body = node["$tuple"] if tag == "$tuple" else node["$named"][2] if tag == "$named" else node
     return body if isinstance(body, list) else None
@@ -508,11 +508,11 @@ def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[
 
     Args:
         node: The tree.
-        tensor: The tensor of a name.
-        special: What a tag means that this module does not know, such as an object's state.
+        tensor: Function from a name to its tensor.
+        special: Function for tags that this module does not know, such as an object's state.
 
     Raises:
-        ValueError, TypeError, KeyError: The tree is not one that `pack` makes.
+        ValueError, TypeError, KeyError: `pack` does not make such a tree.
     """
 
     def inner(item: Node) -> Any:
@@ -537,7 +537,7 @@ _Type = TypeVar("_Type")
 
 
 def _member(body: Any, inner: _Inner) -> Any:
-    """The member of an Enum; its value if the class is not imported, or has no such member."""
+    """An Enum member; its value if the class is not imported, or has no such member."""
     module, qualname, name, node = body
     kind = _imported(module, qualname, Enum)
     if kind is not None and name in kind.__members__:
@@ -546,13 +546,13 @@ def _member(body: Any, inner: _Inner) -> Any:
 
 
 def named_tuple(module: str, name: str, made: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the items in a named tuple; as they are if the class is not imported, or has other fields."""
+    """Return the items as a named tuple, or unchanged if the class is not imported or has other fields."""
     kind = _imported(module, name, tuple)
     return tuple.__new__(kind, made) if kind is not None and len(getattr(kind, "_fields", ())) == len(made) else made
 
 
 def _imported(module: str, name: str, base: type[_Type]) -> type[_Type] | None:
-    """A class, if its module is imported already: a file cannot have code run."""
+    """A class, only if its module is already imported, so that a file cannot cause code to run."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)
@@ -630,9 +630,9 @@ _SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-# Not every reader of safetensors knows complex numbers: they are pairs there, and the manifest says so.
+# Not every safetensors reader supports complex numbers, so they are stored as pairs, and the manifest says so.
 _PAIRS = {"bcomplex32": "BF16", "complex32": "F16", "complex64": "F32", "complex128": "F64"}
-# Each element is stored as one byte, whatever it means.
+# Each element is stored as one byte, whatever its meaning.
 _OPAQUE = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 
 _KNOWN: dict[str, torch.dtype] = {
@@ -645,14 +645,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in _KNOWN.items()}
 
 
 def dtype_of(name: object) -> torch.dtype:
-    """The dtype of that name; `ValueError` if this torch has none such."""
+    """The dtype of that name; `ValueError` if this torch does not have it."""
     if not isinstance(name, str) or name not in _KNOWN:
         raise ValueError(f"no dtype {name!r} in torch {torch.__version__}")
     return _KNOWN[name]
 
 
 def check_savable(tensor: torch.Tensor, name: str) -> None:
-    """`TypeError` that names the tensor unless its elements are plain bytes in memory."""
+    """Raise `TypeError`, which names the tensor, unless its elements are plain bytes in memory."""
     if torch.nn.parameter.is_lazy(tensor):
         raise TypeError(f"{name!r} has no shape yet: run the model once before saving it")
     if has_no_storage(tensor):
@@ -685,12 +685,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not dense.numel():
         return torch.empty(0, dtype=torch.uint8)
-    # Unlike view(-1), this has stride 1 also where there is only one element.
+    # Unlike view(-1), this has stride 1 even for a single element.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:
-    """The memory of contiguous uint8 values on the CPU, without a copy. The tensor must outlive it."""
+    """The memory of a contiguous uint8 CPU tensor, without a copy. The tensor must outlive it."""
     if not flat.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")

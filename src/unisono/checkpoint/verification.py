@@ -1,4 +1,4 @@
-"""Verification of a checkpoint, and search for the newest or the last good one."""
+"""Verifies a checkpoint, and finds the newest or the last good one."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
 
     Args:
         path: A directory, a URL that fsspec supports, or a storage.
-        progress: Called with the bytes that are done, and with the total.
+        progress: Called with the number of bytes read and the total.
 
     Returns:
         The manifest: `tensors`, `files`, `ranks`, `nbytes`.
 
     Raises:
-        CorruptError: It is damaged; all tensors concerned are in `tensors`, the first ones in the message.
+        CorruptError: It is damaged; `tensors` has all affected tensors, the message the first ones.
         NoCheckpointError, FormatError, StorageError: As `load`.
 
     Cost: one pass over the files, at the speed of the disk.
@@ -82,7 +82,7 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
 
 
 def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
-    """The checkpoints in a directory with an intact manifest and files of the recorded sizes; newest first."""
+    """The checkpoints in a directory with an intact manifest and files of the recorded sizes, newest first."""
     found = list[tuple[Storage, Manifest]]()
     before = set[str]()
     names = set(directory.children())
@@ -95,7 +95,7 @@ def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
         if names == before:
             break
         if not found:
-            # Meanwhile another process may have completed one, and removed all others.
+            # Another process may have completed one meanwhile, and removed all others.
             before = names
             names = set(directory.children())
     return sorted(found, key=lambda pair: (-pair[1].created_ns, pair[0].name))
@@ -104,9 +104,9 @@ def complete(directory: Storage) -> list[tuple[Storage, Manifest]]:
 def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
     """Return the path of the newest complete checkpoint in a directory; None if there is none.
 
-    Checkpoints that a crash left unfinished do not count, nor do those with missing or truncated files. Bytes are not
-    compared: `load` and `verify` do that. The newest is the last one saved, by the clock of rank 0's host; checkpoints
-    of one `Checkpointer` stay in order even if that clock was set back.
+    Unfinished checkpoints, and those with missing or truncated files, do not count. Bytes are not compared: `load` and
+    `verify` do that. The newest is the last one saved, by the clock of rank 0's host; checkpoints of one `Checkpointer`
+    stay in order even if that clock was set back.
 
     Args:
         directory: The parent of the checkpoints: a directory, a URL that fsspec supports, or a storage.
@@ -130,7 +130,7 @@ def latest(directory: str | os.PathLike[str] | Storage) -> str | None:
 
 
 def last_good(storage: Storage) -> str | None:
-    """The newest checkpoint beside this one that can be loaded instead, for messages."""
+    """Path of the newest checkpoint beside this one that can be loaded instead, for messages."""
     try:
         beside = [pair for pair in complete(storage.parent()) if pair[0].name != storage.name]
     except OSError:

@@ -21,7 +21,7 @@ from unisono.data.sampler import EpochWarning, PartitionSampler
 from unisono.data.shards import ShardPartition, read_lines
 from unisono.data.stream import StreamPartition
 
-# The default partitioner is imported here; others load when first used.
+# Only the default partitioner is imported here; others load on first use.
 shuffled = Shuffled
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Batches that are the same for any number of ranks: each rank takes its share of every batch."""
+"""Global batches that do not depend on the number of ranks: each rank takes its share of every batch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ __all__ = ["GlobalBatchSampler"]
 class GlobalBatchSampler(Sampler[list[Any]]):
     """Sampler that cuts an epoch into batches, and each batch into the ranks' parts: `DataLoader(batch_sampler=...)`.
 
-    All ranks make equally many steps, and step s uses the same samples on any number of ranks, also after a job
-    resumes with another number. So training is the same but for rounding, if means are over samples:
-    `averager.weight(len(batch))`, or a loss that is divided by the size of the whole batch.
+    All ranks make equally many steps, and step s uses the same samples on any number of ranks, even after resuming with
+    a different number. So training is the same up to rounding, if means are over samples: use
+    `averager.weight(len(batch))`, or divide the loss by the size of the whole batch.
 
     Args:
         dataset: Anything with a length.
-        batch_size: Samples of one step, of all ranks together.
+        batch_size: Number of samples in one step, over all ranks.
         comm, num_replicas, rank: As for `PartitionSampler`.
-        partition: A partitioner that deals in turns: "shuffled", "strided", or a sampler in `un.data.sampled`.
+        partition: A partitioner that deals samples in turns: "shuffled", "strided", or a sampler wrapped in
+            `un.data.sampled`.
         shuffle, seed: As for `PartitionSampler`.
-        drop_last: Leave out a last batch that is shorter.
-        allow_empty_batches: Give some ranks an empty list if the last batch has fewer samples than there are ranks.
+        drop_last: Whether to drop a shorter last batch.
+        allow_empty_batches: Whether some ranks may get an empty list if the last batch has fewer samples than there are
+            ranks.
 
     Attributes:
         batch_size, drop_last: As given.
@@ -40,10 +42,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
 
     Raises:
         TypeError: As `PartitionSampler`.
-        ValueError: A last batch would leave ranks without a sample, without `allow_empty_batches`; the partitioner
+        ValueError: The last batch would leave ranks without a sample, without `allow_empty_batches`; the partitioner
             does not deal in turns; `batch_size` is less than 1; or as `PartitionSampler`.
 
-    Cost: 20 ns for each sample of the whole batch.
+    Cost: 20 ns for each sample of the global batch.
 
     Example:
         >>> options = {"batch_size": 4, "num_replicas": 2, "shuffle": False}
@@ -76,7 +78,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         self.rank: int
         self.num_replicas: int
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
-        # One part that is all of the epoch: its state is the same on every rank.
+        # A single part with the whole epoch, so that its state is the same on every rank.
         self._sampler = PartitionSampler(
             dataset, num_replicas=1, rank=0, partition=partition, shuffle=shuffle, seed=seed
         )
@@ -111,12 +113,12 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 
     def global_batch_size(self, step: int) -> int:
-        """Return the number of samples of all ranks together in a step; the last one of an epoch may have fewer.
+        """Return the number of samples over all ranks in a step; the last step of an epoch may have fewer.
 
-        A loss that is divided by it, and gradients that are summed over ranks, give the mean over the whole batch.
+        Dividing the loss by it, and summing gradients over ranks, gives the mean over the global batch.
 
         Args:
-            step: Number of the step in this iteration: as `enumerate` counts, or since a state was loaded.
+            step: Number of the step in this iteration, counted from 0 at its start or at the loaded state.
 
         Raises:
             IndexError: The epoch has no such step.
@@ -134,10 +136,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         """Commit the job's next steps. Not needed with torchdata's StatefulDataLoader.
 
         Args:
-            steps: Steps made since the last call, at most as many as are left.
+            steps: Number of steps made since the last call, at most as many as are left.
 
         Raises:
-            ValueError: `steps` is negative, or more than are left of this epoch.
+            ValueError: `steps` is negative, or exceeds the rest of this epoch.
         """
         left = self._sampler.remaining
         steps = operator.index(steps)
@@ -153,10 +155,10 @@ class GlobalBatchSampler(Sampler[list[Any]]):
         """Resume where a job stopped, on any number of ranks.
 
         Args:
-            state: A state of any rank, or a list of states of ranks at the same step.
+            state: State of any rank, or a list of states of ranks at the same step.
 
         Raises:
-            ValueError: The state is of another dataset, partitioner, order or format.
+            ValueError: The state belongs to another dataset, partitioner, order or format.
         """
         self._sampler.load_state_dict(state)
 
@@ -165,7 +167,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
 
         Args:
             comm: The new communicator; its `all_gather_object` exchanges the ranks' states.
-            like: A rank of it, from whose step all ranks resume; None for the furthest step of any rank.
+            like: Rank of it from whose step all ranks resume; None for the furthest step of any rank.
 
         Raises:
             ValueError: The last batch has fewer samples than there are new ranks, without `allow_empty_batches`; or
@@ -190,7 +192,7 @@ class GlobalBatchSampler(Sampler[list[Any]]):
             )
         uneven = self.batch_size % ranks or (not self.drop_last and last % ranks)
         if uneven and hasattr(comm, "_engine") and comm.rank == 0:
-            # For an averager on these ranks, which warns once.
+            # Read by an averager on these ranks, which warns once.
             comm._engine.uneven_batches = True
 
 
@@ -199,7 +201,7 @@ def _progress(state: dict[str, Any]) -> tuple[int, int]:
 
 
 class _BatchIterator(Iterator[list[Any]]):
-    """Iteration over the batches, with the state of the samples that have been given."""
+    """Iteration over the batches, with the state of the samples handed out so far."""
 
     def __init__(self, batches: GlobalBatchSampler, samples: StatefulIterator) -> None:
         self._batches = batches

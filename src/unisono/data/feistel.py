@@ -1,4 +1,4 @@
-"""A shuffle of any number of indices that is computed index by index, and kept nowhere."""
+"""A shuffle of any number of indices, computed index by index instead of stored."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["IndexShuffle", "seeded_permutation"]
 
 _DOUBLE_ROUNDS = 3
 _TILE = 16384
-# Below it, a table is no longer than what the rounds need for themselves, and every order of it is equally likely.
+# Below this count, a table is no larger than the rounds' own constants, and every order is equally likely.
 _TABLE = 4096
-# Odd, and without a pattern: multiplications by them are the round function's only mixing of bits.
+# Odd and without a pattern, because multiplying by them is the only mixing of bits in the round function.
 _FIRST = -1640531535
 _SECOND = 739982445
 _MAX = 1 << 62
 
 
 class IndexShuffle(Indices):
-    """Permutation of the numbers below `count` that depends on `count`, `seed` and `epoch` alone.
+    """Permutation of the numbers below `count` that depends only on `count`, `seed` and `epoch`.
 
     Identical on every rank, platform and version. Global random generators are neither read nor changed.
 
@@ -40,10 +40,10 @@ class IndexShuffle(Indices):
 
     Cost: none to construct; about 20 ns per index in large batches, with half a MiB of temporary memory.
 
-    The method is the second of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): an index is
-    a pair of numbers, the halves modify each other in turn (Luby and Rackoff, "How to construct
-    pseudorandom permutations from pseudorandom functions", SIAM J. Comput. 17, 1988), and a result that is too large
-    is permuted again ("cycle walking"), here once in about sqrt(count) times. For shuffling, not for secrets.
+    The method is the second of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): an index is a
+    pair of numbers, the halves modify each other in turn (Luby and Rackoff, "How to construct pseudorandom permutations
+    from pseudorandom functions", SIAM J. Comput. 17, 1988), and a result that is too large is permuted again ("cycle
+    walking"), here about once in sqrt(count) times. For shuffling, not for secrets.
 
     Example:
         >>> shuffle = un.data.IndexShuffle(10, seed=1)
@@ -92,7 +92,7 @@ class IndexShuffle(Indices):
         return place
 
     def _turned(self, place: int) -> int:
-        """`_turn` in numbers of Python, for one place: no tensor is made, which takes longer than ten thousand more."""
+        """`_turn` for one index, in Python integers: creating a tensor takes as long as ten thousand more indices."""
         high = place >> self._bits
         low = place & (1 << self._bits) - 1
         for turn in range(_DOUBLE_ROUNDS):
@@ -105,7 +105,7 @@ class IndexShuffle(Indices):
         return _wrapped(self._keys[2 * turn + 1] + (number ^ number >> 15) * _SECOND)
 
     def _turn(self, places: torch.Tensor, into: torch.Tensor) -> None:
-        """One pass of all rounds, of numbers below `highs * 2^bits` to such numbers."""
+        """One pass of all rounds, which maps numbers below `highs * 2^bits` to such numbers."""
         if self._made is None:
             self._made = _Constants(self._keys, self._bits, self._highs)
         c = self._made
@@ -119,8 +119,8 @@ class IndexShuffle(Indices):
             c.mix(high_half, 2 * turn, mixed, spare)
             low.add_(spare.bitwise_right_shift_(c.unused)).bitwise_and_(c.half_mask)
             c.mix(low, 2 * turn + 1, mixed, spare)
-            # Of 32 random bits times `highs` the upper 32 are a number below `highs`: no division.
-            # They come out less `highs` here, so that the sum's sign tells whether it is to be taken back.
+            # The upper 32 bits of 32 random bits times `highs` are a number below `highs`, without a division. Here
+            # `highs` is subtracted already, so that the sign of the sum shows whether to add it back.
             torch.add(c.offset, wide.copy_(spare), alpha=self._highs, out=wide)
             high.add_(wide.bitwise_right_shift_(c.word))
             high.add_(torch.bitwise_right_shift(high, c.sign, out=wide).bitwise_and_(c.highs))
@@ -134,7 +134,7 @@ def _wrapped(number: int) -> int:
 
 
 class _Constants:
-    """Numbers as tensors of no dimensions, which operations take at half the cost of Python's."""
+    """Numbers as zero-dimensional tensors, which operations accept at half the cost of Python numbers."""
 
     def __init__(self, keys: Sequence[int], bits: int, highs: int) -> None:
         def whole(number: int) -> torch.Tensor:
@@ -165,10 +165,10 @@ class _Constants:
 
 
 def seeded_permutation(count: int, seed: int) -> torch.Tensor:
-    """The numbers below `count` in an order that depends on the seed alone. Costs about 0.1 us a sample.
+    """The numbers below `count` in an order that depends only on the seed. Costs about 0.1 us a sample.
 
-    Of all generators' outputs only `Random.random` is promised to stay the same on every platform
-    and in every version; hence a stable sort by such keys, not a library's shuffle.
+    Only `Random.random` is promised to give the same output on every platform and in every version; hence a stable sort
+    by such keys instead of a library's shuffle.
 
     Example:
         >>> seeded_permutation(8, 1234).tolist()

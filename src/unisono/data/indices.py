@@ -1,4 +1,4 @@
-"""Sequences of samples that are computed where they are looked at, so that they may have any length."""
+"""Sequences of samples that are computed on access, so that they may have any length."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = [
 ]
 
 Places = range | torch.Tensor
-"""Some places of a sequence: a range with a positive step, or a one-dimensional int64 tensor on the CPU."""
+"""Positions in a sequence: a range with a positive step, or a one-dimensional int64 tensor on the CPU."""
 
 _CHUNK = 4096
 
 
 class Indices(ABC):
-    """The samples of an epoch, or of a part of it, in their order; a sequence of whole numbers.
+    """The samples of an epoch, or of a part of it, in order; a sequence of integers.
 
     Example:
         >>> half = un.data.IndexShuffle(10**12, seed=1)
@@ -43,14 +43,14 @@ class Indices(ABC):
 
     @abstractmethod
     def take(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the samples at these places, as numbers: int64, one-dimensional, on the CPU.
+        """Return the samples at these positions: int64, one-dimensional, on the CPU.
 
         Args:
-            places: Positions in this sequence, from 0 to its length - 1: of the same kind. Not checked.
+            places: Positions in this sequence, from 0 to its length - 1. Not checked.
         """
 
     def values(self, places: torch.Tensor) -> list[Any]:
-        """Return the samples at these places, as dataset indices.
+        """Return the samples at these positions, as dataset indices.
 
         Args:
             places: As in `take`.
@@ -71,10 +71,10 @@ class Indices(ABC):
         return self.take(torch.arange(len(self), device="cpu"))
 
     def at(self, place: int) -> Any:
-        """Return the dataset index at one place.
+        """Return the dataset index at one position.
 
         Args:
-            place: From 0 to the length - 1. Not checked; indexing by `[]` checks it.
+            place: Position from 0 to the length - 1. Not checked, unlike in `[]`.
 
         Example:
             >>> shuffle = un.data.IndexShuffle(5, seed=1)
@@ -127,7 +127,7 @@ class Listed(Indices):
 
 
 class Selected(Indices):
-    """Some places of another sequence. Use `select`, which flattens."""
+    """Some positions of another sequence. Create it with `select`, which flattens."""
 
     def __init__(self, base: Indices, places: Places) -> None:
         self.base = base
@@ -152,7 +152,7 @@ class Selected(Indices):
 
 
 class Concatenated(Indices):
-    """Sequences one after another; to the samples of each, a number of its own is added."""
+    """Sequences one after another, each with its own offset added to its samples."""
 
     def __init__(self, parts: Sequence[Indices], starts: Sequence[int] | None = None) -> None:
         self._parts = parts
@@ -190,7 +190,7 @@ class Concatenated(Indices):
 
 
 def select(base: Indices, pieces: Sequence[Places]) -> Indices:
-    """The places of all pieces, one after another. Ranges of ranges become one, so that resuming often costs nothing.
+    """The positions of all pieces, one after another. Ranges of ranges become one, so resuming is often free.
 
     Example:
         >>> list(select(select(RangeIndices(100), [range(10, 50, 2)]), [range(3), range(10, 12)]))
@@ -212,7 +212,7 @@ def are_integers(numbers: torch.Tensor) -> bool:
 
 
 def taken_from(places: Places, start: int, stop: int) -> torch.Tensor:
-    """Some of the places as a tensor."""
+    """Some of the positions as a tensor."""
     piece = places[start:stop]
     if isinstance(piece, range):
         return torch.arange(piece.start, piece.stop, piece.step, device="cpu")

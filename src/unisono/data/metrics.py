@@ -1,4 +1,4 @@
-"""Evaluation over ranks with uneven parts: every sample counts once."""
+"""Evaluation metrics over ranks with uneven parts, in which every sample counts once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.errors import MismatchError
 
 __all__ = ["gather_metrics", "gather_samples", "summed"]
 
-# Every float64 is a whole number of 2^-1130.
+# Every float64 is an integer multiple of 2^-1130.
 _UNIT = 1130
 
 
@@ -24,23 +24,23 @@ def gather_metrics(
 ) -> dict[str, float]:
     """The mean of each metric over the samples of all ranks, the same on every rank.
 
-    Sums are exact: the mean is the float64 that is nearest to the true one, and so does not depend on how many
-    ranks there are, nor on which samples each had.
+    Sums are exact: the mean is the float64 nearest to the true one, so it depends neither on the number of ranks nor on
+    which samples each had.
 
-    Collective over `comm`; ranks may have different numbers of samples, also none.
+    Collective over `comm`; ranks may have different numbers of samples, including none.
 
     Args:
         comm: A communicator; None for a world of one.
         metrics: By name, a one-dimensional tensor or sequence with a number for each of this rank's samples; or a
-            number, which is the sum over this rank's `count` samples.
-        count: This rank's number of samples, if there are metrics that are sums.
+            single number, the sum over this rank's `count` samples.
+        count: This rank's number of samples, needed if any metric is a sum.
 
     Raises:
         ValueError: A sum was given without `count`, or a tensor is not one-dimensional.
-        MismatchError: Ranks gave metrics of different names.
+        MismatchError: Ranks passed metrics with different names.
 
     Returns:
-        By name, the mean; nan if no rank has a sample.
+        The mean by name; nan if no rank has a sample.
 
     Cost: one exchange of a few hundred bytes for each metric.
 
@@ -75,8 +75,8 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         dst: The only rank that receives the result; None: every rank.
 
     Raises:
-        ValueError: On every rank: indices and outputs differ in number, indices are not whole numbers, samples differ
-            in shape, or one is duplicated or missing.
+        ValueError: On every rank: indices and outputs differ in number, indices are not integers, samples differ in
+            shape, or one is duplicated or missing.
 
     Returns:
         A tensor on the CPU, or a list, with an entry for each sample, by ascending index; None on ranks but `dst`.
@@ -90,7 +90,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
         [[0, 10, 20, 30, 40], [0, 10, 20, 30, 40]]
     """
     given = torch.as_tensor(indices).detach().to("cpu")
-    # What are no whole numbers travels as it is: then it is an error on every rank.
+    # Indices that are not integers are sent as they are, so that they are an error on every rank.
     positions = given.long() if not given.numel() or are_integers(given) else given
     local = outputs.detach().to("cpu") if isinstance(outputs, torch.Tensor) else list(outputs)
     if comm is None:
@@ -98,7 +98,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
     elif dst is None:
         everyone = comm.all_gather_object((positions, local))
     else:
-        # Counts and indices are for all, so that what is wrong with them is an error on every rank.
+        # All ranks get counts and indices, so that invalid ones are an error on every rank.
         _check(comm.all_gather_object((positions, *_described(local))), count)
         everyone = comm.gather_object((positions, local), dst)
         if everyone is None:
@@ -114,7 +114,7 @@ def gather_samples(comm: Any, outputs: Any, indices: Any, count: int | None = No
 
 
 def _described(values: torch.Tensor | list[Any]) -> tuple[int, tuple[int, ...] | None]:
-    """Return the number of samples, and the shape of one if they are tensors; -1 samples if there is no dimension."""
+    """Return the number of samples, and the shape of one if they are tensors; -1 for a zero-dimensional tensor."""
     if not isinstance(values, torch.Tensor):
         return len(values), None
     return (len(values), tuple(values.shape[1:])) if values.dim() else (-1, ())
@@ -142,7 +142,7 @@ def summed(name: str, values: torch.Tensor | Sequence[float] | float, count: int
     """Return the number of samples and their exact sum: a multiple of 2^-1130 in hexadecimal, or a non-finite value."""
     given = _exact(name, values)
     if given.dim() == 0:
-        # A number of Python's: numpy's would overflow later, in silence.
+        # A Python integer: numpy's would silently overflow later.
         many = -1 if count is None else operator.index(count)
         if many < 0:
             raise ValueError(f"{name!r} is a sum: pass count=..., the number of its samples")
@@ -153,14 +153,14 @@ def summed(name: str, values: torch.Tensor | Sequence[float] | float, count: int
 
 
 def _exact(name: str, values: torch.Tensor | Sequence[float] | float) -> torch.Tensor:
-    """Convert to float64 or whole numbers, exactly."""
+    """Convert exactly to float64 or integers."""
     given = torch.as_tensor(values)
     if given.is_complex():
         raise TypeError(f"{name!r} is {given.dtype}: a mean needs real numbers")
     if not given.is_floating_point():
         return given.detach().cpu()
     if not hasattr(values, "dtype"):
-        # Python's numbers, of which torch makes its default dtype.
+        # Python numbers, which torch would convert to its default dtype.
         given = torch.as_tensor(values, dtype=torch.float64)
     return given.detach().to("cpu", torch.float64)
 
@@ -176,7 +176,7 @@ def _exact_sum(values: torch.Tensor) -> str | float:
     integers = (mantissas * 2.0**53).long()
     lowest = int(exponents.min())
     shifts = (exponents - lowest).long()
-    # In halves, so that 2^36 of them fit into a sum.
+    # Summed in halves, so that 2^36 of them fit.
     length = int(shifts.max()) + 1
     halves = (integers >> 27, integers & (1 << 27) - 1)
     high, low = (

@@ -1,4 +1,4 @@
-"""A dataset cut into shuffled parts, one a rank, that lose no sample."""
+"""A dataset divided into shuffled parts, one per rank, without losing a sample."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Indexable(Protocol[T_co]):
 
 
 class Partition(Dataset[T_co]):
-    """Some samples of a dataset, in an order of their own: a torch dataset, and a sequence.
+    """Some samples of a dataset, in any order: a torch dataset, and a sequence.
 
     A slice gives a `Partition` of the same data. A negative index counts from the end.
 
     Args:
         data: Anything with a length that can be indexed. It is not copied.
-        indices: Which samples of `data`, in which order.
+        indices: Indices of the samples of `data`, in order.
 
     Attributes:
         data: As given.
@@ -38,7 +38,7 @@ class Partition(Dataset[T_co]):
 
     Raises:
         IndexError: On indexing past either end.
-        TypeError: `indices` are not whole numbers, but a mask, say.
+        TypeError: `indices` are not integers, but a mask, for example.
         ValueError: `indices` are not one-dimensional.
 
     Example:
@@ -64,7 +64,7 @@ class Partition(Dataset[T_co]):
     @overload
     def __getitem__(self, index: slice) -> Partition[T_co]: ...
     def __getitem__(self, index: int | slice) -> T_co | Partition[T_co]:
-        # Slices go through a range, since tensors refuse a negative step.
+        # Slices go through a range, because tensors refuse a negative step.
         if isinstance(index, slice):
             return Partition(self.data, self.indices[list(range(len(self))[index])])
         position = operator.index(index)
@@ -77,15 +77,15 @@ class Partition(Dataset[T_co]):
 
 
 class DataPartitioner(Generic[T_co]):
-    """Division of a dataset into parts that lose no sample: each is in exactly one part, whatever the fractions.
+    """Division of a dataset into parts: every sample is in exactly one part, whatever the fractions.
 
-    The same number of samples, `sizes` and `seed` give the same parts on every rank and platform.
-    The global random generators are neither read nor changed. Costs 8 bytes and one sort key a sample.
+    The same number of samples, `sizes` and `seed` give the same parts on every rank and platform. Global random
+    generators are neither read nor changed. Costs 8 bytes and one sort key a sample.
 
     Args:
         data: Anything with a length that can be indexed. It is not copied.
-        sizes: The fraction of each part; they sum to 1. Every part is less than one sample away from
-            its fraction: what rounding down leaves goes where it cut off most, among equals to the first.
+        sizes: The fraction of each part; they sum to 1. Every part is within one sample of its fraction: the samples
+            left over by rounding down go to the parts that it cut most; ties go to the first.
         seed: A whole number, 0 or more.
         partition: A partitioner or its name (see `un.data.PARTITIONERS`), with its own guarantee of balance. None
             for a random permutation that is kept in memory.
@@ -96,7 +96,7 @@ class DataPartitioner(Generic[T_co]):
         partitions: For each part a one-dimensional int64 tensor of the samples' indices.
 
     Raises:
-        ValueError: `sizes` do not sum to 1, or one is negative or no number; `seed` is negative; the partitioner is
+        ValueError: `sizes` do not sum to 1, or one is negative or NaN; `seed` is negative; or the partitioner is
             unknown, or does not fit the data.
         TypeError: `data` has no length, `seed` is not a whole number, or `partition` is not a partitioner.
 

@@ -1,4 +1,4 @@
-"""Base classes of partitioners: the order of an epoch's samples, and their assignment to parts in exact shares."""
+"""Base classes of partitioners, which order an epoch's samples and assign them to parts in exact shares."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bound:
 
     Attributes:
         what: The quantity measured, such as "samples".
-        load: Function that returns the quantity of some samples.
+        load: Function that returns the quantity for some samples.
         least, most: Inclusive bounds of each part's load.
     """
 
@@ -46,26 +46,25 @@ class Bound:
     def around(
         cls, what: str, load: Callable[[torch.Tensor], float], total: float, shares: Sequence[float], slack: float
     ) -> Bound:
-        """Less than `slack` away from the share of the total (but for rounding of the shares)."""
+        """Bound of less than `slack` away from the share of the total (up to rounding of the shares)."""
         slack += 1e-6 + 1e-9 * total
         middle = [share * total for share in shares]
         return cls(what, load, [max(0.0, much - slack) for much in middle], [much + slack for much in middle])
 
 
 class Partitioner(ABC):
-    """Stateless assignment of an epoch's samples to parts: the same arguments give the same parts everywhere.
+    """Stateless assignment of an epoch's samples to parts: equal arguments give equal parts everywhere.
 
-    Every sample belongs to exactly one part. `unisono.testing.partitioners` checks this, and the bounds that a
-    partitioner states, for every partitioner with a name. A subclass implements `divide`, and overrides other
-    methods where it differs.
+    Every sample belongs to exactly one part. For every named partitioner, `unisono.testing.partitioners` checks this
+    and the stated bounds. A subclass implements `divide`, and overrides other methods where it differs.
 
     Attributes:
         shuffles: Whether an epoch is shuffled by default.
         interleaves: Whether equal parts take turns (part r of p has places r, r + p, r + 2p, ...), so that the
             samples used by all parts together are a prefix of the order. The global order then does not depend on
             the number of parts.
-        in_step: Whether parts may be expected to be used at the same pace.
-        draws: Whether the order is drawn by an object of each rank; `PartitionSampler` compares it between ranks.
+        in_step: Whether ranks can be expected to use their parts at the same pace.
+        draws: Whether each rank draws the order itself, so that `PartitionSampler` must compare it between ranks.
 
     Example:
         >>> class Reversed(un.data.Partitioner):
@@ -83,14 +82,15 @@ class Partitioner(ABC):
 
     @classmethod
     def of(cls, dataset: Any) -> Self:
-        """Return a partitioner for a dataset, which supplies what the partitioner needs beyond a length.
+        """Return a partitioner for a dataset, with the attributes that it needs from it.
 
         Args:
-            dataset: Anything with a length. Its attribute `costs` or `lengths` is read for "balanced", `targets` or
-                `labels` for "dirichlet" and "stratified", `groups` for "grouped"; of a `Subset`, that of its dataset.
+            dataset: Anything with a length. "balanced" reads its attribute `costs` or `lengths`, "dirichlet" and
+                "stratified" read `targets` or `labels`, and "grouped" reads `groups`. A `Subset`'s attributes are those
+                of its dataset.
 
         Raises:
-            ValueError: The dataset has none of the attributes that are needed.
+            ValueError: The dataset lacks the attribute.
 
         Example:
             >>> un.data.PARTITIONERS["strided"].of(range(10)).fingerprint()
@@ -99,17 +99,17 @@ class Partitioner(ABC):
         return cls()
 
     def order(self, count: int, shuffle: bool, seed: int, epoch: int, shares: Sequence[float]) -> Indices:
-        """Return the samples in the order of an epoch that begins with these parts.
+        """Return all samples in the order of an epoch that begins with these parts.
 
         Args:
             count: Number of samples in the dataset.
             shuffle: Whether the order is drawn from `seed` and `epoch`; else it is the dataset's.
-            seed, epoch: Whole numbers, 0 or more.
+            seed, epoch: Integers, 0 or more.
             shares: The fraction of each part; "contiguous" shuffles inside the parts only.
 
         Raises:
-            ValueError: There are not as many labels, groups or costs as samples, or weights as parts; or `shuffle`
-                is set for "sampled", whose sampler defines the order.
+            ValueError: The number of labels, groups or costs differs from that of samples, or the number of weights
+                from that of parts; or `shuffle` is set for "sampled", whose sampler defines the order.
 
         Example:
             >>> list(un.data.strided().order(4, shuffle=False, seed=0, epoch=0, shares=[1.0]))
@@ -119,15 +119,15 @@ class Partitioner(ABC):
 
     @abstractmethod
     def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
-        """Return the places of each part in `samples`, ascending.
+        """Return the positions of each part in `samples`, ascending.
 
         Args:
-            samples: All of an epoch, or what is left of it.
+            samples: All samples of an epoch, or the rest of them.
             shares: The fraction of each part, as checked by `apportion`.
-            seed: For random choices. Parts do not depend on the epoch, unless its order makes them.
+            seed: Seed of random choices. Parts depend on the epoch only through its order.
 
         Raises:
-            ValueError: A sample has no known label, group or cost, or the partitioner cannot make these shares.
+            ValueError: A sample has no known label, group or cost, or the partitioner does not support these shares.
 
         Example:
             >>> un.data.strided().divide(range(5), [0.5, 0.5], seed=0)
@@ -148,7 +148,9 @@ class Partitioner(ABC):
         return [Bound.around("samples", len, len(samples), shares, 1)]
 
     def together(self, samples: torch.Tensor) -> torch.Tensor | None:
-        """Return a number for each sample; samples of one number are never in two parts. None: no guarantee.
+        """Return a number for each sample; samples with the same number are always in the same part.
+
+        None: no guarantee.
 
         Args:
             samples: Dataset indices: int64, one-dimensional, on the CPU.
@@ -160,7 +162,7 @@ class Partitioner(ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that may differ when a job resumes with another number of parts, as plain values.
+        """Return the settings that may differ after resuming with another number of parts, as plain values.
 
         Example:
             >>> un.data.weighted([3, 1]).settings()
@@ -181,7 +183,7 @@ class Partitioner(ABC):
         return self
 
     def fingerprint(self) -> str:
-        """Return a digest that is equal for partitioners that deal alike, and otherwise different up to collisions.
+        """Return a digest that is equal for partitioners that deal alike, and different for others, up to collisions.
 
         Example:
             >>> un.data.strided().fingerprint(), un.data.strided().fingerprint() == un.data.shuffled().fingerprint()
@@ -195,7 +197,7 @@ PARTITIONERS: Registry[type[Partitioner]] = Registry("partitioner", "unisono.dat
 
 
 def resolve(partition: str | Partitioner | type[Partitioner], dataset: Any) -> Partitioner:
-    """The partitioner that is meant: one, a class, or a name.
+    """Return the partitioner given as an instance, a class or a name.
 
     Example:
         >>> resolve("strided", range(10)).fingerprint()
@@ -220,7 +222,7 @@ def equal_shares(parts: int) -> list[float]:
 
 
 def fractions_of(weights: Sequence[float], name: str = "weights") -> list[float]:
-    """Weights divided by their sum. Raises `ValueError` if one is negative or no number, or all are zero."""
+    """Weights divided by their sum. Raises `ValueError` if one is negative or NaN, or all are zero."""
     given = [float(weight) for weight in weights]
     if not all(math.isfinite(weight) and weight >= 0 for weight in given) or not math.fsum(given) > 0:
         raise ValueError(f"{name} must be finite numbers, 0 or more, and not all 0, but are {given}")
@@ -229,17 +231,17 @@ def fractions_of(weights: Sequence[float], name: str = "weights") -> list[float]
 
 
 def apportion(count: int, sizes: Sequence[float]) -> list[int]:
-    """Return whole numbers that sum to `count`, each less than one away from its fraction.
+    """Return integers that sum to `count`, each less than one away from its fraction.
 
-    Hamilton's method (largest remainder): the units that rounding down leaves go to the fractions that it cut most,
-    among equals to the first. Use it for the batch sizes of ranks of different speed, too.
+    Hamilton's method (largest remainder): the units left over by rounding down go to the fractions that it cut most;
+    ties go to the first. Also useful for the batch sizes of ranks with different speeds.
 
     Args:
         count: The whole, such as a number of samples; 0 or more.
-        sizes: Fractions from 0 to 1. They sum to 1, give or take 1e-9 for each.
+        sizes: Fractions from 0 to 1, which sum to 1 within 1e-9 for each.
 
     Raises:
-        ValueError: `sizes` do not sum to 1, or one is negative or no number.
+        ValueError: `sizes` do not sum to 1, or one is negative or NaN.
 
     Example:
         >>> un.data.apportion(64, [0.5, 0.25, 0.25]), un.data.apportion(10, [1 / 3] * 3)
@@ -251,7 +253,7 @@ def apportion(count: int, sizes: Sequence[float]) -> list[int]:
     total = math.fsum(fractions)
     if not fractions or abs(total - 1) > 1e-9 * len(fractions):
         raise ValueError(f"sizes must sum to 1, but {fractions} sum to {total:.12g}; divide each of them by the sum")
-    # Integers from here on, so that equal fractions are cut off equally. 0.7 means seven tenths.
+    # Integers from here on, so that equal fractions are rounded equally. 0.7 means seven tenths.
     weights = [round(fraction * 10**15) for fraction in fractions]
     total_weight = sum(weights)
     quotas = [divmod(count * weight, total_weight) for weight in weights]
@@ -263,14 +265,14 @@ def apportion(count: int, sizes: Sequence[float]) -> list[int]:
 
 
 class AssignmentPartitioner(Partitioner):
-    """Base of partitioners that assign each sample to a part by its content, not by its place in the order.
+    """Base class of partitioners that assign samples by content instead of position in the order.
 
-    So parts stay the same from epoch to epoch, and each is shuffled in itself. Costs some 50 bytes a sample on
-    every rank while it divides, and 8 after.
+    Parts stay the same from epoch to epoch, and each is shuffled internally. Takes about 50 bytes a sample on every
+    rank while dividing, and 8 afterwards.
 
     Args:
         known: One value for each sample of the dataset; one-dimensional, on the CPU.
-        name: Name of these values in error texts.
+        name: Name of these values in error messages.
     """
 
     def __init__(self, known: torch.Tensor, name: str) -> None:
@@ -286,7 +288,7 @@ class AssignmentPartitioner(Partitioner):
             shares, seed: As in `divide`.
 
         Raises:
-            ValueError: The partitioner cannot make these shares: `balanced` with "same_count" needs equal ones.
+            ValueError: The partitioner does not support these shares; `balanced` with "same_count" needs equal ones.
 
         Example:
             >>> un.data.grouped(["ann", "bob", "ann"]).assign(torch.tensor([0, 1, 2]), [0.5, 0.5], seed=0)
@@ -313,7 +315,7 @@ class AssignmentPartitioner(Partitioner):
 
 
 def pieces_of(owners: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:
-    """Return, for each part, the places of its number in `owners`, ascending."""
+    """Return for each part the positions of its number in `owners`, ascending."""
     counts = owners.bincount(minlength=parts).tolist() if len(owners) else [0] * parts
     pieces: tuple[torch.Tensor, ...] = owners.argsort(stable=True).split(counts)
     return pieces

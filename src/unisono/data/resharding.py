@@ -1,4 +1,4 @@
-"""Remaining samples of an epoch, dealt to parts; and what remains when each part has used some of its samples."""
+"""Deals the remaining samples of an epoch to parts, and finds what remains when each part has used some."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from unisono.data.partitioner import Partitioner, equal_shares
 __all__ = ["Evening", "Resharding", "ShardingPhase", "added", "deal", "in_step", "leftover"]
 
 Evening = Literal["none", "drop", "pad"]
-"""Treatment of parts that differ in length: cut to the shortest, or padded to the longest by repeated samples."""
+"""Treatment of parts that differ in length: cut to the shortest, or padded to the longest with repeated samples."""
 
 
 @dataclass(frozen=True)
 class ShardingPhase:
-    """A stretch of an epoch that is over, since the number of parts changed.
+    """A finished stretch of an epoch, before the number of parts changed.
 
     Attributes:
-        parts: How many there were.
-        taken: How many samples of its part each had committed.
-        settings: Of the partitioner at the time.
+        parts: Number of parts.
+        taken: Number of committed samples of each part.
+        settings: The partitioner's settings at the time.
     """
 
     parts: int
@@ -37,7 +37,7 @@ class ShardingPhase:
 
 @dataclass(frozen=True)
 class Resharding:
-    """Remaining samples of an epoch, and the places of each part."""
+    """Remaining samples of an epoch, and each part's positions in them."""
 
     rest: Indices
     parts: Sequence[Places]
@@ -45,18 +45,18 @@ class Resharding:
     evening: Evening = "none"
 
     def length(self, part: int) -> int:
-        """Return the number of samples of this part."""
+        """Return the number of samples in this part."""
         return self.lengths[part]
 
     @property
     def lengths(self) -> list[int]:
-        """The same of each part."""
+        """The number of samples in each part."""
         lengths = [len(part) for part in self.parts]
         even = {"none": None, "drop": min(lengths), "pad": max(lengths)}[self.evening]
         return lengths if even is None else [even] * len(lengths)
 
     def part(self, number: int) -> Indices:
-        """The samples of one part, in their order."""
+        """The samples of one part, in order."""
         positions = self.parts[number]
         length = self.length(number)
         selected = select(self.rest, [positions[:length]])
@@ -65,7 +65,7 @@ class Resharding:
         return Concatenated([selected, select(self.rest, [self._padding(number, len(positions), length)])])
 
     def _padding(self, number: int, start: int, stop: int) -> torch.Tensor:
-        """Places that occur a second time: of an interleaved order the first ones, else those of the part itself."""
+        """Positions to repeat: the first ones of an interleaved order, otherwise the part's own."""
         more = torch.arange(start, stop, device="cpu")
         if self.interleaved or not start:
             return (number + len(self.parts) * more) % len(self.rest)
@@ -75,7 +75,7 @@ class Resharding:
 def deal(
     rule: Partitioner, order: Indices, phases: Sequence[ShardingPhase], parts: int, seed: int, evening: Evening = "none"
 ) -> Resharding:
-    """Replay the phases of an epoch that are over, and deal what they left."""
+    """Replay the finished phases of an epoch, and deal the remaining samples."""
     for phase in phases:
         earlier = rule.replaced(phase.settings).divide(order, equal_shares(phase.parts), seed)
         order = select(order, leftover(earlier, phase.taken, len(order)))
@@ -83,7 +83,7 @@ def deal(
 
 
 def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[Places]:
-    """The places of a sequence of `count` that are left, ascending, when of each part so many have been taken.
+    """The remaining positions of a sequence of `count`, ascending, when each part has used `taken` of its samples.
 
     Example:
         >>> leftover([range(0, 9, 3), range(1, 9, 3), range(2, 9, 3)], [2, 1, 1], 9)
@@ -96,7 +96,7 @@ def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[
     if all(part.step == 1 for part in ranges):
         in_order = sorted((part for part in ranges if part), key=_start)
         return list(in_order)
-    # Parts take turns: from the place on where the last of them goes on, everything is left.
+    # Parts take turns, so everything from the slowest part's next position on is left.
     edge = min(count, max(part.start for part in ranges))
     early = sorted(position for part in ranges for position in range(part.start, min(edge, part.stop), part.step))
     tail = range(edge, count)
@@ -108,7 +108,7 @@ def _start(part: range) -> int:
 
 
 def in_step(lengths: Sequence[int], total: int) -> list[int]:
-    """Return how many samples each part has used when all have used `total`, in turns; finished parts are skipped.
+    """Return how many samples each part has used when all together have used `total` in turns; skips finished parts.
 
     Example:
         >>> in_step([4, 2, 3], 7), in_step([4, 4, 4], 7)
@@ -129,10 +129,10 @@ def in_step(lengths: Sequence[int], total: int) -> list[int]:
 def added(
     phases: Sequence[ShardingPhase], last: ShardingPhase, rule: Partitioner, lengths: Sequence[int]
 ) -> list[ShardingPhase]:
-    """Return the phases with one more, in the shortest form.
+    """Return the phases with one appended, in the shortest form.
 
-    Where parts take turns and have kept step, together they have used the first places of the order, however many
-    parts there were; so a job that is resumed a thousand times has one phase.
+    Parts that take turns and have kept step have together used the first positions of the order, whatever their number.
+    So a job that is resumed a thousand times has one phase.
     """
     total = sum(last.taken)
     if not total:

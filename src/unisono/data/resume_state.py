@@ -15,10 +15,10 @@ _ALIKE = ("epoch", "seed", "samples", "partition", "shuffle", "phases", "parts",
 
 
 def check_states(states: Sequence[dict[str, Any]], expected: dict[str, Any]) -> dict[str, Any]:
-    """Return what all states have in common; raise `ValueError` if they contradict each other or `expected`.
+    """Return the values common to all states; raise `ValueError` if they contradict each other or `expected`.
 
     Args:
-        states: States of ranks of one job at one time.
+        states: States of one job's ranks at one time.
         expected: This sampler's values, under the same keys.
     """
     for state in states:
@@ -39,26 +39,27 @@ def check_states(states: Sequence[dict[str, Any]], expected: dict[str, Any]) -> 
 
 
 def gather_states(comm: Any, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of all ranks of `comm`; only this rank's, if it cannot exchange objects."""
+    """Return the states of all ranks of `comm`; only this rank's if `comm` cannot exchange objects."""
     exchange = getattr(comm, "all_gather_object", None)
     return [state] if exchange is None else list(exchange(state))
 
 
 def phases_of(state: dict[str, Any]) -> list[ShardingPhase]:
-    """Return the phases that a state contains."""
+    """Return the phases in a state."""
     return [ShardingPhase(phase["parts"], tuple(phase["taken"]), phase["settings"]) for phase in state["phases"]]
 
 
 def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step: bool, lost: bool = False) -> list[int]:
-    """Return how many samples each rank of the job had committed.
+    """Return the number of samples that each rank of the job had committed.
 
-    A rank without a state is assumed to be as far as the others.
+    A rank without a state is assumed to have advanced as far as the others.
 
     Args:
         states: States of some ranks of the job, or of all.
         lengths: Number of samples of each rank.
         in_step: Whether ranks may be assumed to have kept step.
-        lost: Whether ranks without a state have died; they are assumed no further than the furthest reported rank.
+        lost: Whether ranks without a state have died; they are assumed to be no further than the furthest reported
+            rank.
 
     Raises:
         ValueError: The counts cannot be inferred; the states of all ranks are needed.
@@ -78,7 +79,7 @@ def counts_of(states: Sequence[dict[str, Any]], lengths: Sequence[int], in_step:
     longer = [rank for rank in missing if lengths[rank] > furthest]
     if not longer or lost or furthest < lengths[leader]:
         return [counts.get(rank, min(furthest, length)) for rank, length in enumerate(lengths)]
-    # This rank is through. Others may have had a sample more.
+    # This rank has finished, but others may have had one more sample.
     through = next(state["through"] for state in states if state["rank"] == leader)
     if through is None or max(lengths) > furthest + 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`PartitionSampler`: which samples this rank trains on, its progress, and what is left when the ranks change."""
+"""`PartitionSampler`: this rank's samples and progress, and the rest of an epoch when the ranks change."""
 
 from __future__ import annotations
 
@@ -25,33 +25,34 @@ __all__ = ["EpochProgress", "EpochWarning", "PartitionSampler", "unchanged_on_er
 
 
 class PartitionSampler(DistributedSampler[Any]):
-    """Sampler of a rank's samples, each epoch in a new order: replaces torch's `DistributedSampler`.
+    """Sampler of this rank's samples, in a new order each epoch; replaces torch's `DistributedSampler`.
 
-    It is a subclass, so that frameworks that look for one, such as Lightning, do not divide the samples again.
+    It is a subclass, so that frameworks that test for one, such as Lightning, do not divide the samples again.
 
-    Every sample of the dataset is assigned to exactly one rank, so ranks may have one more than others; `drop_last`
-    or `padding` makes them equal. `advance` reports the samples that were trained on; the sampler's state counts
-    only these, not what a loader has prefetched. A state can be loaded on another number of ranks, in the middle of
-    an epoch: the remaining samples are dealt to them, in their original order.
+    Every sample of the dataset is assigned to exactly one rank, so ranks may have one more than others; `drop_last` or
+    `padding` makes them equal. `advance` commits the samples that were trained on; the sampler's state counts only
+    these, not what a loader has prefetched. A state can be loaded mid-epoch on another number of ranks: the remaining
+    samples are dealt to them, in their original order.
 
     Args:
         dataset: Anything with a length.
         comm: Any object with a `rank` and a `size`, which are queried once. It is not kept alive.
-        num_replicas, rank: Both instead of `comm`. With none of the three: torch's default group, else one rank.
+        num_replicas, rank: Alternative to `comm`. Without any of the three: torch's default group if there is one, else
+            a single rank.
         partition: A partitioner or its name; see `un.data.PARTITIONERS`.
         shuffle: Whether each epoch has another order; None for the partitioner's default.
         seed: The same on all ranks.
-        drop_last: Ranks have equally many samples: the surplus is left out of this epoch.
-        padding: Ranks have equally many samples: some occur twice, as with torch's sampler.
+        drop_last: Whether to leave out the surplus in this epoch, so that ranks have equally many samples.
+        padding: Whether to repeat samples, as torch's sampler does, so that ranks have equally many.
 
     Attributes:
         epoch: As set by `set_epoch`; initially 0.
-        rule: The partitioner. Other attributes are named as the arguments.
+        rule: The partitioner. Other attributes are named like the arguments.
 
     Raises:
         TypeError: The dataset has no length (see `StreamPartition`) or is a sampler, or `comm` no rank and size.
         ValueError: Arguments contradict each other, `seed` is negative, or the partitioner is unknown. When an epoch
-            begins: ranks have drawn different samples (see `Sampled`), or Accelerate divides the samples again.
+            begins: ranks have drawn different samples (see `Sampled`), or Accelerate would divide the samples again.
 
     Cost: 20 ns per index. Memory: the partitioner's; less than a MiB for the default, at any dataset length.
 
@@ -109,14 +110,14 @@ class PartitionSampler(DistributedSampler[Any]):
         self.padding = padding
         self._phases: list[ShardingPhase] = []
         self._pass: EpochProgress | None = None
-        # The epoch that was requested since the last pass ended.
+        # The epoch requested since the last pass ended.
         self._requested_epoch: int | None = None
         self._warned = self.rank > 0
 
     def __iter__(self) -> StatefulIterator:
         """Iterate over this rank's uncommitted samples of this epoch, or over all of them if the epoch was complete.
 
-        Rank 0 warns (`EpochWarning`, once) if a loop has reached the end, and `set_epoch` was not called since.
+        Rank 0 warns once (`EpochWarning`) if a loop has reached the end and `set_epoch` was not called since.
         """
         refuse_second_split(self.num_replicas)
         current = self._now()
@@ -141,10 +142,12 @@ class PartitionSampler(DistributedSampler[Any]):
         return len(current.indices) - current.start
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another epoch. Call it before each; nothing changes if it is the current one, so resuming is safe.
+        """Begin another epoch.
+
+        Call it before each epoch; setting the current one again changes nothing, so resuming is safe.
 
         Args:
-            epoch: A whole number, 0 or more. The order of a shuffled epoch depends on it and `seed`.
+            epoch: An integer, 0 or more. The order of a shuffled epoch depends on it and `seed`.
 
         Raises:
             ValueError: `epoch` is negative.
@@ -158,10 +161,10 @@ class PartitionSampler(DistributedSampler[Any]):
         if number != self.epoch:
             self._begin(number)
 
-    # Torch's are attributes, which nothing outside writes.
+    # Attributes in torch, but nothing outside writes them.
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """The length, by the name that torch's `DistributedSampler` has for it."""
+        """The length, under the name in torch's `DistributedSampler`."""
         return len(self)
 
     @property
@@ -179,7 +182,7 @@ class PartitionSampler(DistributedSampler[Any]):
         """Commit this rank's next samples. Not needed with torchdata's StatefulDataLoader.
 
         Args:
-            count: Samples trained on since the last call, at most `remaining`.
+            count: Number of samples trained on since the last call, at most `remaining`.
 
         Raises:
             ValueError: `count` is negative, or more than `remaining`.
@@ -204,12 +207,13 @@ class PartitionSampler(DistributedSampler[Any]):
         """Resume where a job stopped, on any number of ranks. Every rank calls it, with the same state or its own.
 
         Args:
-            state: State of one rank, valid for all if they have kept step. Or a list of the states of all ranks,
-                which may have made unequal progress.
+            state: State of one rank, valid for all if they have kept step; or a list of all ranks' states, which may
+                have progressed unequally.
 
         Raises:
-            ValueError: The state is of another dataset or partitioner, or the other ranks' progress cannot be inferred
-                from it: parts are unequal, or with loader workers others may have had a sample more.
+            ValueError: The state belongs to another dataset or partitioner; or the other ranks' progress cannot be
+                inferred from it, because parts are unequal, or because with loader workers others may have had one more
+                sample.
         """
         states = [state] if isinstance(state, dict) else list(state)
         if not states:
@@ -236,13 +240,13 @@ class PartitionSampler(DistributedSampler[Any]):
     def rebuild(self, comm: Any, *, like: int | None = None, states: Sequence[dict[str, Any]] | None = None) -> None:
         """Move to a communicator of other ranks, and deal this epoch's uncommitted samples to them.
 
-        Collective over `comm`. Newcomers call it too, on a sampler with the same arguments. A lost rank is assumed
-        to be as far as the furthest survivor. Restart the iteration afterwards.
+        Collective over `comm`. Newcomers call it too, on a sampler with the same arguments. A lost rank is assumed to
+        have advanced as far as the furthest survivor. Restart the iteration afterwards.
 
         Args:
             comm: The new communicator.
-            like: A rank of it: all ranks are assumed to be as far as it. Broadcast its model to all afterwards.
-            states: States of its ranks, in order; None: they are exchanged by `comm.all_gather_object`.
+            like: Rank of it whose progress counts for all ranks. Broadcast its model to all afterwards.
+            states: States of its ranks, in order; None to exchange them with `comm.all_gather_object`.
 
         Raises:
             ValueError: The ranks' samplers differ.
@@ -267,14 +271,14 @@ class PartitionSampler(DistributedSampler[Any]):
             self._now()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes but the communicator, which stays in its process."""
+        """Return all attributes except the communicator, which stays in its process."""
         return {**vars(self), "_require_same": None}
 
     def compare_on(self, comm: Any) -> None:
-        """Compare what this rank draws for an epoch with what the other ranks of a communicator draw.
+        """Compare this rank's draws for an epoch with those of the other ranks of a communicator.
 
         Args:
-            comm: A `Communicator`, which is not kept alive; of anything else nothing is compared.
+            comm: A `Communicator`, which is not kept alive; with anything else, nothing is compared.
 
         Example:
             >>> def program(comm):
@@ -305,7 +309,7 @@ class PartitionSampler(DistributedSampler[Any]):
         return SampleSource(which.indices, which.taken, lambda: self._end(which))
 
     def _now(self) -> EpochProgress:
-        """Return the current pass; recreate it if the dataset has grown since, and nothing is committed."""
+        """Return the current pass; recreate it if the dataset has grown and nothing is committed yet."""
         held = self._pass
         if held is None or (held.state["samples"] != len(self.dataset) and not held.taken and not self._phases):
             indices = self._dealt(self._phases, self.num_replicas, compared=True).part(self.rank)
@@ -350,16 +354,16 @@ class PartitionSampler(DistributedSampler[Any]):
         current.start = current.taken = taken
 
     def _walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
-        """Return the state of a walk when `given` samples of its pass are committed."""
+        """Return the state of an iteration of whose pass `given` samples are committed."""
         through = through and given == len(token.indices)
         begun = token.begun or given > 0 or bool(token.state["phases"])
         return {**token.state, "taken": given, "through": through, "begun": begun}
 
     def _load_walk(self, state: dict[str, Any]) -> tuple[SampleSource, EpochProgress]:
-        """Load the state of a walk, and return where to resume.
+        """Load the state of an iteration, and return the position at which to resume.
 
-        A loader that was complete starts over next; but if the epoch of the state is requested, it gives no more until
-        the next `set_epoch`: other ranks may have samples of that epoch left.
+        A loader that was complete starts over; but if the state's epoch is requested, it yields nothing until the next
+        `set_epoch`, because other ranks may have samples of that epoch left.
         """
         requested = self._requested_epoch
         self.load_state_dict(state)
@@ -395,13 +399,13 @@ class EpochProgress:
     Attributes:
         state: The constant part of the state.
         indices: The samples of the pass.
-        start, taken: Number of committed samples at the start of the pass, and now.
-        batch: Largest number committed in one call.
+        start, taken: Number of samples committed at the start of the pass, and now.
+        batch: Largest number of samples committed in one call.
         begun: Whether an iteration has started.
         ended: Whether an iteration has reached the end.
-        through: Whether the ranks that have one more sample have used it too; None if unknown. Needed only when
-            this rank has used all of its own.
-        over: Whether it was loaded complete, in the epoch that is requested: it is not begun again.
+        through: Whether ranks with one more sample have used it; None if unknown. Needed only when this rank has used
+            all of its own.
+        over: Whether it was loaded complete, for the requested epoch, so that it must not begin again.
     """
 
     state: dict[str, Any]
@@ -421,14 +425,14 @@ class EpochProgress:
     def advance(self, count: int) -> None:
         self.taken += count
         if count and self.complete:
-            # A batch that was cut short is the last one of all ranks. If a loader has fetched ahead, the end of
-            # its walk says nothing about that.
+            # A short batch is the last one on all ranks. If a loader has prefetched, the end of its iteration shows
+            # nothing about that.
             self.through = True if count < self.batch else None if self.ended else False
         self.batch = max(self.batch, count)
 
     def end(self) -> None:
         self.ended = True
-        # The loop is over, and so are those of all ranks before any rank saves a state.
+        # This rank's loop is over, and all ranks' loops are before any rank saves a state.
         self.through = True if self.complete and self.through is False else self.through
 
 

@@ -1,4 +1,4 @@
-"""Shards: a dataset in many files, here or far away, each read by one worker of one rank."""
+"""Shards: a dataset in many files, local or remote, each read by one worker of one rank."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["ShardPartition", "read_lines"]
 T_co = TypeVar("T_co", covariant=True)
 
 _FORMAT = "shards 1"
-_Job = tuple[int, int]  # A shard's number, and how many of its samples to pass over.
+_Job = tuple[int, int]  # Number of a shard, and number of its samples to skip.
 
 
 def read_lines(url: str) -> Iterator[str]:
-    r"""Yield the lines of a text file (UTF-8), without their ends. The file is opened at the first line.
+    r"""Yield the lines of a UTF-8 text file, without line ends. The file is opened at the first line.
 
     Args:
         url: A local path; or a URL with a scheme (`s3://`, `https://`), which fsspec opens.
@@ -30,7 +30,7 @@ def read_lines(url: str) -> Iterator[str]:
     Yields: Each line, as text.
 
     Raises:
-        UnavailableError: A URL, and fsspec is not installed.
+        UnavailableError: `url` is a URL, and fsspec is not installed.
         OSError: The file cannot be opened.
 
     Example:
@@ -56,8 +56,8 @@ def read_lines(url: str) -> Iterator[str]:
 class ShardPartition(IterableDataset[T_co]):
     """Samples of the shards that are assigned to this rank and this loader worker.
 
-    One worker of one rank reads each shard, from its beginning; no other worker opens it. Every sample is returned
-    once, for any number of ranks and workers.
+    Each shard is read from its beginning by one worker of one rank, and not opened by any other. Every sample is
+    returned once, for any number of ranks and workers.
 
     Persistent workers of a loader (`persistent_workers=True`) keep the epoch that they started with; after a resume
     they raise `RuntimeError` when the second epoch begins.
@@ -65,9 +65,9 @@ class ShardPartition(IterableDataset[T_co]):
     Args:
         shards: Names or URLs, the same list on every rank. With fewer shards than workers of all ranks together,
             some workers have none.
-        read: Called with one shard; returns its samples, the same each time.
+        read: Function of a shard that returns its samples, the same each time.
         comm, num_replicas, rank: As for `PartitionSampler`.
-        shuffle: Whether shards have another order each epoch. Samples stay in the order of their shard.
+        shuffle: Whether shards are reordered each epoch. Samples stay in the order of their shard.
         seed: The same on all ranks.
 
     Attributes:
@@ -75,9 +75,9 @@ class ShardPartition(IterableDataset[T_co]):
         rank, num_replicas: This rank, and the number of ranks.
 
     Raises:
-        TypeError, ValueError: As `PartitionSampler`, for the ranks, and for the seed if shards are shuffled.
+        TypeError, ValueError: As `PartitionSampler`, for the ranks, and for `seed` if shards are shuffled.
 
-    Balance: numbers of shards differ by at most one; numbers of samples, by the size of a shard.
+    Balance: ranks differ by at most one shard, and so by the samples of one shard.
 
     Example:
         >>> files = {"a": [1, 2], "b": [3], "c": [4, 5, 6]}
@@ -106,10 +106,10 @@ class ShardPartition(IterableDataset[T_co]):
     ) -> None:
         self.shards: list[str] = list(shards)
         self._read = read
-        # This rank's progress: shards that it has completed, and samples of the next.
+        # This rank's progress: completed shards, and samples of the next one.
         self._done = 0
         self._skip = 0
-        # What this process has found out: the samples of shards that it has read, and of the one that it is in.
+        # Number of samples in the shards that this process has read, and in the current one so far.
         self._lengths: list[int] = []
         self._reading = 0
         self._jobs: list[_Job] = []
@@ -134,7 +134,7 @@ class ShardPartition(IterableDataset[T_co]):
             self._begin(operator.index(epoch))
 
     def advance(self, count: int) -> None:
-        """Commit this rank's next `count` samples, of a loader without workers. The next iteration resumes there.
+        """Commit this rank's next `count` samples, for a loader without workers. The next iteration resumes there.
 
         With workers, let torchdata's StatefulDataLoader keep the state: only workers know where a shard ended.
 
@@ -142,7 +142,7 @@ class ShardPartition(IterableDataset[T_co]):
             count: Samples trained on since the last call.
 
         Raises:
-            ValueError: `count` is negative, or this process has not read so many samples.
+            ValueError: `count` is negative, or exceeds the samples that this process has read.
         """
         left = operator.index(count)
         done = self._done
@@ -176,11 +176,11 @@ class ShardPartition(IterableDataset[T_co]):
         """Resume where a job stopped.
 
         Args:
-            state: This rank's, on as many ranks as before; or a list of all ranks' states, on any number.
+            state: This rank's state, on as many ranks as before; or a list of all ranks' states, on any number.
 
         Raises:
-            ValueError: The states are of another job, of different times, or of another number of shards; or the
-                number of ranks has changed, and a rank's state is missing.
+            ValueError: The states belong to another job, different times, or another number of shards; or the number of
+                ranks has changed, and a rank's state is missing.
         """
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "seed", "shards", "jobs", "parts")
@@ -206,7 +206,7 @@ class ShardPartition(IterableDataset[T_co]):
             self._close([(by_rank[rank]["done"], by_rank[rank]["skip"]) for rank in range(first["parts"])])
 
     def _jobs_of(self, worker: int, workers: int) -> list[_Job]:
-        """Return what one worker of this rank reads: shards, and how many samples of each to skip."""
+        """Return the shards that one worker of this rank reads, and how many samples of each to skip."""
         mine = self._jobs[self.rank :: self.num_replicas][self._done :]
         if mine and self._skip:
             mine[0] = mine[0][0], mine[0][1] + self._skip

@@ -1,4 +1,4 @@
-"""Iteration over a rank's samples, that knows how many it has given."""
+"""Iteration over a rank's samples that counts how many it has yielded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from unisono.data.indices import Indices
 
 __all__ = ["SampleSource", "StatefulIterator", "walk"]
 
-# The first sample should arrive immediately; later ones in runs that are long enough for vector instructions, and
-# short enough for the cache and for less than a MiB.
+# The first sample should arrive immediately; later runs are long enough for vector instructions, and short enough for
+# the cache and less than a MiB.
 _FIRST = 1
 _LONGEST = 4096
 
 
 class SampleSource:
-    """Gives a sequence from some place on in runs, as iterators; at its end it is `over`, and calls `ended`."""
+    """Iterators over runs of a sequence, from some position on; at the end it is `over`, and calls `ended`."""
 
     def __init__(self, indices: Indices, start: int, ended: Callable[[], None]) -> None:
         self._indices = indices
@@ -44,11 +44,11 @@ class SampleSource:
 
     @property
     def consumed(self) -> int:
-        """The place of the next sample."""
+        """Position of the next sample."""
         return self._at - length_hint(self._run)
 
     def replace(self, other: SampleSource) -> None:
-        """Go on as the other one would."""
+        """Continue like another source."""
         deque(self._run, maxlen=0)
         self._indices = other._indices
         self._at = other._at
@@ -56,16 +56,16 @@ class SampleSource:
 
 
 class _StatefulSampler(Protocol):
-    """Sampler that saves and loads the state of a walk."""
+    """Sampler that saves and loads the state of an iteration."""
 
     def _walk_state(self, token: Any, given: int, through: bool | None) -> dict[str, Any]: ...
     def _load_walk(self, state: Any) -> tuple[SampleSource, Any]: ...
 
 
 class StatefulIterator(chain[Any]):
-    """An iterator with a state, as torchdata's StatefulDataLoader wants it; `next` costs no Python code.
+    """An iterator with a state, as torchdata's StatefulDataLoader expects; `next` runs no Python code.
 
-    The state is that of the sampler when all samples that this walk has given are committed.
+    The state is the sampler's, as if all samples yielded so far were committed.
     """
 
     _source: SampleSource
@@ -81,7 +81,7 @@ class StatefulIterator(chain[Any]):
 
 
 def walk(source: SampleSource, sampler: _StatefulSampler, token: Any) -> StatefulIterator:
-    """Return a walk of the source's samples; `token` identifies the pass to the sampler."""
+    """Return an iterator over the source's samples; `token` identifies the pass to the sampler."""
     made = StatefulIterator.from_iterable(source.runs())
     assert isinstance(made, StatefulIterator)
     made._source = source

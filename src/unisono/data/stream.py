@@ -1,4 +1,4 @@
-"""Streams: datasets that can only be read from their beginning, shared by ranks and loader workers."""
+"""Streams: datasets that can only be read from the beginning, shared by ranks and loader workers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _FORMAT = "stream 1"
 class StreamPartition(IterableDataset[T_co]):
     """This rank's share of a stream that every rank reads: each sample goes to exactly one rank, and one worker.
 
-    Ranks take samples in turns, so that they have equally many but for one. Workers of a `DataLoader` take whole
-    batches in turns: what a loop has trained on is then the beginning of what its rank gets, whatever
-    the number of workers, and a state can be loaded on another number of ranks and of workers.
+    Ranks take samples in turns, so their numbers differ by at most one. Workers of a `DataLoader` take whole batches in
+    turns. So a loop has always trained on a prefix of its rank's samples, whatever the number of workers, and a state
+    can be loaded with another number of ranks and workers.
 
     Persistent workers of a loader (`persistent_workers=True`) keep the epoch that they started with; after a resume
     they raise `RuntimeError` when the second epoch begins.
 
     Args:
         dataset: An iterable that yields the same samples each time, in all workers of a loader: `get_worker_info` is
-            None while it runs, so that a dataset that divides itself among workers yields all. If it has a
-            `set_epoch`, that is called, too.
+            None while it runs, so that a dataset that divides itself among workers yields all. Its `set_epoch` is
+            called if it has one.
         comm, num_replicas, rank: As for `PartitionSampler`.
-        batch_size: The loader's, if it has workers.
+        batch_size: The loader's batch size, if it has workers.
 
     Attributes:
         epoch: As set by `set_epoch`; initially 0.
@@ -42,8 +42,7 @@ class StreamPartition(IterableDataset[T_co]):
     Raises:
         TypeError, ValueError: As `PartitionSampler`, for the ranks; or `batch_size` is less than 1.
 
-    Cost: every worker of every rank reads the whole stream. Where that is too much, cut it into shards
-    (`ShardPartition`).
+    Cost: every worker of every rank reads the whole stream. If that is too much, cut it into shards (`ShardPartition`).
 
     Example:
         >>> ranks = [un.data.StreamPartition("abcde", num_replicas=2, rank=rank) for rank in range(2)]
@@ -74,7 +73,7 @@ class StreamPartition(IterableDataset[T_co]):
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         self.batch_size = batch_size
         self.epoch: int = 0
-        # Committed by earlier ranks: all places below the edge but for the holes.
+        # Committed by earlier ranks: all positions below the edge except the holes.
         self._edge = 0
         self._taken = 0
         self._holes: list[int] = []
@@ -88,7 +87,7 @@ class StreamPartition(IterableDataset[T_co]):
         """Begin another epoch, here and in the dataset; progress is kept if it is the current one.
 
         Args:
-            epoch: A whole number.
+            epoch: An integer.
         """
         epoch = operator.index(epoch)
         if epoch != self.epoch:
@@ -104,7 +103,8 @@ class StreamPartition(IterableDataset[T_co]):
         """Commit this rank's next `count` samples. The next iteration resumes after them.
 
         Args:
-            count: Samples trained on since the last call. Not compared with the stream's length, which is unknown.
+            count: Number of samples trained on since the last call. Not checked against the stream's length, which is
+                unknown.
 
         Raises:
             ValueError: `count` is negative.
@@ -122,11 +122,11 @@ class StreamPartition(IterableDataset[T_co]):
         """Resume where a job stopped, on any number of ranks.
 
         Args:
-            state: State of one rank, valid for all if each has used equally many. Or a list of all ranks' states,
-                which is needed if ranks reached the end of the stream at different times.
+            state: State of one rank, valid for all if each has used equally many samples; or a list of all ranks'
+                states, needed if ranks reached the end of the stream at different times.
 
         Raises:
-            ValueError: The states are not of a `StreamPartition`, or of different jobs or times.
+            ValueError: The states are not from a `StreamPartition`, or from different jobs or times.
         """
         states = [state] if isinstance(state, dict) else list(state)
         keys = ("format", "epoch", "edge", "holes", "parts")
@@ -150,12 +150,12 @@ class StreamPartition(IterableDataset[T_co]):
         return self._holes[number] if number < len(self._holes) else self._edge + number - len(self._holes)
 
     def _close(self, counts: Sequence[int]) -> None:
-        # Far enough that all samples beyond are left, without holes.
+        # Far enough out that there are no holes beyond.
         count = max((max(counts) + 1) * len(counts), len(self._holes))
         pieces = leftover([range(part, count, len(counts)) for part in range(len(counts))], counts, count)
         left = [self._position(int(number)) for piece in pieces for number in piece]
         edge = self._position(count)
-        # The run of neighbours at the end needs no list.
+        # The contiguous run at the end needs no list.
         while left and left[-1] == edge - 1:
             edge = left.pop()
         self._edge = edge

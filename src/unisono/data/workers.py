@@ -1,4 +1,4 @@
-"""Workers of a loader: which rank and worker this process is, and refusals of data that is divided twice."""
+"""Loader workers: which rank and worker this process is, and errors for data that is divided twice."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class HiddenWorker(Iterator[T_co]):
-    """All samples of an iterable, in a loader worker too.
+    """All samples of an iterable, even in a loader worker.
 
-    A dataset that divides itself among the workers, by torch's `get_worker_info`, sees none while it runs:
-    its reader divides the samples, and a second division would leave samples out.
+    Hides torch's `get_worker_info` from a dataset that would divide itself among the workers: the reader divides the
+    samples, and a second division would lose some.
 
     Args:
-        make: Returns the iterable.
+        make: Function that returns the iterable.
     """
 
     def __init__(self, make: Callable[[], Iterable[T_co]]) -> None:
@@ -47,17 +47,17 @@ def _hidden(call: Callable[..., Any], *given: Any) -> Any:
 
 
 class WorkerEpochCheck:
-    """Pass counter of a worker's copy of a dataset: a copy with a loaded state is good for one pass.
+    """Pass counter of a worker's copy of a dataset: a copy with a loaded state is valid for one pass.
 
-    Persistent workers (`persistent_workers=True`) do not see `set_epoch`, so in each epoch they would skip
-    the samples that were trained on before the state was saved.
+    Persistent workers (`persistent_workers=True`) do not see `set_epoch`, so they would skip the samples before the
+    saved state in every epoch.
     """
 
     def __init__(self) -> None:
         self._begun = False
 
     def begin(self, resumed: bool) -> Iterator[Any] | None:
-        """Return, for the second pass, an iterator that raises on `next`: only then does a worker forward errors."""
+        """Return, for the second pass, an iterator that raises on `next`, because workers forward only those errors."""
         if get_worker_info() is None or not resumed:
             return None
         again = self._begun
@@ -74,17 +74,17 @@ def _refusal() -> Iterator[Any]:
 
 
 def ranks_of(comm: Any = None, num_replicas: int | None = None, rank: int | None = None) -> tuple[int, int]:
-    """This rank, and how many there are.
+    """Return this rank and the number of ranks.
 
     Args:
-        comm: Whatever has a `rank` and a `size`, as values or methods: a `Communicator`, an mpi4py communicator,
-            a torch process group.
-        num_replicas, rank: Both instead of `comm`. With none of the three: torch's default group, if there
-            is one, else a world of one.
+        comm: Anything with a `rank` and a `size`, as values or methods: a `Communicator`, an mpi4py communicator, a
+            torch process group.
+        num_replicas, rank: Alternative to `comm`. Without any of the three: torch's default group if there is one, else
+            a single rank.
 
     Raises:
-        TypeError: `comm` has no rank and size, or a number is no whole number.
-        ValueError: Both ways were given, or half of one, or the rank is not below the number of ranks.
+        TypeError: `comm` has no rank and size, or a number is not an integer.
+        ValueError: Both alternatives were given, or half of one, or the rank is not below the number of ranks.
 
     Example:
         >>> ranks_of(num_replicas=4, rank=3)
@@ -117,12 +117,13 @@ _DIVIDING = "BatchSamplerShard.", "DataLoaderDispatcher.", "IterableDatasetShard
 
 
 def refuse_second_split(ranks: int) -> None:
-    """Raise `ValueError` if Accelerate's `prepare` divides what a caller, one of several ranks, iterates over.
+    """Raise `ValueError` if Accelerate's `prepare` would divide the caller's samples a second time.
 
-    Accelerate looks for no distributed sampler, and has no hook: its classes are found among the callers.
+    Accelerate does not test for a distributed sampler, and has no hook, so this looks for its classes in the call
+    stack.
 
     Args:
-        ranks: The number of ranks that the caller divides the samples among.
+        ranks: Number of ranks among which the caller divides the samples.
     """
     divided = ranks > 1 and "accelerate.data_loader" in sys.modules
     for frame in with_callers(sys._getframe() if divided else None):

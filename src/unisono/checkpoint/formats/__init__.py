@@ -1,4 +1,4 @@
-"""Formats that checkpoints can be converted from and to. A new format is one more file, found by its name."""
+"""Formats that checkpoints can be converted from and to. Each is a file in this folder, found by its name."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Format(Protocol):
         ...
 
     def read(self, path: Path, trusted: bool) -> Any:
-        """The state, of plain values and CPU tensors. No code of the file runs unless it is trusted."""
+        """Read the state as plain values and CPU tensors. No code in the file runs unless it is trusted."""
         ...
 
     def write(self, path: Path, state: Any) -> None:
-        """Write a state of plain values and tensors."""
+        """Write a state that consists of plain values and tensors."""
         ...
 
 

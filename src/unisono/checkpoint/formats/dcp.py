@@ -1,6 +1,6 @@
 """Directories of `torch.distributed.checkpoint` (DCP).
 
-Its `.metadata` is a pickle. It is read by an unpickler that knows the few classes that belong there and no other.
+Their `.metadata` is a pickle, read here by an unpickler that allows only the few classes that belong there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STRANGE = "its .metadata names {}, which does not belong there"
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Member of an enumeration. Python before 3.11.4 pickles it as a call of getattr."""
+    """Member of an enumeration. Python before 3.11.4 pickles it as a getattr call."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__):
         raise FormatError(_STRANGE.format(f"{name!r} of {kind!r}"))
     return kind[name]
@@ -66,16 +66,16 @@ def suits(path: Path) -> bool:
 
 
 def write(path: Path, state: Any) -> None:
-    """Write as one process of `torch.distributed.checkpoint.save` does. It turns keys of dicts into strings."""
+    """Write as `torch.distributed.checkpoint.save` does in one process. It turns dict keys into strings."""
     dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
 def read(path: Path, trusted: bool) -> Any:
-    """The state, assembled from all ranks' files. Pickled values in it need trust if torch's allow-list lacks them.
+    """The state, assembled from all ranks' files. Pickled values need trust unless torch's allow-list has their class.
 
     Raises:
-        FormatError: The metadata names something that does not belong there.
-        CorruptError: A file is missing, or ends too early.
+        FormatError: The metadata refers to something that does not belong there.
+        CorruptError: A file is missing or truncated.
     """
     try:
         found = _MetadataUnpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
@@ -127,7 +127,7 @@ def _load(path: Path, name: str, info: Any, trusted: bool) -> Any:
 
 
 def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
-    """Dicts and lists again, from values by name and the path of each name."""
+    """Rebuild dicts and lists from values by name and the path of each name."""
     root: dict[Any, Any] = {}
     for name, value in flat.items():
         steps = paths.get(name, (name,))
@@ -145,6 +145,6 @@ def _lists(value: Any) -> Any:
     if inner and set(inner) == set(range(len(inner))) and all(type(key) is int for key in inner):
         return [inner[index] for index in range(len(inner))]
     if inner.keys() == {"state", "param_groups"} and isinstance(inner["state"], dict):
-        # An optimizer's parameters are numbered; DCP has made names of the numbers.
+        # DCP has turned the numbers of an optimizer's parameters into names.
         inner["state"] = {int(key) if key.isdecimal() else key: item for key, item in inner["state"].items()}
     return inner

@@ -22,7 +22,7 @@ def suits(path: Path) -> bool:
 
 
 def read(path: Path, trusted: bool) -> Any:
-    """Read a saved state. Untrusted files are read with `weights_only=True`; its unpickler has had holes, too."""
+    """Read a saved state. Untrusted files are read with `weights_only=True`, whose unpickler has had holes as well."""
     return torch.load(path, map_location="cpu", weights_only=not trusted)
 
 

@@ -18,7 +18,7 @@ def recognises(path: Path) -> bool:
 
 
 def suits(path: Path) -> bool:
-    """A name without a suffix that means something else."""
+    """A name without another format's suffix."""
     return path.suffix not in (".pt", ".pth", ".bin", ".safetensors", ".dcp")
 
 

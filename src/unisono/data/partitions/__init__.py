@@ -1,1 +1,1 @@
-"""Partitioners: a file of this folder is one, found by its name."""
+"""Partitioners: each file in this folder is one, found by its name."""

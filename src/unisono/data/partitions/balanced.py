@@ -1,4 +1,4 @@
-"""Balanced: parts of equal cost, such as equally many tokens."""
+"""Balanced: parts of equal cost, such as the same number of tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Balanced(AssignmentPartitioner):
         costs: One for each sample, finite, 0 or more.
         method: The guarantee:
 
-            - "largest_first": of cost alone; the most loaded of p equal parts has at most 4/3 - 1/(3p) of the cost
-              that the best division gives it, and no part has more than share * (total + (p - 1) * largest cost).
-            - "same_count": equally many samples too (but for one), so that ranks make equally many steps.
-              Loads are apart by no more than neighbours in the sorted costs are, p - 1 places apart. Equal shares only.
-            - "runs": each part is a run of neighbouring samples; its cost is less than the largest cost
-              away from its share.
+            - "largest_first": balances cost only. The most loaded of p equal parts has at most 4/3 - 1/(3p) times its
+              cost in the best division, and no part has more than share * (total + (p - 1) * largest cost).
+            - "same_count": balances the number of samples as well (within one), so that ranks make equally many steps.
+              Loads differ by no more than costs that are p - 1 positions apart in sorted order. Equal shares only.
+            - "runs": each part is a run of neighbouring samples, whose cost is within the largest single cost of its
+              share.
 
     Raises:
         ValueError: A cost is negative or not finite, `costs` are not one-dimensional, or `method` is unknown.
@@ -84,8 +84,8 @@ class Balanced(AssignmentPartitioner):
 
 
 def _runs(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Cut where the sum of all before comes nearest to the shares of all parts before."""
-    # Without costs, samples are what is shared.
+    """Cut where the cumulative cost is nearest to the cumulative share."""
+    # If all costs are zero, share by number of samples.
     weights = costs if bool(costs.any()) else torch.ones_like(costs)
     sums = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
     ends = torch.tensor(list(shares), dtype=torch.float64, device="cpu").cumsum(0)[:-1] * sums[-1]
@@ -98,15 +98,15 @@ def _runs(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
 
 
 def largest_first(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Return the part number of each cost: largest first, each to the part that will then be least loaded.
+    """Return the part number of each cost: largest first, each to the part that is then least loaded.
 
-    R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (SIAM J. Appl. Math. 17, 1969): the most loaded of
-    p equal parts has at most 4/3 - 1/(3p) of what the best of all divisions could do. No part has more
-    than share * (total + (p - 1) * largest). Costs a sort and one step of a heap each.
+    From R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (SIAM J. Appl. Math. 17, 1969): the most loaded of p
+    equal parts has at most 4/3 - 1/(3p) times its load in the best division, and no part more than share * (total + (p
+    - 1) * largest). Takes a sort, and a heap operation for each cost.
 
     Args:
         costs: One-dimensional, 0 or more.
-        shares: Of the parts; they sum to 1.
+        shares: Shares of the parts, which sum to 1.
 
     Example:
         >>> largest_first(torch.tensor([7, 5, 4, 3, 1]), [0.5, 0.5]).tolist()
@@ -142,10 +142,10 @@ def _by_search(costs: Sequence[float], shares: Sequence[float]) -> list[int]:
 
 
 def deal_evenly(costs: torch.Tensor, parts: int) -> tuple[torch.Tensor, float]:
-    """For each cost the number of its part, where all parts get equally many; and how far apart their loads may be.
+    """Return the part number of each cost, with equally many in all parts; and a bound on their loads' difference.
 
-    Sorted by cost, each run of `parts` neighbours goes one to a part, the largest to the least loaded. Then two loads
-    are never further apart than the first and the last of some run.
+    In order of cost, each run of `parts` neighbours is dealt one to a part, the largest to the least loaded. So two
+    loads never differ by more than the first and last cost of some run.
 
     Example:
         >>> owners, apart = deal_evenly(torch.tensor([9, 8, 7, 3, 2, 2]), 2)

@@ -13,9 +13,9 @@ __all__ = ["PARTITIONER", "Contiguous"]
 
 
 class Contiguous(Partitioner):
-    """Runs of neighbouring samples. Shuffled, if asked for, inside each run, so that each rank keeps its own files.
+    """Runs of neighbouring samples. Shuffling stays within each run, so that each rank keeps reading the same files.
 
-    Balance: less than one sample away from the share. Cost: nothing, for any number of samples.
+    Balance: less than one sample away from the share. Cost: none, for any number of samples.
 
     Example:
         >>> [list(part) for part in un.data.DataPartitioner(range(10), [0.5, 0.3, 0.2], partition="contiguous")]
@@ -28,7 +28,7 @@ class Contiguous(Partitioner):
         if not shuffle:
             return RangeIndices(count)
         lengths = apportion(count, shares)
-        # The place among the parts makes two runs of one length differ.
+        # The part's number makes two runs of equal length differ.
         runs = [IndexShuffle(length, (seed << 20) + part, epoch) for part, length in enumerate(lengths)]
         return Concatenated(runs, [0, *accumulate(lengths)][:-1])
 

@@ -1,4 +1,4 @@
-"""Dirichlet: every part has a mix of labels of its own, as the devices of federated learning have."""
+"""Dirichlet: every part has its own mix of labels, like devices in federated learning."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["PARTITIONER", "Dirichlet"]
 
 
 class Dirichlet(AssignmentPartitioner):
-    """Parts that are not alike: each draws its mix of labels. By name: the dataset's `targets` or `labels`.
+    """Parts with different, randomly drawn mixes of labels. By name: the dataset's `targets` or `labels`.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
         labels: One for each sample: an integer tensor, or any hashable values.
-        alpha: Concentration, more than 0: parts are alike if it is large, and have about one label each if it is small.
+        alpha: Concentration, more than 0. If large, parts are alike; if small, they have about one label each.
 
-    Balance: less than one sample away from the share; only labels are uneven. A label that runs out is replaced
-    by the others in proportion, so the last parts take what the first have left.
+    Balance: less than one sample away from the share; only labels are uneven. A label that runs out is replaced by the
+    others in proportion, so the last parts get the leftovers.
 
     Raises:
-        ValueError: `alpha` is not finite and more than 0, or `labels` are a tensor that is not one-dimensional.
+        ValueError: `alpha` is not finite and positive, or `labels` is a tensor that is not one-dimensional.
 
     Method: mixes are drawn from Dirichlet(alpha * the whole's mix), as by Hsu, Qi and Brown, "Measuring the Effects of
     Non-Identical Data Distribution for Federated Visual Classification" (2019).
@@ -77,7 +77,7 @@ class Dirichlet(AssignmentPartitioner):
 
 
 def _mix(concentration: Sequence[float], chance: random.Random) -> list[float]:
-    """A draw of the Dirichlet distribution, by logarithms of gamma variates, since small ones are below every float."""
+    """A Dirichlet draw, from logarithms of gamma variates, because small variates underflow."""
     logs = [
         math.log(chance.gammavariate(a + 1, 1)) + math.log(1 - chance.random()) / a if a else -math.inf
         for a in concentration
@@ -87,7 +87,7 @@ def _mix(concentration: Sequence[float], chance: random.Random) -> list[float]:
 
 
 def _filled(size: int, left: Sequence[int], mix: Sequence[float]) -> list[int]:
-    """Return how many samples of each label make up `size`, following the mix while there are enough."""
+    """Return the number of samples of each label that make up `size`, following the mix while the supply lasts."""
     taken = [0] * len(left)
     while need := size - sum(taken):
         free = [have - count for have, count in zip(left, taken, strict=True)]

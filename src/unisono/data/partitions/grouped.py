@@ -1,4 +1,4 @@
-"""Grouped: what belongs together stays in one part."""
+"""Grouped: samples of a group stay in one part."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ __all__ = ["PARTITIONER", "Grouped"]
 class Grouped(AssignmentPartitioner):
     """Samples of one group (a patient, a speaker, a video) are never in two parts. By name: the dataset's `groups`.
 
-    When a job resumes with another number of ranks in the middle of an epoch, the remaining samples are dealt
-    again, by the same rule.
+    When a job resumes mid-epoch with another number of ranks, the remaining samples are dealt again by the same rule.
 
     Args:
         groups: One for each sample: an integer tensor, or any hashable values.
 
     Raises:
-        ValueError: `groups` are a tensor that is not one-dimensional.
+        ValueError: `groups` is a tensor that is not one-dimensional.
 
-    Balance: no part has more than share * (samples + (parts - 1) * those of the largest group); for equal
-    shares at most 4/3 - 1/(3 * parts) of what the best division could do (`largest_first`).
+    Balance: no part has more than share * (samples + (parts - 1) * samples in the largest group); with equal shares at
+    most 4/3 - 1/(3 * parts) times the largest part of the best division (`largest_first`).
 
     Example:
         >>> words = ["ant", "bee", "axe", "bat", "bow", "cup"]

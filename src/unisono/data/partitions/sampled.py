@@ -1,4 +1,4 @@
-"""Sampled: the sequence of another sampler, dealt in turns."""
+"""Sampled: the output of another sampler, dealt in turns."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _one_at_a_time = threading.RLock()
 
 
 class Sampled(Strided):
-    """Output of another sampler, each entry on one rank: a `WeightedRandomSampler`, a `BatchSampler`, or your own.
+    """Another sampler's output, each entry on one rank: a `WeightedRandomSampler`, a `BatchSampler`, or your own.
 
-    An epoch's sequence depends on the seed and the epoch alone, so it is the same on every rank: the sampler draws
-    from a generator that is seeded for it (its own attribute `generator`, or that of the sampler inside it; a
-    sampler without a generator draws from the global ones of Python, numpy and torch, which are seeded and restored).
-    One that draws from elsewhere fails: ranks with a `Communicator` compare what they have drawn for an epoch.
-    A sample that occurs twice in the sequence is assigned twice.
+    An epoch's sequence depends only on the seed and the epoch, so it is the same on every rank: the generator that the
+    sampler draws from is seeded. That is its attribute `generator`, or that of the sampler inside it; without one, the
+    global generators of Python, numpy and torch, which are restored afterwards. A sampler that draws from elsewhere
+    fails, because ranks with a `Communicator` compare their draws for each epoch. A sample that occurs twice in the
+    sequence is assigned twice.
 
     Args:
         sampler: Any object that can be iterated repeatedly. It defines the order: `shuffle` is False.
 
-    Balance: less than one entry of the sequence away from the share. Cost: the whole sequence, on every rank.
+    Balance: less than one entry of the sequence away from the share. Cost: drawing the whole sequence on every rank.
 
     Example:
         >>> sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0, 8.0], num_samples=6)
@@ -82,7 +82,7 @@ def _seeded(sampler: Any, seed: int) -> Iterator[None]:
             inner.generator = before
         return
     state = random.getstate()
-    # A sampler that draws from numpy has imported it.
+    # A sampler that draws from numpy has already imported it.
     numpy = sys.modules.get("numpy")
     drawn = numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=[]):

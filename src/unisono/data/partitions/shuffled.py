@@ -12,12 +12,12 @@ __all__ = ["PARTITIONER", "Shuffled"]
 
 
 class Shuffled(Strided):
-    """Order that is reshuffled each epoch; parts take turns. Suits most training.
+    """Order reshuffled each epoch, dealt in turns. Suits most training.
 
-    Equal parts: part r of p has places r, r + p, r + 2p and so on of the epoch's order, which is the same for any p.
+    Part r of p equal parts has positions r, r + p, r + 2p and so on of the epoch's order, which is the same for any p.
     Unequal parts are runs of the shuffled order.
 
-    Balance: less than one sample away from the share. Cost: nothing, for any number of samples (`IndexShuffle`).
+    Balance: less than one sample away from the share. Cost: none, for any number of samples (`IndexShuffle`).
 
     Example:
         >>> parts = list(un.data.DataPartitioner(range(10), [0.5, 0.5], partition="shuffled"))

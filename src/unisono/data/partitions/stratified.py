@@ -23,10 +23,10 @@ class Stratified(AssignmentPartitioner):
         labels: One for each sample: an integer tensor, or any hashable values.
 
     Raises:
-        ValueError: `labels` are a tensor that is not one-dimensional.
+        ValueError: `labels` is a tensor that is not one-dimensional.
 
-    Balance: for each label less than one sample away from the share. Of all samples less than one if the shares
-    are equal, else less than one for each label.
+    Balance: for each label, less than one sample away from the share. In total, less than one sample if shares are
+    equal, and otherwise less than one per label.
 
     Example:
         >>> labels = ["cat"] * 8 + ["dog"] * 4
@@ -49,7 +49,7 @@ class Stratified(AssignmentPartitioner):
         by_label = shuffled[labels[shuffled].argsort(stable=True)]
         owners = torch.empty_like(by_label)
         if len(set(shares)) == 1:
-            # One deal goes on from label to label, which evens out what each leaves over.
+            # Dealing continues from label to label, which evens out each label's remainder.
             owners[by_label] = torch.arange(len(samples), device="cpu") % parts
         elif len(samples):
             counts = [count for label in labels.bincount().tolist() for count in apportion(label, shares)]

@@ -15,11 +15,11 @@ __all__ = ["PARTITIONER", "Strided"]
 class Strided(Partitioner):
     """Parts take turns: of p equal parts, part r has samples r, r + p, r + 2p and so on.
 
-    Parts of unequal shares are spread over the whole as evenly as whole numbers can be, by the times at which
-    each would be half-way through its samples (Webster's method of apportionment).
+    Unequal parts are spread as evenly as possible, in order of the time at which each would be half-way through its
+    next sample (Webster's method of apportionment).
 
-    Balance: less than one sample away from the share. Cost: nothing for equal shares; for others a sort of all
-    places, some 50 bytes a sample.
+    Balance: less than one sample away from the share. Cost: none for equal shares; for others a sort of all positions,
+    with about 50 bytes a sample.
 
     Example:
         >>> [list(part) for part in un.data.DataPartitioner(range(10), [0.5, 0.3, 0.2], partition="strided")]

@@ -1,4 +1,4 @@
-"""Weighted: parts as large as wished, or as ranks are fast."""
+"""Weighted: parts of any size, for example in proportion to the ranks' speed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["PARTITIONER", "Weighted"]
 
 
 class Weighted(Partitioner):
-    """Parts in proportion to weights, such as the samples a second that each rank manages.
+    """Parts in proportion to weights, such as each rank's samples per second.
 
-    Ranks that take their share of each batch (`un.data.apportion` of its size) make as many steps as each other.
+    Ranks that take their share of each batch (from `un.data.apportion`) make equally many steps.
 
     Args:
         weights: One for each part, 0 or more, such as samples per second; only their ratios matter. None: the shares
             that the caller passes.
-        partition: The partitioner that deals; `shuffled` if None.
+        partition: The inner partitioner, which deals the samples; `shuffled` if None.
 
-    Balance: that of the partitioner that deals, around these shares.
+    Balance: as the inner partitioner, around these shares.
 
     Raises:
-        ValueError: A weight is negative or no number, or all are 0; when parts are made, there are not as many
-            weights as parts.
+        ValueError: A weight is negative or NaN, or all are 0. When parts are made: the number of weights differs from
+            that of parts.
 
     Example:
         >>> ranks = [un.data.PartitionSampler(range(12), num_replicas=3, rank=r, partition=un.data.weighted([3, 2, 1]))

@@ -2,13 +2,13 @@
 
     dist.init_process_group("unisono")
 
-An existing program then runs as it is: collectives, DDP, FSDP, sub-groups, checkpoints. For a program that also
-uses GPUs say "cpu:unisono,cuda:nccl". Torch loads the backend itself where unisono is installed; where that is
-turned off (TORCH_DEVICE_BACKEND_AUTOLOAD=0), `import unisono.interop` registers it.
+An existing program then runs unchanged: collectives, DDP, FSDP, sub-groups, checkpoints. A program that also uses GPUs
+passes "cpu:unisono,cuda:nccl". Torch loads the backend itself if unisono is installed; if that is turned off
+(TORCH_DEVICE_BACKEND_AUTOLOAD=0), `import unisono.interop` registers it.
 
-What gloo has and this backend has not: `dist.monitored_barrier`, which torch allows for
-gloo by its name (call the group's own method `monitored_barrier`); and DDP's communication hooks that are built
-into torch's C++ code (those of `torch.distributed.algorithms.ddp_comm_hooks` work).
+Unlike gloo, this backend lacks `dist.monitored_barrier`, which torch allows only for a backend called gloo (call the
+group's method `monitored_barrier` instead), and DDP's communication hooks that are built into torch's C++ code (those
+in `torch.distributed.algorithms.ddp_comm_hooks` work).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every form in which torch lets a method of a process group be called, as the one that `UnisonoGroup` implements."""
+"""Translates every form in which torch allows a process group's method to be called into that of `UnisonoGroup`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _BETWEEN = {
     "reduce_scatter": ("op",),
     "scatter": ("root",),
 }
-"""What stands between tensors and timeout where there is no options object, by method."""
+"""Parameters between tensors and timeout in the form without an options object, by method."""
 _DEFAULTS = {"root": 0, "op": dist.ReduceOp.SUM, "timeout": None}
 
 
 class CallForms:
-    """The forms of one method: all tensors in lists and an options object, as torch's own functions call it, or
-    single tensors, and root, operation and timeout one by one, as programs do.
+    """The forms of one method: tensors in lists with an options object, as torch's functions call it, or single tensors
+    with root, operation and timeout as separate arguments, as programs do.
 
-    Torch names a parameter differently from form to form (output, outputTensor, output_tensors), so a keyword
-    means the parameter that begins like it.
+    Torch names a parameter differently from form to form (output, outputTensor, output_tensors), so a keyword selects
+    the parameter whose name begins like it.
 
     Attributes:
         lists: Names of the parameters that are lists of tensors.
@@ -43,7 +43,7 @@ class CallForms:
         given = [Parameter(p.name, p.kind, default=p.default) for p in signature(method).parameters.values()][1:]
         own = [parameter for parameter in given if parameter.name != "opts"]
         self.lists: list[str] = [p.name for p in own if p.name in ("tensors", "outputs", "inputs")]
-        # `output_split_sizes` begins like `output`, too.
+        # Longest first, because `output_split_sizes` also begins like `output`.
         self._longest = sorted((p.name for p in own), key=len, reverse=True)
         self.optioned: bool = own != given
         loose = (*_BETWEEN.get(self._name, ()), "timeout") if self.optioned else ()
@@ -51,7 +51,7 @@ class CallForms:
         self._grouped = Signature(given)
 
     def arguments(self, args: Sequence[object], keywords: Mapping[str, object]) -> list[Any]:
-        """Return the positional arguments of the method. Raises `TypeError` for arguments of no form."""
+        """Return the positional arguments of the method; raise `TypeError` for arguments that fit no form."""
         named = {
             next((name for name in self._longest if keyword.startswith(name.removesuffix("s"))), keyword): value
             for keyword, value in keywords.items()
@@ -64,7 +64,7 @@ class CallForms:
             values = bound.arguments
             if not grouped and self.optioned:
                 values["opts"] = _options(**{name: values.pop(name) for name in _DEFAULTS if name in values})
-            # Torch leaves out the outer list of all arguments, or of none.
+            # Torch omits the outer list either for all arguments or for none.
             single = any(isinstance(values[name], torch.Tensor) for name in self.lists)
             for name in self.lists:
                 values[name] = [values[name]] if single else _listed(values[name], name)

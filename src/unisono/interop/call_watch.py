@@ -1,4 +1,4 @@
-"""The watch of torch's process groups on one rank: reports each call to the monitor, and raises what it finds."""
+"""Watches torch's process groups on one rank: reports each call to the monitor, and raises the errors that it finds."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ __all__ = ["EXIT_STATUS", "Watch", "watch", "watch_at_init"]
 _Check = Literal["after", "before"]
 
 EXIT_STATUS = 70
-"""Exit status of a rank that the watch ends, because it does not come back from a call, or makes no other."""
+"""Exit status of a rank that the watch ends because it does not return from a call, or makes no more calls."""
 
 _MEET_WITHIN_S = 60.0
 _SHARE = 0.9
-"""Part of a group's own timeout after which the watch reports missing ranks, before torch's own error."""
+"""Fraction of a group's own timeout after which the watch reports missing ranks, before torch's own error."""
 _ASYNC_WAITS_S = 0.05
 _BLOCKED_S = 0.3
 _BUSY_S = 5.0
@@ -63,14 +63,14 @@ _installed = False
 
 
 class _WatchedGroup:
-    """A process group of torch's.
+    """A torch process group.
 
     Attributes:
-        index: By which reports refer to it.
+        index: Number by which reports refer to it.
         size: Number of its ranks.
-        text: For errors.
+        text: Name in errors.
         calls: Number of collectives called.
-        activity: For hang reports.
+        activity: Activity for hang reports.
     """
 
     def __init__(self, index: int, group: Group, text: str) -> None:
@@ -82,9 +82,9 @@ class _WatchedGroup:
 
 
 class Watch:
-    """A watch of the process groups of this process, which `watch` makes. As a context, it is closed at the end.
+    """Watch of this process's process groups, made by `watch`. As a context manager, it closes at the end.
 
-    An error that leaves the context is reported to the other ranks.
+    An error that leaves the context manager is reported to the other ranks.
 
     Args:
         control: Connection to the monitor.
@@ -107,12 +107,12 @@ class Watch:
         self._threads: set[int] = set()
         self._lock = threading.Lock()
         self._cause: Cause | None = None
-        # Threads of this rank that are in a call, and whether one has raised what the watch found.
+        # Threads of this rank that are in a call, and whether one has raised the watch's error.
         self._inside = 0
         self._raised = False
 
     def close(self) -> None:
-        """End the watch: once a rank has, no more calls are compared on any. Idempotent."""
+        """End the watch. Once one rank has, no more calls are compared on any. Idempotent."""
         with contextlib.suppress(CommError):
             self._control.tell("finish")
         self._close()
@@ -130,7 +130,7 @@ class Watch:
         self._close()
 
     def invalidate_after_fork(self) -> None:
-        """Leave the calls of a forked child alone: the connection is its parent's."""
+        """Stop watching in a forked child, because the connection is its parent's."""
         self._forget()
 
     def _forget(self) -> None:
@@ -149,7 +149,7 @@ class Watch:
     def seen(
         self, form: Form, pg: dist.ProcessGroup, make: Callable[[], Any], args: tuple[Any, ...], op: str | None
     ) -> Any:
-        """Report a call, make it, and return what it returns; see `unisono.interop.dispatched_calls.install`."""
+        """Report a call, make it, and return its result; see `unisono.interop.dispatched_calls.install`."""
         name = pg.group_name
         where = self._groups[name] if name in self._groups else self._introduce(name, pg)
         if where is None:
@@ -159,16 +159,16 @@ class Watch:
         waits = form.waits(args)
         place = callers_place()
         key = (form.key(args), place, op, where.size)
-        # Reports of one group are in the order of its calls.
+        # Under the lock, so that a group's reports are in the order of its calls.
         with self._lock:
             index, signature = self._signatures.get(key) or self._describe(key, form, args)
             if signature.fingerprint.device == "meta":
-                # A compiler, or a mode for fake tensors, tries what a call would return: only this rank, perhaps.
+                # A compiler, or a fake tensor mode, only determines a call's result, perhaps on this rank alone.
                 return make()
             where.calls += 1
             number = where.calls
             self._threads.add(threading.get_ident())
-            # In a rank with several threads, a waiting thread does not keep the others from making calls.
+            # In a rank with several threads, a waiting thread must not keep the others from making calls.
             alone = waits and len(self._threads) == 1
             content = CALL.pack(where.index, number, signature.same, index, _CODES[op], alone)
             if not self._before:
@@ -196,7 +196,7 @@ class Watch:
             where.activity.calls = number
 
     def _introduce(self, name: str, pg: dist.ProcessGroup) -> _WatchedGroup | None:
-        """Begin to watch a group; None if some of its ranks are not watched, or torch does not know it."""
+        """Start to watch a group; return None if some of its ranks are not watched, or torch does not know it."""
         members = dist.get_process_group_ranks(pg) if pg in dist.distributed_c10d._world.pg_map else []
         with self._lock:
             if not members or not {*members} <= {*self._ranks}:
@@ -206,7 +206,7 @@ class Watch:
             group = Group(f"{self._group.name}/{name}", places.index(self._group.rank), places)
             text = f"group {name!r} of ranks {', '.join(map(str, places))}"
             if pg is dist.group.WORLD:
-                # Hang reports look for the calls of a rank under the name of the group that it has joined.
+                # Hang reports look up a rank's calls under the name of the group that it has joined.
                 group = self._group
                 text = "world"
             found = _WatchedGroup(sum(each is not None for each in self._groups.values()), group, text)
@@ -216,9 +216,9 @@ class Watch:
         return found
 
     def _describe(self, key: Any, form: Form, args: tuple[Any, ...]) -> tuple[int, Signature]:
-        """Tell the monitor of a signature, which it then knows by its index."""
+        """Send a signature to the monitor, which later reports refer to by index."""
         if len(self._signatures) == _MOST_SIGNATURES:
-            # The monitor forgets those whose indices are used again.
+            # The monitor drops those whose indices are reused.
             self._signatures.clear()
         _, place, op, size = key
         found = len(self._signatures), signature_of(form, args, op, place, size)
@@ -227,7 +227,10 @@ class Watch:
         return found
 
     def _compare(self, content: bytes, waits: bool, place: dict[str, Any]) -> None:
-        """Wait until all ranks make this call. Other ranks may lawfully make asynchronous calls in another order."""
+        """Wait until all ranks make this call.
+
+        With asynchronous calls, other ranks may legitimately use another order.
+        """
         try:
             self._control.compare(content, None if waits else _ASYNC_WAITS_S)
         except CommError as error:
@@ -237,14 +240,14 @@ class Watch:
             raise error.locate(**place) from None
 
     def _explain(self, error: RuntimeError, form: Form, where: _WatchedGroup, number: int) -> None:
-        """Raise the failure of another rank, if the error in a call follows from that."""
+        """Raise another rank's failure if it caused the error in a call."""
         if follows(error):
             self._await_cause(error, form.operation)
         if self._cause is not None:
             self._raise(form, where, number, error)
 
     def _await_cause(self, error: BaseException, operation: str) -> None:
-        """Report an error that follows from a failure elsewhere, and wait until that is known."""
+        """Report an error that may follow from a failure elsewhere, and wait until that is known."""
         message = f"rank {self._group.rank} failed in {operation}: {type(error).__name__}: {text_of(error)}"
         with contextlib.suppress(CommError):
             self._control.report_failure(self._group, Cause("PeerLostError", self._group.rank, message))
@@ -265,14 +268,14 @@ class Watch:
         }
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Wait for the failure of another rank, from which the error follows that ends this one."""
+        """Wait for another rank's failure that may have caused the error that ends this one."""
         self._raised = True
         if error is not None and follows(error):
             self._await_cause(error, "the program")
 
     # -- failures ------------------------------------------------------------------------------
     def failed(self, cause: Cause) -> None:
-        """Take the failure that the monitor reports, print it, and see to it that this rank ends."""
+        """Handle a failure reported by the monitor: print it, and make sure that this rank ends."""
         if self._control.server_lost:
             _say(f"the watch has ended, and calls are no longer compared: {cause.message}")
             self._groups = dict.fromkeys(self._groups)
@@ -283,7 +286,7 @@ class Watch:
         spawn_thread(self._end_soon, "unisono end of a watched rank")
 
     def _end_soon(self) -> None:
-        """End this process if no thread of it raises the failure: it waits in C++, or makes no other call."""
+        """End this process if no thread raises the failure soon, because all wait in C++, or make no more calls."""
         began = clock.now()
         while not self._raised:
             waited_s = clock.now() - began
@@ -297,29 +300,29 @@ class Watch:
 
 
 def watch(group: dist.ProcessGroup | None = None, *, check: _Check = "after", timeout: Timeout | None = None) -> Watch:
-    """Compare the calls that ranks make on torch's own process groups, and name what differs. Collective.
+    """Compare the ranks' calls on torch's own process groups, and report differences. Collective.
 
-    Call it after `init_process_group`, on every rank of the group. The backend remains; calls from Python, from DDP's
-    C++ code, and functional collectives are seen alike.
+    Call it after `init_process_group`, on every rank of the group. The backend stays the same; calls from Python, from
+    DDP's C++ code, and functional collectives are all seen.
 
     Provisional: it may change in any minor version, without a deprecation.
 
     Args:
-        group: The ranks that take part; the default group if None. Their groups are watched, as far as all of a
-            group's ranks take part, those that are made later too.
-        check: "after": calls are reported to a process beside the ranks, which compares them, while they run: no call
-            waits. On a difference each rank prints an error, and raises it at its next call; a rank that does not get
-            that far is ended, with exit status 70. "before": a call waits until all ranks have made the same one, and
-            is made only then; an asynchronous one waits for 0.05 s at most.
-        timeout: Seconds, or a `timedelta`, after which ranks that have not arrived are named; by default nine tenths
-            of each group's own timeout.
+        group: The ranks that take part; the default group if None. All groups within these ranks are watched, including
+            those made later.
+        check: "after": a separate process compares the calls while they run, so no call waits. On a difference each
+            rank prints an error, and raises it at its next call; a rank that does not get that far is ended with exit
+            status 70. "before": a call waits until all ranks have made the same one, and only then runs; an
+            asynchronous one waits for at most 0.05 s.
+        timeout: Seconds, or a `timedelta`, after which missing ranks are reported; by default nine tenths of each
+            group's own timeout.
 
     Returns: The watch, whose `close` ends it.
 
     Raises:
-        ValueError: There is no default group, `check` or `timeout` has no such value, the process is watched, or not
-            in the group, or the group's backend cannot be watched.
-        CommTimeoutError: Not all ranks of the group have called it within a minute.
+        ValueError: There is no default group, `check` or `timeout` is invalid, the process is already watched or not in
+            the group, or the group's backend cannot be watched.
+        CommTimeoutError: Not all ranks of the group called it within a minute.
 
     Example:
         >>> watched = un.interop.watch()
@@ -371,9 +374,9 @@ def _meet(store: dist.Store, rank: int, ranks: list[int], check: _Check, limit_s
     control = CallControl((in_zone_of(host, master), port), secret, _MEET_WITHIN_S, rank=rank)
     made = Watch(control, Group.world(rank, size, name), ranks, check, limit_s)
     control.attend(Group.world(rank, size, name), made.failed, os.getpid() if its == here else 0)
-    # The monitor misses only ranks that have attended, so all must have before the first call.
+    # The monitor only notices missing ranks that have connected once, so all must connect before the first call.
     control.exchange(Group.world(rank, size, name), "watch", check, _MEET_WITHIN_S)
-    # Registered after the connection was, so it closes first.
+    # Registered after the connection, so that it closes first.
     close_at_exit(made)
     invalidate_after_fork(made)
     return made
@@ -389,13 +392,13 @@ def _timeout_s(pg: dist.ProcessGroup) -> float:
 
 def _say(text: str) -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):
-        # In one write, so that texts of several ranks do not mix.
+        # In one write, so that texts from several ranks do not mix.
         sys.stderr.write(f"unisono watch: {text}\n")
         sys.stderr.flush()
 
 
 def watch_at_init(setting: str) -> None:
-    """Let `init_process_group` call `watch`: what UNISONO_WATCH in the environment asks for.
+    """Make `init_process_group` call `watch`, as requested by UNISONO_WATCH in the environment.
 
     Args:
         setting: "after" or "before"; anything else means "after". UNISONO_WATCH_TIMEOUT holds the timeout in seconds.

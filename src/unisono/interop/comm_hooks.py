@@ -29,9 +29,9 @@ _Kind = tuple[torch.dtype, tuple[torch.Size, ...]]
 def averaging(codec: Spec, comm: Communicator) -> Hook:
     """Return a hook that averages DDP's buckets with a codec while backward runs. One hook per model.
 
-    Collective: creates a communicator of the same ranks for the hook, and one thread that averages bucket after
-    bucket. Both end with `comm`, so close `comm` after training. Each bucket has its own codec. DDP rebuilds its
-    buckets after the first step; the error feedback accumulated until then is dropped.
+    Collective: creates a communicator of the same ranks for the hook, and a thread that averages bucket after bucket.
+    Both end with `comm`, so close `comm` after training. Each bucket has its own codec. DDP rebuilds its buckets after
+    the first step, which drops the error feedback accumulated until then.
 
     Args:
         codec: A codec, a class or function that creates one, or a name.
@@ -41,7 +41,7 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
         A function for `register_comm_hook`; it ignores `state`.
 
     Raises:
-        ValueError: There is no such codec.
+        ValueError: No such codec.
 
     Example:
         >>> import torch.distributed as dist
@@ -53,7 +53,7 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
     pattern = resolve(codec)
     own = comm.dup()
     own.allow_any_thread()
-    # One thread, so that buckets are averaged in the order in which DDP fills them: the same on all ranks.
+    # One thread, so that buckets are averaged in the order in which DDP fills them, which is the same on all ranks.
     thread = ThreadPoolExecutor(1, "unisono comm hook")
     codecs: dict[int, tuple[_Kind, Codec]] = {}
 
@@ -74,7 +74,7 @@ def averaging(codec: Spec, comm: Communicator) -> Hook:
         return _in_thread(thread, lambda: _average(chosen, flat, own, sizes))
 
     comm.after_close(lambda: thread.shutdown(wait=True))
-    # Torch compares them with types, where this module has text.
+    # Set as types, because torch compares them with types, and this module's annotations are text.
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
     hook.__name__ = hook.__qualname__ = f"unisono.{pattern.name}"
     return hook
@@ -87,7 +87,10 @@ def _average(codec: Codec, flat: torch.Tensor, comm: Communicator, sizes: Sequen
 
 
 def _in_thread(thread: ThreadPoolExecutor, action: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
-    """A future of what the action returns. Its error is torch's, with ours as text, so that C++ sees it as one."""
+    """Return a future of the action's result.
+
+    Errors become torch's class with our text, so that C++ recognises them.
+    """
     ended: torch.futures.Future[None] = torch.futures.Future()
     try:
         work = thread.submit(action)

@@ -1,4 +1,4 @@
-"""The part of a group that is for other devices, as in "cpu:unisono,cuda:nccl": torch's own backends."""
+"""The part of a group for other devices, as in "cpu:unisono,cuda:nccl": torch's own backends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 _OPTIONS = tuple(kind for name, kind in vars(dist.distributed_c10d).items() if name.endswith("Options"))
 
-# Methods as older versions of torch call them.
+# Names of methods in older versions of torch.
 _OLDER = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -38,17 +38,17 @@ _OLDER = {
 class DeviceBackends:
     """Torch's groups of the same ranks for other devices, each created when a tensor first needs it.
 
-    Torch drops all other backends if one is a group written in Python, so they are kept here.
+    Torch drops all other backends if one is a Python group, so they are kept here.
 
     Args:
-        group: The whole group; torch knows its configuration.
+        group: The whole group, under which torch stores the configuration.
         store: Store for this group alone.
         timeout: Timeout of their operations.
         options: The user's options for them, if any.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store, timeout: timedelta, options: object) -> None:
-        # The group holds this; in a circle it would outlive its last user.
+        # Weak, because the group holds this object, and a cycle would outlive its last user.
         self._group_ref = weakref.ref(group)
         self._store = store
         self._timeout = timeout
@@ -75,10 +75,10 @@ class DeviceBackends:
         return {kind: name for kind, name in pairs if kind != "cpu"}
 
     def of(self, device: torch.device) -> dist.ProcessGroup:
-        """The group for a device. Raises `ValueError` if the configuration has none, `UnavailableError` with hooks."""
+        """Return a device's group; raise `ValueError` if the configuration has none, `UnavailableError` with hooks."""
         kind = device.type
         if self.has_hooks:
-            # They would not be called: the hooks are those of `through`.
+            # Its hooks would not be called, because they belong to `through`.
             raise UnavailableError(f"a group with hooks carries tensors on the CPU alone, not on {device}")
         if kind not in self._made:
             names = self.names()
@@ -92,12 +92,12 @@ class DeviceBackends:
 
     @cached_property
     def through(self) -> dist.ProcessGroup:
-        """A group of the same ranks that has operators and no backend; see `dispatched`."""
+        """A C++ group of the same ranks that has operators but no backend; see `dispatched`."""
         made = dist.ProcessGroup(self._store, self._group.rank(), self._group.size())
         return self._named(made)
 
     def hooked(self) -> Any:
-        """`through`, on which calls are made from now on, so that its hooks are called; see `between_hooks`.
+        """Return `through`, which calls go through from now on, so that its hooks are called; see `between_hooks`.
 
         Raises `UnavailableError` before torch 2.14.
         """
@@ -105,7 +105,7 @@ class DeviceBackends:
             raise UnavailableError(f"hooks of process groups need torch 2.14; this is {torch.__version__}")
         if not self.has_hooks:
             with_backend(self.through)
-            # Torch's flight recorder takes the name from the backend, which gets it from its group.
+            # Torch's flight recorder reads the name from the backend, which gets it from its group.
             self._named(self.through)
             self.has_hooks = True
         return self.through
@@ -122,7 +122,7 @@ class DeviceBackends:
         backend_type = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
         backend = self._backend(name, store, rank, size)
         if isinstance(backend, dist.ProcessGroup):
-            # Another one that is written in Python.
+            # Another Python group.
             return backend
         made = dist.ProcessGroup(store, rank, size)
         made._set_default_backend(backend_type)
@@ -173,13 +173,13 @@ _EVENTS = {
     "alltoall": "all_to_all",
     "all_to_all_single": "all_to_all",
 }
-"""Names of events, which are those of gloo's, by method."""
+"""Names of profiler events by method, the same as gloo's."""
 
 
 def by_device(method: Callable[..., R]) -> Callable[..., R]:
-    """Take every form of a call, and hand one about tensors of another device to the group that carries it.
+    """Accept every form of a call, and pass one with another device's tensors to that device's group.
 
-    Others are seen by torch's profiler. One that returns before it is done is an event until it returns.
+    Other calls are events in torch's profiler. An asynchronous one is an event until it returns.
     """
     event = f"unisono:{_EVENTS.get(method.__name__, method.__name__)}"
     forms = CallForms(method)
@@ -188,26 +188,26 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
 
     @wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> R:
-        # Torch's own functions pass lists and an options object: their calls skip the translation.
+        # Torch's own functions pass lists and an options object, so their calls skip the translation.
         own: Sequence[Any] = args
         if kwargs or not args or (forms.lists and type(args[0]) is not list) or type(args[-1]) not in last:
             own = forms.arguments(args, kwargs)
         first = first_tensor(own)
         kind = "cpu" if first is None else first.device.type
         name = method.__name__
-        # Under `_DisableTorchDispatch` modes see nothing, and an operator would reach no kernel.
+        # Under `_DisableTorchDispatch`, modes see nothing, and an operator would have no kernel.
         watched = modes() and not excluded(PYTHON)
         handled = first is not None and (kind == "meta" or type(first).__torch_dispatch__ is not PLAIN)
         hooked = kind == "cpu" and self.others.has_hooks
         make = method
-        # A fake or meta tensor needs no backend, but gets the one that the group has for its device.
+        # A fake or meta tensor needs no backend, but uses the group's backend for its device.
         if hooked or (watched or handled if kind == "cpu" else handled and kind not in self.others.names()):
             through = self.others.through
             operator = partial(getattr(through, _present(through, name)), *args, **kwargs)
             if not hooked:
                 ended: R = dispatched(operator, partial(call, self), own)
                 return ended
-            # That one has a backend, which modes and subclasses reach in the end.
+            # That group has a backend, which modes and subclasses reach in the end.
             make = partial(between_hooks, operator, method)
         if kind == "cpu":
             try:
@@ -230,7 +230,7 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
 
 
 def _present(group: dist.ProcessGroup, name: str) -> str:
-    """Return the name that this version of torch has for a method."""
+    """Return a method's name in this version of torch."""
     return name if hasattr(group, name) else _OLDER[name]
 
 
@@ -240,7 +240,7 @@ def _given(arguments: Sequence[object]) -> list[torch.Tensor]:
 
 
 def _tensors(argument: object) -> list[torch.Tensor]:
-    """All tensors in an argument."""
+    """Return all tensors in an argument."""
     if isinstance(argument, list):
         return [tensor for part in argument for tensor in _tensors(part)]
     return [argument] if isinstance(argument, torch.Tensor) else []

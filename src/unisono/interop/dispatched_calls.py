@@ -1,8 +1,8 @@
-"""Calls on torch's C++ process groups, seen where all of them pass: in torch's dispatcher.
+"""Intercepts all calls on torch's C++ process groups, in torch's dispatcher.
 
-Whoever calls a group, a program by `dist.all_reduce`, DDP's reducer in C++, a functional collective, calls an operator
-such as `c10d::allreduce_`. A kernel of ours for the key `BackendSelect`, which lies above the kernels of all devices
-and below autograd, modes and FakeTensor, gets each call with all of its arguments, and passes it on.
+All callers of a group, such as `dist.all_reduce`, DDP's reducer in C++ or a functional collective, call an operator
+such as `c10d::allreduce_`. Our kernel for the key `BackendSelect`, which is above the kernels of all devices and below
+autograd, modes and FakeTensor, gets each call with all its arguments, and passes it on.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _NAMES = {
     "barrier": ("barrier", None),
     "monitored_barrier_": ("monitored_barrier", None),
 }
-"""By the operator: the name in `torch.distributed`, and the argument whose length all ranks have in common."""
+"""By operator: the name in `torch.distributed`, and the argument whose length must be equal on all ranks."""
 _UNEVEN = ("all_to_all", "all_to_all_single")
 _LISTS = {"all_gather": "output_tensors", "reduce_scatter": "input_tensors"}
-"""Arguments with a tensor for each rank, whose lengths NCCL lets differ."""
+"""Arguments with a tensor for each rank, whose lengths may differ under NCCL."""
 _METHODS = (
     "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
@@ -55,11 +55,11 @@ OPERATIONS = tuple(sorted({name.lower() for name in dist.ReduceOp.RedOpType.__me
 
 
 class Form:
-    """Where the arguments of one operator are; torch's versions differ in some that come last.
+    """Positions of one operator's arguments; torch's versions differ in some of the last ones.
 
     Attributes:
         operation: Name in `torch.distributed`.
-        group: Place of the process group among the arguments.
+        group: Position of the process group among the arguments.
     """
 
     def __init__(self, operator: Any) -> None:
@@ -80,13 +80,13 @@ class Form:
         self._more = [place for place in more if place is not None]
 
     def waits(self, args: tuple[Any, ...]) -> bool:
-        """Return whether the caller waits for the result at once. Defaults at the end are not passed."""
+        """Return whether the caller waits for the result immediately. Trailing defaults are not passed."""
         if self._async is None:
             return self.operation == "monitored_barrier"
         return len(args) > self._async and not args[self._async]
 
     def key(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what the signature of a call depends on."""
+        """Return everything that a call's signature depends on."""
         return (
             self.operation,
             () if self._tensors is None else _layout(args[self._tensors]),
@@ -96,11 +96,11 @@ class Form:
 
 
 class Signature(NamedTuple):
-    """What ranks compare of a call, and what reports show.
+    """A call's values for comparison between ranks and for reports.
 
     Attributes:
-        same: Hash of what must be equal.
-        fingerprint: The whole; its number is 0.
+        same: Hash of the values that must be equal.
+        fingerprint: All values, with call number 0.
     """
 
     same: int
@@ -108,7 +108,7 @@ class Signature(NamedTuple):
 
 
 def signature_of(form: Form, args: tuple[Any, ...], op: str | None, place: Place, size: int) -> Signature:
-    """Return the signature of a call on a group of so many ranks."""
+    """Return the signature of a call on a group of `size` ranks."""
     _, layout, root, *more = form.key(args)
     tensors = _flat(layout)
     counts = tuple(shape.numel() for shape, _, _ in tensors)
@@ -133,7 +133,7 @@ def signature_of(form: Form, args: tuple[Any, ...], op: str | None, place: Place
         shape=tuple(tensors[0][0]) if len(tensors) == 1 else None,
         site=place,
     )
-    # An unknown operation (a C++ caller's) matches any other.
+    # An unknown reduce operation (from a C++ caller) matches any other.
     return Signature(hash_of(fingerprint._replace(op=None).compared()), fingerprint)
 
 
@@ -160,7 +160,7 @@ def _parts(tensors: list[tuple[torch.Size, torch.dtype, str]], splits: tuple[int
 
 
 class _Op(threading.local):
-    """The reduce operation of the call that this thread makes from Python, which the dispatcher hides."""
+    """The reduce operation of this thread's call from Python, which the dispatcher does not expose."""
 
     name: str | None = None
 
@@ -169,18 +169,18 @@ _op = _Op()
 
 
 def install(seen: _Seen) -> None:
-    """From now on, let a function make all calls. Once for each process.
+    """Pass all later calls to a function. Call once in each process.
 
     Args:
-        seen: Gets the operator's form, the group, a function that makes the call, its arguments, and the name of its
-            reduce operation, or None: it is known of calls from Python only. It returns what the function returns.
+        seen: Function of the operator's form, the group, a function that makes the call, its arguments, and the name of
+            its reduce operation (None unless called from Python). Returns the call's result.
     """
     library = torch.library.Library("c10d", "IMPL")
     for name in _NAMES:
         packet = getattr(torch.ops.c10d, name, None)
         if packet is not None:
             library.impl(name, _kernel(Form(packet.default), seen), "BackendSelect", with_keyset=True)
-    # The registration ends when the library object is collected.
+    # Kept, because the registration ends when the library object is collected.
     _libraries.append(library)
     for name in _METHODS:
         if method := getattr(dist.ProcessGroup, name, None):
@@ -191,7 +191,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def unseen() -> list[str]:
-    """Return the operators that this version of torch lacks: their calls, if there are any, pass unseen."""
+    """Return the operators that this version of torch lacks, whose calls, if any, go unseen."""
     return [name for name in _NAMES if not hasattr(torch.ops.c10d, name)]
 
 
@@ -226,6 +226,6 @@ _OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
 def result_of(made: Any) -> dist.Work | None:
-    """Return the work among what an operator has returned."""
+    """Return the work among an operator's results."""
     boxed = made[-1] if isinstance(made, tuple) else made
     return dist.Work.unbox(boxed) if isinstance(boxed, torch.ScriptObject) else None

@@ -1,4 +1,4 @@
-"""Words of torch's own errors in ours: programs that restart after a failure search the text for them."""
+"""Adds the words of torch's errors to ours, because programs that restart after a failure search for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MARK = "[torch: "
 
 
 def add_torch_words(error: CommError) -> None:
-    """Add to an error's message what torch's backends write for the same failure, once.
+    """Add the text of torch's backends for the same failure to an error's message, once.
 
     Example:
         >>> error = PeerLostError("rank 1 was lost")
@@ -30,14 +30,14 @@ def add_torch_words(error: CommError) -> None:
         return
     # Two waiters may get the same error, and a report to other ranks repeats the message.
     if _MARK not in error.message:
-        # What each rank does stands in the lines below.
+        # Each rank's activity is in the lines below the first.
         sentence, *report = error.message.split("\n")
         error.message = "\n".join([f"{sentence} {_MARK}{words}]", *report])
 
 
 @contextmanager
 def torch_words() -> Iterator[None]:
-    """Add torch's words to an error that leaves the block. Calls of a tensor catch it themselves, which is faster."""
+    """Add torch's words to an error that leaves the block. Calls with a tensor catch it themselves, which is faster."""
     try:
         yield
     except CommError as error:

@@ -1,4 +1,4 @@
-"""Communicators for the ranks of a torch group: torch's store holds the address of the control plane."""
+"""Communicators for the ranks of a torch group, which find the control plane's address in torch's store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class JoinedGroup:
     Attributes:
         comm: The communicator, usable from any thread.
         control: This rank's handle to the control plane.
-        group: The group as known to the control plane.
+        group: The group in the control plane.
     """
 
     comm: Communicator
@@ -52,7 +52,7 @@ class JoinedGroup:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_options: GroupOptions) -> JoinedGroup:
-    """Join the other ranks of a new torch group. Each rank calls it, with a store for this group alone.
+    """Join the other ranks of a new torch group. Each rank calls it, with a store for this group only.
 
     Rank 0 hosts a control plane and publishes its address, with a fresh secret, in the store: any process that
     can read the store can join.
@@ -73,7 +73,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
             held.release()
         raise
     if rank == 0:
-        # All ranks have read it. A later group of the same name must not find it.
+        # All ranks have read it, and a later group of the same name must not find it.
         with contextlib.suppress(RuntimeError):
             for key in (_ADDRESS_KEY, *map(_rank_key, range(size))):
                 store.delete_key(key)
@@ -88,7 +88,7 @@ def _join(
     if published[0] == _FAILED:
         raise error_of(Cause(published[1], None, published[2]), Group.world(rank, size))
     _, host, port, secret, name, transport = published
-    # It listens already.
+    # It is already listening.
     control = SocketControl(
         (in_zone_of(host, os.environ.get("MASTER_ADDR", "")), port),
         secret,
@@ -145,7 +145,7 @@ def _host(store: dist.Store, size: int, timeout_s: float) -> Lease | None:
 
 
 def _chosen(hosts: set[str], obstacle: str | None, builds: tuple[str, ...], requested: tuple[str, ...]) -> str:
-    """The transport for these ranks."""
+    """Return the transport for these ranks."""
     name = requested[0]
     if len(set(requested)) > 1:
         quoted = "; ".join(f"rank {r}: {other!r}" for r, other in enumerate(requested))
@@ -170,7 +170,7 @@ def _rank_key(rank: int) -> str:
 
 def publish(store: dist.Store, key: str, value: object) -> None:
     """Set a key of a torch store to a value of `unisono.serialization`."""
-    # Stores take bytes as well; torch's annotations do not say so.
+    # Stores accept bytes as well, although torch's annotations do not say so.
     store.set(key, serialization.encode(value))  # type: ignore[arg-type]
 
 
@@ -178,7 +178,7 @@ def read(store: dist.Store, key: str, timeout_s: float, missing: str) -> Any:
     """Return the value of a key as soon as a rank has published it.
 
     Raises:
-        CommTimeoutError: None has in time; `missing` says which one.
+        CommTimeoutError: None has in time; `missing` names the rank.
     """
     try:
         store.wait([key], timedelta(seconds=timeout_s))

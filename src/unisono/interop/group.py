@@ -1,4 +1,4 @@
-"""Process group that torch sees: its identity, its collectives and messages by a communicator, its lifetime."""
+"""The process group that torch sees: identity, collectives and messages over a communicator, and lifetime."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["Leaving", "UnisonoGroup"]
 _Tensors = list[torch.Tensor]
 _Lists = list[list[torch.Tensor]]
 
-# Its methods are torch's, but for other names and optional arguments, of which torch's annotations say other types.
+# Its methods are torch's, except for names and optional arguments, which torch annotates differently.
 _ProcessGroup: Any = dist.ProcessGroup
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -53,18 +53,19 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     """Torch process group over a unisono communicator. Torch creates it; see `register`.
 
-    Callable from any thread, as autograd's threads do. Python callers, and torch's C++ code, look up
-    methods by name; some names are used by only one of the two.
+    Callable from any thread, including autograd's. Python callers and torch's C++ code look up methods by name; some
+    names are used by only one of the two.
 
-    Objects that outlive it, such as a work, must not hold it: a dropped group leaves the other ranks immediately.
+    Objects that outlive it, such as a work, must not refer to it: a dropped group leaves the other ranks immediately.
 
     Args:
-        store: Torch's store, for this group alone.
-        rank, size: In this group.
-        timeout: Timeout of joining, and default of every operation.
+        store: Torch's store, for this group only.
+        rank, size: This rank in the group, and its size.
+        timeout: Timeout for joining, and default of every operation.
         group_options: The options that the user requested.
         others_options: The user's options for the backends of other devices.
-        connect: Makes a communicator of the ranks: `meet`, or what replaces it where the ranks have met already.
+        connect: Function that makes a communicator of the ranks: `meet`, or a replacement if they are already
+            connected.
     """
 
     def __init__(
@@ -78,15 +79,15 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         others_options: object = None,
         connect: Callable[[dist.Store, int, int, float, GroupOptions], JoinedGroup] = meet,
     ) -> None:
-        # Of torch's two constructors, the one that it documents is not for classes written in Python.
+        # Torch's documented constructor does not work for Python classes; this is its other one.
         super().__init__(rank, size)
         self._timeout_s = timeout.total_seconds()
-        # C++ holds only its part of a store, which fails without the Python part, if there is one.
+        # Keep the store: C++ holds only its own part, which fails without the Python part.
         self._store = store
         self._name = self._desc = "undefined"
         self._batch: list[UnisonoWork] | None = None
         self._barriers = self._communicators = self._sequence = 0
-        # As torch's wrapper of gloo, which raises what differs between the ranks before the call returns.
+        # Like torch's wrapper around gloo, which raises differences between ranks before the call returns.
         self._detailed = dist.get_debug_level() == dist.DebugLevel.DETAIL
         self.others: DeviceBackends = DeviceBackends(self, store, timeout, others_options)
         self._connect = connect
@@ -99,7 +100,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._progress = Progress(f"{label} messages")
         self._leaving = Leaving(self._queue, self._progress, self._comm)
         self._dropped = weakref.finalize(self, self._leaving.drop)
-        # The end of the process closes what is open then.
+        # Groups still open when the process ends are closed then.
         self._dropped.atexit = False
 
     # -- identity ------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return "unisono"
 
     def _get_backend_name(self) -> str:
-        # Torch's ShardedTensor queries this to locate its tensors: on the CPU for this name alone.
+        # Torch's ShardedTensor locates its tensors from this: on the CPU only for this name.
         return "unisono" if self.others.names() else "gloo"
 
     @property
@@ -136,7 +137,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # -- what it carries -----------------------------------------------------------------------
     @property
     def _device_types(self) -> list[torch.device]:
-        # Torch takes a new group with devices for one that is written in C++.
+        # Torch assumes that a new group with devices is a C++ group.
         return [torch.device(kind) for kind in ("cpu", *self.others.names())] if self.others.known else []
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -148,7 +149,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     get_backend: Callable[[UnisonoGroup, torch.device], Any] = _get_backend
 
-    # Methods that torch calls on a backend, which this group is for tensors on the CPU.
+    # Methods that torch calls on a backend; this group is the backend for CPU tensors.
     supports_coalescing = supports_splitting = supports_time_estimate = supports_reconfigure = False
     supports_window = supports_shrinking = use_pg_for_symm_mem_rendezvous = False
 
@@ -156,11 +157,11 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return False
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call a hook before each call of tensors on the CPU. Raises `UnavailableError` before torch 2.14."""
+        """Call a hook before each call with CPU tensors. Raises `UnavailableError` before torch 2.14."""
         self.others.hooked().register_pre_hook(hook_id, hook)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call a hook after each call, whose work may not be done then."""
+        """Call a hook after each call, perhaps before its work is done."""
         self.others.hooked().register_post_hook(hook_id, hook)
 
     def unregister_pre_hook(self, hook_id: int) -> None:
@@ -174,7 +175,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         raise UnavailableError("backend 'unisono' has no abort hooks; a call that times out or fails raises an error")
 
     def reconfigure(self, opts: object = None) -> None:
-        """Raise `UnavailableError`, which names what unisono has for it."""
+        """Raise `UnavailableError`, which names unisono's alternative."""
         raise UnavailableError("backend 'unisono' is not reconfigured; use Communicator.from_group(group).rebuild()")
 
     get_reconfigure_handle: Callable[[UnisonoGroup], None] = reconfigure
@@ -184,7 +185,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         raise UnavailableError("backend 'unisono' has no windows of torch's; send messages, or use un.rpc")
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: it counts from 0, as gloo does."""
+        """Do nothing: numbers count from 0, as in gloo."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
@@ -194,7 +195,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """What torch asks of the backend of a device: its name, and the default timeout."""
+        """Options that torch reads from a device's backend: its name, and the default timeout."""
         return Backend.Options("unisono", timedelta(seconds=self._timeout_s))
 
     # -- several calls as one ------------------------------------------------------------------
@@ -252,7 +253,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> UnisonoWork:
         return self._reduce_scatter_singles(outputs, inputs, opts)
 
-    # Not one method by another: hooks are called once.
+    # Not by calling another method, because hooks must be called once.
     def _reduce_scatter_singles(self, outputs: _Tensors, inputs: _Tensors, opts: Any) -> UnisonoWork:
         op = operation(opts)
         pairs = zip(outputs, inputs, strict=True)
@@ -298,7 +299,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     @by_device
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> UnisonoWork:
-        """Gather as many elements from each rank, one after another: since torch 2.15."""
+        """Gather equally many elements from each rank, one after another; since torch 2.15."""
         comm = self._comm
         tensor = plain(input)
         targets = None
@@ -361,7 +362,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # -- messages ------------------------------------------------------------------------------
     @by_device
     def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> UnisonoWork:
-        # Under torch's name: its `isend` calls this method, too.
+        # Under torch's name, because its `isend` also calls this method.
         work = self._messages.post("send", [Send(only(tensors, "send"), dst, tag)])
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
@@ -379,7 +380,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._progress.watch(work)
         return self._recorded(UnisonoWork(work, tensors))
 
-    # Names by which other versions of torch call the same.
+    # Names of the same methods in other versions of torch.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -401,7 +402,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if not asynchronous(opts) or self._detailed or self._connection.group.size == 1:
             self._queue.run(job)
             return self._recorded(UnisonoWork(None, result))
-        # _Tensors made in inference mode may be written in inference mode only, which is a thread's own.
+        # Tensors made in inference mode may only be written in inference mode, which is a setting per thread.
         inference = torch.is_inference_mode_enabled()
 
         def there() -> None:
@@ -423,14 +424,14 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         """Return a communicator of the same ranks for `Communicator.from_group`, independent of this group. Collective.
 
         Args:
-            timeout_s: Of joining, and default of every operation.
+            timeout_s: Timeout for joining, and default of every operation.
             chunk_bytes, check: As for `unisono.init`.
         """
         self._communicators += 1
         store = dist.PrefixStore(f"communicator {self._communicators}", self._store)
         options = GroupOptions(self._comm.backend, check, chunk_bytes)
         comm = self._connect(store, self.rank(), self.size(), timeout_s, options).comm
-        # As every other communicator, it belongs to the first thread that uses it.
+        # Like every other communicator, it belongs to the first thread that uses it.
         comm.release_thread()
         return comm
 
@@ -463,10 +464,10 @@ MAKERS.update({UnisonoGroup: UnisonoGroup.make_communicator})
 
 
 class Leaving:
-    """The end of a group. It knows nothing of the group, and so outlives it.
+    """The end of a group. It does not refer to the group, so it can outlive it.
 
-    Ranks may be threads of one process: then the end of a rank closes no connection, by which the others would notice.
-    So a group that is dropped is left in the background.
+    If ranks are threads of one process, the end of a rank closes no connection that the others would notice. So a
+    dropped group is left in the background.
     """
 
     def __init__(self, queue: SerialQueue, progress: Progress, comm: Communicator) -> None:
@@ -492,13 +493,13 @@ class Leaving:
         spawn_thread(self.leave, "unisono end of a torch group")
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Wait, when the process ends, for a departure in the background."""
+        """Wait, at the end of the process, for a departure in the background."""
         if self._dropped:
             self._over.wait(_AT_EXIT_S)
 
 
 def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: float | None) -> None:
-    """Make a sparse COO tensor the sum of all ranks' ones, in place. Blocking.
+    """Replace a sparse COO tensor with the sum over all ranks, in place. Blocking.
 
     Raises `ValueError` for another layout or operation.
     """
@@ -521,18 +522,18 @@ def _sum_sparse(comm: Communicator, tensor: torch.Tensor, op: str, timeout: floa
 
 
 def _truncated_mean(comm: Communicator, tensor: torch.Tensor, timeout: float) -> None:
-    """The mean of integers as NCCL gives it. Lightning asks every backend but gloo for one."""
+    """The mean of integers, truncated as in NCCL. Lightning requests it from every backend except gloo."""
     comm.all_reduce(tensor, "sum", timeout=timeout)
     tensor.div_(comm.size, rounding_mode="trunc")
 
 
 def _row(lists: _Lists) -> _Tensors:
-    """The only list in a list. A tensor in its place would pass for a list of its rows."""
+    """Return the only list in a list. A tensor instead would pass for a list of its rows."""
     if len(lists) != 1 or not isinstance(lists[0], list):
         raise TypeError(f"the list for all ranks stands in a list, not {[type(row).__name__ for row in lists]}")
     return [plain(t) for t in lists[0]]
 
 
 def _row_at_root(lists: _Lists) -> _Tensors | None:
-    """Torch gives a list of one list at the root, and an empty list (or an empty list in it) elsewhere."""
+    """Torch passes a list of one list at the root, and an empty list (or one with an empty list) elsewhere."""
     return (_row(lists) or None) if lists else None

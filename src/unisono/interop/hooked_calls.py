@@ -1,8 +1,8 @@
-"""Calls that pass torch's own kernels, for hooks that torch calls there: since torch 2.14.
+"""Routes calls through torch's own kernels, for the hooks that torch calls there since 2.14.
 
-The kernel of an operator, `c10d::allreduce_` say, calls the hooks of a C++ group around the method of its backend. A
-group written in Python is called directly, so its hooks would never be. They are registered instead with the C++ group
-that stands for ours in the dispatcher. From then on our calls are made on that one, whose backend makes them on ours.
+The kernel of an operator, such as `c10d::allreduce_`, calls a C++ group's hooks around its backend's method. A Python
+group is called directly, so its hooks would never run. They are registered instead with the C++ group that represents
+ours in the dispatcher. From then on our calls are made on that group, whose backend forwards them to ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Carrier", "between_hooks", "with_backend", "with_own_attach"]
 
 
 class _Call:
-    """A call that an operator is to make in the end."""
+    """A call that an operator will make in the end."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -28,7 +28,7 @@ class _Call:
 
 
 class _Calls(threading.local):
-    """Of a thread, the calls whose operators have begun: a hook may itself make one."""
+    """A thread's calls whose operators have begun; a stack, because a hook may itself make a call."""
 
     def __init__(self) -> None:
         self.begun: list[_Call] = []
@@ -45,7 +45,7 @@ class Carrier(Backend):
 
     @classmethod
     def take(cls, name: str) -> None:
-        """Have a method by this name."""
+        """Add a method of this name."""
         setattr(cls, name, cls._make)
 
     def _make(self, *args: Any) -> Any:
@@ -55,11 +55,11 @@ class Carrier(Backend):
 
 
 def between_hooks(operator: Callable[[], Any], method: Callable[..., Any], group: object, *_: object) -> Any:
-    """Call an operator of torch's, which calls hooks and, by a `Carrier`, a method of ours.
+    """Call a torch operator, which calls hooks and, through a `Carrier`, our method.
 
     Args:
-        operator: Method, with its arguments, of a C++ group that has a `Carrier`.
-        method: Method of our group, which gets the arguments that the operator hands on.
+        operator: Method of a C++ group with a `Carrier`, with its arguments.
+        method: Method of our group, called with the arguments that the operator passes on.
         group: Our group.
     """
     begun = _Call(partial(method, group))
@@ -68,21 +68,21 @@ def between_hooks(operator: Callable[[], Any], method: Callable[..., Any], group
         ended = operator()
     finally:
         _calls.begun.pop()
-    # C++ returns a work that knows no more than how to wait for ours. Nothing has been made for a fake tensor.
+    # C++ returns a work that can only wait for ours, so return ours. For a fake tensor there is none.
     return ended if begun.work is None else begun.work
 
 
 def with_backend(made: dist.ProcessGroup) -> None:
-    """Give a C++ group without a backend one for the CPU, which makes calls that have begun `between_hooks`."""
+    """Give a C++ group without a backend one for the CPU, which makes the calls begun by `between_hooks`."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
-    # A group with a default backend asks that for its rank.
+    # A group with a default backend reads its rank from that.
     carrier = Carrier(made.rank(), made.size())
     made._set_default_backend(kind)
     made._register_backend(torch.device("cpu"), kind, carrier)
 
 
 def with_own_attach(group_class: type[Any]) -> None:
-    """Let torch's hooks that attach themselves to a group of ours, in C++, attach to the one that has its hooks."""
+    """Redirect torch's C++ hooks that attach themselves to our group to the C++ group that has its hooks."""
     for name in ("FlightRecorderHook", "NanCheckHook"):
         if kind := getattr(torch._C._distributed_c10d, name, None):
             kind.attach = staticmethod(_attach_to(group_class, kind.attach))

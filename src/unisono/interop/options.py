@@ -39,8 +39,8 @@ class GroupOptions:
     """Options of one group, given as `pg_options` to `init_process_group` or `new_group`; equal on all ranks.
 
     Attributes:
-        transport: What carries the group: "shm", "tcp", "gloo", or "auto" for shared memory where all its ranks
-            are on one host, else tcp, or gloo where a rank has no native core.
+        transport: "shm", "tcp", "gloo", or "auto": shared memory if all ranks are on one host, else tcp, or gloo if a
+            rank has no native core.
         check: As for `unisono.init`.
         chunk_bytes: As for `unisono.init`.
 
@@ -55,7 +55,7 @@ class GroupOptions:
 
 
 def operation(options: Any) -> str:
-    """The name of the reduce operation in an options object of torch's, or in a `dist.ReduceOp`; sum by default.
+    """Return the name of the reduce operation in torch's options object or `dist.ReduceOp`; sum by default.
 
     Raises `ValueError` for PREMUL_SUM, which is NCCL's own.
 
@@ -85,26 +85,26 @@ def asynchronous(options: Any) -> bool:
 
 
 def only(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
-    """The only tensor of a list; several on one rank were for several devices of one process."""
+    """Return the only tensor of a list; torch's lists once held one for each device of a process."""
     if len(tensors) != 1:
         raise ValueError(f"{name} takes one tensor per rank, not {len(tensors)}")
     return unversioned(tensors[0])
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without a gradient history, which torch's own backends ignore.
+    """Return the same memory without a gradient history, which torch's own backends ignore.
 
-    Not only for what has one now: torch may give the tensor one before a later call is done, as its functions with
-    a derivative do with their outputs. A sparse tensor is itself, for the other one would not be changed with it.
+    Even if there is none now: torch may add one before a later call is done, as differentiable functions do to their
+    outputs. A sparse tensor is returned unchanged, because the other one would not change with it.
     """
     return tensor.detach() if tensor.layout == torch.strided else tensor
 
 
 def unversioned(tensor: torch.Tensor) -> torch.Tensor:
-    """As `plain`, with a version counter of its own: autograd does not notice what is written.
+    """As `plain`, with a separate version counter, so that autograd does not notice writes.
 
-    Torch's backends write without a trace where they get the tensor itself, and programs rely on that: they reduce an
-    activation that autograd has saved. Where torch's gloo copies from a buffer of its own, as to the outputs of
+    Torch's backends write unnoticed where they get the tensor itself, and programs rely on that: they reduce an
+    activation that autograd has saved. Where torch's gloo copies from its own buffer, as to the outputs of
     `all_gather`, autograd notices, so those outputs are `plain`.
     """
     return tensor.data if tensor.layout == torch.strided else tensor
@@ -112,22 +112,22 @@ def unversioned(tensor: torch.Tensor) -> torch.Tensor:
 
 _ALWAYS = timedelta(0)
 _KEPT_BYTES = 4096
-# Of the process, because torch's C++ code does not say whose works it still holds; bounded.
+# Global and bounded, because torch's C++ code does not say which works it still holds.
 _dropped: deque[UnisonoWork] = deque(maxlen=1024)
 
 
 class UnisonoWork(dist.Work):
     """Torch `Work` over a unisono work.
 
-    Torch's C++ code holds only its own part of one that Python hands to it, as `DDP.join` does, and finds methods by
-    way of the Python part. So that one is kept when Python has dropped it: the last 1,024 of a process, since nothing
-    tells how long C++ holds its part. Long tensors are not kept with it; `DDP.join` asks for one number.
+    Torch's C++ code holds only its own part of a work that Python passes to it, as `DDP.join` does, and finds methods
+    through the Python part. So the Python part is kept after Python drops it: the last 1,024 of a process, because
+    nothing tells how long C++ holds its part. Long tensors are not kept with it; `DDP.join` reduces a single number.
 
     Args:
-        work: What is under way, or None if it is done.
-        tensors: What the future holds in the end.
-        waits: Whether `get_future` returns when the work is done: C++ code, as DDP's, waits for a future where no
-            other simulated rank could go on.
+        work: The operation in flight, or None if it is done.
+        tensors: Result of the future.
+        waits: Whether `get_future` waits for the work: C++ code such as DDP's waits for a future in a way that would
+            stop all other simulated ranks.
     """
 
     def __init__(self, work: Work | None, tensors: Sequence[torch.Tensor], *, waits: bool = False) -> None:
@@ -143,13 +143,14 @@ class UnisonoWork(dist.Work):
         _dropped.append(self)
 
     def wait(self, timeout: timedelta = _ALWAYS) -> bool:
-        """Return True when it is done, or raise its error. A time of zero, torch's default, is the group's timeout."""
+        """Return True when it is done, or raise its error. A timeout of zero, torch's default, is the group's."""
         if self._work is None:
             return True
         limit = timeout.total_seconds() if timeout > _ALWAYS else None
         try:
             if modes():
-                # The waiter may run the call: the tensors in it are real under FakeTensorMode, too, and no one else's.
+                # The waiter may run the call, whose tensors are real even under FakeTensorMode, and belong to nobody
+                # else.
                 with _disable_current_modes():
                     self._work.wait(limit)
             else:
@@ -183,7 +184,7 @@ class UnisonoWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the tensors. Its error is torch's, with ours as text, so that C++ code sees it as one."""
+        """Return a future of the tensors. Errors become torch's class with our text, so that C++ recognises them."""
         if self._waits and self._work is not None:
             with suppress(Exception):
                 # The future holds the error.
@@ -202,6 +203,6 @@ class UnisonoWork(dist.Work):
 
 
 def together(works: Sequence[UnisonoWork]) -> UnisonoWork:
-    """Several works as one, which holds the tensors of all of them."""
+    """Return several works as one, with the tensors of all."""
     group = WorkGroup([work._work for work in works if work._work is not None])
     return UnisonoWork(group, [tensor for work in works for tensor in work.result()])

@@ -1,4 +1,4 @@
-"""Collectives of one group, one at a time and in the order of their calls, whatever threads call them."""
+"""Runs the collectives of one group one at a time, in call order, whatever threads call them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Job", "Progress", "SerialQueue"]
 Job = Callable[[], object]
 
 _AT_EXIT_S = 5.0
-# Of the process, whose end completes the jobs of all queues; weak, so that a queue ends with its group.
+# Global, because the end of the process completes the jobs of all queues; weak, so that a queue ends with its group.
 _queues: weakref.WeakSet[SerialQueue] = weakref.WeakSet()
 
 
@@ -27,7 +27,7 @@ class _QueuedJob(Completion):
     """Queued job. A waiting thread runs it, and those before it, unless another thread is running jobs."""
 
     def __init__(self, queue: SerialQueue, job: Job) -> None:
-        # No limit here: every job ends by a timeout of its own.
+        # No limit here, because every job has its own timeout.
         super().__init__(threading.TIMEOUT_MAX)
         self._queue = queue
         self._job = job
@@ -48,16 +48,16 @@ class _QueuedJob(Completion):
 
 
 class SerialQueue:
-    """Queue of jobs, run by the threads that wait for them; a thread, created when needed, runs the others.
+    """Queue of jobs, run by the threads that wait for them; a thread created on demand runs the others.
 
-    Callbacks of a completed job run on the thread that ran it. Their calls run immediately, before
-    all queued jobs: so they have the same place in the order on every rank.
+    Callbacks of a completed job run on the thread that ran it. Their calls run immediately, before all queued jobs, so
+    they have the same place in the order on every rank.
     """
 
     def __init__(self, name: str) -> None:
         self._threads = DaemonThreadPool(name)
         self._waiting: deque[_QueuedJob] = deque()
-        # Held by the one thread that does jobs, which is the driver meanwhile.
+        # Held by the thread that currently runs jobs.
         self._turn = threading.Lock()
         self._driver: int | None = None
         self._starting = threading.Lock()
@@ -66,7 +66,7 @@ class SerialQueue:
         when_process_ends(_finish_all, CLOSE_HANDLES + 10)
 
     def run(self, job: Job) -> None:
-        """Do a job, after those before it; raise its error."""
+        """Run a job after those before it, and raise its error."""
         if self._driver == threading.get_ident():
             job()
         elif not self._waiting and self._turn.acquire(blocking=False):
@@ -81,7 +81,7 @@ class SerialQueue:
             self.start(job).wait()
 
     def start(self, job: Job) -> Completion:
-        """Queue a job, and return immediately."""
+        """Queue a job and return immediately."""
         task = _QueuedJob(self, job)
         if self._driver == threading.get_ident():
             task.perform()
@@ -93,7 +93,7 @@ class SerialQueue:
         return task
 
     def finish(self, patience_s: float) -> bool:
-        """Return when all that waits now is done; False if it is not in time."""
+        """Wait until all currently queued jobs are done; return False if that takes too long."""
         if not self._waiting and not self._turn.locked():
             return True
         try:
@@ -137,9 +137,9 @@ class SerialQueue:
 
 
 def _finish_all() -> None:
-    """Complete the jobs that a program has started and not waited for, while the control plane still runs.
+    """Complete jobs that a program has started and not waited for, while the control plane still runs.
 
-    Python ends daemon threads when they return from C++ code after its own end, and takes the process with them.
+    After its own end, Python ends daemon threads when they return from C++ code, which ends the process with them.
     """
     if sys.exception() is None and getattr(sys, "last_value", None) is None:
         for queue in list(_queues):
@@ -150,10 +150,9 @@ _GRACE_S = 0.005
 
 
 class Progress:
-    """Background progress of messages, which torch's users rely on and not every transport makes by itself.
+    """Background progress of messages, on which torch users rely but which not every transport provides.
 
-    For 5 ms a message is left to its waiter. If it is not done then, it gets a thread of its own, through
-    its future.
+    For 5 ms a message is left to its waiter. If it is then not done, its future gets it a thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -164,7 +163,7 @@ class Progress:
         self._over = threading.Event()
 
     def watch(self, work: Work) -> None:
-        """Take care of a work, unless it is done already."""
+        """Ensure the progress of a work, unless it is already done."""
         if work.is_completed():
             return
         if self._thread is None:
@@ -174,7 +173,7 @@ class Progress:
         self._some.set()
 
     def close(self) -> None:
-        """Stop: messages that are not done are left to their waiters."""
+        """Stop, and leave unfinished messages to their waiters."""
         self._over.set()
         self._some.set()
 

@@ -1,7 +1,7 @@
 """Registration of the backend "unisono" with torch.distributed, and the creation of its groups.
 
-Torch loads this module at the end of `import torch`, in every process of the environment. So it imports nothing
-but the standard library until it is called, and the rest of unisono when the first group is made.
+Torch loads this module at the end of `import torch`, in every process of the environment. So it imports only the
+standard library until it is called, and the rest of unisono when the first group is made.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NAME = "unisono"
 def register() -> None:
     """Make `dist.init_process_group("unisono")` and `dist.new_group(backend="unisono")` work.
 
-    Torch does so itself, by `autoload`, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0; then importing `unisono.interop`
-    does. Idempotent.
+    Torch calls it through `autoload`, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0; then importing `unisono.interop` does.
+    Idempotent.
 
     Raises:
         UnavailableError: This build of torch has no torch.distributed.
@@ -40,15 +40,15 @@ def register() -> None:
 
         raise UnavailableError("this build of torch has no torch.distributed; install another build")
     if NAME not in dist.Backend.backend_list:
-        # A string of devices would be taken for a list of letters.
+        # Torch would split a string of devices into letters.
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def autoload() -> None:
     """Register the backend while torch is being imported: the entry point of unisono in the group "torch.backends".
 
-    It never raises, since an error here would make `import torch` fail: a failure is a warning, and a torch without
-    torch.distributed is left alone.
+    It never raises, because an error here would make `import torch` fail: a failure is a warning, and a torch without
+    torch.distributed is ignored.
     """
     try:
         import torch.distributed as dist
@@ -65,7 +65,7 @@ def autoload() -> None:
 
 
 def _create(description: Any, options: object = None) -> UnisonoGroup:
-    """Make a group on one of its members, as torch describes it."""
+    """Make a group on one of its members, as described by torch."""
     from unisono.interop.group import UnisonoGroup
     from unisono.interop.options import GroupOptions
 

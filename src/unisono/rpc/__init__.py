@@ -7,7 +7,7 @@
     un.rpc.rpc_sync("worker1", add, args=(torch.ones(2), 3))
     un.rpc.shutdown()
 
-The verbs are those of torch's RPC. Values travel without pickle, functions by name, and only what is exposed can be
+The verbs are those of torch's RPC. Values are sent without pickle, functions by name, and only exposed functions can be
 called.
 """
 

@@ -41,7 +41,7 @@ class Agent:
         comm: Communicator of the ranks; closing it ends the agent.
         name: Name of this rank for callers.
         timeout_s: Default timeout of a call, in seconds.
-        trusted: Whether peers may call anything importable here and send pickled values.
+        trusted: Whether peers may call anything importable here, and send pickled values.
         expose: Functions and classes to expose on this rank only.
         workers: Maximum number of functions running concurrently here.
 
@@ -91,7 +91,7 @@ class Agent:
         self.when_lost: list[Callable[[int], None]] = [self.contexts.lose]
         register(self)
         close_at_exit(self)
-        # The communicator may outlive a closed agent for long, and must not keep its objects alive.
+        # The communicator may long outlive a closed agent, and must not keep its objects alive.
         comm.after_close(partial(_close, weakref.ref(self)))
         # Last, because other ranks may be calling already.
         self.receiver.start(self._handlers())
@@ -149,9 +149,9 @@ class Agent:
         """Call a function on another rank, and return its result; see `unisono.rpc.rpc_sync`.
 
         Args:
-            to, func, args, kwargs, timeout: As of `unisono.rpc.rpc_sync`.
+            to, func, args, kwargs, timeout: As for `unisono.rpc.rpc_sync`.
 
-        Returns: What the function returned.
+        Returns: The function's result.
         """
         return self.client.call(*self.client.target(to, func, args), kwargs, timeout)
 
@@ -161,7 +161,7 @@ class Agent:
         """Call a function on another rank without waiting; see `unisono.rpc.rpc_async`.
 
         Args:
-            to, func, args, kwargs, timeout: As of `unisono.rpc.rpc_sync`.
+            to, func, args, kwargs, timeout: As for `unisono.rpc.rpc_sync`.
 
         Returns: The future of the result.
         """
@@ -173,7 +173,7 @@ class Agent:
         """Call a function on another rank, and keep the result there; see `unisono.rpc.remote`.
 
         Args:
-            to, func, args, kwargs, timeout: As of `unisono.rpc.rpc_sync`.
+            to, func, args, kwargs, timeout: As for `unisono.rpc.rpc_sync`.
 
         Returns: A reference to the result, immediately.
         """
@@ -186,7 +186,7 @@ class Agent:
             to: A rank's name or number, or its `WorkerInfo`.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: No such rank.
         """
         return self.client.rank_of(to)
 
@@ -237,11 +237,11 @@ class Agent:
         """End this agent; see `unisono.rpc.shutdown`.
 
         Args:
-            graceful, timeout: As of `unisono.rpc.shutdown`.
+            graceful, timeout: As for `unisono.rpc.shutdown`.
 
         Raises:
             CommTimeoutError: Not all ranks were done in time; this agent keeps running.
-            CommError: Called from a function that another rank called; that rank's call would never end.
+            CommError: Called inside a function that another rank called, whose call would never end.
         """
         if graceful and not self.closed:
             if self.server.runs_here():
@@ -273,7 +273,7 @@ class Agent:
         self.termination.finish()
 
     def on_process_exit(self, error: BaseException | None) -> None:
-        """Close the agent: the process ends.
+        """Close the agent when the process ends.
 
         Args:
             error: Exception that ends the process; None if it ends normally.
@@ -307,21 +307,20 @@ def init(
 ) -> Agent:
     """Start an agent on each rank of a communicator so that ranks can call each other's functions. Collective.
 
-    Afterwards the functions of this package use this rank's agent: in this thread, in functions called by other
-    ranks, and in every thread if the process has only one agent. The agent uses its own message channel; the
-    communicator stays usable, and its failure does not affect calls: a rank that dies is lost only to the ranks
-    that call it.
+    Afterwards the functions of this package use this rank's agent: in this thread, in functions called by other ranks,
+    and in every thread if the process has only one agent. The agent uses its own message channel, so the communicator
+    stays usable, and its failure does not affect calls: a dead rank is only lost to the ranks that call it.
 
     Args:
         comm: Any communicator, including one made by `split`. Closing it ends the agent.
         name: Name of this rank for callers, besides its number; "rank0", "rank1", ... if None.
         timeout: Default of every call: seconds or a `timedelta`.
-        trusted: Let peers call anything importable here and send pickled values, which allows them to run
-            arbitrary code. Otherwise only exposed functions can be called.
+        trusted: Whether peers may call anything importable here and send pickled values, which lets them run arbitrary
+            code. Otherwise only exposed functions can be called.
         expose: Functions and classes to expose on this rank only.
-        workers: Maximum number of functions running concurrently here; those waiting for other ranks do not count.
+        workers: Maximum number of functions running concurrently here, not counting those that wait for other ranks.
 
-    Returns: This rank's agent, which has the same methods as this package has functions.
+    Returns: This rank's agent, whose methods match the functions of this package.
 
     Raises:
         ValueError: Two ranks passed the same name.
@@ -361,14 +360,13 @@ def shutdown(graceful: bool = True, timeout: Timeout | None = None) -> None:
     """End this rank's agent. No effect if there is none.
 
     Args:
-        graceful: Keep serving until every living rank has called this and all calls are done, including the
+        graceful: Whether to keep serving until every living rank has called this and all calls are done, including the
             callbacks of their futures. Otherwise end immediately; pending calls fail.
-        timeout: Limit (seconds or a `timedelta`) of the wait for the other ranks; no limit if None. Dead ranks are
-            not waited for.
+        timeout: Limit (seconds or a `timedelta`) of the wait for the other living ranks; no limit if None.
 
     Raises:
         CommTimeoutError: Not all ranks were done in time; this agent keeps running.
-        CommError: Called from a function that another rank called; that rank's call would never end.
+        CommError: Called inside a function that another rank called, whose call would never end.
     """
     agent = find_agent()
     if agent is not None:
@@ -383,12 +381,13 @@ _LONGEST_S = 0.2
 
 
 class TerminationDetector:
-    """One rank's part in termination.
+    """One rank's part in distributed termination.
 
     Args:
         box: Mailbox of this rank.
-        alive: Returns the ranks that still serve calls.
-        counts: Returns the numbers of calls sent to and served for each rank; None while a call is in progress.
+        alive: Function that returns the ranks that still serve calls.
+        counts: Function that returns the numbers of calls sent to and served for each rank; None while a call is in
+            progress.
 
     Attributes:
         over: Whether all agreed to end.
@@ -439,7 +438,7 @@ class TerminationDetector:
         return f"; no report yet from rank {', '.join(late)}" if late else ""
 
     def _query_ranks(self) -> None:
-        """Query all ranks if this rank, which wants to end, is the deciding one."""
+        """Query all ranks if this rank wants to end and is the deciding one."""
         rank = self._rank
         alive = self._alive()
         if rank == min(alive):
@@ -453,7 +452,7 @@ class TerminationDetector:
         self.look()
 
     def finish(self) -> None:
-        """Wake the waiting threads: the agent is closed."""
+        """Wake the waiting threads, because the agent is closed."""
         self._ended.set()
 
     def look(self) -> bool:
@@ -522,7 +521,7 @@ class TerminationDetector:
         try:
             self._box.send(peer, control_message(kind, words), (), _SEND_S)
         except CommError:
-            # The peer is gone, or about to be declared so: then another rank decides, or the peer does not count.
+            # The peer is gone, or about to be declared lost: then another rank decides, or the peer does not count.
             return
 
 

@@ -1,4 +1,4 @@
-"""Message channel of an agent: values to bytes and back, and sending them in order."""
+"""Message channel of an agent, which converts values to bytes and back, and sends them in order."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ class MessageChannel:
         Args:
             peer: Receiver.
             head: Kind, number, and autograd context.
-            values: What the message carries.
+            values: Values that the message carries.
             call: Header of a call.
-            positional: How many of the values are positional arguments of a call, for the text of an error.
+            positional: Number of values that are positional arguments of a call, for error messages.
 
         Raises:
             CallTypeError: One of them cannot be sent; says which and why.
@@ -160,7 +160,7 @@ class MessageChannel:
         except IndexError:
             raise ValueError(f"rank {envelope.peer} sent a call that ends too early") from None
         except (Exception, SystemExit) as error:
-            # A pickle may even raise an exit, which must not end the thread that receives.
+            # A pickle may even raise SystemExit, which must not end the receiving thread.
             raise ValueError(f"what rank {envelope.peer} sent cannot be read here: {error}") from error
         if view.refused is not None:
             raise view.refused
@@ -173,17 +173,17 @@ class MessageChannel:
         try:
             self.post(peer, content, bodies, SEND_S)
         except BaseException as error:
-            # Also on an interrupt: references that were not sent would stay counted permanently.
+            # Even on an interrupt, because references that were not sent would stay counted forever.
             if not self.may_arrive(peer, error):
                 rollback(undo)
             raise
 
     def may_arrive(self, peer: int, error: BaseException) -> bool:
-        """Return whether the message may arrive despite an error in `post`, because its receiver is only slow."""
+        """Return whether the message may still arrive after an error in `post`, because the receiver is only slow."""
         return isinstance(error, CommTimeoutError) and peer not in self.box.lost
 
     def post(self, peer: int, content: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        """Send a message; a message of this rank to itself is served by another thread."""
+        """Send a message; another thread serves messages of this rank to itself."""
         if peer != self.rank:
             self.box.send(peer, content, bodies, timeout)
             return
@@ -238,13 +238,13 @@ def rollback(undo: Sequence[Callable[[], None]]) -> None:
 
 
 def _put(parts: MessageWriter, value: object, depth: int) -> None:
-    """Append a value, by pickle if that is needed."""
+    """Append a value, pickled if necessary."""
     marks = len(parts), len(parts.bodies), len(parts.recorded), len(parts.undo)
     put = encoders.get(type(value)) or write
     try:
         put(parts, value, depth)
     except UnsendableError:
-        # Part of it needs pickle: then all of it is pickled.
+        # If a part needs pickle, the whole value is pickled.
         for items, mark in zip((parts, parts.bodies, parts.recorded), marks, strict=False):
             del items[mark:]
         while len(parts.undo) > marks[3]:
@@ -260,7 +260,7 @@ class MessageWriter(list[Any]):
         bodies: Tensors sent separately.
         context: Autograd context, or `NO_CONTEXT`.
         recorded: Tensors through which gradients flow back.
-        undo: Actions to revert if the message is not sent after all.
+        undo: Actions to run if the message is not sent after all.
     """
 
     __slots__ = ("bodies", "channel", "context", "peer", "recorded", "undo")
@@ -281,8 +281,8 @@ class MessageReader(bytes):
         bodies: Tensors received separately.
         context, message: Autograd context, and the number of the message in it.
         tensors: Number of bodies read.
-        refused: Error of a function in it that is not exposed here. Raised after everything has been read, because
-            references may follow, which have to be counted.
+        refused: Error for a function in it that is not exposed here. Raised after everything has been read, because
+            references that follow have to be counted.
     """
 
     channel: MessageChannel
@@ -295,7 +295,7 @@ class MessageReader(bytes):
 
 
 _INLINE_BYTES = 8192
-"""A tensor up to this long is copied among the other values; a longer one is sent as a separate body."""
+"""A tensor of up to this many bytes is copied among the other values; a longer one is sent as a separate body."""
 _MOST_BODIES = 200
 
 _ASIDE, _ORDERED, _REFERENCE, _FUNCTION, _PICKLED, _RECORDED, _SPARSE = (ord(kind) for kind in "aorqkgz")
@@ -372,7 +372,7 @@ def _take_aside(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
         raise ValueError(f"a tensor of {name!r} was sent")
     body = view.bodies[view.tensors]
     view.tensors += 1
-    # Operations would disagree about a bool that is neither 0 nor 1.
+    # Torch's operations disagree about a bool that is neither 0 nor 1.
     return (body.ne(0) if dtype == torch.bool else body.view(dtype)).reshape(shape), at
 
 

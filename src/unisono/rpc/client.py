@@ -1,4 +1,4 @@
-"""Calls that an agent makes: requests are sent here, and answers are received."""
+"""Calls that an agent makes: sends requests, and handles the answers."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def rpc_sync(
     """Call a function on another rank, and return its result.
 
     Args:
-        to: A rank's name or number, or its `WorkerInfo`; this rank too.
-        func: Exposed there by `expose`. Only its name is sent.
-        args: Plain values, containers, dataclasses, tensors, `RRef`s, exposed functions.
+        to: A rank's name or number, or its `WorkerInfo`; may be this rank.
+        func: Function exposed there with `expose`. Only its name is sent.
+        args: Plain values, containers, dataclasses, tensors, `RRef`s or exposed functions.
         kwargs: Same types as `args`.
         timeout: Seconds or a `timedelta`; the agent's if None.
 
-    Returns: What the function returned: tensors are copies, functions and `RRef`s are found by reference.
+    Returns: The function's result, with copies of tensors, and with functions and `RRef`s as references.
 
     Raises:
-        Exception: What the function raised: of the same class where that is known here, with the remote
-            traceback in its text. It is a `RemoteError` too.
-        NotExposedError: The function cannot be called there, and nothing ran; or what it returned is, or has in it, a
-            function that is not exposed here.
-        CommTimeoutError: No answer in time; the function may run on.
+        Exception: What the function raised, of the same class if that is known here, with the remote traceback in its
+            text. Also an instance of `RemoteError`.
+        NotExposedError: The function is not exposed there, and nothing ran; or its result contains a function that is
+            not exposed here.
+        CommTimeoutError: No answer in time; the function may continue to run.
         PeerLostError: That rank died, or shut down.
         TypeError: An argument cannot be sent; the message says which.
-        ValueError: There is no such rank, or the timeout is not positive.
+        ValueError: No such rank, or the timeout is not positive.
 
     Cost: on shared memory about 30 us and two copies of each tensor's bytes.
     """
@@ -72,11 +72,11 @@ def rpc_async(
 ) -> CallFuture:
     """Call like `rpc_sync`, but return a `torch.futures.Future` immediately, which also has `cancel()`.
 
-    The arguments have been sent when this returns and may be modified. It blocks while too much is pending at
-    that rank (16384 calls, or 256 MiB), until some of these calls are answered.
+    The arguments have been sent when this returns, and may be modified. It blocks while that rank has too many pending
+    calls (16384, or 256 MiB).
 
     Args:
-        to, func, args, kwargs, timeout: As of `rpc_sync`.
+        to, func, args, kwargs, timeout: As for `rpc_sync`.
 
     Returns: The future of the result.
 
@@ -107,7 +107,7 @@ def remote(
     `RRef.to_here` raises what the function raised.
 
     Args:
-        to, func, args, kwargs, timeout: As of `rpc_sync`.
+        to, func, args, kwargs, timeout: As for `rpc_sync`.
 
     Returns: A reference, whose owner is the rank that was called.
     """
@@ -125,7 +125,7 @@ class Client:
         references: Counts the references that answers leave on other ranks.
         infos: Addresses of all ranks.
         timeout_s: Default timeout, in seconds.
-        not_counted: Context in which this thread waits for another rank.
+        not_counted: Context for this thread's waits for another rank.
 
     Attributes:
         calls: The pending ones.
@@ -160,9 +160,12 @@ class Client:
         return rank
 
     def target(self, to: Any, func: Callable[..., Any], args: Any) -> tuple[int, str, Key | None, tuple[Any, ...]]:
-        """Return rank, name, object and arguments of a call. Trusted peers are sent a function that has no name."""
+        """Return rank, name, object and arguments of a call.
+
+        A function without a name is sent only to trusted peers.
+        """
         if type(args) is not tuple and (isinstance(args, str | bytes) or not isinstance(args, Sequence)):
-            # A tensor could be unpacked, but a caller that forgot a comma did not mean that.
+            # A tensor could be unpacked, but the caller probably just forgot a comma.
             raise TypeError(
                 f"args must be a tuple of arguments, not a {type(args).__name__}; for a single argument pass args=(x,)"
             )
@@ -211,7 +214,7 @@ class Client:
         try:
             self._request(call, key, args, kwargs, new.number)
         except CommError:
-            # It may have reached the owner all the same.
+            # The request may have reached the owner nevertheless.
             self._references.dropped(peer, new)
             raise
         except Exception:
@@ -247,18 +250,18 @@ class Client:
         try:
             channel.post(peer, content, bodies, min(call.timeout, SEND_S))
         except BaseException as error:
-            # Also on an interrupt: no call may stay pending that no peer will answer.
+            # Even on an interrupt, no call may stay pending that no peer will answer.
             if not channel.may_arrive(peer, error):
                 calls.retract(call)
                 rollback(undo)
                 raise
-            # It will be served, or found cancelled.
+            # The peer will serve it, or find it cancelled.
             calls.pop(call.number)
             calls.forget(call)
             self._cancel(call)
             raise
         if (self.closed or peer in self._receiver.ended) and calls.pop(call.number) is not None:
-            # The peer left or this agent was closed while this call was in flight, after pending calls were failed.
+            # The peer left or this agent was closed after pending calls were failed, while this one was being sent.
             calls.end(call, self.closed_error() if self.closed else channel.box.lost[peer])
 
     def _cancel(self, call: PendingCall) -> None:
@@ -268,7 +271,7 @@ class Client:
         """Handle an answer: return the remaining work, and whether it is short."""
         call = self.calls.pop(HEADER.unpack_from(reply.head)[1])
         if call is None:
-            # No caller waits, but the references in it have to be counted and dropped.
+            # No caller waits, but references in the answer have to be counted and dropped.
             return lambda: self._drop(reply), True
         call.reply = reply
         if call.future is None:
@@ -292,7 +295,7 @@ class Client:
         if call.reply is None:
             assert call.error is not None
             if isinstance(call.error, PeerLostError):
-                # One error may end many calls, and each is raised with a traceback of its own.
+                # One error may end many calls, and each needs its own traceback.
                 raise PeerLostError(call.error.message, peer=call.peer, operation="rpc") from call.error
             raise call.error
         (value,) = self._channel.unpack(call.reply, HEADER.size)
@@ -301,6 +304,6 @@ class Client:
         return value
 
     def _drop(self, reply: Envelope) -> None:
-        # No caller waits for it, so its errors are ignored; but references in it have to be counted and dropped.
+        # No caller waits, so errors are ignored; but references in the answer have to be counted and dropped.
         with contextlib.suppress(Exception):
             self._channel.unpack(reply, HEADER.size)

@@ -87,7 +87,7 @@ class GraphRecorder(Protocol):
 
 
 class Peers(Protocol):
-    """An agent as the parts see it that it is made of: they are below it, and need parts that are made after them.
+    """Interface of an agent for its parts, which are in lower layers and need parts made after them.
 
     Attributes:
         rank: This rank.
@@ -114,7 +114,7 @@ class Peers(Protocol):
 _agents: ContextVar[tuple[Peers, ...] | None] = ContextVar("unisono_rpc_agents", default=None)
 """The agents of this thread's rank; its functions act on the latest one."""
 context: ContextVar[int] = ContextVar("unisono_rpc_autograd_context", default=-1)
-"""The context of autograd that this thread is in."""
+"""The autograd context of this thread."""
 request: ContextVar[Any] = ContextVar("unisono_rpc_request", default=None)
 """The call of another rank that this thread serves."""
 
@@ -129,12 +129,12 @@ def set_agent(agent: Peers) -> None:
 
 
 def leave_agent(agent: Peers) -> None:
-    """Remove an agent from those of this thread's rank; the one before it counts again, never another rank's."""
+    """Remove an agent from those of this thread's rank; the previous one counts again, never another rank's."""
     _agents.set(tuple(other for other in _agents.get() or () if other is not agent and not other.closed))
 
 
 def register(agent: Peers) -> None:
-    """Add an agent to those of this process: threads started by other means use it if it is the only one."""
+    """Add an agent to those of this process; threads that belong to no rank use it if it is the only one."""
     _open.add(agent)
 
 
@@ -153,7 +153,7 @@ def find_agent() -> Peers | None:
 
 
 def current_agent() -> Peers:
-    """Return the same agent. Raises CommError if there is none."""
+    """Return the agent of `find_agent`; raise CommError if there is none."""
     agents = _agents.get()
     agent = agents[-1] if agents else find_agent()
     if agent is None:

@@ -16,14 +16,14 @@ __all__ = ["ExportTable", "NotExposedError", "async_execution", "changes", "expo
 
 T = TypeVar("T")
 
-# What a script is called in itself, and in the processes that multiprocessing starts from it.
+# Module names of a script in itself, and in processes that multiprocessing starts from it.
 _MAIN = ("__main__", "__mp_main__")
 _MARK = "__unisono_exposed__"
 _ASYNC = "__unisono_async__"
 _NAMES_KEPT = 4096
 
 _names: dict[Any, str] = {}
-"""Names that were looked up: each call needs one, and finding it takes longer than the rest."""
+"""Cache of names: each call needs one, and finding it takes longer than everything else."""
 
 
 class _Table(dict[str, Any]):
@@ -37,14 +37,14 @@ class _Table(dict[str, Any]):
 
 
 _exposed = _Table()
-"""Of the process, because `expose` decorates functions when their module is imported, before there is any agent."""
+"""Global, because `expose` decorates functions when their module is imported, before there is any agent."""
 
 
 class NotExposedError(CommError, PermissionError):
-    """Error of a call of a function that is not exposed there, or that carries such a function. It did not run.
+    """Error of a call to a function that is not exposed there, or that carries such a function. It did not run.
 
     Args:
-        message, group, call, rank, size, operation, peer, nbytes, waited_s: As of `CommError`.
+        message, group, call, rank, size, operation, peer, nbytes, waited_s: As for `CommError`.
 
     Example:
         >>> def program(comm):
@@ -61,7 +61,7 @@ class NotExposedError(CommError, PermissionError):
 
 
 class _Mark:
-    """Makes a function exposed in every process that it comes to by value, as `launch` sends a notebook's."""
+    """Exposes a function in every process that receives it by value, such as a notebook's function under `launch`."""
 
     def __init__(self, name: str, target: Any) -> None:
         self.name = name
@@ -73,13 +73,13 @@ class _Mark:
 
 
 def expose(target: T) -> T:
-    """Let other ranks call a function, or create objects of a class and call their public methods.
+    """Allow other ranks to call a function, or to create objects of a class and call their public methods.
 
     Returns its argument, so that it can be used as a decorator. Any peer that can reach the agent can call it with
     any arguments, so expose only functions that are harmless to call.
 
     A process has one table of names, shared by ranks that are threads. Pass a function that each rank creates for
-    itself, such as a closure over its rank, to `init(expose=[...])` instead, which applies to that rank only.
+    itself, such as a closure over its rank, to `init(expose=[...])` instead, which exposes it on that rank only.
 
     Args:
         target: A function or class.
@@ -105,7 +105,7 @@ def expose(target: T) -> T:
         raise TypeError(f"only functions and classes can be exposed, not a {type(target).__name__}")
     name = name_of(target)
     mark = _Mark(name, target)
-    # Functions written in C cannot be marked; their names are in the table all the same.
+    # Functions written in C cannot be marked, but their names are in the table.
     with contextlib.suppress(AttributeError, TypeError):
         setattr(target, _MARK, mark)
     return target
@@ -142,7 +142,7 @@ def async_execution(function: T) -> T:
 
 
 def changes() -> int:
-    """Return the number of changes to the table of exposed functions: a cache of it is valid for one number."""
+    """Return the number of changes to the table of exposed functions, which invalidate caches of it."""
     return _exposed.changes
 
 
@@ -166,7 +166,7 @@ def name_of(target: Any) -> str:
         return known
     name = _find_name(target)
     if "<" in name:
-        # Nested functions, which are created and freed with all that they hold.
+        # Caching nested functions would keep alive everything that they hold.
         return name
     if len(_names) >= _NAMES_KEPT:
         _names.clear()
@@ -192,7 +192,7 @@ def _find_name(target: Any) -> str:
 
 
 def _plain(target: Any) -> bool:
-    """Return whether it is a function of a module written in C: these have their module as `__self__`."""
+    """Return whether it is a function of a C module, which has the module as `__self__`."""
     return type(target) is type(len) and getattr(getattr(target, "__self__", None), "__name__", "") == target.__module__
 
 
@@ -201,7 +201,7 @@ class ExportTable:
 
     Args:
         trusted: Whether peers may call anything that can be imported.
-        further: Functions and classes exposed on this agent only.
+        further: Additional functions and classes, exposed on this agent only.
     """
 
     def __init__(self, trusted: bool, further: Iterable[Any] = ()) -> None:
@@ -221,7 +221,7 @@ class ExportTable:
                 "@unisono.rpc.expose above it in the code of every rank, name it in rpc.init(..., expose=[...]), "
                 "or pass trusted=True to rpc.init on the rank that is called"
             )
-        return found  # type: ignore[no-any-return]  # callable, as was looked at
+        return found  # type: ignore[no-any-return]  # callable, as checked
 
     def lists(self, name: str) -> bool:
         """Return whether this name is in a table, so that it maps to the same function until `changes` changes."""
@@ -235,7 +235,7 @@ class ExportTable:
         """Return a function that was sent with the call. Raises `NotExposedError`."""
         if not self.trusted or not callable(function):
             raise NotExposedError("only a rank that trusts its peers runs functions sent with a call")
-        return function  # type: ignore[no-any-return]  # callable, as was looked at
+        return function  # type: ignore[no-any-return]  # callable, as checked
 
     def method(self, owner: object, name: str) -> Callable[..., Any]:
         """Return a bound method of an object that another rank refers to. Raises `NotExposedError`."""
@@ -246,7 +246,7 @@ class ExportTable:
                 "ran: put @unisono.rpc.expose above the class, or pass trusted=True to rpc.init on the rank that is "
                 "called"
             )
-        return getattr(owner, name)  # type: ignore[no-any-return]  # callable, as was looked at
+        return getattr(owner, name)  # type: ignore[no-any-return]  # callable, as checked
 
     def _open(self, cls: type, name: str) -> bool:
         """Return whether a class, one of its bases, or this method alone is exposed. Tensors always are."""

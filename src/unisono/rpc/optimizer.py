@@ -23,9 +23,9 @@ class LocalOptimizer:
     """One rank's part: a torch optimizer of local parameters.
 
     Args:
-        name: Module and name of the optimizer's class, which has to be imported here already.
+        name: Module and name of the optimizer's class, which must already be imported here.
         params: References to parameters of this rank.
-        args, kwargs: For the optimizer.
+        args, kwargs: Arguments of the optimizer.
     """
 
     def __init__(self, name: str, params: list[RRef[Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class LocalOptimizer:
         self._optimizer = _class_of(name)(self._params, *args, **kwargs)
 
     def ready(self) -> bool:
-        """Return True: the optimizer exists if this can be called."""
+        """Return True: if this can be called, the optimizer exists."""
         return True
 
     def step(self, context: int) -> None:
@@ -72,10 +72,10 @@ class DistributedOptimizer:
     parameters are serialized.
 
     Args:
-        optimizer_class: Any subclass of `torch.optim.Optimizer` that steps with gradients alone, as all of torch's do
-            but `LBFGS`; imported on the owners too.
-        params_rref: References to parameters, or to modules, of which all parameters are meant.
-        args, kwargs: For the optimizer; they travel as arguments of calls do.
+        optimizer_class: Any subclass of `torch.optim.Optimizer` that needs only gradients to step, as all of torch's
+            except `LBFGS`; must be imported on the owners as well.
+        params_rref: References to parameters, or to modules for all of their parameters.
+        args, kwargs: Arguments of the optimizer, sent like arguments of calls.
 
     Example:
         >>> def program(comm):

@@ -1,4 +1,4 @@
-"""Messages between agents: their kinds and headers, and the addresses of ranks."""
+"""Kinds and headers of messages between agents, and the addresses of ranks."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ ADD_ACK = 7
 DROP = 8
 """The sender holds one reference less."""
 RELEASE = 9
-"""A reference that the receiver passed on has been added, or was for the owner itself: it need not be kept."""
+"""A reference that the receiver passed on has been added, or was for the owner itself, and may be unpinned."""
 EXIT = 10
 """The sender serves no more; the reason follows."""
 IDLE = 11
-"""The sender wants to shut down and has nothing to do: how many calls it has sent to each rank, and served for each."""
+"""The sender wants to shut down and is idle; carries the numbers of calls sent to and served for each rank."""
 CONFIRM = 12
-"""Request to report once more whether that is so."""
+"""Request to report `IDLE` again."""
 CLOSE = 13
 """All ranks are done: shut down."""
 DISCARD = 14
-"""Forget an autograd context."""
+"""Discard an autograd context."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,15 @@ __all__ = ["CallFuture", "FlowControl", "Handler", "PendingCall", "PendingCalls"
 
 Task = Callable[[], object]
 Handler = Callable[[Envelope], tuple[Task, bool] | None]
-"""Handles a message; quick. Returns the remaining task, if any, and whether it is short."""
+"""Handles a message quickly; returns the remaining task, if any, and whether it is short."""
 
 _log = logging.getLogger(__name__)
 
 _LINGER_S = 100e-6
-"""Duration of the receiving thread's polls after a message arrived, before it sleeps."""
+"""Time for which the receiving thread polls after a message, before it sleeps."""
 _SPINS = 30
 _POLL_S = 1e-3
-"""Duration of the polls of a thread that waits for an answer."""
+"""Time for which a thread that waits for an answer polls."""
 _TICK_S = 2e-3
 """The receiving thread is replaced if it runs one function for longer than this."""
 _QUIET_TICKS = 50
@@ -45,8 +45,8 @@ _NAP_S = 0.5
 class Receiver:
     """Receives messages from a mailbox, and runs the resulting tasks.
 
-    The receiving thread runs short functions itself: handing them to another thread would take longer. A second
-    thread, the deputy, checks whether one of them takes long after all, and then receives instead. So no message
+    The receiving thread runs short functions itself, because handing them to another thread would take longer. A second
+    thread, the deputy, checks whether one of them takes long after all, and then takes over receiving. So no message
     that a function waits for is delayed by more than a few milliseconds.
 
     Args:
@@ -58,7 +58,7 @@ class Receiver:
 
     Attributes:
         handlers: Handler of each kind of message, as passed to `start`.
-        ended: Ranks with an end that has been handled, or is about to be: their messages are dropped.
+        ended: Ranks whose end has been handled, or is about to be; their messages are dropped.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Receiver:
             if moved and box.eager:
                 quiet_at = now + _LINGER_S
             if now > look_at or (not moved and now > quiet_at):
-                # Messages already received from a rank count, even if that rank is lost by now: so this follows them.
+                # After the messages, because those already received from a rank count even if it is lost by now.
                 due, tasks = self._clock()
                 look_at = now + _TICK_S
                 if tasks:
@@ -143,7 +143,7 @@ class Receiver:
         try:
             return self.handlers[message.head[0]](message)
         except (ValueError, TypeError, LookupError, struct.error) as error:
-            # Not a valid message: receive nothing more from this rank.
+            # Invalid message: receive nothing more from this rank.
             invalid = CommError(f"rank {message.peer} sent an invalid message: {error}", peer=message.peer)
             self._box.mark_lost(message.peer, invalid)
             return None
@@ -163,7 +163,7 @@ class Receiver:
         return bool(messages)
 
     def _run_all(self, mine: int) -> bool:
-        """Run the queued tasks in order; False if this thread was replaced meanwhile: its deputy does the rest."""
+        """Run the queued tasks in order; return False if this thread was replaced and its deputy does the rest."""
         todo = self._todo
         while todo:
             task, short = todo.popleft()
@@ -174,7 +174,7 @@ class Receiver:
         return True
 
     def _run(self, task: Task, mine: int) -> bool:
-        """Run a task here; False if this thread has been replaced meanwhile."""
+        """Run a task here; return False if this thread was replaced meanwhile."""
         self._runs += 1
         self._running = self._runs
         if not self._armed:
@@ -202,7 +202,7 @@ class Receiver:
                 quiet = 0 if self._runs != total or self._running else quiet + 1
                 if quiet > _QUIET_TICKS:
                     self._armed = False
-                    # A function that began just now found the deputy still awake.
+                    # A function that has just begun found the deputy still awake.
                     self._armed = self._running > 0
 
     def _replace(self, seen: int) -> bool:
@@ -218,7 +218,7 @@ class Receiver:
 
     # -- threads waiting for an answer -----------------------------------------------------------------
     def wait_for_reply(self, call: PendingCall) -> None:
-        """Wait until a call has ended or its time is up; poll for its answer meanwhile, if that pays."""
+        """Wait until a call has ended or its time is up, polling for its answer if that pays off."""
         box = self._box
         spins = 0
         if box.eager and call.peer != box.group.rank and self._token.acquire(blocking=False):
@@ -253,7 +253,7 @@ class Receiver:
 
 
 def _safely(task: Task) -> None:
-    """Run a task, which reports its errors itself; one that does not must not end the receiving thread."""
+    """Run a task, which reports its errors itself; an unreported one must not end the receiving thread."""
     try:
         task()
     except Exception:
@@ -262,16 +262,16 @@ def _safely(task: Task) -> None:
 
 _IDLE_S = 5.0
 _STUCK_S = 0.02
-"""Time without an end of a task, while tasks are queued, after which the running ones may be waiting for these."""
+"""If tasks are queued and none ends for this long, the running ones may be waiting for the queued ones."""
 _NOT_HERE = nullcontext()
 
 
 class Workers:
-    """Runs tasks in order of arrival, at most `most` at a time; tasks waiting for another rank do not count.
+    """Runs tasks in order of arrival, at most `most` at a time, not counting tasks that wait for another rank.
 
-    Because waiting tasks do not count, calls that call back, at any depth, cannot exhaust the threads. A task that
-    waits in a way not visible here (for a lock, or in torch's own code) does count; so when tasks are queued and none
-    has ended for a while, one more thread is admitted.
+    Because waiting tasks do not count, nested callbacks of any depth cannot exhaust the threads. A task that waits
+    invisibly (for a lock, or inside torch) does count; so when tasks are queued and none has ended for a while, one
+    more thread is admitted.
 
     Args:
         name: Name of the threads.
@@ -298,7 +298,7 @@ class Workers:
             self._start_threads()
 
     def not_counted(self) -> AbstractContextManager[object]:
-        """Context in which this thread waits for another rank."""
+        """Context for this thread's waits for another rank."""
         return self._aside() if threading.get_ident() in self._working else _NOT_HERE
 
     @contextmanager
@@ -313,7 +313,7 @@ class Workers:
         finally:
             self._working.add(here)
             with self._lock:
-                # May exceed the limit by one for a while: a started task is not stopped.
+                # May temporarily exceed the limit by one, because a started task is not stopped.
                 self._running += 1
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class Workers:
             self._available.notify_all()
 
     def _start_threads(self) -> None:
-        """Ensure that a thread takes the first task, if one more may run. Call with the lock held."""
+        """Make sure that a thread takes the first task, if one more may run. Call with the lock held."""
         if not self._tasks or self._closed:
             return
         if self._running >= self._most + self._further:
@@ -394,12 +394,12 @@ class PendingCall:
     Attributes:
         number, peer: Number of the call, and the rank called.
         name: Name of the function, for messages.
-        started, timeout: On the library's clock, and in seconds.
+        started, timeout: Start on the library's clock, and timeout in seconds.
         nbytes: Size of the request, as counted by the peer's window.
         reply: The answer as received.
         error: Error that ended it without an answer.
-        within: The autograd context it was made in, and the call of another rank that it is part of; both also apply
-            to the callbacks of its future.
+        within: Its autograd context, and the call from another rank that it is part of; both also apply to callbacks of
+            its future.
     """
 
     __slots__ = (
@@ -463,9 +463,10 @@ class CallFuture(torch.futures.Future[Any]):
         return super().wait()
 
     def cancel(self) -> bool:
-        """Stop waiting: the future fails with `AbortedError`, and a call that has not started never runs.
+        """Cancel the call: the future fails with `AbortedError`, and the function does not run unless it has started.
 
-        Returns whether it was in time. A function already running finishes, and its result is dropped.
+        Returns whether the call was still pending. A function that is already running finishes, and its result is
+        dropped.
         """
         return self._cancel() if self._cancel is not None else False
 
@@ -491,8 +492,8 @@ class FlowControl:
             nbytes: Its size.
             deadline: On the library's clock.
             blocked: A context manager to be in while waiting.
-            nested: Whether it is part of another call, admitted elsewhere, which ends only after this one. It then
-                does not wait, because calls that wait for each other could otherwise hold all the room.
+            nested: Whether it is part of another call, admitted elsewhere, which ends only after this one. It then does
+                not wait, because calls that wait for each other could otherwise take all the room.
         """
         with self._available:
             while not nested and self._calls:
@@ -508,7 +509,7 @@ class FlowControl:
             return True
 
     def leave(self, nbytes: int) -> None:
-        """Return the room of a call that was answered, or never will be."""
+        """Release the room of a call that was answered, or never will be."""
         with self._available:
             self._calls -= 1
             self._bytes -= nbytes
@@ -516,13 +517,13 @@ class FlowControl:
 
 
 class PendingCalls:
-    """Table of calls: admits them, ends each once, and keeps the deadlines of those that no thread waits for.
+    """Table of calls: admits them, ends each once, and enforces the deadlines of those that no thread waits for.
 
     Args:
         size: Number of ranks.
         wake: Wakes the thread that checks the deadlines.
         result: Returns the value of a call that has ended, or raises its error.
-        cancel: Notifies the peer of a call that its answer is not awaited any more.
+        cancel: Notifies the peer of a call that nobody awaits its answer any more.
 
     Attributes:
         windows: Flow control, one per rank.
@@ -551,7 +552,7 @@ class PendingCalls:
         self.next_due: float = float("inf")
 
     def __len__(self) -> int:
-        """Return the number of pending calls: unanswered, or with running callbacks, which may make more calls."""
+        """Return the number of calls that are unanswered, or whose callbacks are running and may make more calls."""
         return len(self._unfinished)
 
     def add(self, call: PendingCall) -> None:
@@ -617,13 +618,13 @@ class PendingCalls:
         return True
 
     def fail(self, peer: int | None, error: Callable[[], BaseException]) -> None:
-        """End the calls pending at a lost rank, each with an error of its own; at any rank if None."""
+        """End the calls pending at a lost rank, each with its own error; at all ranks if None."""
         for call in self.of(peer):
             if self.pop(call.number) is not None:
                 self.end(call, error())
 
     def end(self, call: PendingCall, error: BaseException | None = None) -> None:
-        """End a popped call, by its answer or by an error: complete its future, and wake its waiter."""
+        """End a popped call with its answer or an error: complete its future, and wake its waiter."""
         call.error = error
         try:
             if call.future is not None:
@@ -634,7 +635,7 @@ class PendingCalls:
             call.end()
 
     def _complete(self, future: CallFuture, call: PendingCall) -> None:
-        """Complete a future and run its callbacks here. A future completed elsewhere is left as it is."""
+        """Complete a future and run its callbacks here. A future completed elsewhere stays unchanged."""
         before = getattr(self._here, "call", None)
         self._here.call = call
         within = context.set(call.within[0])

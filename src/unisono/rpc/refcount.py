@@ -1,4 +1,4 @@
-"""Distributed reference counting: an owner learns when an object is no longer referenced.
+"""Distributed reference counting, which tells an owner when an object is no longer referenced.
 
 Reference listing, after Birrell, Evers, Nelson, Owicki and Wobber, *Distributed Garbage Collection for Network
 Objects* (1993). The owner counts, for each rank, the references that rank holds. Messages from one rank to another
@@ -13,10 +13,10 @@ reference to an object of O on to B, and then drops its own: B's `ADD` and A's `
 - `remote` counts one for its caller when the owner receives the call. Another rank's `ADD` may arrive before that: it
   finds no object yet, and an entry is reserved for it. Objects are numbered per pair of creator and owner, so that
   an owner can distinguish an object still to be created from one freed long ago, which its `ADD_ACK` reports.
-- A rank that dies holds nothing any more: its counts vanish, and what was pinned for it is released.
+- A rank that dies holds nothing any more: its counts are dropped, and what was pinned for it is released.
 
-Every living reference is either counted, or pinned by another one of which the same is true: so nothing that a
-living rank refers to is freed, unless the rank that passed it on died before the owner was notified.
+Every living reference is either counted, or pinned by another one for which the same holds. So nothing that a living
+rank refers to is freed, unless the rank that passed it on died before the owner was notified.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class References:
             if is_made:
                 self._drop(key, self.rank)
             else:
-                # A request of this rank to itself may be under way: this follows it.
+                # A request of this rank to itself may be in flight, so this must follow it.
                 self._send(owner, DROP, *key)
 
     @property

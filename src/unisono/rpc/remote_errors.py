@@ -1,4 +1,4 @@
-"""Exceptions across ranks: raised at the caller with their own class, and the remote traceback in their text."""
+"""Exceptions across ranks, raised at the caller with their original class and the remote traceback in their text."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class RemoteError(Exception):
 
 
 _classes: dict[type[BaseException], type[RemoteError]] = {RemoteError: RemoteError, Exception: RemoteError}
-"""Classes that `_joined` has made: of one kind of error there is one, so that `except` and `type` find it again."""
+"""Classes made by `_joined`, one for each kind of error, so that `except` and `type` recognise it."""
 
 
 def packed(error: BaseException) -> _Report:
     """Convert an exception to values: its class's module and name, arguments and fields, text, traceback."""
     if isinstance(error, RemoteError):
-        # It was raised on a third rank, which is the one to report.
+        # It was raised on a third rank, so report that one.
         kind = type(error).__mro__[2] if type(error) is not RemoteError else Exception
-        # Not its whole text: the traceback below holds that, and each further rank would double it.
+        # Without the whole text: the traceback below contains it, and each further rank would double it.
         text = error.remote_text
     else:
         kind = type(error)
@@ -81,7 +81,7 @@ def rebuilt(report: _Report, rank: int) -> Exception:
     try:
         return _made(_class_of(name), args, fields, rank, text, trace)
     except TypeError:
-        # An object of its class needs more than could be sent, such as an exception group.
+        # An object of its class (an exception group, for example) needs more than could be sent.
         return _made(Exception, args, fields, rank, text, trace)
 
 

@@ -1,4 +1,4 @@
-"""References to objects that stay on their owner: the objects of this rank, and `RRef`, with which others use them."""
+"""References to objects that stay on their owner: this rank's objects, and `RRef`, through which others use them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class OwnedValue:
 
 
 class RRefContext:
-    """References of one agent: the protocol of `refcount`, with `RRef`s for handles and `OwnedValue`s for values.
+    """References of one agent: the protocol of `refcount`, with `RRef`s as handles and `OwnedValue`s as values.
 
     Args:
         agent: Its agent; also an attribute, for references.
@@ -149,7 +149,7 @@ class RRefContext:
         if not outcome.known:
             self._wait_known(outcome, resolve_timeout(timeout, self._timeout_s))
         if outcome.error is not None:
-            # The same error is raised each time, so drop the traceback entries of earlier raises.
+            # The same error object is raised each time, so drop the traceback entries of earlier raises.
             raise outcome.error.with_traceback(outcome.trace)
         return outcome.value
 
@@ -247,7 +247,7 @@ class RRef(Generic[T]):
         return self._owner == self._references.rank
 
     def confirmed_by_owner(self) -> bool:
-        """Return whether the owner is known to count this reference."""
+        """Return whether the owner is known to have counted this reference."""
         return self._confirmation is None or self._confirmation.done()
 
     def to_here(self, timeout: Timeout | None = None) -> T:
@@ -300,7 +300,7 @@ class RRef(Generic[T]):
         return _Proxy(self, self._references.agent.client.make, timeout)
 
     def backward(self, context: int, retain_graph: bool = False) -> None:
-        """Back-propagate from the object, a tensor of one element, within a context of distributed autograd.
+        """Back-propagate from the object, a one-element tensor, in a context of distributed autograd.
 
         Args:
             context: Number of the context in which it was computed.

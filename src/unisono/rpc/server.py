@@ -29,7 +29,7 @@ __all__ = ["CallServer", "cancelled"]
 _log = logging.getLogger(__name__)
 
 _SLOW_S = 200e-6
-"""A function that took longer than this is run outside the receiving thread the next time."""
+"""A function that took longer than this runs outside the receiving thread the next time."""
 _LONG_BYTES = 64 << 10
 _MAX_CACHED = 1000
 
@@ -45,7 +45,7 @@ class _ServedCall:
         result: Number of the object to create; 0 if the result is returned.
         cancelled: Whether its caller has stopped waiting.
         thread: Thread that runs its function.
-        outcome: Holder of its result, if that stays here.
+        outcome: Holder of its result if that stays here.
         called: Object that the method is called on, if any.
     """
 
@@ -109,7 +109,7 @@ class CallServer:
         """Accept a call. Return its task, and whether that is likely to be short."""
         call = _ServedCall(message)
         if call.kind == REMOTE:
-            # Counted now, because later messages of this rank about the object must follow.
+            # Counted now, because this rank's later messages about the object must find it.
             call.outcome = self._references.expect(Key(message.peer, call.result), message.peer)
         if call.key is not None:
             # Resolved before the caller's next message is handled, which may drop the reference. An unknown key is
@@ -118,7 +118,7 @@ class CallServer:
                 call.called = self._references.outcome(call.key)
         long = bool(message.bodies) and sum([b.numel() for b in message.bodies]) > _LONG_BYTES
         short = call.target in self._quick if long else call.target not in self._slow
-        # Malformed calls have been rejected by now: they would never end.
+        # Only after malformed calls have been rejected, because they would never end.
         self._open[message.peer, call.number] = call
         return lambda: self._serve(call, message), short
 
@@ -150,7 +150,8 @@ class CallServer:
         try:
             self._run(call, message)
         except BaseException as error:
-            # Including an exit or interrupt raised by the function: it is reported to the caller; this thread goes on.
+            # Including SystemExit or KeyboardInterrupt from the function: reported to the caller, while this thread
+            # continues.
             self._fail(call, error)
         finally:
             context.reset(within)
@@ -170,7 +171,7 @@ class CallServer:
     def _run(self, call: _ServedCall, message: Envelope) -> None:
         """Run the function, and answer with its result when there is one."""
         if call.kind == REMOTE:
-            # The object is counted, even if creating it fails.
+            # The object stays counted even if creating it fails.
             self._channel.send(message.peer, (REPLY, call.number, NO_CONTEXT), (None,))
         values = self._channel.unpack(message, call.at)
         args = values[: call.positional]
@@ -187,7 +188,7 @@ class CallServer:
         result = function(*args, **kwargs[0])
         if not is_async(function):
             return self._settle(call, result, None)
-        # What `then` of a future returns is of the base class.
+        # A future's `then` returns the base class.
         if not isinstance(result, torch._C.Future):
             raise CallTypeError(
                 f"{getattr(function, '__qualname__', function)} is marked async_execution, so it must return a "
@@ -196,7 +197,7 @@ class CallServer:
         result.add_done_callback(lambda future: self._settle_by(call, future))
 
     def _function(self, call: _ServedCall, args: list[Any]) -> Callable[..., Any]:
-        """Return the function to call; one that was sent along is removed from the arguments."""
+        """Return the function to call, removed from the arguments if it was sent along."""
         exposed = self._channel.exposed
         references = self._references
         if call.key is not None:
@@ -219,7 +220,7 @@ class CallServer:
         try:
             value = future.value()
         except BaseException as error:
-            # Whatever the future ended with.
+            # Report whatever the future ended with.
             self._settle(call, None, error)
         else:
             self._settle(call, value, None)
@@ -242,7 +243,7 @@ class CallServer:
 
     def _fail(self, call: _ServedCall, error: BaseException) -> None:
         report = packed(error)
-        # The caller, who may not look at the answer, gets the traceback.
+        # The caller, which may ignore the answer, gets the traceback.
         brief = brief_error(error, None, None).rstrip()
         _log.warning("a call by rank %d failed on rank %d: %s", call.peer, self._channel.rank, brief)
         if call.kind == REMOTE:

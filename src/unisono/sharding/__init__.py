@@ -1,4 +1,4 @@
-"""Sharded training: optimizer states, gradients and parameters that each exist once over all ranks."""
+"""Sharded training: optimizer states, gradients and parameters divided among the ranks."""
 
 from __future__ import annotations
 

@@ -17,21 +17,21 @@ NO_COPY = (
 )
 
 Mesh = tuple[Communicator, Communicator]
-"""Two communicators of each rank, (replicate, shard): of the ranks with the same part, and of those with one copy."""
+"""Two communicators, (replicate, shard): of the ranks with the same part, and of those that together have one copy."""
 
 
 class LiveComms:
-    """Communicators in use, which a failed pass aborts. They are dropped then, and others made.
+    """Communicators in use, which a failed pass aborts and which are then replaced.
 
     Args:
-        pairs: Those of all ranks, and on a mesh those of replicas and of shards.
+        pairs: The communicator of all ranks, and on a mesh those of replicas and of shards.
 
     Attributes:
         data: The communicator of all ranks.
-        shard: That of the ranks with different parts; `data` without a mesh.
-        replicate: That of the ranks with the same part; None without a mesh.
-        overlaps: As of `data`.
-        reported: Whether their failure is known to the caller of this rank: it was raised here.
+        shard: Communicator of the ranks with different parts; `data` without a mesh.
+        replicate: Communicator of the ranks with the same part; None without a mesh.
+        overlaps: `data.overlaps`.
+        reported: Whether this rank's caller knows of their failure, because it was raised here.
     """
 
     def __init__(self, pairs: Sequence[ReplaceableComms]) -> None:
@@ -43,22 +43,20 @@ class LiveComms:
 
 
 class ShardComms:
-    """Communicators in use, and those from which they are made again.
+    """Communicators in use, and those from which they are recreated.
 
-    A rank that fails in the middle of a step aborts those in use, so that no other rank waits for it. All ranks
-    replace them at the beginning of their next step. Another rank may still be in the optimizer's step before, or
-    create its optimizer: what makes a step final on all ranks, and creation, therefore go over `steps`, which no failed
-    pass aborts.
+    A rank that fails mid-step aborts those in use, so that no other rank waits for it. All ranks replace them at the
+    start of their next step. Another rank may still be in the previous optimizer step, or creating its optimizer. So
+    these two use `steps`, which no failed pass aborts.
 
     Args:
-        comm: The ranks that share the model. Collective.
-        mesh: Communicators of these ranks between which parts are copied, and among which they are divided. None: all
-            ranks have different parts.
+        comm: The ranks that share the model. Construction is collective.
+        mesh: Communicators of replicas and of shards. None: all ranks have different parts.
 
     Attributes:
         live: The communicators in use.
-        steps, shard_steps: As `data` and `shard` of those in use, but not aborted by a failed pass.
-        rank, size: Of this rank in `shard_steps`.
+        steps, shard_steps: Like `live.data` and `live.shard`, but never aborted by a failed pass.
+        rank, size: This rank's number in `shard_steps`, and its size.
         replica: Rank among the ranks with the same part, or 0.
 
     Raises:
@@ -85,11 +83,11 @@ class ShardComms:
         self.live: LiveComms = LiveComms(self._pairs)
 
     def in_use(self) -> tuple[Communicator, ...]:
-        """Return what a failed step aborts."""
+        """Return the communicators that a failed step aborts."""
         return tuple(pair.data for pair in self._pairs)
 
     def abort(self, reason: str) -> None:
-        """End the running step on all ranks, because of an error that is raised on this one."""
+        """End the running step on all ranks, because of an error raised on this one."""
         self.live.reported = True
         for pair in self._pairs:
             pair.abort(reason)
@@ -100,17 +98,17 @@ class ShardComms:
             pair.abort_all(reason)
 
     def fail_step(self, error: BaseException) -> None:
-        """End all on all ranks: an optimizer has raised this error here, when others may have updated their parts."""
+        """End everything on all ranks, because an optimizer raised here when others may have updated their parts."""
         self.abort_all(
             f"optimizer.step() failed there: {type(error).__name__}: {error}. Ranks may have made different steps: "
             "load a checkpoint into new objects"
         )
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what a function returns that communicates over those in use.
+        """Return the result of a function that communicates over those in use.
 
-        On a mesh, an error of one group breaks all in use, and the first cause is raised, with numbers of `data`:
-        ranks of other groups would wait for this one, and a lost rank would have its number in a group.
+        On a mesh, an error in one group breaks all groups, because ranks of other groups would wait for this one. The
+        first cause is raised with rank numbers of `data` instead of the group's.
         """
         try:
             return call(*args, **kwargs)
@@ -118,7 +116,7 @@ class ShardComms:
             live = self.live
             if live.replicate is not None:
                 self.abort(f"{type(error).__name__}: {error}")
-            # Only after the abort: it makes the failure of one group the first cause of `data`, if it has none.
+            # After the abort, which makes the group's failure the first cause of `data` if that has none.
             cause = live.data.exception()
             live.reported = cause is not None
             if live.replicate is not None and isinstance(error, AbortedError | PeerLostError) and cause is not None:
@@ -126,10 +124,10 @@ class ShardComms:
             raise
 
     def replace(self) -> None:
-        """Make new communicators instead of those in use, which have failed. Collective."""
+        """Replace the failed communicators in use. Collective."""
         for pair in self._pairs:
             pair.replace()
-        # Last: a failure to make them leaves the broken ones, and the next step tries again.
+        # Last: if creating them fails, the broken ones stay, and the next step tries again.
         self.live = LiveComms(self._pairs)
 
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
@@ -138,7 +136,7 @@ class ShardComms:
         self._attach(comm, mesh)
 
     def close(self) -> None:
-        """Release all. Idempotent."""
+        """Release all communicators. Idempotent."""
         for pair in self._pairs:
             pair.close()
 
@@ -148,7 +146,7 @@ _Place = tuple[str, int, int]
 
 
 def _check_mesh(comm: Communicator, mesh: object) -> None:
-    """Raise on every rank unless the groups of the mesh are the rows and columns of a grid of all ranks. Collective."""
+    """Raise on every rank unless the mesh's groups are the rows and columns of a grid of all ranks. Collective."""
     cards: list[tuple[_Place, _Place] | str | None] = comm.all_gather_object(_card(mesh))
     if all(card is None for card in cards):
         return
@@ -166,7 +164,7 @@ def _check_mesh(comm: Communicator, mesh: object) -> None:
 
 
 def _card(mesh: object) -> tuple[_Place, _Place] | str | None:
-    """Return this rank's places in the groups of a mesh, or text that says what else it is."""
+    """Return this rank's places in the groups of a mesh, or text that says what is wrong with it."""
     if mesh is None:
         return None
     if isinstance(mesh, tuple | list) and len(mesh) == 2 and all(isinstance(comm, Communicator) for comm in mesh):
@@ -177,7 +175,7 @@ def _card(mesh: object) -> tuple[_Place, _Place] | str | None:
 
 
 def _mesh_problem(cards: list[tuple[_Place, _Place] | str | None]) -> str | None:
-    """Return why the places of all ranks are no grid."""
+    """Return why the places of all ranks do not form a grid."""
     places: dict[object, int] = {}
     groups: dict[object, tuple[str, int]] = {}
     for rank, card in enumerate(cards):

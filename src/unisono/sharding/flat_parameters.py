@@ -1,4 +1,4 @@
-"""Parameters of one dtype in one flat tensor, of which each rank keeps a part."""
+"""Parameters of one dtype in a flat tensor, of which each rank keeps a part."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(slots=True)
 class ParameterPiece:
-    """Slice of one parameter that this rank updates. Each rank has one of each parameter, which may be empty.
+    """Slice of one parameter that this rank updates. Each rank has one for each parameter, perhaps empty.
 
     Attributes:
         name: Name of the parameter.
@@ -57,7 +57,7 @@ class ParameterPiece:
         return self.start + len(self.tensor)
 
     def move(self, start: int, elements: torch.Tensor) -> None:
-        """Become another slice, for another number of ranks. The tensor stays the same object.
+        """Become another slice, after the number of ranks has changed. The tensor stays the same object.
 
         Args:
             start: As `start`.
@@ -68,16 +68,16 @@ class ParameterPiece:
         self.tensor.data = elements
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this piece's elements of a tensor of the parameter's shape: a view where its memory allows."""
+        """Return this piece's elements of a tensor of the parameter's shape, as a view if its memory allows."""
         return whole.reshape(-1)[self.start : self.stop]
 
     def wrap(self, elements: torch.Tensor) -> TensorShard:
-        """Return elements at this piece's place in the parameter as a checkpoint takes them."""
+        """Return elements of this piece as the `TensorShard` that a checkpoint takes."""
         return TensorShard(elements, self.start, self.shape, self.replica)
 
 
 def _make_pieces(named: Named, dtype: torch.dtype) -> list[ParameterPiece]:
-    """Return a piece of each parameter, without elements."""
+    """Return an empty piece for each parameter."""
     return [
         ParameterPiece(name, p.shape, 0, nn.Parameter(p.new_empty(0, dtype=dtype), requires_grad=p.requires_grad))
         for name, p in named
@@ -85,7 +85,7 @@ def _make_pieces(named: Named, dtype: torch.dtype) -> list[ParameterPiece]:
 
 
 def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, comms: ShardComms, part: torch.Tensor) -> None:
-    """Let the pieces be the slices of this rank's part."""
+    """Make the pieces slices of this rank's part."""
     slices = {place.index: place for place in layout.slices(comms.rank)}
     for index, piece in enumerate(pieces):
         place = slices.get(index, ParameterSlice(index, 0, 0, 0))
@@ -94,22 +94,22 @@ def _move_pieces(pieces: Sequence[ParameterPiece], layout: FlatLayout, comms: Sh
 
 
 class FlatParameters:
-    """Parameters that are gathered by one message, and whose gradients are reduced by another.
+    """Parameters that are gathered in one message, and whose gradients are reduced in another.
 
-    The parameters are views of a flat tensor, whose storage is empty unless it is gathered. Its elements are in
-    contiguous order, whatever the strides of the parameters were.
+    The parameters are views of a flat tensor, whose storage is empty unless gathered. Its elements are in contiguous
+    order, whatever the parameters' strides were.
 
     Args:
         named: The parameters, with their names: of one dtype, device and `requires_grad`.
         comms: The ranks that share them.
         padding: Number of elements after the last parameter.
-        param_dtype: Dtype of the gathered parameters; theirs if None.
-        reduce_dtype: Dtype in which gradients are averaged; that of the gathered parameters if None.
+        param_dtype: Dtype of the gathered parameters; their original one if None.
+        reduce_dtype: Dtype in which gradients are averaged; the gathered parameters' if None.
 
     Attributes:
         names, parameters: As passed.
         layout: Places of the parameters in the flat tensor.
-        part: This rank's elements, in the parameters' first dtype.
+        part: This rank's elements, in the parameters' original dtype.
         pieces: This rank's slice of each parameter, in the memory of `part`; may be empty.
         gradient: Gradient that backward passes fill; None for frozen parameters.
         gathered: Whether the parameters can be used.
@@ -129,7 +129,7 @@ class FlatParameters:
         self.gathered: bool = False
         self._comms = comms
         self._work: Work | None = None
-        # What autograd has saved of the parameters is valid at this version. While they are freed, theirs is higher.
+        # Version at which autograd's saved parameters are valid. While parameters are freed, their version is higher.
         self._version = 0
         self._classes = [type(p) for p in self.parameters]
         self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
@@ -148,7 +148,7 @@ class FlatParameters:
         self._make_whole()
 
     def _cut(self, padding: int) -> None:
-        """Make the part of this rank, and let the pieces be slices of it, with undefined elements."""
+        """Allocate this rank's part, and make the pieces slices of it, with undefined elements."""
         self.layout: FlatLayout = FlatLayout([*(p.numel() for p in self.parameters), padding], self._comms.size)
         self.part: torch.Tensor = torch.zeros(
             self.layout.part, dtype=self._part_dtype, device=self.parameters[0].device
@@ -156,7 +156,7 @@ class FlatParameters:
         _move_pieces(self.pieces, self.layout, self._comms, self.part)
 
     def _make_whole(self) -> None:
-        """Let the parameters be views of a flat tensor, and free it."""
+        """Make the parameters views of a flat tensor, and free that."""
         self._whole = torch.empty(self.layout.total, dtype=self._dtype, device=self.part.device)
         # Torch makes no views of a freed tensor.
         self._places = self.layout.views(self._whole, self.parameters)
@@ -166,7 +166,7 @@ class FlatParameters:
         self.free()
 
     def recut(self, padding: int) -> None:
-        """Be of the ranks that the communicator now has. Gradients are dropped, and elements are undefined."""
+        """Re-partition for the current communicator. Gradients are dropped, and elements are undefined."""
         self.free()
         self._cut(padding)
         if self.part.is_floating_point():
@@ -183,7 +183,7 @@ class FlatParameters:
 
     # -- the whole ------------------------------------------------------------------------------
     def start_gather(self, *, async_op: bool) -> None:
-        """Begin to fill the parameters, unless they are filled. Collective."""
+        """Start to gather the parameters, unless they are gathered. Collective."""
         if self.gathered or self._work is not None:
             return
         storage = self._whole.untyped_storage()
@@ -194,7 +194,7 @@ class FlatParameters:
             self._show(gathered=True)
 
     def finish_gather(self) -> None:
-        """Wait until the parameters can be used."""
+        """Wait until the parameters are usable."""
         if self._work is not None:
             work = self._work
             self._work = None
@@ -202,7 +202,7 @@ class FlatParameters:
             self._show(gathered=True)
 
     def _show(self, *, gathered: bool) -> None:
-        """Let parameters be used, or refuse to be, and autograd use what it has saved of them, or refuse that."""
+        """Make the parameters, and autograd's saved references to them, usable, or make any use raise."""
         self.gathered = gathered
         classes: Iterable[type] = self._classes if gathered else repeat(FreedParameter)
         for parameter, cls in zip(self.parameters, classes, strict=False):
@@ -222,11 +222,11 @@ class FlatParameters:
         self._whole.untyped_storage().resize_(0)
 
     def changed(self) -> None:
-        """Let autograd refuse what it has saved of the parameters, because the elements are others."""
+        """Make autograd refuse its saved parameters, because their elements have changed."""
         self._version = 1 + max([parameter._version for parameter in self.parameters])
 
     def written(self) -> str | None:
-        """Return the name of a gathered parameter that was changed in place."""
+        """Return the name of a gathered parameter that was modified in place."""
         if self.gathered:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if parameter._version != self._version:
@@ -234,14 +234,14 @@ class FlatParameters:
         return None
 
     def is_seen_by(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has the parameters' memory."""
+        """Return whether a tensor shares the parameters' memory."""
         if tensor.layout != torch.strided or is_transformed(tensor):
             return False
         return tensor.untyped_storage() is self._whole.untyped_storage()
 
     # -- outside of training --------------------------------------------------------------------
     def show_whole(self) -> torch.Tensor:
-        """Let the parameters be views of a new tensor with all elements, and return that. Collective."""
+        """Make the parameters views of a new tensor with all elements, and return that. Collective."""
         flat = self.part.new_empty(self.layout.total)
         self._comms.run(self._comms.live.shard.all_gather_single, flat, self.part)
         self.changed()
@@ -250,7 +250,7 @@ class FlatParameters:
         return flat
 
     def hide_whole(self, flat: torch.Tensor, *, writeback: bool) -> None:
-        """Undo `show_whole`. With `writeback`, keep this rank's part of what the tensor holds now."""
+        """Undo `show_whole`. With `writeback`, keep this rank's part of the tensor's current values."""
         if writeback:
             self.part.copy_(self.layout.part_of(flat, self._comms.rank))
         self._point_to(self._places)
@@ -258,7 +258,7 @@ class FlatParameters:
         self.free()
 
     def restore(self) -> None:
-        """Let the parameters be plain again, with their first strides. Collective."""
+        """Make the parameters plain again, with their original strides. Collective."""
         self.show_whole()
         for parameter, strides in zip(self.parameters, self._strides, strict=True):
             parameter.data = parameter.new_empty_strided(parameter.shape, strides).copy_(parameter.data)
@@ -266,9 +266,9 @@ class FlatParameters:
 
 
 class OneStream:
-    """Check that all work of a step on some devices is queued on one stream of each.
+    """Check that all work of a step is queued on a single stream of each device.
 
-    Memory that is freed belongs to the stream on which it was allocated: another stream may still use it then.
+    Freed memory returns to the stream on which it was allocated, while another stream may still be using it.
 
     Args:
         devices: The devices.
@@ -292,7 +292,7 @@ class OneStream:
 
 
 class _Stage(Enum):
-    """How far a reduction is."""
+    """Stage of a reduction."""
 
     SHARDS = "in the shard group"
     REPLICAS = "between replicas"
@@ -300,10 +300,10 @@ class _Stage(Enum):
 
 
 class _Flight:
-    """One reduction of a flat gradient: made as it begins, dropped when its result is added.
+    """One reduction of a flat gradient, from its start until its result is added.
 
     On a mesh, gradients are summed in two stages, reduce_scatter in the shard group and all_reduce between replicas,
-    and divided once: a balanced tree over all ranks has the same sums, if the ranks of a shard group follow each other.
+    and divided once. A balanced tree over all ranks gives the same sums, if the ranks of a shard group are consecutive.
 
     =========  ==========================  ========
     stage      advance                     finish
@@ -314,7 +314,7 @@ class _Flight:
 
     Args:
         comms: The ranks that average. Collective.
-        whole: Gradients of this rank, which are overwritten.
+        whole: This rank's gradients, to be overwritten.
         part: Number of elements of each rank's part.
         async_op: Whether reductions progress in the background.
     """
@@ -326,10 +326,10 @@ class _Flight:
         self._work: Work | None = None
         live = comms.live
         if live.replicate is not None and whole.dtype in HALVES:
-            # Divide before summing: a sum of halves could overflow.
+            # Divide before summing, because a sum of halves could overflow.
             divide(whole, live.data.size)
         if comms.size == 1:
-            # A single rank's part is the whole tensor, which is already the average.
+            # A single rank's part is the whole tensor, which already is the average.
             self._new = whole
             return
         self._new = whole.new_empty(part)
@@ -337,7 +337,7 @@ class _Flight:
         self._work = comms.run(live.shard.reduce_scatter_single, self._new, whole, op, async_op=async_op)
 
     def advance(self) -> None:
-        """Wait for the reduction in the shard group, and begin the one between replicas."""
+        """Wait for the reduction in the shard group, and start the one between replicas."""
         if self._stage is _Stage.SHARDS:
             self._wait()
             replicate = self._comms.live.replicate
@@ -347,7 +347,7 @@ class _Flight:
                 self._work = self._comms.run(replicate.all_reduce, self._new, "sum", async_op=self._async)
 
     def finish(self) -> torch.Tensor:
-        """Wait until it is averaged over all ranks, and return the average of this rank's part."""
+        """Wait for the average over all ranks, and return this rank's part of it."""
         self.advance()
         self._wait()
         self._stage = _Stage.AVERAGED
@@ -357,7 +357,7 @@ class _Flight:
         return self._new
 
     def abandon(self) -> None:
-        """Wait until nothing writes its memory any more."""
+        """Wait until nothing writes to its memory any more."""
         if self._work is not None:
             with suppress(CommError):
                 self._work.wait()
@@ -372,7 +372,7 @@ class _Flight:
 class FlatGradient:
     """Gradient of flat parameters.
 
-    Gradients are taken one by one, reduced together, and committed when the backward pass has succeeded on all ranks.
+    Gradients are taken one by one, reduced together, and committed once the backward pass has succeeded on all ranks.
 
     Args:
         layout: Places of the parameters, and of padding after them.
@@ -381,9 +381,9 @@ class FlatGradient:
         device: Device of the parameters.
 
     Attributes:
-        arrived: Indices of the parameters whose gradient was taken in the running pass and is not reduced yet.
-        taken: Indices of the parameters whose gradient is not reduced yet.
-        reduced: Indices of those whose gradient is reduced, or is being reduced, and not committed.
+        arrived: Indices of parameters whose gradient was taken in the running pass and is not yet reduced.
+        taken: Indices of parameters with a gradient that is not yet reduced.
+        reduced: Indices of parameters whose gradient is reduced or being reduced, and not yet committed.
     """
 
     def __init__(self, layout: FlatLayout, comms: ShardComms, dtype: torch.dtype, device: torch.device) -> None:
@@ -395,7 +395,7 @@ class FlatGradient:
         self.drop()
 
     def drop(self) -> None:
-        """Forget all that is not committed."""
+        """Drop all uncommitted gradients."""
         if self._flight is not None:
             self._flight.abandon()
         self._flight = None
@@ -406,7 +406,7 @@ class FlatGradient:
         self.reduced: set[int] = set()
 
     def move_to(self, layout: FlatLayout) -> None:
-        """Drop all, and be of another number of ranks."""
+        """Drop all gradients, and re-partition for another number of ranks."""
         self.drop()
         self._layout = layout
 
@@ -426,8 +426,8 @@ class FlatGradient:
             self.taken.add(index)
 
     def start_reduce(self, *, async_op: bool) -> None:
-        """Begin to average what was taken over all ranks. Collective."""
-        # One at a time, so that results are added in the order of passes, which is the same on all ranks.
+        """Start to average the taken gradients over all ranks. Collective."""
+        # One at a time, so that results are added in pass order, which is the same on all ranks.
         self._finish_average()
         whole = self._whole
         self._whole = None
@@ -436,7 +436,7 @@ class FlatGradient:
         for index, (start, end) in enumerate(zip(self._layout.offsets, ends, strict=True)):
             if index not in self.taken:
                 whole[start:end].zero_()
-        # It is sent, too.
+        # Padding is sent too.
         whole[self._layout.used :].zero_()
         self.reduced |= self.taken
         self.taken = set()
@@ -449,7 +449,7 @@ class FlatGradient:
             self._flight.advance()
 
     def _finish_average(self) -> None:
-        """Wait until all that was reduced is averaged over all ranks."""
+        """Wait until all started reductions are averaged over all ranks."""
         flight = self._flight
         if flight is not None:
             new = flight.finish()
@@ -457,7 +457,7 @@ class FlatGradient:
             self._sum = new if self._sum is None else self._sum.add_(new)
 
     def commit(self, pieces: Sequence[ParameterPiece]) -> None:
-        """Add what was reduced to the gradients of this rank's part: the pass has succeeded on all ranks.
+        """Add the reduced gradients to those of this rank's part, after the pass has succeeded on all ranks.
 
         Args:
             pieces: This rank's slice of each parameter.
@@ -483,13 +483,13 @@ class ParameterBucket:
         indices: Numbers of the parameters.
         named: The parameters, with their names.
         comms: The ranks that share them.
-        master_dtype: Dtype in which this rank updates its part, instead of the parameters' own.
+        master_dtype: Dtype in which this rank updates its part; the parameters' own if None.
 
     Attributes:
         indices: As passed.
         parameters: The parameters.
         pieces: This rank's slice of each.
-        gradient: Gradients that are sharded as they arrive.
+        gradient: Gradients, if they are sharded on arrival.
     """
 
     def __init__(
@@ -506,7 +506,7 @@ class ParameterBucket:
         self.gradient: FlatGradient = FlatGradient(self._layout, comms, self._flat.dtype, self._flat.device)
 
     def _cut(self) -> None:
-        """Let the parameters be views of a flat tensor, and the pieces slices of this rank's part."""
+        """Make the parameters views of a flat tensor, and the pieces slices of this rank's part."""
         self._layout = layout = FlatLayout([p.numel() for p in self.parameters], self._comms.size)
         self._flat = self.parameters[0].new_zeros(layout.total)
         self._views = layout.views(self._flat, self.parameters)
@@ -519,12 +519,12 @@ class ParameterBucket:
 
     @torch.no_grad()
     def recut(self) -> None:
-        """Be of the ranks that the communicator now has. Gradients are dropped."""
+        """Re-partition for the current communicator. Gradients are dropped."""
         self._cut()
         self.gradient.move_to(self._layout)
 
     def shard(self, slot: int) -> TensorShard:
-        """Return this rank's elements of a parameter, in the memory of the parameter."""
+        """Return a view of this rank's elements of a parameter."""
         piece = self.pieces[slot]
         return piece.wrap(piece.cut(self._views[slot]))
 
@@ -534,7 +534,7 @@ class ParameterBucket:
         return self._master.dtype != self._part.dtype
 
     def check(self) -> None:
-        """`RuntimeError` if a parameter is no longer in the flat tensor."""
+        """Raise `RuntimeError` if a parameter is no longer a view of the flat tensor."""
         for view, parameter, piece in zip(self._views, self.parameters, self.pieces, strict=True):
             same = parameter.data_ptr() == view.data_ptr() and parameter.dtype == view.dtype
             if not same or parameter.shape != view.shape:
@@ -544,7 +544,7 @@ class ParameterBucket:
                 )
 
     def check_frozen(self) -> None:
-        """`RuntimeError` if a parameter is no longer frozen."""
+        """Raise `RuntimeError` if a parameter is no longer frozen."""
         for parameter, piece in zip(self.parameters, self.pieces, strict=True):
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -553,7 +553,7 @@ class ParameterBucket:
                 )
 
     def cut_gradients(self) -> None:
-        """Give each piece its elements of p.grad. `ValueError` for a sparse gradient."""
+        """Give each piece its elements of p.grad; raise `ValueError` for a sparse gradient."""
         for parameter, piece in zip(self.parameters, self.pieces, strict=True):
             grad = parameter.grad
             if grad is not None and grad.layout != torch.strided:
@@ -561,13 +561,13 @@ class ParameterBucket:
             piece.tensor.grad = None if grad is None else piece.cut(grad.detach()).to(piece.tensor.dtype)
 
     def follow_parameters(self) -> None:
-        """Take over the elements of this rank's part that were written since the last step, as by a checkpoint."""
+        """Copy elements of this rank's part that were written since the last step, for example from a checkpoint."""
         if self.has_master:
             same = self._master.to(self._part.dtype) == self._part
             self._master.copy_(torch.where(same, self._master, self._part.to(self._master.dtype)))
 
     def start_gather(self) -> Work:
-        """Begin to send this rank's updated part to the shard group, and to receive the others'. Collective."""
+        """Start to send this rank's updated part to the shard group, and receive the others'. Collective."""
         if self.has_master:
             self._part.copy_(self._master)
         return self._comms.shard_steps.all_gather_single(self._flat, self._part, async_op=True)
@@ -601,11 +601,11 @@ _DESCRIBED: frozenset[Callable[..., Any]] = frozenset(
         *(getattr(torch.Tensor, name) for name in ("_is_view", "is_conj", "is_neg", "untyped_storage")),
     ]
 )
-"""What a compiler reads of each p.grad, whether the graph uses it or not."""
+"""Attributes of each p.grad that a compiler reads, even if the graph does not use it."""
 
 
 class _MetadataOnly(torch.Tensor):
-    """Base of the classes whose tensors have no elements: reads of shape, dtype and other metadata work."""
+    """Base class of tensors without elements, whose shape, dtype and other metadata can be read."""
 
     _metadata = _METADATA
 
@@ -613,7 +613,7 @@ class _MetadataOnly(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of metadata; refuse any other."""
+        """Call a function that reads metadata; refuse any other."""
         if func not in cls._metadata:
             cls._refuse(func, args, kwargs)
         with torch.DisableTorchFunctionSubclass():
@@ -670,7 +670,7 @@ class ShardedGradient(_MetadataOnly):
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> ShardedGradient:
-        """Return one for a parameter, without memory of its own."""
+        """Return one for a parameter, without allocating memory."""
         nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
         return nothing.expand(parameter.shape).as_subclass(cls)
 

@@ -1,4 +1,4 @@
-"""Sharded data parallelism by hooks on a plain model (ZeRO-3)."""
+"""Fully sharded data parallelism with hooks on a plain model (ZeRO-3)."""
 
 from __future__ import annotations
 
@@ -26,59 +26,60 @@ __all__ = ["ShardedModel"]
 class ShardedModel:
     """Hooks that shard the parameters, gradients and optimizer states of a plain model over all ranks (ZeRO-3).
 
-    Each rank keeps an equal part of the parameters. The modules of a unit have whole parameters while they run: these
-    are gathered before the unit's forward and before its backward, and freed afterwards. Gradients are averaged, and
-    each rank gets those of its part. The model is used as before, and its parameters remain the same objects. A freed
-    parameter has a shape, and raises `RuntimeError` if its elements or its gradient are used.
+    Each rank keeps an equal part of the parameters. A unit's parameters are gathered before its forward and before its
+    backward, and freed afterwards. Gradients are averaged, and each rank gets those of its part. The model is used as
+    before, and its parameters remain the same objects. A freed parameter keeps its shape, and raises `RuntimeError` if
+    its elements or gradient are used.
 
-    Collective, as are all methods but `optimizer`, `no_sync`, `state_dict` and `load_state_dict`. All ranks run equal
-    forwards and backwards in the same order. Freeze parameters before. `torch.compile` of the model raises.
+    Construction is collective, as are all methods except `optimizer`, `no_sync`, `state_dict` and `load_state_dict`.
+    All ranks run the same forwards and backwards in the same order. Freeze parameters first. `torch.compile` on the
+    model raises.
 
-    A parameter of several units, such as a tied weight, belongs to the nearest unit that encloses them all. What
-    belongs to no other unit belongs to the unit of the model, which stays gathered between forward and backward.
+    A parameter shared by several units, such as a tied weight, belongs to the nearest unit that encloses them all. All
+    other parameters belong to the model's own unit, which stays gathered between forward and backward.
 
     Args:
         model: Any module without lazy parameters and without gradients.
-        comm: The ranks that share it. The model communicates over two communicators of its own, derived from it.
-        mesh: Two communicators of each rank, (replicate, shard), as torch's `fully_shard` has them: parameters are
-            divided among the ranks of `shard`, such as those of one host, and the ranks of `replicate` have copies of
-            one part. Gradients are averaged over all ranks of `comm`, which the groups of both divide like rows and
-            columns. None: all ranks have different parts.
+        comm: The ranks that share it. Two dedicated communicators are derived from it.
+        mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: parameters are divided among the ranks
+            of `shard`, such as those of one host, and the ranks of `replicate` have copies of one part. The groups of
+            the two are the columns and rows of a grid of all ranks of `comm`, over which gradients are averaged. None:
+            all ranks have different parts.
         units: Classes of the modules that are units, or a predicate. None: the elements of each `ModuleList` and
             `Sequential`, such as the blocks of a transformer.
         param_dtype: Dtype in which floating-point parameters are gathered and used; the parts and the optimizer keep
-            the model's. As `MixedPrecisionPolicy` of torch has it. Inputs and buffers are not converted.
-        reduce_dtype: Dtype in which gradients are averaged; by default that in which they are computed.
+            the model's. As in torch's `MixedPrecisionPolicy`, except that inputs and buffers are not converted.
+        reduce_dtype: Dtype in which gradients are averaged; by default the one in which they are computed.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: It has no parameters, an uninitialized one, one with a gradient, or one that is averaged or sharded
-            already; or no module is a unit. On every rank: `mesh` is not made of the ranks of `comm`.
-        MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient of
-            a parameter. From a forward or `backward()`: ranks run different units, or one has skipped a backward.
-        AbortedError: Another rank's forward or backward has raised. All ranks drop the gradients of the step, those of
-            its earlier passes too; the next step is correct. A rank that had finished its pass when the other one
-            failed raises it from its next forward, `clip_grad_norm_()` or `step()`, once.
-        RuntimeError: From a forward: a parameter was unfrozen, replaced, added, or changed in place. From `backward()`:
-            parameters were changed since the forward, or a gradient is sparse.
+        ValueError: It has no parameters, an uninitialized one, one with a gradient, or one that is already averaged or
+            sharded; or no module is a unit. On every rank: `mesh` is not a grid of the ranks of `comm`.
+        MismatchError: Ranks have different models or settings. From `backward()`: only some ranks have a gradient for a
+            parameter. From a forward or `backward()`: ranks run different units, or one has skipped a backward.
+        AbortedError: Another rank's forward or backward has raised. All ranks drop the gradients of the step, including
+            those of its earlier passes; the next step is correct. A rank that had already finished its pass raises this
+            once, from its next forward, `clip_grad_norm_()` or `step()`.
+        RuntimeError: From a forward: a parameter was unfrozen, replaced, added, or modified in place. From
+            `backward()`: parameters were modified since the forward, or a gradient is sparse.
 
-    A backward pass that enters a module by another tensor than an output of it (in a list, dict or dataclass) needs
-    freed parameters: autograd then raises, as if they were modified in place. So it does in a double backward. A
-    forward or backward that raises frees all units; gradients of the step are dropped.
+    A backward pass that enters a module through a tensor other than one of its outputs (in a list, dict or dataclass)
+    needs freed parameters: autograd then raises as if they were modified in place. So does a double backward. A forward
+    or backward that raises frees all units and drops the gradients of the step.
 
-    Cost: for each step two all_gathers of the parameters and one reduce_scatter of the gradients, in one message a
-    unit and dtype, and an all_reduce of two bytes a parameter. Where `comm.overlaps`, the unit that followed in the
-    step before is gathered in the meantime. Memory in elements, without activations and a transport's own: N/p in the
-    parts and as many in states; in forward r + u more; in backward N/p gradients, (2 - 1/p)(r + u) and 2w more. N are
-    the parameters, r those of the model's own unit, u those of the largest other unit, w the largest parameter. Where
-    `comm.overlaps`, u more in forward and 2u in backward. Source: Rajbhandari et al., "ZeRO: Memory Optimizations
-    Toward Training Trillion Parameter Models", SC 2020.
+    Cost: in each step two all_gathers of the parameters and one reduce_scatter of the gradients, in one message a unit
+    and dtype, and an all_reduce of two bytes a parameter. If `comm.overlaps`, the unit that came next in the previous
+    step is gathered in the meantime. Memory in elements, without activations and the transport's own: N/p for the parts
+    and as many for each state; in forward another r + u; in backward N/p for gradients, and another (2 - 1/p)(r + u) +
+    2w. N is the number of parameters, r that of the model's own unit, u that of the largest other unit, and w that of
+    the largest parameter. If `comm.overlaps`, add u in forward and 2u in backward. Source: Rajbhandari et al., "ZeRO:
+    Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
-    Cost of a mesh of r x s ranks: p is s in all of the above, and an all_reduce of the gradients of a part, N/s
-    elements, over `replicate` in addition: 2 (r-1)/r N/s sent by each rank. Nothing else but the two bytes a parameter
+    Cost on a mesh of r x s ranks: p is s in all of the above, plus an all_reduce of a part's gradients (N/s elements)
+    over `replicate`, for which each rank sends 2 (r-1)/r N/s. Apart from the two bytes a parameter, nothing else
     crosses `replicate`. Source: Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
-    VLDB 2022; torch has it as HSDP.
+    VLDB 2022 (HSDP in torch).
 
     Example:
         >>> def program(comm):
@@ -118,7 +119,7 @@ class ShardedModel:
         made = make_units(plans, self._comms, param_dtype, reduce_dtype)
         flats = [flat for unit in made for flat in unit.flats]
         places = {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
-        # In the order of the model's parameters, which is that of an unsharded optimizer.
+        # In the order of the model's parameters, as in an unsharded optimizer.
         self._places = {id(p): places[id(p)] for p in self._parameters}
         self._runtime = Runtime(made, self._comms, ModelMembers(model, named))
         self._runtime.hook()
@@ -135,21 +136,22 @@ class ShardedModel:
         """Return an optimizer that updates this rank's part of the parameters.
 
         Args:
-            optimizer_class: A class of torch's, or one derived from `torch.optim.Optimizer`, that updates each element
-                by its own values only.
-            params: Parameters of the model, or groups of them, as for the class; all of them if None.
-            elementwise: Whether the class is known to be elementwise, so that it is not tried.
+            optimizer_class: A torch optimizer class, or one derived from `torch.optim.Optimizer`, that updates each
+                element from its own values only.
+            params: Parameters of the model, or parameter groups, as for the class; all parameters if None.
+            elementwise: Whether the class is known to be elementwise, which skips the trial.
             defaults: Options for the class.
 
         Returns: An object of a class derived from `optimizer_class`. Its `state_dict` has the unsharded optimizer's
             layout, with `un.checkpoint.TensorShard`s.
 
         Raises:
-            ValueError: The class is not elementwise, or `params` has a tensor that is no parameter of the model.
-            RuntimeError: From `step()`: the last `backward()` ran in `no_sync`, or a `GradScaler` calls.
-            MismatchError: From `step()`, which is collective: ranks have other options. No parameter has changed then.
-            Exception: From `step()`: one of the class. The other ranks get an `AbortedError` that names it, from their
-                next call. If the update had begun, so that ranks may differ, later calls raise too.
+            ValueError: The class is not elementwise, or `params` contains a tensor that is not a parameter of the
+                model.
+            RuntimeError: From `step()`: the last `backward()` ran in `no_sync`, or the caller is a `GradScaler`.
+            MismatchError: From `step()`, which is collective: ranks have different options. No parameter has changed.
+            Exception: From `step()`: the class has raised. The other ranks' next call raises an `AbortedError` that
+                names it. If the update had begun, so that ranks may differ, later calls raise as well.
 
         Example:
             >>> def program(comm):
@@ -167,7 +169,7 @@ class ShardedModel:
         optimizer = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
         own = [place for group in places for place in group]
         optimizer.on_zero_grad = partial(self._runtime.forget, own)
-        # GradScaler then sets `found_inf`, and always steps.
+        # With this attribute, GradScaler sets `found_inf`, and always steps.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_step_pre_hook(partial(self._runtime.check_step, own))
         optimizer.register_step_post_hook(self._runtime.end_step)
@@ -189,10 +191,11 @@ class ShardedModel:
             norm_type: Order of the norm; infinity for the largest absolute value.
             error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
 
-        Returns: The norm before, a float64 scalar, equal on all ranks.
+        Returns: The norm before scaling, a float64 scalar, equal on all ranks.
 
         Raises:
-            RuntimeError: Gradients are not averaged, or, if asked for, the norm is not finite; on every rank.
+            RuntimeError: Gradients are not averaged, or, with `error_if_nonfinite`, the norm is not finite; on every
+                rank.
 
         Example:
             >>> def program(comm):
@@ -214,7 +217,7 @@ class ShardedModel:
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging in each backward pass that runs inside.
 
-        The next one outside averages the sum. Until then each rank has all gradients whole.
+        The next pass outside averages the sum. Until then each rank holds all gradients in full.
 
         Returns: A context manager.
 
@@ -242,13 +245,13 @@ class ShardedModel:
     # -- the whole model ------------------------------------------------------------------------
     @contextmanager
     def full_parameters(self, *, writeback: bool = True) -> Iterator[None]:
-        """Show all parameters whole, in their first dtype, to look at, change or save them. Collective.
+        """Gather all parameters in their original dtype, to inspect, change or save them. Collective.
 
         Args:
-            writeback: Whether to keep changes: each rank keeps those that it has made to its own part. Make the
-                same ones on all replicas.
+            writeback: Whether to keep changes: each rank keeps those to its own part. Make the same changes on all
+                replicas.
 
-        Returns: A context manager. Parameters are freed again when it ends.
+        Returns: A context manager that frees the parameters again when it ends.
 
         Raises:
             RuntimeError: A forward, a backward or another `full_parameters` is running.
@@ -257,10 +260,10 @@ class ShardedModel:
             yield
 
     def abort(self, reason: str) -> None:
-        """End all running and later calls on all ranks, as when an error was caught that others do not know of.
+        """End all running and later calls on all ranks, for example after an error that other ranks do not know of.
 
         Args:
-            reason: Text for the `AbortedError` of the other ranks.
+            reason: Text for the other ranks' `AbortedError`.
 
         Example:
             >>> def program(comm):
@@ -278,7 +281,7 @@ class ShardedModel:
         self._comms.abort_all(reason)
 
     def remove(self) -> None:
-        """Remove the hooks, and let the model be plain and whole again. Collective. Gradients are dropped.
+        """Remove the hooks, and make the model plain and whole again. Collective. Drops gradients.
 
         Raises:
             RuntimeError: A forward, a backward or `full_parameters` is running.
@@ -291,8 +294,8 @@ class ShardedModel:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the model, with this rank's part of each parameter as an `un.checkpoint.TensorShard`.
 
-        Saved by `un.checkpoint.save` on all ranks, it is the plain model's state. The shards are the memory of the
-        parts, so `un.checkpoint.load` into the state loads into the model.
+        `un.checkpoint.save` on all ranks saves it as the plain model's state. The shards share the parts' memory, so
+        `un.checkpoint.load` into the state loads into the model.
         """
         state = self._model.state_dict(keep_vars=True)
         return {name: self._shard(entry) for name, entry in state.items()}
@@ -305,13 +308,13 @@ class ShardedModel:
         return piece.wrap(piece.tensor.detach())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state with shards of this rank, or with whole tensors, as a plain model has it.
+        """Load a state with this rank's shards, or with whole tensors, like a plain model's.
 
         Args:
-            state: A result of `state_dict` of this model, or of a plain one of the same class.
+            state: A result of `state_dict` of this model or of a plain one of the same class.
 
         Raises:
-            ValueError: It has other names, shapes or shards. Nothing is loaded then.
+            ValueError: It has different names, shapes or shards. Nothing is loaded.
             RuntimeError: A forward, a backward or `full_parameters` is running.
         """
         self._runtime.check_idle("load_state_dict()")
@@ -322,12 +325,12 @@ class ShardedModel:
     def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
         """Divide the model among the ranks of another communicator. Collective over it.
 
-        Parameters, hooks and optimizers stay the same objects. Gradients are dropped. The elements of all parts are
-        NaN until a state is loaded, which `un.elastic.Recovery` does.
+        Parameters, hooks and optimizers stay the same objects. Gradients are dropped. All parts contain NaN until a
+        state is loaded, which `un.elastic.Recovery` does.
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
-            mesh: As of the class, of these ranks.
+            mesh: As for the class, for these ranks.
 
         Raises:
             RuntimeError: A forward, a backward or `full_parameters` is running.
@@ -355,7 +358,7 @@ class ShardedModel:
         self._runtime.recut()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `state_dict()`, but with a tied parameter once. See `un.elastic.Recovery`.
+        """Return `state_dict()`, with tied parameters only once. See `un.elastic.Recovery`.
 
         Example:
             >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))
@@ -366,10 +369,10 @@ class ShardedModel:
         return {self._key(name, entry): self._shard(entry) for name, entry in state.items()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Load a snapshot, with shards of this rank.
+        """Load a snapshot with this rank's shards.
 
         Args:
-            snapshot: As of `snapshot` on the present ranks.
+            snapshot: Snapshot in the form of `snapshot` on the current ranks.
 
         Example:
             >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))
@@ -389,10 +392,10 @@ class ShardedModel:
         return {flat.names[index]: flat.pieces[index] for flat, index in self._places.values()}
 
     def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
-        """Return which elements this rank has of a parameter, as start and stop in the flattened parameter.
+        """Return this rank's range of a parameter, as start and stop in the flattened parameter.
 
         Args:
-            path: Keys that lead to it in `snapshot()`: one name.
+            path: Keys that lead to it in `snapshot()`: a single name.
 
         Example:
             >>> sharded = un.sharding.ShardedModel(torch.nn.Linear(3, 1), un.init("thread"))

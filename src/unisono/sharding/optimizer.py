@@ -1,4 +1,4 @@
-"""Optimizers whose states, and on request gradients, exist once over all ranks (ZeRO-1 and ZeRO-2)."""
+"""Optimizers whose states, and optionally gradients, are divided among the ranks (ZeRO-1 and ZeRO-2)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = ["GradientSharder", "ShardedOptimizer"]
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimizer of torch of which each rank holds one part: its states, and with `shard_gradients` its gradients.
+    """A torch optimizer whose states, and with `shard_gradients` gradients, are divided among the ranks.
 
     Each rank updates its part of every parameter, and receives the other parts. The parameters stay the same objects,
     and become views of flat tensors; the training loop stays unchanged.
@@ -50,51 +50,51 @@ class ShardedOptimizer(Optimizer):
     Collective: every rank creates one for the same model, and calls `step()` equally often. Rank 0's parameters, and
     buffers if `model` is a module, are broadcast first, unless `init_sync` is False.
 
-    With `shard_gradients=False` (ZeRO-1), gradients are averaged by other means, such as `GradientAverager`. With
-    True (ZeRO-2), `backward()` averages them, each rank keeps its part until `step()`, which frees it, and `p.grad`
-    is a placeholder without elements. Whatever uses these raises, such as torch's `clip_grad_norm_`, `GradScaler` and
-    SAM: use `clip_grad_norm_` of this class, and bfloat16, which needs no scaling.
+    With `shard_gradients=False` (ZeRO-1), gradients are averaged by other means, such as `GradientAverager`. With True
+    (ZeRO-2), `backward()` averages them, each rank keeps its part until `step()` frees it, and `p.grad` is a
+    placeholder without elements. Code that uses its elements raises, such as torch's `clip_grad_norm_`, `GradScaler`
+    and SAM: use `clip_grad_norm_` of this class, and bfloat16, which needs no scaling.
 
-    As with the averager, ranks' passes and steps are paired by their number: a rank that skips a batch, as after an
-    exception in forward, must skip its step too. Its next batch then counts in the others' step.
+    As with the averager, ranks' passes and steps are paired by number: a rank that skips a batch, for example after an
+    exception in forward, must skip its step too. Its next batch then counts in the others' current step.
 
     Args:
-        optimizer_class: An optimizer class that treats each element by itself, as SGD, Adam, AdamW and most do.
+        optimizer_class: An elementwise optimizer class, such as SGD, Adam, AdamW and most others.
         model: A module, its parameters, or groups of parameters as for the class.
-        comm: The ranks. The optimizer communicates over a communicator of its own, derived from it.
-        mesh: Two communicators of each rank, (replicate, shard), as torch's `fully_shard` has them: states are
-            divided among the ranks of `shard`, such as those of one host, and the ranks of `replicate` have copies of
-            one part. Gradients are averaged over all ranks of `comm`, which the groups of both divide like rows and
-            columns. None: all ranks have different parts.
+        comm: The ranks. A dedicated communicator is derived from it.
+        mesh: Two communicators, (replicate, shard), as in torch's `fully_shard`: states are divided among the ranks of
+            `shard`, such as those of one host, and the ranks of `replicate` have copies of one part. The groups of the
+            two are the columns and rows of a grid of all ranks of `comm`, over which gradients are averaged. None: all
+            ranks have different parts.
         shard_gradients: Whether `backward()` averages gradients and keeps this rank's part of them.
         master_dtype: Dtype in which this rank updates its part, such as `torch.float32` for bfloat16 parameters; by
             default the parameters' own. States are of this dtype.
         bucket_cap_mb: With `shard_gradients`, size of a message in MiB.
-        elementwise: Whether the class is known to be elementwise. If not, a trial step on a small matrix finds out.
+        elementwise: Whether the class is known to be elementwise. If not, trial steps on small matrices find out.
         init_sync: Whether to broadcast rank 0's parameters and buffers now.
         defaults: Options for the class.
 
     Raises:
-        ValueError: The class is not elementwise; a parameter cannot be sharded, or with `shard_gradients` it has a
-            gradient or is averaged or sharded already; an argument is out of range. On every rank: `mesh` is not made
+        ValueError: The class is not elementwise; a parameter cannot be sharded, or with `shard_gradients` has a
+            gradient or is already averaged or sharded; an argument is out of range. On every rank: `mesh` is not a grid
             of the ranks of `comm`.
         TypeError: `model` is a single tensor, or contains something other than tensors.
         MismatchError: Ranks have different models or settings; or, from `step()` and on every rank, different
             gradients or options.
         AbortedError: From `backward()` or `step()`: another rank's backward pass has failed. Gradients are dropped.
         PeerLostError, CommTimeoutError: From `step()`: a rank did not join.
-        RuntimeError: From `step()`: a parameter of the module was replaced or added, or given other memory; p.grad was
-            set with `shard_gradients`; or gradients wait for a pass outside `no_sync`.
+        RuntimeError: From `step()`: a parameter of the module was replaced, added or moved to other memory; p.grad was
+            set with `shard_gradients`; or gradients await a pass outside `no_sync`.
 
-    Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and checks with 8 bytes a rank;
-    `shard_gradients` adds one reduce_scatter a bucket. Memory in elements: N parameters, N/p of each state and of the
-    master, and gradients: N, or with `shard_gradients` N/p and at most a few buckets.
+    Cost: for N elements and p ranks, a step sends and receives (p-1)/p N elements, and 8 bytes a rank for checks;
+    `shard_gradients` adds one reduce_scatter a bucket. Memory in elements: N for parameters, N/p for each state and the
+    master, and N for gradients, or with `shard_gradients` N/p and at most a few buckets.
 
-    On a mesh of r x s ranks p is s, each step has a barrier of all ranks, and with `shard_gradients` each part is
-    all_reduced over `replicate`: 2 (r-1)/r N/s elements sent by each rank.
+    On a mesh of r x s ranks, p is s, each step has a barrier of all ranks, and with `shard_gradients` each part is
+    all_reduced over `replicate`, for which each rank sends 2 (r-1)/r N/s elements.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; meshes:
-    Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022, torch's HSDP.
+    Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022 (HSDP in torch).
 
     Example:
         >>> def program(comm):
@@ -156,13 +156,13 @@ class ShardedOptimizer(Optimizer):
         self._buckets = made[0] + made[1]
         self._frozen = made[1]
         placed = {i: (b, slot) for b in self._buckets for slot, i in enumerate(b.indices)}
-        # The bucket of each parameter, and its slot there.
+        # The bucket of each parameter, and its slot in it.
         self._places = [placed[i] for i in range(len(named))]
         self._pieces = [bucket.pieces[slot] for bucket, slot in self._places]
         pieces = iter(self._pieces)
         cut = [{**group, "params": [next(pieces) for _ in group["params"]]} for group in groups]
         self._shards = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
-        # Last: one that could not be created claims nothing.
+        # Last, so that an optimizer that could not be created claims nothing.
         self._claim = claim(named, "sharded", "ShardedOptimizer") if shard_gradients else None
         self._sharder = GradientSharder(made[0], self._comms) if shard_gradients else None
         super().__init__([{**g, "params": [p for _, p in g["params"]]} for g in groups], self._shards.defaults)
@@ -170,10 +170,10 @@ class ShardedOptimizer(Optimizer):
         self._created = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise: all parameters are placed when the optimizer is created.
+        """Raise an error: all parameters are placed when the optimizer is created.
 
         Args:
-            param_group: A further group.
+            param_group: Ignored.
 
         Raises:
             RuntimeError: Always.
@@ -195,14 +195,14 @@ class ShardedOptimizer(Optimizer):
         """Update the parameters on all ranks. Collective.
 
         Args:
-            closure: Called first, with gradients enabled: computes the loss and its gradients.
+            closure: Function that computes the loss and its gradients; called first, with gradients enabled.
 
-        Returns: What the closure returned.
+        Returns: The closure's result.
 
         Raises:
-            MismatchError, AbortedError, RuntimeError: See the class. No parameter has changed then.
-            Exception: One of the closure or of the class. The other ranks get an `AbortedError` that names it. If
-                the update had begun, so that ranks may differ, later steps raise too.
+            MismatchError, AbortedError, RuntimeError: See the class. No parameter has changed.
+            Exception: The closure or the class has raised. The other ranks get an `AbortedError` that names it. If the
+                update had begun, so that ranks may differ, later steps raise as well.
         """
         loss = None
         present: list[bool] = []
@@ -252,7 +252,7 @@ class ShardedOptimizer(Optimizer):
         return [p.grad is not None for _, p in self._named]
 
     def _compare(self, present: Sequence[bool], problem: Exception | None) -> None:
-        """Raise on all ranks, before any parameter has changed, if a rank has a problem or is about another step."""
+        """Raise on all ranks, before any parameter has changed, if a rank has a problem or makes a different step."""
         grads = [] if self._sharder is not None else [p.grad for _, p in self._named if p.grad is not None]
         names = [name for name, _ in self._named]
         try:
@@ -264,11 +264,11 @@ class ShardedOptimizer(Optimizer):
 
     def _gather(self, buckets: Sequence[ParameterBucket]) -> None:
         if not buckets or self._comms.live.replicate is not None:
-            # No rank begins its next pass, which may fail, while another one is not sure of this step.
+            # No rank may begin its next pass, which may fail, before all others know that this step is valid.
             self._comms.steps.barrier()
         for work in [self._comms.run(bucket.start_gather) for bucket in buckets]:
             self._comms.run(work.wait)
-        # Autograd then detects a backward through the old values.
+        # Lets autograd detect a backward through the old values.
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.parameters])
         self._free_gradients()
 
@@ -283,7 +283,7 @@ class ShardedOptimizer(Optimizer):
         """Free all gradients.
 
         Args:
-            set_to_none: Whether p.grad becomes None. If not, whole gradients are filled with zeros.
+            set_to_none: Whether p.grad becomes None. If not, unsharded gradients are filled with zeros.
 
         Raises:
             ValueError: Sharded gradients cannot be filled with zeros, because `step()` has freed them.
@@ -295,14 +295,14 @@ class ShardedOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients so that their norm, over all parameters, is at most `max_norm`. Collective.
+        """Scale the gradients so that their norm over all parameters is at most `max_norm`. Collective.
 
         Args:
             max_norm: Maximum norm.
             norm_type: Order of the norm: positive, or `inf`.
 
-        Returns: The norm before, a 0-d tensor, equal on all ranks. It equals that of `torch.nn.utils.clip_grad_norm_`
-            on whole gradients, up to rounding.
+        Returns: The norm before scaling, a 0-d tensor, equal on all ranks, and up to rounding equal to
+            `torch.nn.utils.clip_grad_norm_` on whole gradients.
 
         Example:
             >>> def program(comm):
@@ -325,9 +325,9 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which `backward()` only adds to this rank's gradients; needs `shard_gradients`.
+        """Return a context in which `backward()` only accumulates this rank's gradients; needs `shard_gradients`.
 
-        The next pass outside averages the sum. Gradients are whole meanwhile.
+        The next pass outside averages the sum. Until then gradients are unsharded.
 
         Raises:
             RuntimeError: Gradients are not sharded; use `no_sync` of the averager.
@@ -362,7 +362,10 @@ class ShardedOptimizer(Optimizer):
         self._comms.abort_all(reason)
 
     def remove(self) -> None:
-        """Remove the hooks, and release the communicator. The optimizer is of no more use; the model stays."""
+        """Remove the hooks, and release the communicator.
+
+        The optimizer is unusable afterwards; the model is unaffected.
+        """
         if self._sharder is not None:
             self._sharder.remove()
             release(p for _, p in self._named)
@@ -372,20 +375,20 @@ class ShardedOptimizer(Optimizer):
         raise TypeError(NO_COPY)
 
     def _share_options(self) -> None:
-        """Let the optimizer of this rank's part have the options that the caller sees."""
+        """Pass the options that the caller sees on to the optimizer of this rank's part."""
         for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
             theirs.update({key: value for key, value in mine.items() if key not in NO_OPTIONS})
 
     def _show_options(self) -> None:
-        """Let the caller see the options that the optimizer of this rank's part has."""
+        """Show the caller the options of the optimizer of this rank's part."""
         for mine, theirs in zip(self.param_groups, self._shards.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the unsharded optimizer, in which tensors of a parameter's shape are `TensorShard`s.
+        """Return the state of an unsharded optimizer, with `TensorShard`s in place of tensors of a parameter's shape.
 
-        `unisono.checkpoint` saves them as whole tensors. Communicates nothing. With `master_dtype`, the state of each
-        updated parameter has its master as "master".
+        `unisono.checkpoint` saves them as whole tensors. Does not communicate. With `master_dtype`, the state of each
+        updated parameter has its master copy as "master".
         """
         self._share_options()
         state = self._shards.state_dict()
@@ -400,13 +403,13 @@ class ShardedOptimizer(Optimizer):
         """Resume from a state.
 
         Args:
-            state_dict: A result of `state_dict` of the same rank, or a state of the unsharded optimizer with whole
-                tensors. `unisono.checkpoint.load` gets one from a checkpoint of any number of ranks.
+            state_dict: A result of `state_dict` on the same rank, or a state of an unsharded optimizer with whole
+                tensors. `unisono.checkpoint.load` reads one from a checkpoint of any number of ranks.
 
         Raises:
-            ValueError: It is of other parameters, groups, or of another rank.
+            ValueError: It belongs to other parameters, groups, or another rank.
         """
-        # A class may have states that are of no parameter, under keys of its own.
+        # A class may have states that belong to no parameter, under its own keys.
         given = state_dict["state"]
         values = {index: dict(given[index]) for index in range(len(self._pieces)) if index in given}
         masters = {index: found.pop(_MASTER) for index, found in values.items() if _MASTER in found}
@@ -424,7 +427,7 @@ class ShardedOptimizer(Optimizer):
         """Divide the states among the ranks of another communicator. Collective over it.
 
         Parameters, hooks and the optimizer stay the same objects. Gradients are dropped. States are undefined until
-        they are loaded, and parameters stay as they are on each rank; `un.elastic.Recovery` restores both.
+        they are loaded, and parameters stay unchanged on each rank; `un.elastic.Recovery` restores both.
 
         Args:
             comm: The new communicator, such as the result of `comm.rebuild()`.
@@ -486,7 +489,7 @@ class ShardedOptimizer(Optimizer):
         """Return which elements this rank has of a parameter, as start and stop in the flattened parameter.
 
         Args:
-            path: Keys that lead to it, or to a state of it, in `snapshot()`.
+            path: Keys that lead to it, or to one of its states, in `snapshot()`.
 
         Example:
             >>> model = torch.nn.Linear(3, 1)
@@ -505,11 +508,11 @@ _REPEAT = "a backward pass failed there, so all ranks drop the gradients of this
 
 
 class GradientSharder(PassOwner):
-    """Hooks on the parameters of buckets.
+    """Hooks that shard the gradients of buckets' parameters.
 
-    A bucket is reduced when it and all before it have their gradients, or at the end of the pass: all ranks reduce all
-    buckets in one order, whatever gradients they lack. A gradient that is in a bucket leaves a placeholder in p.grad,
-    without memory of its own. Where the placeholder is replaced by None, the gradient is dropped.
+    A bucket is reduced when it and all before it have their gradients, or at the end of the pass, so all ranks reduce
+    all buckets in the same order, even if they lack gradients. A gradient in a bucket leaves a placeholder without
+    memory in p.grad. If the caller replaces the placeholder by None, the gradient is dropped.
 
     Args:
         buckets: Buckets of trained parameters, in the expected order of their gradients.
@@ -528,12 +531,12 @@ class GradientSharder(PassOwner):
         self._pass = BackwardTracker(self, one_thread=on_cpu, watch=self._watch)
         self._next = 0
         self._syncing = self._early = True
-        # Whether there were gradients of earlier passes, and the failure in which other ranks have dropped theirs.
+        # Whether there were gradients from earlier passes, and the failure in which other ranks have dropped theirs.
         self._held = False
         self._lost: CommError | None = None
         self._problem: str | None = None
         self._handles: list[Any] = []
-        # Of each parameter: its gradient in a bucket, its slot there, its piece, and its placeholder.
+        # For each parameter: its bucket's gradient, its slot there, its piece, and its placeholder.
         self._places: list[tuple[FlatGradient, int, torch.Tensor, ParameterPiece, ShardedGradient]] = []
         for number, bucket in enumerate(buckets):
             for slot, parameter in enumerate(bucket.parameters):
@@ -549,8 +552,9 @@ class GradientSharder(PassOwner):
         error = self._comms.live.data.exception()
         if error is not None and self.drop() and not self._comms.live.reported:
             raise error
-        # A reduction may block until all ranks make it. Gradients of several models arrive in any order, so theirs wait
-        # for the end of the pass, which has one order on all ranks; and so do all until the communicators are renewed.
+        # A reduction may block until all ranks join. Gradients of several models arrive in any order, so their
+        # reductions wait for the end of the pass, where the order is the same on all ranks. So do all reductions until
+        # the communicators are renewed.
         self._early = error is None and self._is_alone
         self._check_placeholders()
         self.follow_zero_grad()
@@ -564,11 +568,11 @@ class GradientSharder(PassOwner):
         self._held = self._holds()
 
     def is_broken(self) -> bool:
-        """Return whether an earlier pass has failed; not for a failure that this pass meets in a bucket."""
+        """Return whether an earlier pass has failed, as opposed to a failure within this pass."""
         return self._next == 0 and self._comms.live.data.exception() is not None
 
     def renew(self) -> None:
-        """Replace the communicators, because a pass of this model has failed, or of another one in the same pass."""
+        """Replace the communicators after a failed pass of this model, or of another one in the same pass."""
         self._comms.abort(_REPEAT)
         error = self._comms.live.data.exception()
         assert error is not None
@@ -577,9 +581,9 @@ class GradientSharder(PassOwner):
         except PeerLostError as lost:
             if isinstance(error, ClosedError):
                 raise
-            # The rank whose pass has failed does not repeat it.
+            # The rank whose pass failed does not repeat it.
             raise error from lost
-        # Raised when all models have new communicators, which other ranks make too.
+        # Raised only once all models have new communicators, because the other ranks make those too.
         self._lost = error if self._held else None
 
     @torch.no_grad()
@@ -618,17 +622,17 @@ class GradientSharder(PassOwner):
         gradient = bucket.gradient
         self._next += 1
         if not gradient.taken:
-            # Other ranks may have gradients here: contribute zeros, which count as no gradient.
+            # Other ranks may have gradients here, so contribute zeros, which do not count as a gradient.
             gradient.take(0, torch.zeros_like(bucket.parameters[0]))
             gradient.taken.clear()
         if self._next > 1:
-            # At most one whole bucket is on its way.
+            # At most one whole bucket is in flight.
             self._buckets[self._next - 2].gradient.finish_reduce()
         gradient.start_reduce(async_op=self._comms.live.overlaps)
 
     @torch.no_grad()
     def end(self) -> None:
-        """Average what the pass has computed. Collective, unless in `no_sync`."""
+        """Average the gradients of the pass. Collective except in `no_sync`."""
         if self._lost is not None:
             raise self._lost
         if self._syncing:
@@ -641,21 +645,21 @@ class GradientSharder(PassOwner):
                 parameter.grad = placeholder
 
     def fail(self) -> None:
-        """Drop the gradients of this step: another rank may have a part of the pass that raised."""
+        """Drop the gradients of this step, because another rank may have a part of the pass that raised."""
         self.drop()
         self._comms.abort(self._problem or _REPEAT)
         self._problem = self._lost = None
 
     # -- from step to step ----------------------------------------------------------------------
     def follow_zero_grad(self) -> None:
-        """Drop gradients whose placeholder was removed, as by `model.zero_grad()`."""
+        """Drop gradients whose placeholder was removed, for example by `model.zero_grad()`."""
         for gradient, slot, parameter, piece, placeholder in self._places:
             if parameter.grad is not placeholder:
                 piece.tensor.grad = None
                 gradient.taken.discard(slot)
 
     def _check_placeholders(self) -> None:
-        """`RuntimeError` if p.grad is not of a pass."""
+        """Raise `RuntimeError` if p.grad does not come from a pass."""
         for _, _, parameter, piece, placeholder in self._places:
             if parameter.grad is not None and parameter.grad is not placeholder:
                 raise RuntimeError(
@@ -664,7 +668,7 @@ class GradientSharder(PassOwner):
                 )
 
     def check_reduced(self) -> None:
-        """`RuntimeError` if gradients wait for a pass outside of `no_sync`, or are not of a pass."""
+        """Raise `RuntimeError` if gradients await a pass outside `no_sync`, or do not come from a pass."""
         self._check_placeholders()
         if any(bucket.gradient.taken for bucket in self._buckets):
             raise RuntimeError(
@@ -673,7 +677,7 @@ class GradientSharder(PassOwner):
             )
 
     def drop(self) -> bool:
-        """Drop all gradients. Return whether there were any."""
+        """Drop all gradients; return whether there were any."""
         held = self._holds()
         for bucket in self._buckets:
             bucket.gradient.drop()

@@ -1,4 +1,4 @@
-"""Plan of the units of a model: which parameters are gathered together, and which modules need them."""
+"""Plan of a model's units: which parameters are gathered together, and which modules need them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class UnitPlan:
 
 
 def partition(model: nn.Module, units: UnitPolicy = None) -> list[UnitPlan]:
-    """Return the unit of the model itself, which may have no parameters, and the other units that have some.
+    """Return the unit of the model itself, perhaps without parameters, and the other units that have some.
 
-    A parameter of several units, or a module, belongs to the nearest unit that encloses them all.
+    A parameter or module shared by several units belongs to the nearest unit that encloses them all.
 
     Args:
         model: Any module.
@@ -101,13 +101,13 @@ def _visit(module: nn.Module, path: _Path, chosen: set[int], homes: dict[int, _P
 
 
 def _common(one: _Path, two: _Path) -> _Path:
-    """Return the units that both paths begin with."""
+    """Return the common prefix of two paths of units."""
     length = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a is not b), min(len(one), len(two)))
     return one[:length]
 
 
 def shardable(model: nn.Module) -> Named:
-    """Return the parameters of a model that can be sharded; `TypeError` or `ValueError` if it cannot."""
+    """Return a model's parameters; raise `TypeError` or `ValueError` if it cannot be sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, not a {type(model).__name__}")
     if any(isinstance(module, ScriptModule) for module in model.modules()):

@@ -1,4 +1,4 @@
-"""Units of a sharded model, and its hooks: gather a unit before its modules run, reduce its gradients, free it."""
+"""Units of a sharded model, and the hooks that gather them, reduce their gradients and free them."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ __all__ = ["TRANSITIONS", "ForwardCall", "Place", "Runtime", "StepPhase", "Unit"
 
 
 class ForwardCall:
-    """One forward of a unit, as its backward sees it."""
+    """One forward of a unit, for its backward."""
 
     inputs = 0
-    """Number of inputs that get a gradient."""
+    """Number of inputs that will get a gradient."""
     left = 0
-    """Number of those that have none yet."""
+    """Number of inputs still without one."""
 
 
 class Unit:
     """Parameters that are gathered together, and the modules that are running and need them.
 
     Args:
-        plan: Its name, modules and parameters.
-        flats: Its parameters, by dtype, device and `requires_grad`.
+        plan: Name, modules and parameters of the unit.
+        flats: Its parameters, grouped by dtype, device and `requires_grad`.
 
     Attributes:
         name, modules, flats: As passed.
-        trained: Those that are trained, with their gradients.
-        gathered: Whether its parameters can be used.
+        trained: The flat parameters that are trained, with their gradients.
+        gathered: Whether its parameters are usable.
         running: The modules whose forward is running, the innermost one last.
         call: The newest forward call.
-        held: Whether its parameters are not to be freed.
-        open: The forward calls that the running backward pass has reached and not left.
-        frees_after_gradients: Whether backward needs no parameter once all have their gradients: none is frozen.
+        held: Whether its parameters must not be freed.
+        open: Forward calls that the running backward pass has reached and not left.
+        frees_after_gradients: Whether backward needs no parameter once all have their gradients, because none is
+            frozen.
     """
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
@@ -78,7 +79,7 @@ class Unit:
                 flat.free()
 
     def check(self) -> None:
-        """`RuntimeError` if a parameter was unfrozen since the model was sharded."""
+        """Raise `RuntimeError` if a parameter was unfrozen since the model was sharded."""
         for flat in self.flats:
             if flat.gradient is None and any(p.requires_grad for p in flat.parameters):
                 name = next(n for n, p in zip(flat.names, flat.parameters, strict=True) if p.requires_grad)
@@ -87,7 +88,7 @@ class Unit:
                 )
 
     def written(self) -> RuntimeError | None:
-        """Return an error if a gathered parameter was changed in place."""
+        """Return an error if a gathered parameter was modified in place."""
         for flat in self.flats:
             name = flat.written()
             if name is not None:
@@ -98,12 +99,12 @@ class Unit:
         return None
 
     def is_seen_by(self, returned: Any) -> bool:
-        """Return whether a tensor of what a module returned is a view of its parameters."""
+        """Return whether a tensor returned by a module is a view of its parameters."""
         found = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
         return any(flat.is_seen_by(leaf) for leaf in found for flat in self.flats)
 
     def is_complete(self) -> bool:
-        """Return whether each trained parameter has a gradient of the running pass that is not reduced."""
+        """Return whether each trained parameter has an unreduced gradient of the running pass."""
         for flat, gradient in self.trained:
             for index, parameter in enumerate(flat.parameters):
                 if parameter.requires_grad and index not in gradient.arrived:
@@ -119,7 +120,7 @@ def make_units(
 ) -> list[Unit]:
     """Shard the parameters of each unit.
 
-    No two messages have one length: the communicator's check then finds ranks that are at different units.
+    Paddings make all message lengths different, so that the communicator's check detects ranks at different units.
     """
     paddings = _Paddings(comms.size)
     units = []
@@ -136,7 +137,7 @@ def make_units(
 
 
 class _Paddings:
-    """Numbers of elements after the parameters of a flat tensor, with which no two messages have one length."""
+    """Number of padding elements of each flat tensor, chosen so that no two messages have the same length."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -152,9 +153,9 @@ class _Paddings:
 
 
 class _GatherOrder:
-    """The order in which units are gathered in a step, from which the next step foresees each one's successor.
+    """The order in which units are gathered in a step, from which the next step predicts each one's successor.
 
-    A unit that is kept from forward to backward has no gather of its own in backward, so the two have an order each.
+    A unit that is kept from forward to backward is not gathered in backward, so the two have separate orders.
     """
 
     def __init__(self) -> None:
@@ -174,7 +175,7 @@ class _GatherOrder:
         self._previous = None
 
     def follow(self, unit: Unit, *, backward: bool) -> Unit | None:
-        """Note that a unit is gathered now. Return the one that will be next, if that is known."""
+        """Record that a unit is gathered now, and return the next one if it is known."""
         if self._previous is not None:
             self._next[backward, self._previous] = unit
         self._previous = unit
@@ -183,7 +184,7 @@ class _GatherOrder:
         return self._next.get((backward, unit))
 
     def forget(self) -> None:
-        """Foresee nothing: ranks may have been at different units, and what is gathered in advance is collective."""
+        """Predict nothing: ranks may have been at different units, and prefetching is collective."""
         self._next.clear()
         self._previous = None
         self._latest = None
@@ -191,7 +192,7 @@ class _GatherOrder:
 
 @dataclass(slots=True)
 class _Pass:
-    """What belongs to one backward pass.
+    """State of one backward pass.
 
     Attributes:
         syncing: Whether it reduces gradients.
@@ -203,7 +204,7 @@ class _Pass:
 
 
 class StepPhase(Enum):
-    """Where a sharded model is between two steps of its optimizer."""
+    """Phase of a sharded model between two steps of its optimizer."""
 
     STEPPED = "no backward pass has begun since the last step"
     UNSTEPPED = "a backward pass has begun, and its gradients wait for a step"
@@ -224,13 +225,13 @@ TRANSITIONS: dict[str, dict[StepPhase, StepPhase]] = {
         StepPhase.STEPPING: StepPhase.UNSTEPPED,
     },
 }
-"""By event and phase, the phase that follows; see `Runtime`."""
+"""Next phase by event and phase; see `Runtime`."""
 
 
 class Runtime(PassOwner):
     """Gathers, frees and reduces the units of one model at the right times.
 
-    Every module has hooks, so a module that is called directly gathers its unit too. Outputs of each module have a
+    Every module has hooks, so that one that is called directly also gathers its unit. Outputs of each module have a
     hook that gathers its unit before its backward.
 
     Phases between two steps of the optimizer:
@@ -243,19 +244,18 @@ class Runtime(PassOwner):
     STEPPING   STEPPING   STEPPING  STEPPED  UNSTEPPED
     =========  =========  ========  =======  =========
 
-    begin: A backward pass begins. In STEPPING, it is one of the closure that the optimizer was given.
-    agree: All ranks have compared their gradients and options, before an optimizer's step.
-    step: The step has ended, or the caller has no use for the gradients.
-    fail: An optimizer's step has raised. In STEPPING, other ranks may have made theirs, so all are ended.
+    begin: A backward pass begins. In STEPPING, the optimizer's closure runs it. agree: Before an optimizer's step, all
+    ranks have compared their gradients and options. step: The step has ended, or the caller has dropped the gradients.
+    fail: An optimizer's step has raised. In STEPPING, other ranks may have finished theirs, so everything is ended.
 
     Args:
         units: All units.
-        comms: Communicator of its own.
+        comms: Its dedicated communicators.
         members: The model, with its parameters.
 
     Attributes:
         sync: Whether backward passes reduce their gradients.
-        phase: Where the model is between two steps.
+        phase: Phase between two steps.
     """
 
     def __init__(self, units: Sequence[Unit], comms: ShardComms, members: ModelMembers) -> None:
@@ -271,17 +271,17 @@ class Runtime(PassOwner):
         self._pass = BackwardTracker(self, one_thread=on_cpu, watch=self._watch)
         self._handles: list[Any] = []
         self._version = 0  # of changes of the parameters
-        # Number of running modules, and the exception that was handled when the outermost one began.
+        # Number of running modules, and the exception being handled when the outermost one began.
         self._depth = 0
         self._outer: BaseException | None = None
         self._whole = False
         self.phase: StepPhase = StepPhase.STEPPED
         self._order = _GatherOrder()
-        # The pass that has begun and not ended.
+        # The running pass.
         self._running: _Pass | None = None
 
     def _change(self, event: str) -> None:
-        """Go on to the phase that follows an event: the only place that changes it."""
+        """Move to the phase that follows an event; only this method changes the phase."""
         self.phase = TRANSITIONS[event][self.phase]
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class Runtime(PassOwner):
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def __getstate__(self) -> Any:
-        # A deep copy of the model reaches this through the hooks.
+        # A deep copy of the model gets here through its copied hooks.
         raise TypeError(NO_COPY)
 
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -319,7 +319,7 @@ class Runtime(PassOwner):
                 unit.call.inputs = watch_outputs((args, kwargs), partial(self._leave_backward, unit, unit.call))
 
     def _leave(self, unit: Unit, module: nn.Module, _given: Any, returned: Any) -> None:
-        # Another hook may have raised before `_enter` was called.
+        # Another hook may have raised before `_enter` ran.
         if not unit.running or unit.running[-1] is not module:
             return
         unit.running.pop()
@@ -340,7 +340,7 @@ class Runtime(PassOwner):
             raise written
 
     def _reach(self, unit: Unit, call: ForwardCall, version: int, _gradient: torch.Tensor) -> None:
-        """Gather the unit, because a backward pass has reached its output."""
+        """Gather a unit whose output a backward pass has reached."""
         self._pass.enter(current_pass())
         if version != self._version:
             raise RuntimeError(
@@ -353,7 +353,7 @@ class Runtime(PassOwner):
         self._need(unit, backward=True)
 
     def _leave_backward(self, unit: Unit, call: ForwardCall, _gradient: torch.Tensor) -> None:
-        """Free a unit with frozen parameters, because all inputs of its calls have their gradients."""
+        """Free a unit with frozen parameters once all inputs of its calls have their gradients."""
         call.left -= 1
         if call.left == 0:
             unit.open.discard(call)
@@ -373,7 +373,7 @@ class Runtime(PassOwner):
             flat.gradient.take(index, grad)
         running = self._running
         if running is not None and running.syncing and unit.is_complete():
-            # Before the reduction, which needs memory of the same size.
+            # Freed before the reduction, which needs memory of the same size.
             if unit.frees_after_gradients:
                 unit.free()
             self._reduce(running, unit)
@@ -390,33 +390,33 @@ class Runtime(PassOwner):
             raise RuntimeError(f"{problem}. Call remove(), and shard the changed model")
         self._stream.begin()
         self._recover()
-        # Parameters may have changed since, so units that an earlier forward has kept are gathered again.
+        # Parameters may have changed since, so units kept by an earlier forward are gathered again.
         self.free()
         self._order.begin_forward()
 
     def _recover(self) -> None:
-        """Make new communicators where a pass has failed, and drop the step. Collective then.
+        """After a failed pass, make new communicators and drop the step; collective in that case.
 
         Raises:
-            CommError: Another rank's pass has failed, and this rank has lost gradients by it. Call it again.
+            CommError: Another rank's pass has failed, and this rank has lost gradients. Call it again.
         """
         error = self._comms.live.data.exception()
         if error is None:
             return
-        # Ranks were at different units, and some may lack gradients of a pass that had ended elsewhere.
+        # Ranks were at different units, and some may lack gradients of a pass that ended on others.
         self._order.forget()
         lost = self._drop()
         for piece in (piece for flat in self._flats for piece in flat.pieces):
             lost = lost or piece.tensor.grad is not None
             piece.tensor.grad = None
         if lost and self.phase is not StepPhase.STEPPED and not self._comms.live.reported:
-            # On a mesh, a rank of a group in which no other rank has failed may wait for this one.
+            # On a mesh, a rank may wait for this one in a group where nobody has failed.
             self._comms.abort(f"{type(error).__name__}: {error}")
             raise error
         self._comms.replace()
 
     def _need(self, unit: Unit, *, backward: bool) -> None:
-        """Gather a unit, and where that overlaps begin to gather the one that followed in the step before."""
+        """Gather a unit, and, if that overlaps, start to gather the one that came next in the previous step."""
         self._stream.check()
         if unit.gathered:
             return
@@ -432,7 +432,7 @@ class Runtime(PassOwner):
         unit.gathered = True
 
     def _reduce(self, running: _Pass, unit: Unit) -> None:
-        """Begin to average the gradients of a unit that were taken, after the reduction before."""
+        """Start to average a unit's gradients, after the previous reduction."""
         with torch.no_grad():
             for _, gradient in running.reducing.trained if running.reducing is not None else ():
                 gradient.finish_reduce()
@@ -445,14 +445,14 @@ class Runtime(PassOwner):
     def begin(self) -> None:
         """Begin a backward pass."""
         self._change("begin")
-        # Decided now: the outermost pass counts, whatever contexts hooks inside it enter.
+        # Decided now, because the outermost pass counts, whatever contexts its hooks enter.
         self._running = _Pass(self.sync)
         self._order.begin_backward()
         for _, gradient in self._trained:
             gradient.arrived.clear()
 
     def end(self) -> None:
-        """Average what the pass has computed, and free all. Collective, unless in `no_sync`."""
+        """Average the gradients of the pass, and free all units. Collective except in `no_sync`."""
         running = self._running
         assert running is not None
         if running.syncing:
@@ -463,16 +463,17 @@ class Runtime(PassOwner):
                 self._check_same_gradients()
             for unit in self._units:
                 self._reduce(running, unit)
-            # Only when all reductions have begun: a commit waits, and other ranks may be in an earlier one.
+            # Only after all reductions have started, because a commit waits while other ranks may be in an earlier
+            # reduction.
             for flat, gradient in self._trained:
                 gradient.commit(flat.pieces)
         self._running = None
         self.free()
 
     def fail(self) -> None:
-        """Drop all gradients that are not committed, and end the step on all ranks."""
+        """Drop all uncommitted gradients, and end the step on all ranks."""
         running = self._running
-        # A call of autograd that ended before it reached an output or a parameter has taken nothing.
+        # An autograd call that ended before reaching an output or a parameter has taken no gradient.
         if running is None:
             return
         self._running = None
@@ -482,14 +483,14 @@ class Runtime(PassOwner):
         self.free()
 
     def _drop(self) -> bool:
-        """Drop gradients that are not committed. Return whether there were any that are not reduced."""
+        """Drop uncommitted gradients; return whether any were unreduced."""
         had = any(gradient.taken for _, gradient in self._trained)
         for _, gradient in self._trained:
             gradient.drop()
         return had
 
     def _check_same_gradients(self) -> None:
-        """`MismatchError` on every rank if ranks have gradients of different parameters. Collective."""
+        """Raise `MismatchError` on every rank if ranks have gradients for different parameters. Collective."""
         known = [
             (name, index in gradient.taken or index in gradient.reduced)
             for flat, gradient in self._trained
@@ -509,7 +510,7 @@ class Runtime(PassOwner):
 
     # -- from step to step ----------------------------------------------------------------------
     def check_reduced(self, action: str, places: Iterable[Place]) -> None:
-        """`RuntimeError` inside a forward or backward, or if gradients of some parameters are not averaged."""
+        """Raise `RuntimeError` inside a forward or backward, or if gradients of these parameters are not averaged."""
         self.check_idle(action)
         for flat, index in places:
             if flat.gradient is not None and index in flat.gradient.taken:
@@ -519,13 +520,13 @@ class Runtime(PassOwner):
                 )
 
     def forget(self, places: Iterable[Place]) -> None:
-        """Drop the gradients of some parameters that are not averaged."""
+        """Drop gradients of these parameters that are not averaged."""
         for flat, index in places:
             if flat.gradient is not None:
                 flat.gradient.taken.discard(index)
 
     def check_step(self, places: Sequence[Place], optimizer: ShardOptimizer, *_: object) -> None:
-        """Hook before an optimizer's step: raise on all ranks unless all make the same one. Collective."""
+        """Hook before an optimizer's step: raise on all ranks unless all make the same step. Collective."""
         problem: Exception | None = None
         try:
             self.check_reduced("optimizer.step()", places)
@@ -538,7 +539,7 @@ class Runtime(PassOwner):
             )
         known = {piece.name: piece.tensor.grad is not None for piece in optimizer.pieces}
         check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.live.data, problem)
-        # A rank that fails in its next pass then cuts off no other rank's check, so all or none make the step.
+        # So a rank that fails in its next pass cannot cut off another rank's check: all or none make the step.
         self._comms.steps.barrier()
         self._change("agree")
 
@@ -548,7 +549,7 @@ class Runtime(PassOwner):
         self.changed()
 
     def fail_step(self, error: BaseException) -> None:
-        """Tell the other ranks that an optimizer has raised this error, unless all have raised it before the step."""
+        """Report an optimizer's error to the other ranks, unless all have raised it before the step."""
         if self.phase is StepPhase.STEPPING:
             self._comms.fail_step(error)
         elif self._comms.live.data.exception() is not None:
@@ -569,7 +570,7 @@ class Runtime(PassOwner):
 
     @contextmanager
     def whole(self, *, writeback: bool) -> Iterator[None]:
-        """Show all parameters whole. Collective."""
+        """Gather all parameters. Collective."""
         self.check_idle("full_parameters()")
         self._recover()
         self.free()
@@ -588,9 +589,9 @@ class Runtime(PassOwner):
             self.changed()
 
     def remove(self) -> None:
-        """Remove all hooks, and let the parameters be whole and plain. Collective."""
+        """Remove all hooks, and make the parameters whole and plain. Collective."""
         self.check_idle("remove()")
-        # Its caller wants no gradients any more.
+        # The caller no longer needs gradients.
         self._change("step")
         self._recover()
         self.free()
@@ -602,7 +603,7 @@ class Runtime(PassOwner):
             flat.restore()
 
     def recut(self) -> None:
-        """Divide all units among the ranks that the communicator now has. Elements are undefined, gradients dropped."""
+        """Re-partition all units for the current communicator. Elements are undefined, gradients dropped."""
         self.free()
         self._order.forget()
         paddings = _Paddings(self._comms.size)
@@ -611,7 +612,7 @@ class Runtime(PassOwner):
         self.changed()
 
     def check_idle(self, action: str) -> None:
-        """`RuntimeError` inside a forward or backward."""
+        """Raise `RuntimeError` inside a forward or backward."""
         if self._depth or self._whole or self._in_backward():
             raise RuntimeError(
                 f"{action} was called inside a forward, a backward or full_parameters() of the same sharded model"

@@ -1,4 +1,4 @@
-"""Optimizers of torch on this rank's slices of parameters, with states that checkpoints see as whole tensors."""
+"""Torch optimizers on this rank's slices of parameters, whose states checkpoints see as whole tensors."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ _Options = Mapping[str, Any]
 
 
 SHARED_STATE = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of torch's optimizers that are one number for a parameter: those of a 0-d parameter have the same shape."""
+"""States of torch's optimizers with one number per parameter: for a 0-d parameter, their shape does not tell."""
 
 
 class ShardOptimizer(Optimizer):
-    """Base of the classes that `shard_optimizer` makes: its parameters are pieces, the rest is the user's class."""
+    """Base of the classes that `shard_optimizer` makes: parameters are pieces, the rest is the user's class."""
 
     pieces: Sequence[ParameterPiece]
-    """The pieces, in the order of the groups: the n-th one is of the unsharded optimizer's parameter n."""
+    """The pieces, in group order: the n-th one belongs to the unsharded optimizer's parameter n."""
     ranges: Sequence[tuple[int, int]]
-    """Start and length of each piece that the state is of."""
+    """Start and length of each piece when its state was made."""
     shared: frozenset[str]
-    """Names of the states that are no elements of a parameter, but equal on all ranks."""
+    """Names of states that are not elements of a parameter, but equal on all ranks."""
     on_zero_grad: Callable[[], None] = staticmethod(lambda: None)
-    """Called by `zero_grad`: drops gradients that are not those of the pieces yet."""
+    """Function that `zero_grad` calls to drop gradients that have not reached the pieces."""
     on_error: Callable[[BaseException], None] = staticmethod(lambda error: None)
-    """Called with the error of a step that has raised."""
+    """Function to call with the error of a failed step."""
 
     def check_ranges(self) -> None:
-        """`RuntimeError` if the pieces have become those of other ranks, and the state has not."""
+        """Raise `RuntimeError` if the pieces were re-partitioned, but not the state."""
         if self.ranges != _ranges(self.pieces):
             raise RuntimeError(
                 "the parameters of this optimizer were divided among other ranks, and its state was not. Pass the "
@@ -72,18 +72,18 @@ class ShardOptimizer(Optimizer):
         raise TypeError(NO_COPY)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise `RuntimeError` once the optimizer is created: gradients of a further group would not be averaged."""
+        """Raise `RuntimeError` once the optimizer exists: gradients of a further group would not be averaged."""
         if "pieces" in self.__dict__:
             raise RuntimeError("a sharded optimizer takes no further groups. Create a new one with all parameters")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free all gradients, those of passes that are not averaged too."""
+        """Free all gradients, including those of passes that are not averaged."""
         super().zero_grad(set_to_none)
         self.on_zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as the unsharded optimizer has it, each tensor of a parameter's shape as a `TensorShard`."""
+        """Return an unsharded optimizer's state, with `TensorShard`s in place of tensors of a parameter's shape."""
         state = super().state_dict()
         state["state"] = {
             index: {key: self._wrap(key, value, self.pieces[index]) for key, value in values.items()}
@@ -101,7 +101,7 @@ class ShardOptimizer(Optimizer):
         return value if key in self.shared else tree_map(wrap, value)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return `state_dict()`: all that this rank holds. See `un.elastic.Recovery`."""
+        """Return `state_dict()`, which is all that this rank holds. See `un.elastic.Recovery`."""
         return self.state_dict()
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -109,15 +109,15 @@ class ShardOptimizer(Optimizer):
         self.load_state_dict(snapshot)
 
     def shard_range(self, path: Sequence[Any]) -> tuple[int, int]:
-        """Return which elements this rank has of the tensor that is at a path in `snapshot()`, as start and stop."""
+        """Return this rank's range of the tensor at a path in `snapshot()`, as start and stop."""
         piece = self.pieces[path[1]]
         return piece.start, piece.stop
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a state with shards of this rank, or with whole tensors, as an unsharded optimizer has it.
+        """Resume from a state with this rank's shards, or with whole tensors, like an unsharded optimizer's.
 
         Raises:
-            ValueError: It is of other parameters, groups, or shards.
+            ValueError: It belongs to other parameters, groups, or shards.
         """
         if [len(group["params"]) for group in state_dict["param_groups"]] == [
             len(group["params"]) for group in self.param_groups
@@ -141,11 +141,11 @@ class ShardOptimizer(Optimizer):
 def shard_optimizer(
     optimizer_class: type[Optimizer], groups: Sequence[_Options], *, elementwise: bool = False, **defaults: Any
 ) -> ShardOptimizer:
-    """Return an optimizer of the user's class on this rank's pieces of parameters. Communicates nothing.
+    """Return an optimizer of the user's class on this rank's pieces of parameters. Does not communicate.
 
     Args:
-        optimizer_class: A class of torch's, or one that is derived from `torch.optim.Optimizer`.
-        groups: Groups as for the class, with `ParameterPiece`s as "params".
+        optimizer_class: A torch optimizer class, or one derived from `torch.optim.Optimizer`.
+        groups: Parameter groups as for the class, with `ParameterPiece`s as "params".
         elementwise: Whether the class is known to be elementwise, so that it is not tried.
         defaults: Options for the class.
 
@@ -179,7 +179,7 @@ def _make(
     optimizer.ranges = _ranges(pieces)
     optimizer.shared = shared
     optimizer.register_step_pre_hook(lambda stepping, *_: stepping.check_ranges())
-    # Torch has wrapped the method of the new class, and calls the hooks of a step inside.
+    # Torch has wrapped the new class's method, and calls step hooks inside.
     made.step = _reporting(made.step)
     return optimizer
 
@@ -203,18 +203,18 @@ def _ranges(pieces: Sequence[ParameterPiece]) -> list[tuple[int, int]]:
 def check_elementwise(
     optimizer_class: type[Optimizer], groups: Sequence[_Options], defaults: _Options
 ) -> frozenset[str]:
-    """Try whether slices of parameters get the same updates as whole ones; see `_Trial`. Takes about 50 ms.
+    """Check by trial that slices of parameters get the same updates as whole ones; see `_Trial`. Takes about 50 ms.
 
-    The trial is repeated without missing gradients, and with one group, for a class that cannot do with more. It
-    leaves no trace: it draws no random numbers of torch, compiles nothing, and copies the options.
+    The trial is repeated without missing gradients and with one group, for a class that supports no more. It has no
+    side effects: it draws no random numbers from torch, compiles nothing, and copies the options.
 
     Args:
         optimizer_class: The class to try.
-        groups: Groups with `ParameterPiece`s as "params", whose options, dtypes, devices and numbers of dimensions are
-            tried.
+        groups: Parameter groups with `ParameterPiece`s as "params", whose options, dtypes, devices and numbers of
+            dimensions are tried.
         defaults: Options for the class.
 
-    Returns: Names of the states that are no elements of a parameter, but equal on all ranks.
+    Returns: Names of states that are not elements of a parameter, but equal on all ranks.
 
     Raises:
         ValueError: Updates, states or options differ, some state is not in `state_dict()`, random numbers are drawn,
@@ -231,13 +231,14 @@ def check_elementwise(
     failed: Exception | None = None
     for missing, at_least in ((True, 2), (False, 2), (False, 1)):
         try:
-            # The stance is one for all threads. So is what torch's optimizers ask: whether anything is being compiled.
+            # The stance is global to all threads, as is torch's flag of whether anything is being compiled, which its
+            # optimizers read.
             with torch._dynamo.convert_frame.compile_lock, torch.compiler.set_stance("force_eager"):
                 return _Trial(optimizer_class, groups, defaults, missing, at_least).run()
         except _RefusedError as refused:
             raise ValueError(f"{name} {refused}, so its states cannot be sharded. {advice}") from None
         except Exception as error:
-            # Any, of the user's class.
+            # The user's class may raise anything.
             failed = error
     raise ValueError(f"{name} failed in a trial step: {failed}. {advice}") from failed
 
@@ -247,10 +248,10 @@ class _RefusedError(Exception):
 
 
 class _NoRandomNumbers(TorchFunctionMode):
-    """Context in which torch draws no random numbers: those for slices are not those for whole parameters."""
+    """Context in which torch draws no random numbers, because slices would get other ones than whole parameters."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse what draws random numbers; call any other function."""
+        """Refuse functions that draw random numbers; call any other."""
         if _draws(func):
             raise _RefusedError(f"draws random numbers, by {func.__name__}()")
         return func(*args, **(kwargs or {}))
@@ -268,17 +269,17 @@ _Run = tuple[Optimizer, Sequence[torch.Tensor]]
 
 
 class _Trial:
-    """The same steps by one optimizer on whole parameters, and by one on each of three ranks on slices of them.
+    """The same steps of one optimizer on whole parameters, and of one on each of three ranks on slices of them.
 
-    Rank 0 has three quarters of each parameter, rank 1 the rest, rank 2 empty slices. Each distinct group of the user
-    has a parameter of 160 x 160, beyond thresholds of optimizers, and small ones of 2 and of the user's numbers of
-    dimensions. Norms of gradients go from 1e-3 to 1e3. After 12 steps all states are loaded into new optimizers, which
-    make 3 more.
+    Rank 0 has three quarters of each parameter, rank 1 the rest, rank 2 empty slices. For each distinct group of the
+    user's there is a parameter of 160 x 160, above optimizers' size thresholds, and small ones with 2 dimensions and
+    with the user's numbers of dimensions. Gradient norms range from 1e-3 to 1e3. After 12 steps all states are loaded
+    into new optimizers, which make 3 more.
 
     Args:
-        optimizer_class: As of `check_elementwise`, as are groups and defaults.
+        optimizer_class: As for `check_elementwise`, like groups and defaults.
         missing: Whether some gradients are missing.
-        at_least: Number of groups: the last one is repeated.
+        at_least: Least number of groups, reached by repeating the last one.
     """
 
     def __init__(
@@ -294,7 +295,7 @@ class _Trial:
         self._missing = missing
         generator = torch.Generator().manual_seed(0)
         self._noise = torch.randn(2**15, dtype=torch.float64, generator=generator, device="cpu")
-        # Groups with values of whole parameters.
+        # Groups with initial values of whole parameters.
         self._groups: list[_Options] = []
         known = set()
         for group in groups:
@@ -313,7 +314,7 @@ class _Trial:
     def _draw(
         self, number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, slope: float = 0.9
     ) -> torch.Tensor:
-        """Return random elements that grow along a slope: no norm or mean of a slice is that of the whole."""
+        """Return random elements that grow along a slope, so that a slice's norm or mean differs from the whole's."""
         count = math.prod(shape)
         drawn = self._noise[number * 7 % 7000 :][:count] * torch.linspace(
             1 - slope, 1 + slope, count, dtype=torch.float64, device="cpu"
@@ -321,12 +322,12 @@ class _Trial:
         return drawn.view(tuple(shape)).to(device, dtype)
 
     def run(self) -> frozenset[str]:
-        """Raise `_RefusedError` unless slices are treated as the whole is. Return the names of the shared states."""
+        """Raise `_RefusedError` unless slices are treated like the whole; return the names of the shared states."""
         whole, *ranks = self._start()
         for optimizer, _ in (whole, *ranks):
             for number, group in enumerate(optimizer.param_groups):
                 if "lr" in group:
-                    # Updates that rounding does not hide.
+                    # Large enough updates that rounding does not hide them.
                     group["lr"] = group["lr"] * 0 + 0.1 / (1 + number)
         for step in range(12):
             self._step(step, whole, ranks)
@@ -345,7 +346,7 @@ class _Trial:
         return shared
 
     def _start(self) -> list[_Run]:
-        """Return a new optimizer of whole parameters, and those of all ranks."""
+        """Return a new optimizer on whole parameters, and those of all ranks."""
         runs: list[_Run] = []
         for rank in (None, 0, 1, 2):
             groups = []
@@ -372,7 +373,8 @@ class _Trial:
         """Make one step with new gradients, and compare the parameters."""
         for index, value in enumerate(whole[1]):
             gradient = self._draw(1 + 16 * index + step, value.shape, value.dtype, value.device, -0.9)
-            # What takes long with long vectors, as a matrix of their length, is refused before these have a gradient.
+            # Long vectors get no gradient at first, so that a class that builds a matrix of their length is refused
+            # before.
             early = step < 2 and value.numel() > 10_000
             missing = self._missing and ((step + index) % 4 == 0 or early)
             gradient *= 10 ** ((5 * step + 3 * index) % 12 * 6 / 11 - 3) / torch.linalg.vector_norm(gradient)
@@ -400,14 +402,14 @@ def _slice(value: torch.Tensor, rank: int | None) -> torch.Tensor:
 
 
 def _compare(whole: _Run, ranks: Sequence[_Run]) -> frozenset[str]:
-    """Raise `_RefusedError` unless states and options of all ranks are the whole's. Return names of shared states."""
+    """Raise `_RefusedError` unless all ranks' states and options match the whole's; return names of shared states."""
     trees = [dict(_leaves(optimizer.state_dict())) for optimizer, _ in (whole, *ranks)]
     shared = set[str]()
     elements = set[str]()
     for path in {path: None for tree in trees for path in tree}:
         value: Any = trees[0].get(path)
         parts: list[Any] = [tree.get(path) for tree in trees[1:]]
-        # Slices of rank 2 are empty, so that there no state of one element looks like a slice.
+        # Rank 2's slices are empty, so no state of one element can look like a slice there.
         is_shared = not isinstance(parts[-1], TensorShard)
         local: list[Any] = [part.local if isinstance(part, TensorShard) else part for part in parts]
         if path[0] == "state" and len(path) > 2:
@@ -428,7 +430,7 @@ def _leaves(tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def _check_kept(optimizer: Optimizer, resumed: Optimizer) -> None:
-    """Raise `_RefusedError` if an optimizer has numbers or tensors that one with its state loaded has not."""
+    """Raise `_RefusedError` if an optimizer has numbers or tensors that are lost when its state is loaded."""
     after = dict(_leaves({**vars(resumed), "state": 0, "param_groups": 0}))
     for path, value in _leaves({**vars(optimizer), "state": 0, "param_groups": 0}):
         if not _same(value, after.get(path)):
@@ -452,10 +454,10 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def unwrap(key: str, value: Any, piece: ParameterPiece) -> Any:
-    """Return this rank's elements of a saved value of a parameter; the value itself if it is none of its shape.
+    """Return this rank's elements of a parameter's saved value; the value itself if it has another shape.
 
     Raises:
-        ValueError: It has another shape, or is the shard of another rank.
+        ValueError: It has an incompatible shape, or is another rank's shard.
     """
     if isinstance(value, TensorShard):
         if (value.start, value.stop, value.shape) != (piece.start, piece.stop, piece.shape):
@@ -483,8 +485,8 @@ def named_groups(model: torch.nn.Module | Iterable[Any]) -> list[dict[str, Any]]
         model: A module, parameters, pairs of name and parameter, or groups of either.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: It is empty, or a parameter is in it twice.
+        TypeError: `model` is something else.
+        ValueError: `model` is empty, or has a parameter twice.
 
     Example:
         >>> from unisono.sharding.shard_optimizer import named_groups
@@ -522,9 +524,9 @@ def check_shardable(named: Named, master_dtype: torch.dtype | None) -> None:
     """Raise unless each parameter can become a view of a flat tensor.
 
     Raises:
-        ValueError: One is uninitialized, no leaf, sparse, shares memory with another, or has a dtype that
-            `master_dtype` cannot stand for; names it.
-        TypeError: `master_dtype` is no floating-point dtype.
+        ValueError: One, which is named, is uninitialized, not a leaf, sparse, shares memory with another, or has a
+            dtype that `master_dtype` cannot represent.
+        TypeError: `master_dtype` is not a floating-point dtype.
     """
     if master_dtype is not None and not master_dtype.is_floating_point:
         raise TypeError(f"master_dtype must be a floating-point dtype, not {master_dtype}")
@@ -543,12 +545,12 @@ def load_entries(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, A
     """Copy a state into the shards and buffers of a model.
 
     Args:
-        model: The module; gets the extra state of its modules.
-        own: Its state with shards, whose memory is written.
+        model: The module; its modules' extra state is loaded as well.
+        own: Its state with shards, into whose memory to copy.
         state: The state to load: shards of this rank, or whole tensors.
 
     Raises:
-        ValueError: The states have other names, shapes or shards. Nothing is written then.
+        ValueError: The states have different names, shapes or shards. Nothing is written.
     """
     if own.keys() != state.keys():
         lacks = sorted(own.keys() - state.keys())
@@ -565,7 +567,7 @@ def load_entries(model: nn.Module, own: Mapping[str, Any], state: Mapping[str, A
 
 
 def _elements(name: str, mine: Any, given: Any) -> Any:
-    """Return what is to be copied into an entry; `ValueError` if it does not fit."""
+    """Return the elements to copy into an entry; raise `ValueError` if they do not fit."""
     if isinstance(given, TensorShard):
         if not isinstance(mine, TensorShard) or (mine.start, mine.stop, mine.shape) != (
             given.start,
@@ -598,18 +600,18 @@ def check_same_step(
     comm: Communicator,
     problem: Exception | None = None,
 ) -> None:
-    """Raise on every rank if one has a problem, or ranks have other gradients or options. Collective.
+    """Raise on every rank if one has a problem, or ranks have different gradients or options. Collective.
 
-    Cost: one all_gather of 8 bytes, and 3 us a gradient: one element of each is compared, another one in each step.
+    Cost: one all_gather of 8 bytes, and 3 us a gradient: one element of each is compared, a different one in each step.
 
     Args:
         names: Names of all parameters.
-        present: Whether each one has a gradient.
+        present: For each parameter, whether it has a gradient.
         groups: Groups of the optimizer.
-        gradients: Gradients, in order, that should have the same bits on all ranks; empty if they differ by design.
+        gradients: Gradients, in order, that should be identical on all ranks; empty if they differ by design.
         step: Number of the step.
         comm: The ranks that make it.
-        problem: Error of this rank, which it raises; the others raise an `AbortedError` that names it.
+        problem: This rank's error, which it raises; the others raise an `AbortedError` that names it.
     """
     try:
         if comm.size > 1:
@@ -623,7 +625,7 @@ def check_same_step(
 
 
 _Card = tuple[str | None, list[bool], list[list[tuple[str, str]]], list[str]]
-"""Facts of a rank's next step: its problem, which parameters have a gradient, its options, and samples of gradients."""
+"""A rank's next step: its problem, which parameters have a gradient, its options, and samples of gradients."""
 
 
 def _compare_step(names: Sequence[str], card: _Card, comm: Communicator) -> None:
@@ -648,15 +650,15 @@ def _compare_step(names: Sequence[str], card: _Card, comm: Communicator) -> None
 
 
 NO_OPTIONS = frozenset({"params", "capturable"})
-"""Entries of a group that are neither compared nor taken over from the caller's groups.
+"""Entries of a group that are neither compared nor copied from the caller's groups.
 
-Dynamo sets "capturable" when it compiles a function that writes an option, for a step in the graph; ranks may do so at
-different times.
+Dynamo sets "capturable" when it compiles a function that writes an option, perhaps at different times on different
+ranks.
 """
 
 
 def _numbers(group: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Options of a group that are numbers, as text."""
+    """Numeric options of a group, as text."""
     found = []
     for key, value in sorted(group.items()):
         plain = value.tolist() if isinstance(value, torch.Tensor) else value

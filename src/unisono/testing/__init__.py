@@ -3,7 +3,7 @@
     class TestMine(un.testing.TransportConformance):
         backend = "mine"
 
-The extra `testing` installs what the parts for pytest and Hypothesis need; names load when first used.
+The extra `testing` installs what pytest and Hypothesis support needs; names load on first use.
 """
 
 from __future__ import annotations

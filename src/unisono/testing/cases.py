@@ -1,4 +1,4 @@
-"""One collective call described as a value: every rank's input, and the expected result."""
+"""One collective call as a value, with every rank's input and the expected result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.testing.reference import Expected, permuted, reduced
 __all__ = ["CALLS", "Case", "Row", "Tensors"]
 
 CALLS = tuple(name for name, what in COLLECTIVES.items() if what.moves)
-"""Methods of a communicator that a case can be about."""
+"""Methods of a communicator that a case can describe."""
 
 Row = tuple[int, ...]
 Tensors = list[torch.Tensor]
@@ -27,14 +27,14 @@ class Case:
     Attributes:
         call: The method, such as "all_reduce".
         size: Number of ranks.
-        count: Elements of one tensor (of the typical one, where lengths differ).
+        count: Elements of one tensor (a typical one, if lengths differ).
         dtype: Dtype of all tensors.
         op: Reduction, for calls that reduce.
         root: Root rank, for calls that have one.
         layout: Memory layout of the tensors; see `unisono.testing.memory_layouts`.
-        algorithm: As passed to the call.
-        async_op: As passed to the call.
-        uneven: Whether lengths differ from rank to rank, where the call allows it. Some are zero.
+        algorithm: Argument of the call.
+        async_op: Argument of the call.
+        uneven: Whether lengths differ between ranks, if the call allows it. Some are then zero.
         numbers: "whole" numbers (their sums are exact), "any", or "nan" to include some NaNs.
         seed: Seed of the elements.
 
@@ -127,7 +127,7 @@ class Case:
         return {"output_split_sizes": self._column(rank), "input_split_sizes": self.lengths()[rank]}
 
     def expected(self, rank: int, given: list[Tensors]) -> list[Expected]:
-        """Return the expected contents of a rank's output tensors; of its own tensor, for a call in place.
+        """Return the expected contents of a rank's output tensors, or of its tensor for an in-place call.
 
         Args:
             rank: The rank.
@@ -150,17 +150,17 @@ class Case:
 
 
 def _numbers(case: Case, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Return elements with sums and products, over up to 16 ranks, in the range of the dtype."""
+    """Return elements whose sums and products, over up to 16 ranks, stay in the dtype's range."""
     dtype = case.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         info = None if dtype is torch.bool else torch.iinfo(dtype)
         low, high = (0, 1) if info is None else (info.min, info.max)
-        # Cover the whole range: sums and products wrap, and all ranks must wrap the same way.
+        # Cover the whole range: sums and products wrap, and must do so alike on all ranks.
         words = torch.randint(max(low, -(2**62)), min(high, 2**62) + 1, (count,), generator=generator)
         return words.to(dtype)
     parts = 2 * count if dtype.is_complex else count
     if case.numbers == "whole":
-        # Products stay small and exact, too.
+        # Products stay small and exact as well.
         values = torch.randint(1, 3, (parts,), generator=generator) * 1.0
         values *= torch.randint(0, 2, (parts,), generator=generator) * 2 - 1
     else:

@@ -1,9 +1,9 @@
-"""Repeated runs of a program under random faults: each ends with the right result, or an error that names a rank.
+"""Repeated runs of a program under random faults: each must end with the right result or an error that names a rank.
 
     chaos.check(program, 3, seeds=range(100))
 
-Ranks are simulated, so a run depends on its seed alone: the seed draws the network, the faults and the
-scheduling order of ranks, and `chaos.run(program, 3, seed)` replays the run step by step.
+Ranks are simulated, so a run depends only on its seed, which determines the network, the faults and the order in which
+ranks are scheduled. `chaos.run(program, 3, seed)` replays the run step by step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TIMEOUT_S = 10.0
 
 _Program = Callable[..., Any]
 Judge = Callable[[Sequence[Any], Sequence[Any]], str | None]
-"""Returns the fault in the outcomes of all ranks, given those of a run without faults; None if there is none."""
+"""Returns the fault in all ranks' outcomes, given those of a run without faults; None if there is none."""
 
 
 class ChaosError(AssertionError):
@@ -48,7 +48,7 @@ class ChaosError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """SimNetwork and faults drawn from a seed.
+    """Network and faults drawn from a seed.
 
     Attributes:
         network: Latency and bandwidth of each link.
@@ -194,13 +194,13 @@ def check(
         nprocs: Number of ranks.
         args: Passed to the program.
         seeds: One for each run.
-        judge: Returns the fault in the outcomes, by rank, given those of a run without faults;
+        judge: Function that returns the fault in the outcomes, by rank, given those of a run without faults;
             `named_or_right` if None.
         replay: Whether to run each seed twice, and compare the traces.
         options: Options of `unisono.simulate`.
 
     Returns:
-        Number of runs by the way in which they ended.
+        Number of runs by ending.
 
     Raises:
         ChaosError: A run ended wrongly; contains the seed.
@@ -231,7 +231,7 @@ def check(
 
 
 def named_or_right(outcomes: Sequence[Any], calm: Sequence[Any]) -> str | None:
-    """Judge that accepts, of each rank, the result of the run without faults or an error with rank and operation.
+    """Judge that accepts from each rank the result of a run without faults, or an error with rank and operation.
 
     The default `judge` of `check`. It compares tensors bit for bit, and accepts `KilledError` of a killed rank.
 

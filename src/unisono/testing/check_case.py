@@ -40,7 +40,7 @@ def check_case(comm: Communicator, case: Case) -> Report:
     """
     given = case.given()
     what = case.what
-    # Calls that split by rows of the first dimension get one dimension: each row is one element.
+    # Calls that split the first dimension get one dimension, so that each row is one element.
     by_rows = what.returns or (what.packed and what.pairwise)
     layout = "every second" if by_rows and case.layout not in LINEAR else case.layout
     inputs = [place(tensor.to(comm.device), layout) for tensor in given[comm.rank]]
@@ -69,7 +69,7 @@ def check_case(comm: Communicator, case: Case) -> Report:
 
 
 def check_reports(case: Case, reports: Sequence[Report]) -> None:
-    """Raise `AssertionError` if any rank has complained, or if bits differ that must be equal."""
+    """Raise `AssertionError` if any rank has complained, or bits differ that must be equal."""
     complaints = [said for report in reports for said in report.complaints]
     assert not complaints, f"{case}\n" + "\n".join(complaints)
     if case.what.same_everywhere:
@@ -78,7 +78,7 @@ def check_reports(case: Case, reports: Sequence[Report]) -> None:
 
 
 def _as_argument(placed: list[LaidOutTensor], many: bool, packed: bool) -> torch.Tensor | list[torch.Tensor] | None:
-    """One tensor, or one for each rank; None where a rank passes none."""
+    """One tensor, or one for each rank; None if this rank passes none."""
     views = [one.view for one in placed]
     if many and not packed:
         return views or None
@@ -86,7 +86,7 @@ def _as_argument(placed: list[LaidOutTensor], many: bool, packed: bool) -> torch
 
 
 def _returned(result: torch.Tensor | list[torch.Tensor] | None) -> list[torch.Tensor]:
-    """Return the one-dimensional tensors that a call has returned."""
+    """Return a call's result as one-dimensional tensors."""
     tensors = [result] if isinstance(result, torch.Tensor) else result or []
     return [tensor.reshape(-1).cpu() for tensor in tensors]
 

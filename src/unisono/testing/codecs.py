@@ -46,7 +46,7 @@ def check_codec(make: Make, size: int, bucket: Bucket) -> None:
     """Run all of the checks below except `check_feedback`, on ranks that are threads.
 
     Args:
-        make: Makes the codec.
+        make: Function that makes the codec.
         size: Number of ranks.
         bucket: Shapes, dtype and kind of numbers to check with.
 
@@ -110,7 +110,7 @@ def check_average(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
-    """Check that a codec that loads a state continues like the one that saved it, and that a clone starts fresh.
+    """Check that a codec that loads a state continues like the one that saved it, and a clone starts fresh.
 
     Args:
         make, comm, bucket: As in `check_average`.
@@ -216,13 +216,13 @@ def check_mismatch(make: Make, comm: Communicator, bucket: Bucket) -> None:
 
 
 def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 256) -> None:
-    """Check that error feedback keeps the sum of results near the sum of means, over any number of steps. Collective.
+    """Check that error feedback keeps the sum of results near the sum of means, after any number of steps. Collective.
 
     Args:
-        make: Makes the codec, which may have feedback already.
+        make: Function that makes the codec, perhaps with feedback already.
         comm: Communicator of the averaging ranks.
-        bucket: The same contributions in each step. Preferably float64, so that rounding is negligible.
-        steps: Several times as many as the codec takes to send everything once.
+        bucket: Contributions, the same in each step; preferably float64, so that rounding is negligible.
+        steps: Number of steps, several times as many as the codec takes to send everything once.
 
     Raises: AssertionError otherwise.
 
@@ -248,7 +248,7 @@ def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 
 
 
 def check_bytes(make: Make, size: int, bucket: Bucket) -> None:
-    """Check that `wire_bytes` is within 2 % of the bytes sent. Starts ranks of its own, as `bytes_sent` does.
+    """Check that `wire_bytes` is within 2 % of the bytes sent. Starts its own ranks, as `bytes_sent` does.
 
     Args:
         make, size, bucket: As in `check_codec`.
@@ -282,17 +282,17 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 Make = Callable[[], Codec]
-"""Makes a codec; every rank calls it."""
+"""Factory of a codec; every rank calls it."""
 
 
 def bytes_sent(make: Make, size: int, bucket: Bucket) -> float:
-    """Return the bytes that one rank sends for one average: the mean over ranks, counted at the sender.
+    """Return the bytes that a rank sends for one average, counted at the sender; the mean over ranks.
 
-    Starts ranks that are threads. They choose algorithms as if only bytes had a cost, as `wire_bytes`
-    assumes; the first average, in which ranks agree, is not counted.
+    Starts ranks as threads. They choose algorithms as if only bytes had a cost, as `wire_bytes` assumes. The first
+    average, in which ranks agree, is not counted.
 
     Args:
-        make: Makes the codec.
+        make: Function that makes the codec.
         size: Number of ranks.
         bucket: Shapes, dtype and kind of numbers to average.
 
@@ -362,7 +362,7 @@ class Bucket:
 
     @property
     def sizes(self) -> list[torch.Size]:
-        """The shapes in the form that codecs take."""
+        """The shapes, in the form that codecs take."""
         return [torch.Size(shape) for shape in self.shapes]
 
     @property

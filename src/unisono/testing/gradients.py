@@ -11,7 +11,7 @@ from unisono.communicator import Communicator
 __all__ = ["Averager", "check_averages", "check_shares"]
 
 Averager = Callable[[torch.nn.Module, Communicator], object]
-"""Called as `unisono.average_gradients` and `unisono.broadcast_parameters` are."""
+"""Function called like `unisono.average_gradients` and `unisono.broadcast_parameters`."""
 
 
 class _Odd(torch.nn.Module):
@@ -29,10 +29,10 @@ class _Odd(torch.nn.Module):
 
 
 def check_averages(average: Averager, comm: Communicator) -> None:
-    """Check that every gradient becomes the mean over ranks, and parameters stay unchanged. Collective.
+    """Check that every gradient becomes the mean over ranks, and that parameters stay unchanged. Collective.
 
     Args:
-        average: Averages the gradients of a model in place, such as `unisono.average_gradients`.
+        average: Function that averages a model's gradients in place, such as `unisono.average_gradients`.
         comm: The ranks that average.
 
     Raises: AssertionError otherwise.
@@ -57,10 +57,10 @@ def check_averages(average: Averager, comm: Communicator) -> None:
 
 
 def check_shares(share: Averager, comm: Communicator) -> None:
-    """Check that every parameter and buffer, also a frozen one, becomes rank 0's, in place. Collective.
+    """Check that every parameter and buffer, even a frozen one, becomes rank 0's, in place. Collective.
 
     Args:
-        share: Broadcasts rank 0's parameters and buffers, such as `unisono.broadcast_parameters`.
+        share: Function that broadcasts rank 0's parameters and buffers, such as `unisono.broadcast_parameters`.
         comm: The ranks that share.
 
     Raises: AssertionError otherwise.

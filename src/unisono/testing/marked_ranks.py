@@ -1,4 +1,4 @@
-"""Ranks of a test: how many, on what, with torch's default group or without. Imports nothing slow until it runs one."""
+"""Ranks of a test: number, backend, and whether with torch's default group. Imports nothing slow before a test runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 __all__ = ["MarkedRanks", "torch_ranks"]
 
 _SHRINKING_S = 0.2
-"""Least timeout of an example, once another one of the test has timed out."""
+"""Least timeout of an example once another one of the test has timed out."""
 _SLACK = 20
-"""Timeout of such an example, as a multiple of the time of the quickest that passed."""
+"""Timeout of such an example, as a multiple of the time of the fastest that passed."""
 _QUICKEST_S = 0.05
-"""Assumed time of the quickest that passes, while none has passed."""
+"""Assumed time of the fastest one while none has passed."""
 
 
 class MarkedRanks:
-    """Ranks on which a test runs, or a program; they serve later ones, too.
+    """Ranks on which a test or a program runs, reused for later ones.
 
     Args:
-        size: Number of ranks, or the name of an argument of the test: its value or number of items.
+        size: Number of ranks, or the name of a test argument whose value or number of items it is.
         backend: A transport's name, or "process" for processes of this host on the fastest one.
         torch: Whether each rank has torch's default process group.
         options: Options of `unisono.testing.pool`.
@@ -74,18 +74,18 @@ class MarkedRanks:
         options = self.options
         timeout_s = resolve_timeout(options.get("timeout"), TIMEOUT_S)
         if self.deadlocked:
-            # Hypothesis tries some 50 smaller examples, most of which time out, too: each need not wait as long.
+            # Hypothesis tries about 50 smaller examples, most of which also time out, so each need not wait as long.
             timeout_s = min(timeout_s, max(_SHRINKING_S, _SLACK * self.quickest_s))
             options = {**options, "timeout": timeout_s}
         backend = _processes() if self.backend == "process" else self.backend
         threads = self.on_threads
-        # Patches by threads are those of the process, which only pytest can undo in order.
+        # Patches by threads affect the process, and only pytest can undo them in order.
         own = kwargs.keys() & ({"subtests"} if threads else {"subtests", "monkeypatch"})
         shared = {name: value for name, value in kwargs.items() if name not in own}
 
         @functools.wraps(test)
         def on_one_rank(one: Communicator) -> Any:
-            # Programs run on ranks without pytest, too.
+            # Programs also run on ranks without pytest.
             instead: AbstractContextManager[dict[str, Any]] = own_fixtures(own) if own else nullcontext({})
             with instead as fixtures:
                 result = test(*args, **shared, **fixtures, **({"comm": one} if comm else {}))
@@ -114,8 +114,8 @@ class MarkedRanks:
     def __call__(self, test: Callable[..., Any]) -> Callable[..., Any]:
         """Return a test that runs `test` on the ranks, as a decorator does.
 
-        It returns what one of them returns, and is a coroutine function where `test` is: whoever runs tests decides
-        what becomes of both. Where it takes these ranks as `comm`, the test gets its rank's communicator.
+        It returns one rank's result, and is a coroutine function if `test` is, so the test runner decides how to handle
+        both. If it takes these ranks as `comm`, the test gets its rank's communicator.
         """
 
         @functools.wraps(test)
@@ -131,7 +131,7 @@ class MarkedRanks:
         async def in_loop(*args: Any, **kwargs: Any) -> Any:
             import asyncio
 
-            # Servers of asynchronous fixtures go on while ranks, each in a loop of its own, use them.
+            # Servers of asynchronous fixtures keep running while ranks, each in its own event loop, use them.
             return await asyncio.to_thread(on_ranks, *args, **kwargs)
 
         return in_loop
@@ -149,18 +149,18 @@ def _processes() -> str:
 def torch_ranks(size: int | str, backend: str = "thread", **options: Any) -> MarkedRanks:
     """Return a decorator that runs a test on ranks, on each of which torch's default process group exists.
 
-    For unittest, and below `given` of Hypothesis; with pytest, the marker `ranks(3, torch=True)` does the same.
+    For unittest, and below Hypothesis' `given`; with pytest, the marker `ranks(3, torch=True)` does the same.
 
     Args:
-        size: Number of ranks, or the name of an argument of the test: its value or number of items.
-        backend: "thread"; "process" for processes of this host; "sim" for threads that take turns by a seed; or
-            another transport's name.
+        size: Number of ranks, or the name of a test argument whose value or number of items it is.
+        backend: "thread"; "process" for processes on this host; "sim" for threads that take turns, controlled by a
+            seed; or another transport's name.
         options: Options of `unisono.testing.pool`, such as `timeout` and `limit_s` in seconds, and `seed` with "sim".
 
     Raises:
         Exception: From the test: the error of the first failing rank; notes name the rank, and the errors of others.
 
-    Cost: a few milliseconds for each run on threads, and on processes that have served one before.
+    Cost: a few milliseconds for each run on threads or on processes that are already running.
 
     Example:
         >>> import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Tensors in all the memory layouts that users have, with guard bytes around them."""
+"""Tensors in all memory layouts that users have, with guard bytes around them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 __all__ = ["LAYOUTS", "LINEAR", "LaidOutTensor", "place"]
 
 LINEAR = ("contiguous", "offset", "every second", "conjugate")
-"""Layouts of one dimension. "conjugate" differs from "contiguous" for complex numbers only."""
+"""One-dimensional layouts. "conjugate" differs from "contiguous" only for complex numbers."""
 
 LAYOUTS = (*LINEAR, "no dimensions", "transposed", "gaps between rows", "reversed dimensions")
 """All layouts of `place`."""
@@ -60,8 +60,8 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
 
     Args:
         values: One-dimensional.
-        layout: One of `LAYOUTS`. If the number of elements does not allow it (a prime number of
-            elements has no rows and columns), the nearest possible layout.
+        layout: One of `LAYOUTS`; the nearest possible one if the number of elements does not allow it (a prime number
+            has no rows and columns).
 
     Raises:
         ValueError: An unknown layout.
@@ -76,7 +76,7 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
     columns = count // rows
     shape, strides, margin = _geometry(layout, count, rows, columns)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if count else 0
-    # Both values of a bool, so that neither can be written unnoticed.
+    # Both values of a bool occur, so that neither can be written unnoticed.
     whole = torch.zeros(extent + 2 * margin, dtype=values.dtype, device=values.device)
     whole[::2] = _PATTERN
     view = whole.as_strided(shape, strides, margin)

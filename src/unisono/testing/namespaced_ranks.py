@@ -47,9 +47,9 @@ __all__ = [
 ]
 
 _ports = itertools.count(29600)
-"""Ports of the jobs of this process: a port that the previous job has left may not be free yet."""
+"""Ports of this process's jobs: the previous job's port may not be free yet."""
 TIMEOUT_S = 10.0
-"""Seconds that one operation of a test may take: a hanging test should fail soon."""
+"""Timeout of one operation in a test: a hanging test should fail soon."""
 
 
 class HostRanks(Closing):
@@ -57,11 +57,11 @@ class HostRanks(Closing):
 
     Args:
         network: The hosts.
-        per_host: Number of ranks of each host, such as (2, 2).
-        program: The program of every rank; importable.
+        per_host: Number of ranks on each host, such as (2, 2).
+        program: The program of every rank; must be importable.
         args: Passed to the program.
         backend: Backend for `init`.
-        options: Returns further options of `init` for a rank number; `timeout` defaults to 10 s.
+        options: Function of a rank that returns further options of `init`; `timeout` defaults to 10 s.
         variables: Further variables of the ranks' environment.
 
     Example:
@@ -96,7 +96,7 @@ class HostRanks(Closing):
             self._links.append(link)
 
     def results(self, within_s: float = 60.0, ranks: Iterable[int] | None = None) -> list[Any]:
-        """Return the result of each of these ranks (all if None), or its error; None for a killed rank."""
+        """Return the result or error of each of these ranks (all if None); None for a killed rank."""
         found: list[Any] = []
         for rank in range(len(self._links)) if ranks is None else ranks:
             assert self._links[rank].poll(within_s), f"rank {rank} has not ended within {within_s} s"
@@ -111,14 +111,14 @@ class HostRanks(Closing):
             assert link.recv_bytes() == b"word", f"rank {rank} has ended early"
 
     def kill(self, *ranks: int) -> None:
-        """Kill these ranks by SIGKILL."""
+        """Kill these ranks with SIGKILL."""
         for rank in ranks:
             pid = self.processes[rank].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill those that still run."""
+        """Kill the ranks that are still running."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -155,10 +155,10 @@ def live(
 
 
 _numbers = itertools.count()
-"""Numbers of the networks of this process: names of namespaces are the machine's."""
+"""Numbers of this process's networks, because namespace names are global to the machine."""
 _INTERFACE = "eth0"
 _CLONE_NEWNET = 0x40000000
-# Removes the hosts of its arguments when a line or the end of its input comes: also when the caller was killed.
+# Removes the hosts in its arguments at a line or the end of its input, and so even if the caller was killed.
 _REMOVE = """read _
 for name; do
     for process in $(ip netns pids "$name"); do kill -9 "$process"; done
@@ -170,7 +170,7 @@ _PROBES = 21
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """A link as it was measured.
+    """Measurements of a link.
 
     Attributes:
         processor: Share of one core that the relay has used since the previous report; 0 without a relay.
@@ -190,22 +190,22 @@ class LinkReport:
 class Network(Closing):
     """Hosts 0, 1, ... with the addresses 10.77.0.1, 10.77.0.2, ... (fd77::1, ...), and no other network.
 
-    Each host is a network namespace with one interface, eth0. A context manager; at its end, also after an error or
-    when the caller is killed, all processes on these hosts are killed and the hosts removed. `tc` limits the rate, by
-    tbf. Delay and loss are those of `tc`'s netem; where the kernel has none, a relay, one Python process, moves the
-    packets between TUN devices.
+    Each host is a network namespace with one interface, eth0. A context manager. At its end, even after an error or if
+    the caller is killed, all processes on these hosts are killed and the hosts removed. `tc` limits the rate with tbf,
+    and delays and loses packets with netem. If the kernel has no netem, a relay, which is a Python process, moves
+    packets between TUN devices instead.
 
     Args:
         hosts: Number of hosts.
         rate: Maximum send rate of each host, in the notation of `tc`, such as "100mbit"; None is unlimited.
-        burst: Maximum burst, in the notation of `tc`. After a pause, so much is sent without regard to the rate.
-        ipv6: Whether the hosts have IPv6 addresses only.
+        burst: Maximum burst, in the notation of `tc`: the amount that is sent after a pause regardless of the rate.
+        ipv6: Whether the hosts have only IPv6 addresses.
         delay: One-way delay of each packet: seconds, or a string with a unit, such as "2ms" or "50us".
         loss: Probability that a packet is lost, from 0 to 1.
-        seed: Determines which packets the relay loses, in the order in which it reads them.
+        seed: Seed that determines which packets the relay loses, in the order in which it reads them.
 
-    Cost: 0.1 s for two hosts. A relay uses about 20 us of one core for each packet of up to 1,500 bytes, before all
-        other programs, and adds about 0.1 ms to the delay: `report()` tells.
+    Cost: 0.1 s for two hosts. A relay takes about 20 us of one core for each packet of up to 1,500 bytes, at the
+        highest priority, and adds about 0.1 ms to the delay; `report()` measures both.
 
     Raises:
         ValueError: The delay or the loss is invalid.
@@ -247,7 +247,7 @@ class Network(Closing):
         self.addresses: list[str] = [f"{'fd77::' if ipv6 else '10.77.0.'}{number + 1}" for number in range(hosts)]
         self._guard: subprocess.Popen[str] | None = None
         self._relay: subprocess.Popen[bytes] | None = None
-        # The relay's processor seconds at the previous report, and when that was.
+        # The relay's processor seconds at the previous report, and its time.
         self._reported = 0.0, 0.0
 
     def __enter__(self) -> Self:
@@ -264,7 +264,7 @@ class Network(Closing):
         slow = self._delay > 0 or self._loss > 0
         names = [*map(self.name, hosts), switch]
         guard = ["sh", "-c", _REMOVE, "sh", *names]
-        # In a session of its own, which Ctrl-C and a kill of the caller's process group do not reach.
+        # In its own session, which Ctrl-C and a kill of the caller's process group do not reach.
         self._guard = subprocess.Popen(
             guard,
             text=True,
@@ -299,7 +299,7 @@ class Network(Closing):
         _run("ip", "-n", host, "link", "add", _INTERFACE, "type", "veth", *peer)
         _run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
         if slow:
-            # Packets of TCP that the kernel joins to one are delayed, and lost, as one.
+            # TCP packets that the kernel merges would be delayed, and lost, as one.
             _run("ip", "-n", host, "link", "set", _INTERFACE, "gso_max_segs", "1")
             way = ("delay", f"{self._delay * 1e6:.0f}us", "loss", f"{self._loss:.6%}", "limit", "10000")
             _run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", "netem", *way)
@@ -319,7 +319,7 @@ class Network(Closing):
         self._await_relay()
 
     def _await_relay(self) -> None:
-        """Wait until the relay is ready, or has carried out an order."""
+        """Wait until the relay is ready, or has carried out a command."""
         relay = self._relay
         assert relay is not None
         assert relay.stdout is not None
@@ -345,7 +345,7 @@ class Network(Closing):
         return ["ip", "netns", "exec", self.name(host), *words]
 
     def enter(self, host: int) -> None:
-        """Move the calling thread, and all that it starts from now on, to a host. Irreversible.
+        """Move the calling thread, and everything that it starts from now on, to a host. Irreversible.
 
         Args:
             host: Number of the host.
@@ -364,7 +364,7 @@ class Network(Closing):
         Args:
             host: Number of the host.
             words: A program and its arguments.
-            options: Those of `subprocess.Popen`.
+            options: Options of `subprocess.Popen`.
 
         Returns:
             The process, with text streams.
@@ -408,10 +408,10 @@ class Network(Closing):
         """Measure the link from host 0 to host 1, which should be idle.
 
         Args:
-            seconds: How long to measure the rate. Before that, a burst passes.
+            seconds: Duration of the rate measurement, which starts after a burst.
 
         Returns:
-            Rate, round trip, and the relay's share of a core since the previous report, these measurements excluded.
+            Rate, round trip, and the relay's share of a core since the previous report, excluding these measurements.
 
         Raises:
             TimeoutError: Nothing comes back, because a host is disconnected or all packets are lost.
@@ -432,7 +432,7 @@ class Network(Closing):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _socket(self, host: int, kind: socket.SocketKind) -> socket.socket:
-        """Return a socket of a host, bound to its address, for the use of any thread."""
+        """Return a socket on a host, bound to its address, usable from any thread."""
 
         def made() -> socket.socket:
             self.enter(host)
@@ -477,7 +477,7 @@ class Network(Closing):
                 with contextlib.suppress(TimeoutError):
                     began = time.perf_counter()
                     near.sendto(bytes([number]), far.getsockname())
-                    # What comes too late for its own probe is of no use to the next one.
+                    # Replies that are too late for their own probe must not count for the next one.
                     while (told := far.recvfrom(1))[0] != bytes([number]):
                         pass
                     far.sendto(*told)
@@ -501,7 +501,7 @@ class Network(Closing):
 
 
 def enter(name: str) -> None:
-    """Move the calling thread to the network namespace of this name, as returned by `Network.name`."""
+    """Move the calling thread to the network namespace with this name, as returned by `Network.name`."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", name).open() as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):
@@ -532,7 +532,7 @@ def has_netem() -> bool:
 
 @cache
 def obstacle(*, slow: bool = False) -> str | None:
-    """Return the reason why this machine cannot have such hosts; None if it can.
+    """Return the reason why this machine does not support such hosts; None if it does.
 
     Args:
         slow: Whether their network has a delay or loses packets.

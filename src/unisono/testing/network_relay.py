@@ -2,9 +2,9 @@
 
     python network_relay.py DELAY_S LOSS SEED NAMESPACE=ADDRESS ...
 
-It creates a TUN device in each namespace, and writes a byte to standard output when all of them are there. On standard
-input it takes pairs of bytes, a host's number and whether the host is connected, and answers each by a byte. It ends
-with its standard input. It runs without unisono, because it must start fast.
+It creates a TUN device in each namespace, and writes a byte to standard output when all of them exist. On standard
+input it takes pairs of bytes, a host's number and whether the host is connected, and answers each with a byte. It ends
+with its standard input. It does not import unisono, because it must start fast.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _IFF_TUN = 0x0001
 _IFF_NO_PI = 0x1000
 _PR_SET_TIMERSLACK = 29
 _LARGEST = 1 << 16
-# Reads of one device before packets that are due are delivered.
+# Number of reads from one device before due packets are delivered.
 _BATCH = 32
-# More than fit on a line of 1 Gbit/s in 100 ms.
+# More than a 1 Gbit/s line transfers in 100 ms.
 _ROOM = 10_000
 
 
 class Relay:
-    """The hosts' devices, and the packets that wait for their delay.
+    """The hosts' devices, and the delayed packets.
 
     Args:
         delay: Seconds from the sender's device to the receiver's.
         loss: Probability that a packet is lost.
-        seed: Of the losses.
+        seed: Seed of the losses.
         hosts: Namespace of each host, by address.
     """
 
@@ -53,7 +53,7 @@ class Relay:
         self._files = list(self._devices)
         self._routes = {ipaddress.ip_address(address).packed: number for number, address in enumerate(hosts)}
         self._connected = [True] * len(hosts)
-        # When, from which host to which, and what.
+        # Time, source, destination and packet.
         self._waiting: deque[tuple[float, int, int, bytes]] = deque()
 
     def run(self) -> None:
@@ -78,7 +78,8 @@ class Relay:
                 packet = os.read(file, _LARGEST)
                 target = self._routes.get(packet[16:20] if packet[0] >> 4 == 4 else packet[24:40])
                 if target is None:
-                    # Such as the kernel's own announcements to a group: they come when they like, and draw nothing.
+                    # For example the kernel's own multicast announcements, whose timing is random: they must not
+                    # consume random numbers.
                     continue
                 lost = self._loss and self._drawn.random() < self._loss
                 if not lost and len(self._waiting) < _ROOM:
@@ -90,7 +91,7 @@ class Relay:
         while waiting and waiting[0][0] <= now:
             _, source, target, packet = waiting.popleft()
             if self._connected[source] and self._connected[target]:
-                # A device takes no packets while it is down.
+                # A device accepts no packets while it is down.
                 with suppress(OSError):
                     os.write(self._files[target], packet)
 
@@ -107,7 +108,7 @@ def _device(namespace: str) -> int:
     with Path("/run/netns", namespace).open() as entered:
         if ctypes.CDLL(None, use_errno=True).setns(entered.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
-    # Linux alone has it, as it has these devices.
+    # Only Linux has it, as it has these devices.
     import fcntl
 
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -120,7 +121,7 @@ def main() -> None:
     delay, loss, seed, *hosts = sys.argv[1:]
     places = [host.partition("=") for host in hosts]
     relay = Relay(float(delay), float(loss), int(seed), {address: name for name, _, address in places})
-    # Packets wait for their delay only: neither for a processor, nor for other timers to expire with theirs.
+    # Packets must wait only for their delay, not for a processor or for timers to be coalesced.
     with suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)

@@ -1,4 +1,4 @@
-"""Checks of partitioners, and of functions that divide samples; they raise `AssertionError`.
+"""Checks of partitioners, and of functions that divide samples, which raise `AssertionError`.
 
     check_partitioner(un.data.PARTITIONERS["strided"].of, Samples(1000), sizes=[0.5, 0.3, 0.2], seed=0)
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Make = Callable[[Any], Partitioner]
-"""Makes a partitioner for a dataset, such as `PARTITIONERS["strided"].of`."""
+"""Factory of a partitioner for a dataset, such as `PARTITIONERS["strided"].of`."""
 
 
 class PartitionResult(Protocol):
@@ -56,7 +56,7 @@ class PartitionResult(Protocol):
 
 
 Divide = Callable[[Sequence[int], Sequence[float], int], PartitionResult]
-"""Divides samples, as `DataPartitioner` does; called with the samples, the fractions and a seed."""
+"""Function of samples, fractions and a seed that divides the samples, such as `DataPartitioner`."""
 
 
 class Samples(torch.utils.data.Dataset[int]):
@@ -64,7 +64,7 @@ class Samples(torch.utils.data.Dataset[int]):
 
     Args:
         count: Number of samples.
-        seed: Seed of the metadata: labels and groups of very different sizes, costs that are whole numbers, some 0.
+        seed: Seed of the metadata: labels and groups of very different sizes, integer costs, some of them 0.
         kinds: Maximum number of labels and of groups.
 
     Attributes:
@@ -90,11 +90,11 @@ class Samples(torch.utils.data.Dataset[int]):
 
 
 def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Run all of the checks of one division: lossless, the same everywhere, balance as stated.
+    """Run all checks of one division: lossless, the same everywhere, and balanced as stated.
 
     Args:
-        make: Makes the partitioner.
-        dataset: Such as `Samples`.
+        make: Factory of the partitioner.
+        dataset: A dataset such as `Samples`.
         sizes: The fraction of each part; they sum to 1.
         seed: 0 or more.
 
@@ -110,7 +110,7 @@ def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: in
 
 
 def check_lossless(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Check that every sample is in exactly one part, and the places of a part ascend.
+    """Check that every sample is in exactly one part, and that a part's positions ascend.
 
     Args:
         make, dataset, sizes, seed: As in `check_partitioner`.
@@ -146,7 +146,7 @@ def check_same_everywhere(make: Make, dataset: Any, sizes: Sequence[float], seed
 
 
 def check_balance(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:
-    """Check that the load of each part is in the partitioner's stated bounds; groups are whole, if it declares so.
+    """Check that each part's load is within the partitioner's stated bounds, and declared groups are not split.
 
     Args:
         make, dataset, sizes, seed: As in `check_partitioner`.
@@ -165,7 +165,7 @@ def check_resume(
 ) -> None:
     """Check that successive phases cover every sample once, at any progress of each rank in its part.
 
-    In each phase the remaining samples are dealt as evenly as a whole epoch.
+    In each phase, the remaining samples must be dealt as evenly as a whole epoch.
 
     Args:
         make, dataset: As in `check_partitioner`.
@@ -197,8 +197,8 @@ def check_division(divide: Divide, count: int, sizes: Sequence[float], seed: int
     """Check that dividing `count` samples is lossless, the same everywhere, and within one sample of each fraction.
 
     Args:
-        divide: Divides samples.
-        count: Number of samples, which are numbers from 0.
+        divide: Function that divides samples.
+        count: Number of samples, which are the numbers from 0.
         sizes, seed: As in `check_partitioner`.
 
     Raises: AssertionError otherwise.
@@ -220,7 +220,7 @@ def check_seed(divide: Divide) -> None:
     """Check that samples are shuffled, and that another seed shuffles them differently.
 
     Args:
-        divide: Divides samples.
+        divide: Function that divides samples.
 
     Raises: AssertionError otherwise.
 
@@ -265,7 +265,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _held(divide: Divide, count: int, sizes: Sequence[float], seed: int) -> list[list[int]]:
-    """Return the samples of each part; every rank divides by itself, as in a real job."""
+    """Return the samples of each part; every rank divides them itself, as in a real job."""
     return [list(divide(range(count), sizes, seed).use(rank)) for rank in range(len(sizes))]
 
 

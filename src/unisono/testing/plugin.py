@@ -6,8 +6,8 @@
         comm.all_reduce(t)
         assert t.tolist() == [4.0] * 3
 
-A failing assertion on any rank fails the test, and a note names the rank. Hypothesis draws once for all ranks, in the
-process of pytest. Every run of pytest imports this file, so it must not import slow modules.
+A failing assertion on any rank fails the test, and a note names the rank. Hypothesis draws once for all ranks, in
+pytest's process. Every pytest run imports this file, so it must not import slow modules.
 """
 
 from __future__ import annotations
@@ -71,35 +71,35 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Multiply a marked test by the options `--ranks` and `--backends`."""
+    """Parametrise a marked test with the options `--ranks` and `--backends`."""
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None:
         return
     if marker.kwargs.get("torch") and "comm" not in metafunc.fixturenames:
-        # The test need not take what names its ranks.
+        # The test need not take the arguments that name its ranks.
         metafunc.fixturenames.append("comm")
     if "comm" not in metafunc.fixturenames:
         return
-    # A time limit of the first test that interrupts torch's import would leave torch broken for all others.
+    # If the first test's time limit interrupted torch's import, torch would be broken for all others.
     importlib.import_module("unisono.testing.pools")
     made = MarkedRanks(*marker.args, **marker.kwargs)
     sizes = [made.size] if isinstance(made.size, str) else metafunc.config.getoption("ranks") or [made.size]
     backends = metafunc.config.getoption("backends") or [made.backend]
     variants = [MarkedRanks(size, backend, torch=made.torch, **made.options) for backend in backends for size in sizes]
-    # Hypothesis refuses arguments of the scope of a function, which examples share.
+    # Hypothesis refuses function-scoped fixtures, because examples share them.
     drawn = hasattr(metafunc.function, "hypothesis")
     metafunc.parametrize("comm", variants, ids=repr, scope="class" if drawn else "function")
 
 
 @pytest.fixture
 def comm() -> None:
-    """The communicator of the rank that runs the test, which is marked with `ranks`."""
+    """The communicator of the rank that runs a test marked with `ranks`."""
     pytest.fail("a test that takes `comm` must declare its number of ranks: @pytest.mark.ranks(4)", pytrace=False)
 
 
 @pytest.fixture(name="torch_ranks")
 def torch_ranks_fixture() -> Callable[..., MarkedRanks]:
-    """Return `unisono.testing.torch_ranks`: for tests that run several programs, or choose the ranks themselves."""
+    """Return `unisono.testing.torch_ranks`, for tests that run several programs or choose the ranks themselves."""
     return torch_ranks
 
 
@@ -117,10 +117,10 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Have a marked test run on its ranks, with all that pytest and other plugins do with a test around that.
+    """Run a marked test on its ranks, inside everything that pytest and other plugins do around a test.
 
-    What they call is replaced for the extent of the call, and before any of them wraps it. So they, and not this
-    plugin, decide what becomes of coroutines, of returned values, and of failures that are expected.
+    The function that they call is replaced temporarily, before any of them wraps it. So they, and not this plugin,
+    handle coroutines, returned values, and expected failures.
     """
     marker = item.get_closest_marker("ranks")
     if marker is None or not isinstance(item, pytest.Function):
@@ -134,21 +134,21 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def _wrap_case(item: pytest.Function, ranks: MarkedRanks, patch: pytest.MonkeyPatch) -> None:
-    """Have a test of unittest run on ranks, each of which has its own instance, and sets it up."""
+    """Make a unittest test run on ranks, each of which sets up its own instance."""
     if not ranks.torch:
         pytest.fail("a test of unittest cannot take `comm`: mark it with `ranks(..., torch=True)`", pytrace=False)
     if hasattr(item.obj, "hypothesis"):
         pytest.fail("each rank would draw its own examples: decorate with `torch_ranks` below `given`", pytrace=False)
     cls = item.cls
     own = vars(cls(item.name))
-    # Fixtures of the class have set these on pytest's instance.
+    # Class fixtures have set these on pytest's instance.
     given = {name: value for name, value in vars(item.instance).items() if name not in own}
     debugged = item.config.getoption("usepdb")
 
     def on_rank(name: str) -> bool:
         return run_case(cls(name), given, debugged=debugged)
 
-    # Processes get it by value, as all of its module.
+    # Processes get it by value, like everything in its module.
     on_rank.__module__ = cls.__module__
 
     def run(result: object) -> None:
@@ -159,7 +159,7 @@ def _wrap_case(item: pytest.Function, ranks: MarkedRanks, patch: pytest.MonkeyPa
 
 
 def _wrap_function(item: pytest.Function, patch: pytest.MonkeyPatch) -> None:
-    """Have a test run on ranks. Other fixtures than `comm` are created once, and shared by all ranks."""
+    """Make a test run on ranks. Fixtures other than `comm` are created once, and shared by all ranks."""
     callspec = getattr(item, "callspec", None)
     ranks = None if callspec is None else callspec.params.get("comm")
     if not isinstance(ranks, MarkedRanks):
@@ -177,9 +177,9 @@ def _wrap_function(item: pytest.Function, patch: pytest.MonkeyPatch) -> None:
 
 
 def _patched(test: Any) -> Any:
-    """Return the cell with the function below all decorators of `unittest.mock`; None if there are none.
+    """Return the cell with the function below all `unittest.mock` decorators; None if there are none.
 
-    A patch keeps what it has replaced once. Entered by several threads, it would leave the module patched for good.
+    A patch stores only one original. If several threads enter it, the module stays patched for good.
     """
     mock = sys.modules.get("unittest.mock")
     cell = None
@@ -190,12 +190,12 @@ def _patched(test: Any) -> Any:
 
 
 def _for_ranks(chosen: Any) -> Any:
-    """Return settings of Hypothesis for a test whose examples run on ranks."""
+    """Return Hypothesis settings for a test whose examples run on ranks."""
     from hypothesis import Phase, settings
 
-    # The default deadline is some milliseconds, and an example may have to start its ranks.
+    # The default deadline is a few hundred milliseconds, and an example may have to start its ranks.
     deadline = None if chosen.deadline == settings().deadline else chosen.deadline
-    # An explanation would name lines that ran here, which are those of the library. One mistake fails in several ways
-    # on several ranks: one of these is enough.
+    # Explanations would name lines that ran here, which are the library's. One mistake fails in several ways on several
+    # ranks, of which one is enough.
     phases = [phase for phase in chosen.phases if phase is not Phase.explain]
     return settings(chosen, deadline=deadline, phases=phases, report_multiple_bugs=False)

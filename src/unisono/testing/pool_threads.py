@@ -1,4 +1,4 @@
-"""Thread ranks of one program, within a limit of time."""
+"""Runs a program on thread ranks, within a time limit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["LIBRARY", "overdue", "run_limited", "where"]
 
 LIBRARY = str(Path(__file__).parents[1])
 _IMPORTING_S = 0.05
-"""Seconds between looks at a rank that is left, and imports a module."""
+"""Seconds between checks of an abandoned rank that is importing a module."""
 
 
 def run_limited(
     fn: Callable[..., Any], size: int, backend: str, args: tuple[Any, ...], limit_s: float, options: dict[str, Any]
 ) -> list[Any]:
-    """Return what `run_ranks` returns; leave the ranks behind at the limit, or if the caller is interrupted.
+    """Return the result of `run_ranks`; abandon the ranks at the limit, or if the caller is interrupted.
 
     Raises:
         CommTimeoutError: The program took longer than `limit_s`; the message says where its ranks are.
@@ -38,7 +38,7 @@ def run_limited(
     def program(comm: Communicator, *args: Any) -> Any:
         running[comm.rank] = threading.get_ident()
         try:
-            # Ranks that start later than the caller leaves are not among those that it ends.
+            # Ranks that start after the caller has left are not among those that it ends.
             if over.is_set():
                 raise SystemExit
             return fn(comm, *args)
@@ -54,7 +54,7 @@ def run_limited(
             ended.put(([], error))
 
     try:
-        # Inside: ranks may run, and the caller be interrupted, before this returns.
+        # Inside the block, because ranks may run, and the caller be interrupted, before this returns.
         threading.Thread(target=start, name="unisono launch", daemon=True).start()
         results, error = ended.get(timeout=limit_s)
     except Empty:
@@ -73,32 +73,32 @@ def run_limited(
 
 
 def _end(running: dict[int, int], stopped: set[int]) -> bool:
-    """End the ranks that are left, but for those that import a module; return whether there are any.
+    """End the abandoned ranks, except those that are importing a module; return whether there are any.
 
-    An exception that reaches a thread while it waits for another one's import leaves the lock of that module locked,
-    so that later programs of this process would wait for it for ever.
+    An exception in a thread that waits for another one's import would leave that module's lock held, and later programs
+    of this process would wait for it forever.
 
     Args:
         running: The thread of each rank; one that ends removes itself.
-        stopped: The threads that it has ended before; added to.
+        stopped: The threads already ended; extended here.
     """
     frames = thread_frames()
     for thread in set(running.copy().values()) - stopped:
         if not _imports(frames.get(thread)):
-            # Ends a loop in Python. A thread that is blocked in C ends with this process.
+            # Ends a Python loop. A thread blocked in C ends with this process.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
             stopped.add(thread)
     return bool(set(running.copy().values()) - stopped)
 
 
 def _end_importing(running: dict[int, int], stopped: set[int]) -> None:
-    """End the others too, when they have imported."""
+    """End the others as well, once they have finished importing."""
     while _end(running, stopped):
         time.sleep(_IMPORTING_S)
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Return whether a thread is in an import, or waits for one."""
+    """Return whether a thread is importing, or waits for an import."""
     return any(each.f_code.co_filename.startswith("<frozen importlib") for each, _ in traceback.walk_stack(frame))
 
 
@@ -106,7 +106,7 @@ def overdue(limit_s: float, stacks: Mapping[int, str]) -> CommTimeoutError:
     """Return the error of a program that took too long.
 
     Args:
-        limit_s: Seconds that it was given.
+        limit_s: Its limit in seconds.
         stacks: The stack of each rank that has not ended.
     """
     ranks = ", ".join(map(str, sorted(stacks)))
@@ -116,7 +116,7 @@ def overdue(limit_s: float, stacks: Mapping[int, str]) -> CommTimeoutError:
 
 
 def where(stacks: Mapping[int, str]) -> str:
-    """Return the places of ranks as text."""
+    """Return the locations of ranks as text."""
     return "\n".join(f"Rank {rank} was at:\n{stack}" for rank, stack in sorted(stacks.items()))
 
 

@@ -23,17 +23,17 @@ __all__ = ["LEAVE", "serve"]
 
 
 LEAVE = b""
-"""Order to a rank, instead of a program."""
+"""Command to a rank, instead of a program."""
 
 
 def serve(comm: Communicator, folder: str) -> None:
-    """Run programs until the driver has this rank leave, or has gone.
+    """Run programs until the driver makes this rank leave, or is gone.
 
-    Programs get communicators of their own, so that a program that fails does not break `comm`.
+    Programs get their own communicators, so that a failing program does not break `comm`.
 
     Args:
-        comm: Of all ranks.
-        folder: Folder to write the stacks of all threads to, on SIGUSR1.
+        comm: Communicator of all ranks.
+        folder: Folder for the stacks of all threads, written on SIGUSR1.
     """
     link = own_link()
     stacks = (Path(folder) / f"stacks-{comm.rank}").open("w")
@@ -63,17 +63,17 @@ def _next(link: Connection[Any, Any]) -> bytes:
 
 
 def _perform(comm: Communicator, program: bytes) -> tuple[bytes, bool]:
-    """Run one program; return its outcome as `reported` reads it, and whether the communicator is still usable."""
+    """Run one program; return its outcome for `reported`, and whether the communicator is still usable."""
 
     def run() -> Any:
         try:
             fn, args = pickle.loads(program)
             return fn(comm, *args)
         except BaseException as error:
-            # As at the end of a launched rank: notify the peers, so that they do not wait for this rank.
+            # Like at the end of a launched rank, notify the peers, so that they do not wait for this rank.
             comm.__exit__(type(error), error, error.__traceback__)
             if type(error).__name__ == "Skipped":
-                # Pytest says that its class is one of Python's own, so that pickle cannot name it.
+                # Pytest presents its class as one of Python's own, so pickle cannot find it by name.
                 raise SkipTest(str(error)) from None
             raise
 
@@ -84,6 +84,6 @@ def _perform(comm: Communicator, program: bytes) -> tuple[bytes, bool]:
     except CommError:
         usable = False
     else:
-        # A request to stop is for good, and ranks may have counted different numbers of steps.
+        # A stop request is permanent, and ranks may have counted different numbers of steps.
         usable = comm.exception() is None and boundaries_of(comm).unused
     return outcome, usable

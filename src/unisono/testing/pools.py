@@ -40,16 +40,16 @@ _KEPT = 8
 class RankPool(Closing):
     """Ranks reused for many small programs: about a millisecond each, where starting ranks takes a second.
 
-    Each program finds torch's random generator as new. After an error that a program itself raises, the next one
-    gets a new communicator. Ranks that failed in another way, that took too long, or whose driver has changed
-    its environment, folder or standard output since they started, are replaced.
-    With a backend that runs ranks as threads, each program gets its own ranks, at no cost.
+    Each program finds torch's random generator freshly seeded. After an error raised by a program itself, the next one
+    gets a new communicator. Ranks are replaced if they failed in another way, took too long, or if the driver has
+    changed its environment, folder or standard output since they started. With a backend that runs ranks as threads,
+    each program gets new ranks, at no cost.
 
     Args:
         size: Number of ranks; a program may use fewer.
         backend: A transport's name.
-        limit_s: Total seconds that one program may take. Ranks that take longer are ended, and the
-            error contains the stack of each.
+        limit_s: Time limit of one program in seconds. Ranks that take longer are ended, and the error contains the
+            stack of each.
         options: Options of `unisono.launch`; `timeout` defaults to 10 s.
 
     Attributes:
@@ -80,15 +80,15 @@ class RankPool(Closing):
         """Return each rank's `fn(comm, *args)`, on the first `size` ranks (all if None); the others idle.
 
         Args:
-            fn: The program. It is pickled by value, as are `args`: they need not be importable.
+            fn: The program. Like `args`, it is pickled by value, and need not be importable.
             args: Passed to the program, the same on every rank.
-            size: Number of participating ranks, in a communicator of their own.
+            size: Number of participating ranks, in their own communicator.
             on_failure: As for `unisono.launch`.
 
         Raises:
-            Exception: What the first failing rank raised, with that rank's traceback before it.
+            Exception: The first failing rank's error, preceded by its traceback.
             CommTimeoutError: The program took longer than the pool's `limit_s`.
-            ValueError: `size` is less than 1 or more than the pool's.
+            ValueError: `size` is less than 1, or more than the pool's.
         """
         size = self.size if size is None else size
         if not 1 <= size <= self.size:
@@ -128,16 +128,16 @@ class RankPool(Closing):
 
 
 _pools: OrderedDict[str, RankPool] = OrderedDict()
-"""Pools of this process, the last used at the end: tests share them, since starting ranks takes a second."""
+"""Pools of this process, most recently used last; shared between tests, because starting ranks takes a second."""
 
 
 def pool(backend: str = "gloo", size: int = 4, **options: Any) -> RankPool:
     """Return this process's pool for these arguments; its ranks end with the process.
 
-    Ranks of the 8 pools used last are kept.
+    Ranks of the 8 most recently used pools are kept.
 
     Args:
-        backend, size, options: As in `RankPool`. Their text, by `repr`, selects the pool.
+        backend, size, options: As in `RankPool`. Their `repr` selects the pool.
 
     Example:
         >>> pool("thread") is pool("thread")
@@ -160,7 +160,7 @@ def close_pools() -> None:
 
 
 def _surroundings() -> Any:
-    """Return what ranks take over from their driver when they start."""
+    """Return everything that ranks inherit from their driver when they start."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return environment, Path.cwd(), [_file(number) for number in (1, 2)]
 
@@ -190,7 +190,7 @@ def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 class _TestPickler(FunctionPickler):
-    """A pickler that sends tests without the machinery of Hypothesis and unittest around them, which has files."""
+    """Pickler that sends tests without Hypothesis' and unittest's machinery around them, which holds open files."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, TestCase):
@@ -226,19 +226,19 @@ class PoolProcesses:
             raise
 
     def run(self, program: bytes, size: int, limit_s: float, on_failure: str) -> tuple[list[Outcome], bool]:
-        """Return the outcomes of the first `size` ranks, in order of completion, and whether they are still usable.
+        """Return the first `size` ranks' outcomes, in order of completion, and whether the ranks are still usable.
 
-        If they are not, they have been closed. After an error of the program itself they are usable.
+        If not, they have been closed. After an error raised by the program itself they are usable.
         """
         key = size, self._failures
-        # Creating the communicator of the first `size` ranks needs all ranks: once, and again after a failure.
+        # All ranks take part in creating the communicator of the first `size` ranks: once, and again after a failure.
         called = size if key in self._connected else self._size
         self._connected.add(key)
         order = pickle.dumps((*key, program))
         self._usable = True
         self._ranks.running.update(range(size))
         try:
-            # Inside: ranks that have the program run, while the caller may be interrupted.
+            # Inside the block, because once ranks run the program, the caller may be interrupted.
             for rank in range(size, called):
                 self._send(order, rank)
             ended = Supervisor(partial(self._send, order), self._ends, range(size), on_failure).run(limit_s)
@@ -256,24 +256,24 @@ class PoolProcesses:
         return ended, False
 
     def _send(self, order: bytes, rank: int, attempt: int = 0) -> None:
-        # A rank that has ended since its last program is reported where its answer is awaited.
+        # If a rank has ended since its last program, waiting for its answer reports that.
         with suppress(ConnectionError):
             self._ranks.links[rank].send_bytes(order)
 
     def _ends(self, limit_s: float | None) -> list[Outcome]:
-        """Return outcomes of the program, and learn whether the communicators of their ranks are still usable."""
+        """Return the program's outcomes, and record whether the ranks' communicators are still usable."""
         ended = self._ranks.ends(limit_s)
         for outcome in ended:
             try:
                 usable = self._ranks.links[outcome.rank].recv()
             except (EOFError, OSError):
-                # No second message: what arrived was the end of the rank, not the result of its program.
+                # Without a second message, the first was the end of the rank instead of its program's result.
                 outcome.reported = usable = False
             self._usable = self._usable and usable
         return ended
 
     def _stop(self) -> dict[int, str]:
-        """End all ranks; return the stacks of those that run a program."""
+        """End all ranks; return the stacks of those that are running a program."""
         ranks = sorted(self._ranks.running)
         self._signal(ranks, signal.SIGUSR1)
         time.sleep(_DUMP_S)
@@ -283,7 +283,7 @@ class PoolProcesses:
         return stacks
 
     def close(self) -> None:
-        """Have the ranks leave, and wait until they have ended."""
+        """Make the ranks leave, and wait until they have ended."""
         self._ranks.running.update(self._ranks.links)
         try:
             Supervisor(partial(self._send, LEAVE), self._ranks.ends, self._ranks.links, "continue").run(_LEAVE_S)
@@ -301,7 +301,7 @@ class PoolProcesses:
 
 
 def _shown(dump: str) -> str:
-    """Return the frames of the program in a dump of all threads, without those of the library."""
+    """Return the program's frames from a dump of all threads, without the library's."""
     for thread in dump.split("\n\n"):
         above, found, _ = thread.partition(f'File "{pool_worker.__file__}"')
         if found:

@@ -1,4 +1,4 @@
-"""The part of pytest's and unittest's rules that holds on one rank of a marked test. Imports nothing slow."""
+"""The part of pytest's and unittest's behaviour that applies on one rank of a marked test. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ __all__ = ["own_fixtures", "run_case"]
 
 
 class _Subtests:
-    """Stands in for `subtests`: ranks that are threads cannot capture output apart, and processes cannot report."""
+    """Stand-in for `subtests`: thread ranks cannot capture output separately, and processes cannot report."""
 
     @contextmanager
     def test(self, msg: str | None = None, **kwargs: Any) -> Iterator[None]:
-        """Context of a subtest. One that fails ends the test: in the next one, other ranks would wait for this rank."""
+        """Context of a subtest.
+
+        A failure ends the test, because in the next subtest other ranks would wait for this rank.
+        """
         import pytest
 
         try:
@@ -29,7 +32,7 @@ class _Subtests:
 
 @contextmanager
 def own_fixtures(names: Set[str]) -> Iterator[dict[str, Any]]:
-    """Context with what a rank has instead of these fixtures, of `subtests` and `monkeypatch`."""
+    """Context with a rank's replacements for these fixtures, `subtests` and `monkeypatch`."""
     import pytest
 
     with pytest.MonkeyPatch.context() as patch:
@@ -37,7 +40,7 @@ def own_fixtures(names: Set[str]) -> Iterator[dict[str, Any]]:
 
 
 class _Errors(TestResult):
-    """A result with the errors themselves, in their order."""
+    """Test result that keeps the errors themselves, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,28 +49,28 @@ class _Errors(TestResult):
         self.raised: list[BaseException] = []
 
     def _exc_info_to_string(self, info: Any, test: TestCase) -> str:
-        """Keep an error that unittest is about to turn into text."""
+        """Keep an error that unittest is about to convert to text."""
         self.raised.append(info[1])
         return ""
 
 
 def run_case(case: TestCase, given: dict[str, Any], *, debugged: bool) -> bool:
-    """Run a test of unittest, and return whether it has passed although it was expected to fail.
+    """Run a unittest test, and return whether it passed although it was expected to fail.
 
     Args:
-        case: The test, not used before.
-        given: Attributes that fixtures have set.
-        debugged: Whether a debugger shows what fails.
+        case: The test, not yet used.
+        given: Attributes set by fixtures.
+        debugged: Whether a debugger shows failures.
 
     Raises:
-        BaseException: The first error of the test, so that other ranks learn of it.
-        pytest.xfail.Exception: It failed as expected.
+        BaseException: The first error of the test, to be reported to other ranks. pytest.xfail.Exception: It failed as
+        expected.
         SkipTest: It is skipped.
     """
     vars(case).update(given)
     result = _Errors()
     if debugged:
-        # Pytest, too, leaves a test that has failed as it is until the debugger ends.
+        # Like pytest, do not tear down a failed test before the debugger ends.
         vars(case)["tearDown"] = lambda: result.raised or type(case).tearDown(case)
     case(result)
     for test, reason in result.skipped:

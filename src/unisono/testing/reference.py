@@ -28,7 +28,7 @@ DTYPES = (
 
 EXACT = tuple(dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.is_complex))
 """Dtypes whose sums are not rounded."""
-"""Every dtype that collectives are tested with."""
+"""Every dtype with which collectives are tested."""
 
 _REAL = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 _BITS = {
@@ -39,7 +39,7 @@ _BITS = {
 
 
 def ops_for(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
-    """Return the operations that are defined for a dtype, and that every backend must support.
+    """Return the operations that are defined for a dtype, which every backend must support.
 
     Args:
         dtype: Any of `DTYPES`.
@@ -60,7 +60,7 @@ class Expected:
     """Expected contents of one tensor.
 
     Attributes:
-        value: The expected elements; of a wider dtype where rounding is allowed.
+        value: The expected elements, in a wider dtype where rounding is allowed.
         slack: The largest allowed difference, by element; None if the bits must be equal.
 
     Example:
@@ -111,13 +111,13 @@ def permuted(tensor: torch.Tensor) -> Expected:
 def reduced(tensors: Sequence[torch.Tensor], op: str | ReduceOp) -> Expected:
     """Return the expected reduction of all ranks' one-dimensional tensors.
 
-    Integers and bools are exact (they wrap, as torch's do), and so are minimum and maximum (NaN wins),
-    and sums and products of floats that are whole numbers and stay small enough. Otherwise the slack is
-    the usual bound: the rounding unit times the number of ranks times the sum of magnitudes (Higham, "Accuracy
-    and Stability of Numerical Algorithms", chapters 3 and 4).
+    Integers and bools are exact (they wrap, as in torch), and so are minimum and maximum (NaN wins), and sums and
+    products of integer-valued floats that stay small enough. Otherwise the slack is the usual bound: the rounding unit
+    times the number of ranks times the sum of magnitudes (Higham, "Accuracy and Stability of Numerical Algorithms",
+    chapters 3 and 4).
 
     Args:
-        tensors: One of each rank: of one length and one of `DTYPES`, on the CPU.
+        tensors: One from each rank, of equal length and one of `DTYPES`, on the CPU.
         op: An operation that is defined for the dtype, see `ops_for`.
 
     Example:
@@ -154,7 +154,7 @@ def _rounded(stack: torch.Tensor, op: ReduceOp) -> Expected:
     value, magnitude = (
         (wide.prod(0), magnitudes.prod(0)) if op is ReduceOp.PRODUCT else (wide.sum(0), magnitudes.sum(0))
     )
-    # The product of two complex numbers is four products, and their parts' magnitudes sum to more than theirs.
+    # A complex product consists of four products, and the magnitudes of its parts sum to more than its own.
     slack = magnitude * info.eps * size * (4 if wide.is_complex() else 1) + size * info.smallest_normal * info.eps
     if op is ReduceOp.AVG:
         return Expected(value / size, (slack + magnitude * info.eps) / size + size * info.smallest_normal * info.eps)

@@ -1,4 +1,4 @@
-"""Checks of samplers that divide a dataset among ranks; they raise `AssertionError`.
+"""Checks of samplers that divide a dataset among ranks, which raise `AssertionError`.
 
     check_ranks(partial(un.data.PartitionSampler, partition="grouped"), Samples(1000), ranks=3)
 
@@ -18,15 +18,15 @@ from unisono.testing.partitioners import check_cover
 __all__ = ["MakeSampler", "check_epochs", "check_global_order", "check_ranks", "check_states"]
 
 MakeSampler = Callable[..., PartitionSampler]
-"""Called as `PartitionSampler` is, with a dataset, `num_replicas` and `rank`."""
+"""Function called like `PartitionSampler`, with a dataset, `num_replicas` and `rank`."""
 
 
 def check_ranks(make: MakeSampler, dataset: Any, ranks: int) -> None:
     """Check that all ranks' samplers yield every sample once, match their lengths, and repeat in the same epoch.
 
     Args:
-        make: Makes a rank's sampler.
-        dataset: Such as `unisono.testing.partitioners.Samples`; its sample i is the number i.
+        make: Factory of a rank's sampler.
+        dataset: A dataset whose sample i is the number i, such as `unisono.testing.partitioners.Samples`.
         ranks: Number of ranks.
 
     Raises: AssertionError otherwise.
@@ -48,8 +48,8 @@ def check_epochs(make: MakeSampler, dataset: Any) -> None:
     """Check that another epoch or seed has another order, and that an epoch always has the same order.
 
     Args:
-        make: As in `check_ranks`; called with a `seed`, too. It shuffles.
-        dataset: As in `check_ranks`; of so many samples that two equal orders are no coincidence.
+        make: As in `check_ranks`, for a sampler that shuffles; also called with a `seed`.
+        dataset: As in `check_ranks`, with so many samples that two orders are never equal by chance.
 
     Raises: AssertionError otherwise.
 
@@ -99,7 +99,7 @@ def check_global_order(make: MakeSampler, dataset: Any, counts: Sequence[int], d
     """Check that ranks taking turns follow one global order, so that a job resumed on other ranks sees the same one.
 
     Args:
-        make: As in `check_ranks`; its partitioner deals in turns (`Partitioner.interleaves`).
+        make: As in `check_ranks`, with a partitioner that deals in turns (`Partitioner.interleaves`).
         dataset: As in `check_ranks`.
         counts: Number of ranks in each phase.
         done: Number of samples that all ranks together take in each phase but the last.

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for all arguments of collectives. Draw in the driver, and send to the ranks.
+"""Hypothesis strategies for all arguments of collectives. Draw in the driver, and send the values to the ranks.
 
     @given(data=st.data(), size=strategies.worlds(4), dtype=strategies.dtypes())
     def test_all_reduce(data, size, dtype):
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 4096
-"""As in the worlds of `unisono.testing.conformance`: short tensors are chunked, too."""
+"""As in the worlds of `unisono.testing.conformance`, so that even short tensors are chunked."""
 
 
 def worlds(max_size: int = 8) -> st.SearchStrategy[int]:
@@ -98,7 +98,7 @@ def ops(dtype: torch.dtype) -> st.SearchStrategy[ReduceOp]:
 
 
 def counts(size: int, dtype: torch.dtype = torch.float32, chunk_bytes: int = _CHUNK_BYTES) -> st.SearchStrategy[int]:
-    """Return a strategy of numbers of elements, mostly around the number of ranks and the end of a chunk.
+    """Return a strategy of element counts, mostly around the number of ranks and the end of a chunk.
 
     Args:
         size: Number of ranks.
@@ -146,7 +146,7 @@ def algorithms(
 
     Args:
         collective: A key of `unisono.algorithms.ALGORITHMS`, such as "all_reduce".
-        size: Number of ranks; if it is not given, only algorithms are drawn that serve any number.
+        size: Number of ranks; if not given, only algorithms for any number are drawn.
         rounded: Whether the call adds or multiplies floating-point numbers.
         uneven: Whether parts may differ in length.
 
@@ -161,7 +161,7 @@ def algorithms(
 
 
 def splits(size: int, total: int) -> st.SearchStrategy[list[int]]:
-    """Return a strategy of lists of lengths with a given sum, uneven and some of them zero.
+    """Return a strategy of lists of lengths with a given sum, uneven, with some zeros.
 
     Args:
         size: Number of lengths.
@@ -198,7 +198,7 @@ def tensors(dtype: torch.dtype, count: int) -> st.SearchStrategy[torch.Tensor]:
     """Return a strategy of one-dimensional tensors of any elements, including NaN and infinities, on the CPU.
 
     Args:
-        dtype: Any of `unisono.testing.reference.DTYPES`. Floats are drawn from those of float16.
+        dtype: Any of `unisono.testing.reference.DTYPES`. Floats are drawn from float16's values.
         count: Number of elements.
 
     Example:
@@ -238,9 +238,10 @@ def tensors_per_rank(size: int, dtype: torch.dtype, count: int) -> st.SearchStra
 def inputs(
     draw: st.DrawFn, max_size: int = 4, dtype: torch.dtype = torch.int64, max_count: int = 16
 ) -> list[torch.Tensor]:
-    """Return a strategy of lists of tensors, one for each rank, of equal lengths. Ranks and elements shrink, too.
+    """Return a strategy of lists of tensors, one for each rank, of equal lengths. Ranks and elements shrink as well.
 
-    With `@pytest.mark.ranks("inputs")`, a test whose argument `inputs` is drawn so runs on as many ranks.
+    With `@pytest.mark.ranks("inputs")`, a test runs on as many ranks as its argument `inputs`, drawn from this, has
+    tensors.
 
     Args:
         draw: Passed by Hypothesis.
@@ -265,7 +266,7 @@ def cases(draw: st.DrawFn, size: int, call: str | None = None, chunk_bytes: int 
         draw: Passed by Hypothesis.
         size: Number of ranks.
         call: The method; any if None.
-        chunk_bytes: Chunk size of the ranks' communicator, for counts that are one over a chunk.
+        chunk_bytes: Chunk size of the ranks' communicator, for counts of one more than a chunk.
 
     Example:
         >>> from hypothesis import find

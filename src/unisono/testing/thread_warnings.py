@@ -1,4 +1,4 @@
-"""Filters and records of warnings for each rank, where ranks are threads of one process."""
+"""Warning filters and records for each rank, if ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["warnings_by_thread"]
 _NAMES = ("filters", "showwarning", "_showwarnmsg_impl")
 """What `warnings.catch_warnings` replaces in its module, and restores at its end."""
 _process: dict[str, Any] = {}
-"""What threads find that have replaced nothing."""
+"""Attributes for threads that have replaced nothing."""
 _thread = threading.local()
 
 
 def _of_thread(name: str) -> Any:
-    """Return an attribute that a thread which sets it has for itself."""
+    """Return an attribute that is local to each thread that sets it."""
 
     def get(_: object) -> Any:
         return vars(_thread).get(name, _process[name])
@@ -34,7 +34,7 @@ def _of_thread(name: str) -> Any:
 
 
 def _call_of_thread(name: str) -> Any:
-    """Return a function that calls the one of the calling thread."""
+    """Return a function that calls the calling thread's version."""
 
     def call(*args: Any) -> Any:
         return getattr(warnings, name)(*args)
@@ -48,8 +48,8 @@ _Filters: Any = type("_Filters", (UserList,), {"data": _of_thread("filters"), "_
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    # Python's C code and other modules see attributes of the module, and so its class; the module's own functions see
-    # its dictionary.
+    # Python's C code and other modules go through attributes of the module, and so its class; the module's own
+    # functions use its dictionary.
     module: Any = warnings
     _process.update((name, vars(module)[name]) for name in _NAMES)
     try:
@@ -62,8 +62,8 @@ def _replaced() -> Iterator[None]:
 
 
 warnings_by_thread = SharedContext(_replaced)
-"""Context in which threads have filters and records of warnings of their own once they use `catch_warnings`.
+"""Context in which threads that use `catch_warnings` have their own filters and records of warnings.
 
-Threads of a process share what each `catch_warnings` replaces and restores. So a test that expects a warning on several
-ranks misses its own, or finds those of others.
+Otherwise threads share what `catch_warnings` replaces and restores, so a test that expects a warning on several ranks
+would miss its own, or find others'.
 """

@@ -1,8 +1,8 @@
-"""Surroundings of torch.distributed on a rank of a test: its own groups, its place in the environment.
+"""The torch.distributed environment of a test's rank: its own groups and environment variables.
 
-Ranks may be threads of this process. So while such a test runs, what torch and Python keep once in a process answers
-by thread: torch's table of groups and its registry of their names, RANK and what else torchrun sets in the environment.
-Threads that a rank starts belong to it. On processes the same groups are made, of the same ranks.
+Ranks may be threads of this process. So while such a test runs, per-process state of torch and Python becomes
+per-thread: torch's table of groups, its registry of their names, and RANK and the other environment variables of
+torchrun. Threads that a rank starts belong to it. On processes the same groups are made, of the same ranks.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from unisono.transports.hierarchical import transport_named
 __all__ = ["run_with_torch"]
 
 _BACKEND = "unisono_test"
-"""Name by which torch finds what makes the groups of tests, where the tested code asks for gloo or unisono."""
+"""Name of the backend that makes the groups of tests, in place of gloo or unisono in the tested code."""
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _runs = itertools.count()
-"""Numbers of the runs on processes, whose control plane keeps the names of groups from one to the next."""
+"""Numbers of runs on processes, whose control plane keeps group names from one run to the next."""
 
 
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
-# Torch's are properties, which return the maps of the process.
+# Properties in torch, which return the process's maps.
 _Maps: Any = type("_Maps", (type(distributed_c10d._world),), {**dict.fromkeys(_MAPS), "group_count": 0})
 
 
@@ -64,7 +64,8 @@ class _RankWorld(_Maps):  # type: ignore[misc]
 
     @property
     def default_pg(self) -> dist.ProcessGroup | None:
-        # Under torchrun the tested code makes the default group, so its call replaces the one that the test was given.
+        # The tested code may make the default group, as under torchrun; its call replaces the one provided for the
+        # test.
         given = self.given
         if given is not None and sys._getframe(3).f_code.co_name == "init_process_group":
             self.given = None
@@ -78,7 +79,7 @@ class _RankWorld(_Maps):  # type: ignore[misc]
 
 
 class _ThreadWorld:
-    """Stands in for torch's table of groups: each rank sees its own, other threads that of the process."""
+    """Stand-in for torch's table of groups: each rank sees its own, other threads the process's."""
 
     def __init__(self, process: Any) -> None:
         self.__dict__["_process"] = process
@@ -99,8 +100,8 @@ class _TorchRank:
 
     Args:
         comm: Its communicator, from which its groups derive.
-        meeting: Address and port by which ranks may meet, as torchrun names them in the environment.
-        timeout_s: The longest wait of an operation.
+        meeting: Address and port of the rendezvous, as torchrun sets them in the environment.
+        timeout_s: Longest wait of an operation.
         run: Number of the run, part of the names of groups.
     """
 
@@ -115,7 +116,7 @@ class _TorchRank:
         self._run = run
         self._made: Counter[tuple[int, ...]] = Counter()
         self._comms: list[Communicator] = []
-        # Torch's C++ code holds only its own part of a store.
+        # Kept, because torch's C++ code holds only its own part of a store.
         self._stores: list[ControlStore] = []
 
     def store(self) -> ControlStore:
@@ -126,7 +127,7 @@ class _TorchRank:
         return self._stores[-1]
 
     def connect(self, ranks: Sequence[int], timeout_s: float) -> JoinedGroup:
-        """Join a new group of these ranks, each of which calls it: as `Communicator.subgroup`, without the others."""
+        """Join a new group of these ranks, which all call it; like `Communicator.subgroup`, without the others."""
         engine = engine_of(self.comm)
         members = tuple(ranks)
         self._made[members] += 1
@@ -139,7 +140,7 @@ class _TorchRank:
         return JoinedGroup(comm, engine.control, group)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of all groups why this one ends, so that they do not wait for it."""
+        """Report to the other ranks of all groups why this one ends, so that they do not wait for it."""
         for comm in self._comms:
             comm.__exit__(type(error), error, error.__traceback__)
 
@@ -159,12 +160,12 @@ _thread = _RankOfThread()
 
 
 def run_with_torch(ranks: RankPool, program: Callable[[Communicator], Any], timeout_s: float) -> list[Any]:
-    """Return each rank's `program(comm)`, where torch's default process group exists.
+    """Return each rank's `program(comm)`, run with torch's default process group.
 
     Args:
         ranks: The ranks.
         program: As for `RankPool.run`.
-        timeout_s: The longest wait of an operation, also of groups whose own timeout is longer.
+        timeout_s: Longest wait of an operation, even in groups with a longer timeout.
 
     Raises:
         UnavailableError: This build of torch has no torch.distributed.
@@ -176,7 +177,7 @@ def run_with_torch(ranks: RankPool, program: Callable[[Communicator], Any], time
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     run = 0 if in_process else next(_runs)
 
-    # It is pickled by the module of the test.
+    # The test's module determines how it is pickled.
     @functools.wraps(program)
     def on_rank(comm: Communicator) -> Any:
         return _on_rank(_TorchRank(comm, meeting, timeout_s, run), program)
@@ -207,7 +208,7 @@ def _with_default_group(rank: _TorchRank, program: Callable[[Communicator], Any]
         result = program(rank.comm)
     except BaseException as error:
         rank.fail(error)
-        # What goes wrong at the end of a group does not replace the error that ended the rank.
+        # Errors at the end of a group must not replace the one that ended the rank.
         with suppress(Exception):
             _leave()
         raise
@@ -216,7 +217,7 @@ def _with_default_group(rank: _TorchRank, program: Callable[[Communicator], Any]
 
 
 def _leave() -> None:
-    """Destroy the groups that the tested code has left."""
+    """Destroy the groups that the tested code has left open."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -224,7 +225,7 @@ def _leave() -> None:
 # -- what is replaced while a test runs ------------------------------------------------------------
 @contextmanager
 def _installed(*, threads: bool) -> Iterator[None]:
-    """Context in which the ranks of a test find what is theirs; `threads` says whether they are threads."""
+    """Context in which a test's ranks have their own environment; `threads` says whether they are threads."""
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu"])
     with _in_torch, _in_threads if threads else nullcontext():
@@ -238,7 +239,7 @@ def _torch_replaced() -> Iterator[None]:
         with replaced(_of_torch()):
             yield
     finally:
-        # Each default group has put another one in front of it.
+        # Each default group has inserted another one before it.
         sys.excepthook = hook
 
 
@@ -273,7 +274,7 @@ def _of_torch() -> list[Replacement]:
 
     def device_backends(config: Any) -> dict[str, str]:
         found: dict[str, str] = real_map(config)
-        # Backends of the tested code's own are left alone.
+        # Other backends of the tested code stay unchanged.
         served = found.get("cpu") in ("gloo", "unisono")
         return {"cpu": _BACKEND} if served and _thread.rank is not None else found
 
@@ -320,15 +321,15 @@ _PROFILES = (
 
 
 def _refused(owner: type, name: str) -> Callable[..., Any]:
-    """Return a profiler's method that does the same, unless a rank calls it that shares the process."""
+    """Wrap a profiler's method to refuse calls from a rank that shares the process."""
     real = getattr(owner, name)
 
     @functools.wraps(real)
     def call(*args: Any, **kwargs: Any) -> Any:
         rank = _thread.rank
-        # A process that a rank forks, such as a DataLoader's worker, shares nothing with other ranks.
+        # A process forked by a rank, such as a DataLoader worker, shares nothing with other ranks.
         if rank is not None and rank.comm.size > 1 and rank.process == os.getpid():
-            # Without what a class is called inside.
+            # Without the class's internal module.
             shown = f"{owner.__module__}.{owner.__qualname__}"
             raise UnavailableError(f"{shown} {_PROFILES}", rank=rank.comm.rank, size=rank.comm.size)
         return real(*args, **kwargs)
@@ -337,7 +338,7 @@ def _refused(owner: type, name: str) -> Callable[..., Any]:
 
 
 class _Environment(os._Environ[str]):
-    """The environment, where each rank finds its own place; other names are those of the process."""
+    """The environment, with each rank's own rank variables; other variables are the process's."""
 
     def __init__(self, process: os._Environ[str]) -> None:
         vars(self).update(vars(process))
@@ -349,7 +350,7 @@ class _Environment(os._Environ[str]):
         rank = _thread.rank
         if rank is not None:
             return rank.place
-        # Pytest's `monkeypatch` restores what a rank had when that rank has ended, on a thread of no rank.
+        # Pytest's `monkeypatch` restores a rank's variables after that rank has ended, on a thread without a rank.
         return self._process if os.environ is self else {}
 
     def __getitem__(self, name: str) -> str:

@@ -101,8 +101,8 @@ def largest_first(costs: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
     """Return the part number of each cost: largest first, each to the part that is then least loaded.
 
     From R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (SIAM J. Appl. Math. 17, 1969): the most loaded of p
-    equal parts has at most 4/3 - 1/(3p) times its load in the best division, and no part more than share * (total + (p
-    - 1) * largest). Takes a sort, and a heap operation for each cost.
+    equal parts has at most 4/3 - 1/(3p) times its load in the best division, and no part has more than
+    share * (total + (p - 1) * largest). Takes a sort, and a heap operation for each cost.
 
     Args:
         costs: One-dimensional, 0 or more.

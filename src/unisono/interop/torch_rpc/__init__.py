@@ -1,4 +1,4 @@
-"""The names of `torch.distributed.rpc` over unisono's own calls, for programs that were written for torch's.
+"""The API of `torch.distributed.rpc` over unisono's calls, for programs written for torch's.
 
     import unisono.interop.torch_rpc as rpc     # in place of torch.distributed.rpc
     from unisono.interop.torch_rpc import (
@@ -7,8 +7,8 @@
         dist_autograd,                          # torch.distributed.autograd
     )
 
-As in torch, ranks trust each other: any function that can be imported may be called, and values that have no other
-form travel as pickles. `docs/how-to/torch-rpc.md` lists what differs.
+As in torch, ranks trust each other: any importable function may be called, and values without another encoding are sent
+as pickles. `docs/how-to/torch-rpc.md` lists what differs.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ __all__ = [
 
 
 class BackendType(enum.Enum):
-    """Torch's backends of RPC. Whichever is requested, unisono's own runs."""
+    """Torch's RPC backends. Whichever is requested, unisono's own runs."""
 
     TENSORPIPE = "TENSORPIPE"
 
@@ -72,8 +72,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         num_worker_threads: Number of functions called by other ranks that run here concurrently.
         rpc_timeout: As above.
         init_method: As above.
-        device_maps: Accepted; tensors arrive on the CPU whatever it says.
-        devices: Likewise.
+        device_maps: Accepted, but tensors always arrive on the CPU.
+        devices: Accepted, without effect.
     """
 
     def __init__(
@@ -97,24 +97,24 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             self.set_device_map(to, mapped)
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Accepted, with a warning: tensors travel through the CPU, and arrive there."""
+        """Accepted with a warning: tensors are sent through the CPU, and arrive there."""
         warnings.warn("unisono's calls carry tensors to the CPU of the other rank; move them there", stacklevel=2)
         self.device_maps.setdefault(to, {}).update(device_map)
 
     def set_devices(self, devices: Sequence[Any]) -> None:
-        """Accepted; it has no effect."""
+        """Accepted, without effect."""
         self.devices = list(devices)
 
 
 _FOREVER_S = 3.0e8
-# As torch's RPC, one per process: `shutdown` gets no handle. Kept here, because an agent of unisono owns neither.
+# One per process, as in torch's RPC, whose `shutdown` gets no handle. Kept here because unisono's agent owns neither.
 _made: weakref.WeakKeyDictionary[Peers, tuple[Communicator, dist.Store]] = weakref.WeakKeyDictionary()
-# Of the process, so that each `init_rpc` meets under a name of its own in a store that outlives it.
+# Global, so that each `init_rpc` uses its own name in a store that outlives it.
 _numbers = itertools.count()
 
 
 class _TorchAgent(rpc.Agent):
-    """Makes references that speak as torch's do."""
+    """Agent that makes references with torch's signatures."""
 
     rref_class = RRef
 
@@ -131,15 +131,15 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Let this process call others and be called. Every rank calls it, with a name of its own.
+    """Let this process call others and be called. Every rank calls it, with its own name.
 
-    Ranks meet as `init_method` of the options says, "env://" by default: MASTER_ADDR and MASTER_PORT, and RANK and
-    WORLD_SIZE if these are not given here. It is torch's meeting: a process group of the program may use the same
-    address, before or after.
+    The options' `init_method` defines the rendezvous, by default "env://": MASTER_ADDR and MASTER_PORT, and RANK and
+    WORLD_SIZE unless given here. It is torch's rendezvous: a process group of the program may use the same address,
+    before or after.
 
     Raises:
-        RuntimeError: It was called before; ranks do not come; or the arguments make no sense (a ValueError, too).
-        TypeError: The backend or the options are of another class than torch's.
+        RuntimeError: It was called before; ranks do not join; or the arguments are invalid (also a ValueError).
+        TypeError: The backend or the options are not of torch's class.
     """
     if find_agent() is not None:
         raise RuntimeError("RPC is already initialized")
@@ -167,7 +167,7 @@ def init_rpc(
 
 
 def _meet(init_method: str, rank: int, world_size: int) -> tuple[Communicator, dist.Store]:
-    """Join through torch's store, as a process group does, under a separate name: so both may use one address."""
+    """Join through torch's store like a process group, but under a separate name, so that both may use one address."""
     limit = timedelta(seconds=TIMEOUT_S)
     store, rank, size = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
     name = f"unisono/rpc {next(_numbers)}"
@@ -178,7 +178,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """End this rank's calls.
 
     Args:
-        graceful: Serve on until all ranks have called this, and no call is under way.
+        graceful: Whether to keep serving until all ranks have called this and no call is in flight.
         timeout: Seconds to wait for that; 0 for no limit.
     """
     agent = current_agent()
@@ -219,7 +219,7 @@ def remote(
 
 
 def get_worker_info(worker_name: str | None = None) -> rpc.WorkerInfo:
-    """Name and number of a rank; of this one if None."""
+    """Return the name and number of a rank; of this one if None."""
     with as_in_torch():
         return rpc.get_worker_info(worker_name)
 

@@ -19,7 +19,7 @@ __all__ = ["DistributedOptimizer", "backward", "checked", "context", "get_gradie
 
 @contextmanager
 def context() -> Iterator[int]:
-    """Record what crosses ranks, for `backward`: the number of the context. RuntimeError inside of another one."""
+    """Record tensors that cross ranks, for `backward`; yield the context's number. RuntimeError inside another one."""
     if rpc.context.context.get() != NO_CONTEXT:
         raise RuntimeError(
             "there is an autograd context in this thread already; leave it before entering another context"
@@ -29,11 +29,11 @@ def context() -> Iterator[int]:
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Back-propagate from tensors of one element; what leaves get is kept in the context.
+    """Back-propagate from one-element tensors; the leaves' gradients are kept in the context.
 
     Raises:
-        TypeError: The roots are no list of tensors.
-        RuntimeError: There is no such context, a root cannot be one, or a function failed in its backward pass.
+        TypeError: The roots are not a list of tensors.
+        RuntimeError: No such context, an invalid root, or a function that failed in its backward.
     """
     checked(context_id)
     if not isinstance(roots, list | tuple) or not all(isinstance(root, torch.Tensor) for root in roots):
@@ -45,12 +45,12 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradient of each leaf of this rank. Raises RuntimeError for a context that is not known here."""
+    """Return the gradient of each leaf of this rank. Raises RuntimeError for a context that is unknown here."""
     return autograd.get_gradients(checked(context_id))
 
 
 def checked(context_id: Any) -> int:
-    """The number of a context that this rank knows of."""
+    """Return the number of a context; raise RuntimeError if it is unknown here."""
     if not isinstance(context_id, int):
         raise TypeError(f"context_id must be an int, not a {type(context_id).__name__}")
     if current_contexts().get(context_id) is None:
@@ -64,9 +64,9 @@ class DistributedOptimizer(rpc.DistributedOptimizer):
     Args:
         optimizer_class: Any subclass of `torch.optim.Optimizer`.
         params_rref: References to parameters.
-        args, kwargs: For the optimizer.
+        args, kwargs: Arguments of the optimizer.
     """
 
     def step(self, context_id: int) -> None:
-        """One step with the gradients of a context. Raises RuntimeError if there is no such context."""
+        """Make a step with the gradients of a context. Raises RuntimeError if there is no such context."""
         super().step(checked(context_id))

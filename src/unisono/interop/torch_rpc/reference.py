@@ -22,7 +22,7 @@ class RRef(rpc.RRef[T]):
 
     Args:
         value: An object of this rank.
-        type_hint: Refused: torch takes it for modules of TorchScript alone, which are not supported.
+        type_hint: Refused: torch uses it only for TorchScript modules, which are not supported.
     """
 
     __slots__ = ()
@@ -51,7 +51,7 @@ class RRef(rpc.RRef[T]):
         return _Remote(self, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Back-propagate from the tensor; within a context of distributed autograd if one is named."""
+        """Back-propagate from the tensor, within a context of distributed autograd if one is given."""
         if self.is_owner() and not isinstance(self.local_value(), torch.Tensor):
             raise RuntimeError(f"backward() needs a tensor, not a {type(self.local_value()).__name__}")
         if dist_autograd_ctx_id != -1:
@@ -63,7 +63,7 @@ class RRef(rpc.RRef[T]):
 
 
 class _Remote:
-    """Methods of an object of another rank; results stay there. As in torch, first check that the method exists."""
+    """Methods of another rank's object, whose results stay there. As in torch, first check that the method exists."""
 
     def __init__(self, rref: RRef[Any], timeout: Timeout | None) -> None:
         self._rref = rref

@@ -16,17 +16,17 @@ __all__ = ["RemoteModule"]
 
 
 class RemoteModule(nn.Module):
-    """Makes a module on another rank, and calls it there. Gradients flow by distributed autograd.
+    """A module created and called on another rank. Gradients flow through distributed autograd.
 
     Args:
-        remote_device: Where: "worker1", "worker1/cpu", "rank:1/cuda:0"; the device is "cpu" if none is named.
+        remote_device: Rank and device: "worker1", "worker1/cpu", "rank:1/cuda:0"; the device is "cpu" if none is given.
         module_cls: The module's class.
-        args, kwargs: For it.
+        args, kwargs: Its arguments.
         _module_interface_cls: Torch's argument for TorchScript, which is not supported.
 
     Attributes:
         on: Name of the rank.
-        device: Of the module there.
+        device: Device of the module there.
         module_rref: Reference to the module.
     """
 
@@ -47,7 +47,7 @@ class RemoteModule(nn.Module):
         self.module_rref: rpc.RRef[Any] = remote(
             self.on, _made, (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
         )
-        # Errors of its constructor are raised here.
+        # Wait, so that errors of the module's constructor are raised here.
         rpc.rpc_sync(self.on, _known, (self.module_rref,))
         self._ready()
 
@@ -64,7 +64,7 @@ class RemoteModule(nn.Module):
     def init_from_module_rref(
         remote_device: str, module_rref: rpc.RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """One for a module that exists on another rank already."""
+        """Return a `RemoteModule` for a module that already exists on another rank."""
         made = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(made)
         made._live(remote_device)
@@ -73,7 +73,7 @@ class RemoteModule(nn.Module):
         return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward where it is, and return the result."""
+        """Run the module's forward on its rank, and return the result."""
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
@@ -81,20 +81,20 @@ class RemoteModule(nn.Module):
         return rpc.rpc_async(self.module_rref.owner(), _forward, (self.module_rref, self.device, args, kwargs))
 
     def remote_parameters(self, recurse: bool = True) -> list[rpc.RRef[nn.Parameter]]:
-        """References to the module's parameters, as `DistributedOptimizer` wants them."""
+        """Return references to the module's parameters, for `DistributedOptimizer`."""
         return list(rpc.rpc_sync(self.module_rref.owner(), _parameters, (self.module_rref, recurse)))
 
     def get_module_rref(self) -> rpc.RRef[nn.Module]:
-        """The reference to the module."""
+        """Return the reference to the module."""
         return self.module_rref
 
     def train(self, mode: bool = True) -> Self:
-        """Set the module's mode, where it is."""
+        """Set the module's mode, on its rank."""
         rpc.rpc_sync(self.module_rref.owner(), _set_mode, (self.module_rref, mode))
         return self
 
     def eval(self) -> Self:
-        """Set evaluation mode, where the module is."""
+        """Set evaluation mode, on the module's rank."""
         return self.train(False)
 
     def __getattribute__(self, name: str) -> Any:
@@ -109,7 +109,7 @@ class RemoteModule(nn.Module):
         return RemoteModule.init_from_module_rref, (f"{self.on}/{self.device}", self.module_rref)
 
 
-# What a module can do, but not from another rank.
+# Methods of a module that do not work from another rank.
 _UNSUPPORTED = (
     frozenset(name for name, value in vars(nn.Module).items() if callable(value) and name[0] != "_")
     - vars(RemoteModule).keys()
@@ -132,7 +132,7 @@ def _known(ref: rpc.RRef[nn.Module]) -> None:
 
 
 def _set_mode(ref: rpc.RRef[nn.Module], mode: bool) -> None:
-    # The module returns itself, which is not to travel.
+    # The module returns itself, which must not be sent here.
     ref.local_value().train(mode)
 
 

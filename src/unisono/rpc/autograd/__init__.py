@@ -5,11 +5,11 @@
         un.rpc.autograd.backward(ctx, [loss])
         grads = un.rpc.autograd.get_gradients(ctx)
 
-Within a context, tensors with a history that travel in arguments or results of calls are recorded on both sides.
-Gradients are kept in the context, on the rank of each leaf, and never in `.grad`: so passes of several ranks over
-shared parameters do not mix. Hooks of a leaf run once in a pass, with the sum over all messages: those of the tensor,
-post-accumulate hooks, those of `DistributedDataParallel` and of `GradientAverager`. What they leave in `.grad` is the
-gradient; `.grad` is then what it was before.
+Within a context, tensors with a history in arguments or results of calls are recorded on both sides. Gradients are kept
+in the context, on the rank of each leaf, and never in `.grad`, so passes of several ranks over shared parameters do not
+mix. A leaf's hooks (tensor hooks, post-accumulate hooks, those of `DistributedDataParallel` and `GradientAverager`) run
+once in a pass, with the sum over all messages. What they leave in `.grad` becomes the gradient, and `.grad` is
+restored.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["backward", "context", "get_gradients"]
 def context() -> Iterator[int]:
     """Record tensors that cross ranks, for `backward`.
 
-    Functions called from within the context run in it too, on any rank, and so do callbacks of the futures of
-    `rpc_async`. When the context ends, all ranks discard the record and the gradients.
+    Functions called within the context run in it as well, on any rank, and so do callbacks of `rpc_async` futures. When
+    the context ends, all ranks discard the record and the gradients.
 
     Yields: The context's number, which may be sent to other ranks.
 
@@ -66,23 +66,24 @@ def backward(context: int, roots: Sequence[torch.Tensor], retain_graph: bool = F
 
     Args:
         context: The number of the context in which they were computed.
-        roots: Tensors of one element each, of this rank.
-        retain_graph: Keep the graph for another pass.
+        roots: Tensors of this rank, with one element each.
+        retain_graph: Whether to keep the graph for another pass.
 
     Raises:
-        TypeError: A root is no tensor; a reference has a `backward` of its own.
-        ValueError: There is no root, or one has more than one element, or no history.
+        TypeError: A root is not a tensor; for references, use their `backward`.
+        ValueError: There is no root, or one has several elements or no history.
         CommError: There is no such context.
-        RuntimeError: The graph is gone, because an earlier pass did not retain it; or a tensor came in another context.
-        PeerLostError: A rank that the gradients have to pass has died.
+        RuntimeError: The graph is gone, because an earlier pass did not retain it; or a tensor was received in another
+            context.
+        PeerLostError: A rank on the path of the gradients has died.
 
-    Cost: one call there and back for each message that is passed, and one more to find out which these are.
+    Cost: one round trip for each message passed backward, and one more to discover these.
     """
     start(find(context), roots, retain_graph)
 
 
 def get_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradients of this rank's leaves in a context, by leaf. Empty if none received any.
+    """Return the gradients of this rank's leaves in a context, by leaf; empty if there are none.
 
     Args:
         context: Number of the context.

@@ -34,7 +34,7 @@ class Context:
         sent: Sent tensors, by message number.
         received: Received tensors, by sender and message number.
         gradients: Gradients of this rank's leaves.
-        peers: Ranks that learned of the context from this rank.
+        peers: Ranks to which this rank has announced the context.
         passes: Backward passes in progress.
     """
 
@@ -65,7 +65,7 @@ class Output:
         record: Record of the message; None for the roots.
         tensors: Tensors to back-propagate from.
         leaves: Leaves reached on this rank.
-        received: Received messages that are reached.
+        received: Received messages that the pass reaches.
     """
 
     def __init__(self, tensors: list[torch.Tensor], record: SendRecord | None = None) -> None:
@@ -120,7 +120,7 @@ class DistributedPass:
     def flow(
         self, number: int, gradients: Gradients | None
     ) -> tuple[list[tuple[RecvRecord, Gradients]], dict[torch.Tensor, torch.Tensor] | None]:
-        """Back-propagate from one output. Return the messages with now complete gradients.
+        """Back-propagate from one output; return the messages whose gradients are now complete.
 
         After the last output, also return the summed gradients of this rank's leaves.
 
@@ -162,7 +162,7 @@ class DistributedPass:
                 raise
             raise RuntimeError(f"{GRAPH_GONE} ({error})") from None
         for leaf, gradient in zip(output.leaves, _apart(found, gradients or ()), strict=True):
-            # A trigger, which stands for a message, has none.
+            # A trigger, which represents a message, has none.
             if gradient is not None:
                 known = self._gradients.get(leaf)
                 self._gradients[leaf] = gradient if known is None else known + gradient
@@ -177,7 +177,7 @@ class DistributedPass:
 
 
 def _apart(found: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> Gradients:
-    """Copy gradients to memory of their own: autograd returns one tensor for all terms of a sum, and expanded ones."""
+    """Copy gradients to separate memory: autograd may return one tensor for all terms of a sum, or expanded ones."""
     taken = {_memory(other) for other in others if other is not None}
     apart: Gradients = []
     for gradient in found:

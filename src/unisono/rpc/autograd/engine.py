@@ -1,11 +1,10 @@
-"""Back-propagation over several ranks: first discover the ranks that take part, then let the gradients flow.
+"""Back-propagation over several ranks: first discover the participants, then let the gradients flow.
 
-A message between ranks is an edge of the graph: gradients return to the sender of its tensors once everything that
-the receiver computed from them has been back-propagated. The number of contributions is determined first: starting
-from the roots, each rank walks its own graph from the queried outputs to the messages that they were computed from,
-and queries the senders of these (`discover`). So tensors that were sent but never used block nothing, and each
-gradient is sent once. Both phases are calls that are answered when all calls that they caused are: when the first
-one returns, everything is done.
+A message between ranks is an edge of the graph: gradients return to the sender of its tensors once everything that the
+receiver computed from them has been back-propagated. The number of contributions is determined first: starting from the
+roots, each rank walks its graph from the queried outputs to the messages that they were computed from, and queries the
+senders (`discover`). So tensors that were sent but never used block nothing, and each gradient is sent once. In both
+phases, a call is answered once all calls that it caused are, so when the first one returns, everything is done.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from unisono.rpc.rref import RRef
 __all__ = ["Contexts", "backward_of", "current_contexts", "discover", "find", "propagate", "start"]
 
 _numbers = itertools.count(1)
-"""Numbers of the passes that ranks of this process began; unique with the rank, also where ranks are threads."""
+"""Numbers of passes begun by ranks of this process; unique together with the rank, even if ranks are threads."""
 
 
 def current_contexts() -> Contexts:
@@ -84,7 +83,7 @@ def _checked(roots: Any) -> list[torch.Tensor]:
 def discover(
     number: int, name: tuple[int, int], messages: Sequence[int], retain_graph: bool
 ) -> torch.futures.Future[Any]:
-    """Announce gradients to the sender of some messages. Answered when all earlier senders are notified, too."""
+    """Announce gradients to the sender of some messages. Answered once all earlier senders are notified as well."""
     context = _known(number)
     new: list[RecvRecord] = []
     with context.lock:
@@ -141,7 +140,7 @@ def _flow(
         rpc_async(record.peer, propagate, (context.number, name, record.message, grads)) for record, grads in complete
     ]
     if sums is not None:
-        # After the calls: hooks may wait for ranks that wait for these.
+        # After the calls, because hooks may wait for ranks that wait for these.
         context.passes.pop(name, None)
         context.accumulate(sums)
     return calls
@@ -222,7 +221,7 @@ class Contexts:
         return found
 
     def discard(self, number: int) -> None:
-        """Forget a context that has ended, and notify the ranks that learned of it from this rank."""
+        """Discard a context that has ended, and notify the ranks that this rank has told of it."""
         with self._lock:
             found = self._open.pop(number, None)
             self._ended[number] = None
@@ -270,7 +269,7 @@ class Contexts:
         return arrival(record, tensor)
 
     def reach(self, number: int) -> Context | None:
-        """Return a context, created on first use; None if it has ended."""
+        """Return a context, creating it on first use; None if it has ended."""
         if number == NO_CONTEXT:
             return None
         found = self._open.get(number)

@@ -14,7 +14,7 @@ class SendRecord:
     """Tensors sent in one message.
 
     Attributes:
-        token: A tensor with the combined history of all of them, as of when they were sent.
+        token: A tensor with their combined history at the time they were sent.
         gradients: Gradient of each of them, set before `token` is back-propagated.
     """
 
@@ -28,7 +28,7 @@ class RecvRecord:
 
     Attributes:
         peer, message: Its sender, and its number there.
-        triggers: For each tensor, a leaf that precedes it in the graph.
+        triggers: For each tensor, the leaf before it in the graph.
         found: Gradients stored by a backward pass, by the tensor's index in the message.
     """
 
@@ -59,7 +59,7 @@ class _RecvBackward(torch.autograd.Function):
     def forward(ctx: Any, trigger: torch.Tensor, record: RecvRecord, index: int, content: list[torch.Tensor]) -> Any:
         ctx.record = record
         ctx.index = index
-        # Not a view of the received bytes: the receiver may modify it in place.
+        # A copy, because the receiver may modify it in place, which views of the received bytes would share.
         return content.pop().data
 
     @staticmethod
@@ -78,7 +78,7 @@ def departure(tensors: list[torch.Tensor]) -> SendRecord:
 
 
 def arrival(record: RecvRecord, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, as the next one of this message, with a history that begins here."""
+    """Return the next tensor of this message, with a history that begins here."""
     trigger = torch.zeros((), requires_grad=True)
     index = len(record.triggers)
     record.triggers.append(trigger)
@@ -102,7 +102,7 @@ def reachable(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Rec
 
 
 def _nodes(starts: list[Any]) -> Iterator[Any]:
-    """Yield all nodes of the graph behind these, each once."""
+    """Yield all nodes behind these in the graph, each once."""
     seen = set(starts)
     waiting = list(seen)
     while waiting:

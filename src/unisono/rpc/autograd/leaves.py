@@ -1,4 +1,4 @@
-"""Gradients of one rank's leaves: collected without their hooks, and accumulated once, with them."""
+"""Gradients of one rank's leaves: collected without running their hooks, then accumulated once, with hooks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Leaves:
     """Leaves of all contexts of one rank.
 
     A backward pass over ranks reaches a leaf once per message, but its hooks must run once, with the sum. So a pass
-    collects gradients with the hooks of the leaves disabled, and runs each leaf's AccumulateGrad node at its end: then
-    tensor hooks, post-accumulate hooks, and those of DistributedDataParallel see the same as in a local `backward()`.
-    The user's p.grad is saved and restored.
+    collects gradients with the leaves' hooks disabled, and runs each leaf's AccumulateGrad node at its end: tensor
+    hooks, post-accumulate hooks, and those of DistributedDataParallel see the same as in a local `backward()`. The
+    user's p.grad is saved and restored.
 
-    One lock serialises computation. Hooks, such as those that average gradients, may wait for other ranks, which may
-    need this rank for that: meanwhile only the leaves of these hooks are in use. A local `backward()` in another
-    thread waits for a leaf on a CPU before it adds to it. On other devices hooks run in threads of autograd, and it
-    does not wait.
+    One lock serialises computation. It is not held during hooks, because those that average gradients may wait for
+    other ranks, which may need this rank: then only these hooks' leaves are in use. A local `backward()` in another
+    thread waits for a CPU leaf before adding to it. On other devices hooks run in autograd's threads, and it does not
+    wait.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Leaves:
         self._adding: dict[int, int] = {}
 
     def watch(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Block local passes at these leaves from now on, while they are used here."""
+        """Make local passes wait at these leaves from now on, while they are in use here."""
         for leaf in leaves:
             with self._lock:
                 if leaf.is_cpu and leaf not in self._watched:
@@ -60,21 +60,21 @@ class Leaves:
 
     @contextmanager
     def _alone(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Use leaves when no other thread does."""
+        """Context that uses leaves exclusively."""
         here = threading.get_ident()
         numbers = [id(leaf) for leaf in leaves]
         with self._freed:
             self._freed.wait_for(lambda: self._free(numbers))
-            # A hook may re-enter; then the outer use ends it.
+            # A hook may re-enter; then the outer context releases the leaves.
             taken = [number for number in numbers if number not in self._used]
             self._used.update(dict.fromkeys(taken, here))
         try:
             until = clock.now() + _PATIENCE_S
             while any(self._adding.get(number, here) != here for number in numbers):
                 if clock.now() > until:
-                    # A pass has failed between the two hooks, in one of the user's.
+                    # A pass has failed between the two hooks, in a user's hook.
                     self._adding.clear()
-                # Other threads go on.
+                # Let other threads continue.
                 time.sleep(1e-5)
             yield
         finally:
@@ -99,15 +99,15 @@ class Leaves:
         *,
         retain_graph: bool,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Compute gradients like `torch.autograd.grad`, but without running hooks of the leaves."""
+        """Compute gradients like `torch.autograd.grad`, but without running the leaves' hooks."""
         elsewhere = [leaf for leaf in leaves if not leaf.is_cpu]
         with self._alone(elsewhere), self._lock, _without_hooks(leaves, self._lock):
             return torch.autograd.grad(outputs, leaves, starts, retain_graph=retain_graph, allow_unused=True)
 
     def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Run the AccumulateGrad node of each leaf with its gradient: p.grad as the hooks leave it, in its own memory.
+        """Run each leaf's AccumulateGrad node with its gradient; return copies of p.grad as the hooks leave it.
 
-        The user's p.grad is restored afterwards, also if a hook raises.
+        The user's p.grad is restored afterwards, even if a hook raises.
         """
         leaves = [leaf for leaf in gradients if leaf.requires_grad]
         with self.swapped(leaves):
@@ -119,7 +119,7 @@ class Leaves:
     def swapped(
         self, leaves: Sequence[torch.Tensor], gradients: dict[torch.Tensor, torch.Tensor] | None = None
     ) -> Iterator[None]:
-        """Replace p.grad of some leaves for a while: by these gradients, or by None."""
+        """Replace p.grad of some leaves temporarily with these gradients or None."""
         with self._alone(leaves):
             before = [leaf.grad for leaf in leaves]
             try:
@@ -133,7 +133,7 @@ class Leaves:
 
 @contextmanager
 def _without_hooks(leaves: Sequence[torch.Tensor], lock: threading.RLock) -> Iterator[None]:
-    """Switch off hooks of leaves in this thread. Others run them when the lock is free."""
+    """Disable leaves' hooks in this thread. Other threads run them when the lock is free."""
     saved = [(leaf, table, dict(table)) for leaf in leaves if (table := leaf._backward_hooks)]
     try:
         for leaf, table, hooks in saved:
@@ -154,7 +154,7 @@ def _elsewhere(
     here = threading.get_ident()
 
     def run(gradient: torch.Tensor) -> torch.Tensor:
-        # Except on a CPU, hooks run in threads of autograd.
+        # Except on a CPU, hooks run in autograd's threads.
         if on_cpu and threading.get_ident() != here:
             with lock:
                 pass

@@ -24,14 +24,14 @@ CHECKS: tuple[Check, ...] = (
 class TransportConformance:
     """Base class for a transport's tests: pytest collects one test for each check.
 
-    Takes four ranks and some ten seconds. For a check that a transport cannot meet, override the method,
-    preferably with one that states the reason.
+    Takes four ranks and about ten seconds. Override the method of a check that a transport cannot meet, preferably with
+    one that states the reason.
 
     Attributes:
         backend: The name of the transport.
-        wrap: Applied to the transport of each rank, to hold a wrapper to the same checks. A static method.
+        wrap: Static method applied to each rank's transport, to run the checks on a wrapper.
         hosts: Grouping of the four ranks into hosts, as for `launch`, for transports across hosts.
-        device: Device of the tensors, as for `launch`: "cuda" to test the checks on GPUs.
+        device: Device of the tensors, as for `launch`: "cuda" to run the checks on GPUs.
 
     Example:
         >>> class TestMine(TransportConformance):

@@ -83,7 +83,7 @@ def receive_any_starves_no_sender(world: World) -> None:
         else:
             for turn in range(3 * _EACH + 2 * (comm.size - 2)):
                 for rank in range(1, comm.size) if turn in (0, comm.size - 1) else ():
-                    # Every sender has a message pending, also after the first round.
+                    # Every sender has a message pending, even after the first round.
                     comm.probe(rank)
                 got.append(comm.recv(numbers(comm, 0), comm.probe() if probes else None))
         return got
@@ -144,7 +144,7 @@ def probe_consumes_nothing(world: World) -> None:
 
 @_where_offered
 def receive_any_separates_tags_and_subgroups(world: World) -> None:
-    """A receive leaves messages of another tag or sub-group alone; ranks are those of the sub-group."""
+    """A receive ignores messages of another tag or sub-group; ranks are the sub-group's."""
 
     def program(comm: Communicator) -> list[tuple[int, float]]:
         got = numbers(comm, -1)
@@ -224,7 +224,7 @@ def receive_any_ends_with_an_error(world: World) -> None:
         aborted = comm.dup()
         unfit = comm.dup()
         left = comm.dup()
-        # Some backends connect two ranks at their first message, and cannot detect before it that one has left.
+        # Some backends connect two ranks at their first message, and cannot detect earlier that one has left.
         together(left)
         if comm.rank == 0:
             works = [aborted.irecv(numbers(comm, 0)), left.irecv(numbers(comm, 0))]
@@ -253,7 +253,7 @@ def receive_any_ends_with_an_error(world: World) -> None:
 
 @_where_offered
 def receive_any_reports_a_lost_sender(world: World) -> None:
-    """A failed rank ends the wait although others could send, and is the error's `peer`; also for probes."""
+    """A failed rank ends the wait even if others could still send, and is the error's `peer`; also for probes."""
 
     def program(comm: Communicator, probes: bool, never_s: float) -> int:
         if comm.rank == 1:

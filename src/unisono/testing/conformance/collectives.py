@@ -32,7 +32,7 @@ _SIZES = (1, 2, 3, 4)
 
 
 def equals_reference(call: str) -> Callable[[World], None]:
-    """Return the check of one collective: every algorithm, for some of all dtypes, ops, roots, counts and layouts."""
+    """Return the check of one collective: every algorithm, with a sample of dtypes, ops, roots, counts and layouts."""
 
     def check(world: World) -> None:
         for size in _SIZES:
@@ -44,7 +44,7 @@ def equals_reference(call: str) -> Callable[[World], None]:
 
 
 def every_op_and_dtype_equals_reference(world: World) -> None:
-    """All pairs of an op and a dtype, each with and without NaN, by the algorithm that the backend chooses."""
+    """All pairs of op and dtype, each with and without NaN, with the algorithm that the backend chooses."""
     for size in (2, 3):
         cases = [
             Case("all_reduce", size, count, dtype, op, numbers=kind, seed=count)
@@ -56,7 +56,7 @@ def every_op_and_dtype_equals_reference(world: World) -> None:
 
 
 def results_are_bitwise_reproducible(world: World) -> None:
-    """Rounding is the same on all ranks and in the next run, by any algorithm."""
+    """Rounding is the same on all ranks and in the next run, with any algorithm."""
     ops = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
     for size in (3, 4):
         named = enumerate(serving("all_reduce", size), size)
@@ -108,7 +108,7 @@ def native_collective_is_selectable_by_name(world: World) -> None:
 
 
 def barrier_waits_for_all_ranks(world: World) -> None:
-    """No rank leaves the barrier before the last has reached it, by any algorithm."""
+    """No rank leaves the barrier before the last has reached it, with any algorithm."""
 
     def program(comm: Communicator, algorithm: str | None, last: int) -> tuple[float, float]:
         others = [rank for rank in range(comm.size) if rank != last]
@@ -154,7 +154,7 @@ def _plain(value: dict[str, object]) -> tuple[object, ...]:
 
 
 def _hold(world: World, cases: list[Case], size: int) -> list[str]:
-    """Check many cases in one program, much faster than one program each; return the digests of rank 0."""
+    """Check many cases in one program, which is much faster than one program each; return rank 0's digests."""
     found = world.run(_check_all, cases, size=size)
     for case, *reports in zip(cases, *found, strict=True):
         check_reports(case, reports)
@@ -166,9 +166,9 @@ def _check_all(comm: Communicator, cases: list[Case]) -> list[Report]:
 
 
 def _sample(world: World, call: str, size: int) -> Iterator[Case]:
-    """Yield error-prone counts for each algorithm, with all else drawn at random, reproducibly.
+    """Yield error-prone counts for each algorithm, with everything else drawn at random, reproducibly.
 
-    An algorithm by name meets one half of the counts with an odd number of ranks, and the other with an even one.
+    A named algorithm gets half of the counts with an odd number of ranks, and the others with an even one.
     """
     chance = Random(f"{call} {size}")
     family = COLLECTIVES[call].family

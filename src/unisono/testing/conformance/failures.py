@@ -27,7 +27,7 @@ def abort_ends_every_wait(world: World) -> None:
 
     def program(comm: Communicator, soon_s: float, never_s: float) -> tuple[str, str]:
         part = comm.dup()
-        # In flight on every rank but the aborting one, before the abort.
+        # In flight on every rank except the aborting one, before the abort.
         works = {
             0: lambda: part.irecv(numbers(comm, 0), 3),
             1: lambda: part.barrier(async_op=True),
@@ -96,7 +96,7 @@ def failed_rank_is_reported_to_the_others(world: World) -> None:
 
 
 def failed_rank_is_reported_in_subgroups(world: World) -> None:
-    """Ranks that wait for the failed rank in a sub-group get the error too; so do the work and its future."""
+    """Ranks that wait for the failed rank in a sub-group also get the error, as do the work and its future."""
 
     def program(comm: Communicator, never_s: float) -> list[BaseException | None]:
         part = comm.dup()

@@ -1,4 +1,4 @@
-"""Laws of sub-groups: each is a world of its own, and works concurrently with its parent and siblings."""
+"""Laws of sub-groups: each is independent, and works concurrently with its parent and siblings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 
 
 def split_orders_ranks_by_key(world: World) -> None:
-    """Ranks of a sub-group follow the keys; its calls use its own rank numbers."""
+    """A sub-group's ranks are ordered by key, and its calls use its own rank numbers."""
 
     def program(comm: Communicator) -> tuple[int, list[float]]:
         part = comm.split(0, key=-comm.rank)
@@ -31,7 +31,7 @@ def split_orders_ranks_by_key(world: World) -> None:
 
 
 def split_without_color_returns_none(world: World) -> None:
-    """`subgroup` keeps the order of its list, and returns None on the other ranks; so does a color of None."""
+    """`subgroup` keeps the order of its list, and returns None on other ranks, like `split` for a color of None."""
 
     def program(comm: Communicator) -> tuple[int | None, int | None]:
         listed = comm.subgroup([3, 1])
@@ -65,7 +65,7 @@ def subgroups_run_concurrently(world: World) -> None:
 
 
 def messages_of_parent_and_subgroup_are_separate(world: World) -> None:
-    """The same ranks, the same tag, two groups: a receive gets the message of its own group."""
+    """With the same ranks and tag in two groups, a receive gets the message of its own group."""
 
     def program(comm: Communicator) -> list[float]:
         first = comm.dup()

@@ -74,7 +74,7 @@ def receives_match_in_the_order_posted(world: World) -> None:
 
 
 def tags_are_separate(world: World) -> None:
-    """A receive gets a message of its own tag, whatever was sent before; a backend without tags raises an error."""
+    """A receive gets a message with its tag, whatever was sent before; a backend without tags raises an error."""
 
     def program(comm: Communicator) -> list[float] | str:
         tags = [0, 1, 7, 2**24 - 1]
@@ -97,7 +97,7 @@ def tags_are_separate(world: World) -> None:
 
 
 def peers_are_separate(world: World) -> None:
-    """A receive gets a message of the rank that it names, whichever rank sent first."""
+    """A receive gets a message from the rank that it names, whichever rank sent first."""
 
     def program(comm: Communicator) -> list[float]:
         got = numbers(comm, -1, -1, -1, -1)
@@ -170,7 +170,7 @@ def batch_keeps_its_order(world: World) -> None:
 
 
 def messages_to_oneself_arrive(world: World) -> None:
-    """Messages to oneself arrive, by tag and in order, beside those of others: as in a periodic halo of few ranks."""
+    """Messages to oneself arrive, by tag and in order, beside others', as in a periodic halo exchange on few ranks."""
 
     def program(comm: Communicator) -> list[list[float]]:
         mine = comm.rank
@@ -199,7 +199,7 @@ def messages_to_oneself_arrive(world: World) -> None:
 
 
 def empty_messages_arrive(world: World) -> None:
-    """A message of no elements is a message: it keeps its place in the order, and its receiver waits for it."""
+    """An empty message is a message: it keeps its place in the order, and its receiver waits for it."""
 
     def program(comm: Communicator) -> float:
         got = numbers(comm, -1)
@@ -216,7 +216,7 @@ def empty_messages_arrive(world: World) -> None:
 
 
 def every_dtype_arrives_bitwise(world: World) -> None:
-    """Every bit pattern, NaNs of all kinds included, arrives as sent."""
+    """Every bit pattern, including all kinds of NaN, arrives as sent."""
 
     def program(comm: Communicator) -> list[str]:
         changed = []
@@ -255,7 +255,7 @@ def long_messages_arrive(world: World) -> None:
 
 
 def strided_messages_arrive(world: World) -> None:
-    """Both ends may be views of any kind, and of different kinds; nothing outside of them is touched."""
+    """Both ends may be views of any kind, even different ones; nothing outside of them is touched."""
 
     def program(comm: Communicator) -> list[str]:
         wrong = []

@@ -53,7 +53,7 @@ def timed_out_wait_may_be_repeated(world: World) -> None:
         said = "nothing was raised"
         peer = None
         waited = None
-        # A timeout of zero is valid, too.
+        # A timeout of zero is also valid.
         for timeout in (0.0, 0.05):
             try:
                 work.wait(timeout)
@@ -80,7 +80,7 @@ def timed_out_collective_may_be_repeated(world: World) -> None:
         total = numbers(comm, comm.rank + 1)
         waits = [-1.0]
         if comm.rank == 1:
-            # The other rank's first wait has timed out by then.
+            # By now the other rank's first wait has timed out.
             comm.recv(numbers(comm, 0), 0)
         work = comm.all_reduce(total, async_op=True)
         if comm.rank == 0:
@@ -98,7 +98,7 @@ def timed_out_collective_may_be_repeated(world: World) -> None:
 
 
 def work_completes_without_polling(world: World) -> None:
-    """`is_completed` turns true without a wait; the message has then arrived. For collectives, too."""
+    """`is_completed` turns true without a wait, and the message has then arrived; also for collectives."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got = numbers(comm, -1)
@@ -112,7 +112,7 @@ def work_completes_without_polling(world: World) -> None:
 
 
 def future_completes_without_polling(world: World) -> None:
-    """`get_future` completes without a wait for the work; the message has then arrived. For collectives, too."""
+    """`get_future` completes without a wait for the work, and the message has then arrived; also for collectives."""
 
     def program(comm: Communicator, within_s: float) -> tuple[float, float]:
         got = numbers(comm, -1)
@@ -141,7 +141,7 @@ def works_can_be_waited_for_in_any_order(world: World) -> None:
 
 
 def wait_for_one_of_many_works(world: World) -> None:
-    """`wait_any` returns the work that is done, not the first of the list."""
+    """`wait_any` returns the work that is done, not the first one in the list."""
 
     def program(comm: Communicator, within_s: float) -> int | None:
         if comm.rank > 0:
@@ -160,7 +160,7 @@ def wait_for_one_of_many_works(world: World) -> None:
 
 
 def collectives_can_be_waited_for_in_any_order(world: World) -> None:
-    """Collectives run in the order of calls, blocking ones among asynchronous ones, however they are waited for."""
+    """Collectives run in call order, blocking ones among asynchronous ones, however they are waited for."""
 
     def program(comm: Communicator) -> list[list[float]]:
         tensors = [torch.full((1000,), float(comm.rank + n), device=comm.device) for n in range(6)]

@@ -28,9 +28,9 @@ class World:
 
     Attributes:
         backend: A transport's name.
-        wrap: Applied to the transport of each rank.
-        timeout: For one operation: seconds or a `timedelta`.
-        chunk_bytes: Largest message of a schedule; small, so that short tensors are chunked, too.
+        wrap: Function applied to each rank's transport.
+        timeout: Timeout of one operation: seconds or a `timedelta`.
+        chunk_bytes: Largest message of a schedule; small, so that even short tensors are chunked.
         hosts: Grouping of the four ranks into hosts; all share this one if None.
         device: Device of the tensors, as for `launch`; the backend's default if None.
 
@@ -48,12 +48,12 @@ class World:
 
     @property
     def soon_s(self) -> float:
-        """Seconds in which any operation that need not wait has long completed."""
+        """Seconds within which any operation that need not wait has long completed."""
         return resolve_timeout(self.timeout) / 2
 
     @property
     def never_s(self) -> float:
-        """Seconds for a wait that another event must end: longer than `soon_s`, shorter than any other wait."""
+        """Seconds of a wait that another event must end: longer than `soon_s`, shorter than any other wait."""
         return 0.9 * resolve_timeout(self.timeout)
 
     def run(
@@ -77,7 +77,7 @@ class World:
 
 
 Check = Callable[[World], None]
-"""Raises `AssertionError`, or an error of the ranks, if it does not hold."""
+"""Check that raises `AssertionError`, or a rank's error, if it fails."""
 
 
 def numbers(comm: Communicator, *values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -112,7 +112,7 @@ def until(done: Callable[[], bool], within_s: float) -> None:
 
 
 def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
-    """Return the text of the error that the call raises, which must be of this kind, and know its rank."""
+    """Return the text of the error that the call raises, which must be of this kind and have its rank set."""
     try:
         call()
     except kind as error:
